@@ -1,0 +1,1 @@
+"""The ClientApp that Flower loads."""

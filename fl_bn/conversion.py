@@ -1,0 +1,66 @@
+"""``convert``: any torch model, with its norm layers as a method wants them."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from fl_bn.layers import Unconvertible
+from fl_bn.methods.method import Method
+from fl_bn.roles import SharedStatisticsNorm, roles
+
+
+def convert(model: nn.Module, method: Method) -> nn.Module:
+    """A copy of ``model`` whose BatchNorm layers are the method's; ``model`` itself is not touched.
+
+    Layers are found by type, wherever they sit; a layer used in two places stays one layer. Every tensor is given a role, so a
+    model that cannot be federated is refused here rather than averaged wrongly later.
+
+    Raises:
+        Unconvertible: a layer cannot be replaced without changing what the network computes, with its name and the reason.
+        UnknownTensor: a norm layer holds a tensor that has no role.
+    """
+    model = copy.deepcopy(model)
+    replaced: dict[int, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        try:
+            _check(module, method)
+            if method.layer is None or not isinstance(module, _BatchNorm):
+                continue
+            new = replaced.setdefault(id(module), _replacement(module, method))
+        except ValueError as reason:
+            raise Unconvertible(f"{name or 'the model'} ({type(module).__name__}): {reason}") from reason
+        if not name:
+            return new
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, new)
+    roles(model)
+    return model
+
+
+def _check(module: nn.Module, method: Method) -> None:
+    if isinstance(module, _LazyNormBase) and module.has_uninitialized_params():
+        raise ValueError("a lazy layer has no channels yet: run one batch through the model first")
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        raise ValueError("no method defines the shared statistics of InstanceNorm: build it with track_running_stats=False")
+    if isinstance(module, SharedStatisticsNorm):
+        raise ValueError("the model was converted before: convert the original one")
+    if isinstance(module, _BatchNorm) and method.layer is None and method.needs_running and module.running_mean is None:
+        raise ValueError(
+            f"track_running_stats=False leaves no running statistics for {method.name} to freeze or to keep at home: "
+            "build it with track_running_stats=True, or choose fedavg or fedbn"
+        )
+
+
+def _replacement(layer: _BatchNorm, method: Method) -> nn.Module:
+    if type(layer).forward is not _BatchNorm.forward and type(layer) is not nn.SyncBatchNorm:
+        raise ValueError(
+            "it overrides BatchNorm's forward, so replacing it would lose what it adds (an activation, say): use a plain BatchNorm layer"
+        )
+    if hasattr(layer, "parametrizations"):
+        raise ValueError("it is parametrized: remove the parametrization before converting")
+    assert method.layer is not None
+    return method.layer(layer)

@@ -1,0 +1,72 @@
+"""Batches of a client's own samples: every one large enough to have a variance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+class ClientTooSmall(ValueError):
+    """A client has too few samples to compute batch statistics."""
+
+
+def epoch_batches(n: int, batch_size: int, rng: np.random.Generator) -> list[Indices]:
+    """One pass over ``n`` samples in random order, as index arrays of ``batch_size``.
+
+    The last batch may be smaller, but never a single sample, which has no variance: that sample joins the batch before.
+    With ``n < batch_size`` there is one batch of all samples.
+
+    Raises:
+        ClientTooSmall: if ``n`` is below 2.
+        ValueError: if ``batch_size`` is below 2.
+    """
+    _check(n, batch_size)
+    cuts = list(range(batch_size, n, batch_size))
+    if cuts and n - cuts[-1] == 1:
+        cuts.pop()
+    return np.split(rng.permutation(n), cuts)
+
+
+def draw_batches(
+    n: int, batch_size: int, rng: np.random.Generator, *, epochs: int = 0, steps: int = 0
+) -> Iterator[Indices]:
+    """The batches of ``epochs`` passes, or of ``steps`` local steps, over ``n`` samples; each pass is shuffled afresh.
+
+    Steps run on into as many passes as they need; the last one may stay unfinished.
+
+    Raises:
+        ClientTooSmall: if ``n`` is below 2.
+        ValueError: if ``batch_size`` is below 2, or unless exactly one of ``epochs`` and ``steps`` is positive and the
+            other is 0.
+    """
+    _check(n, batch_size)
+    if min(epochs, steps) != 0 or max(epochs, steps) <= 0:
+        raise ValueError(
+            "exactly one of epochs and steps must be positive and the other 0, "
+            f"but got epochs={epochs} and steps={steps}"
+        )
+    return _draw(n, batch_size, rng, epochs, steps)
+
+
+def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps: int) -> Iterator[Indices]:
+    """The generator of ``draw_batches``, apart from it so that wrong arguments are reported at the call."""
+    for _ in range(epochs):
+        yield from epoch_batches(n, batch_size, rng)
+    while steps > 0:
+        for batch in epoch_batches(n, batch_size, rng)[:steps]:
+            steps -= 1
+            yield batch
+
+
+def _check(n: int, batch_size: int) -> None:
+    if batch_size < 2:
+        raise ValueError(f"batch_size must be at least 2 (a batch of one has no variance), but got {batch_size}")
+    if n < 2:
+        raise ClientTooSmall(
+            f"batch statistics need at least 2 samples, but this client has {n}; use fewer clients, "
+            "or a partition that leaves none so small"
+        )

@@ -1,0 +1,125 @@
+"""One's own data: numpy archives with ``x_train``, ``y_train``, ``x_test`` and ``y_test``."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
+
+SPLITS = ("train", "test")
+
+
+def load_npz(path: str, image_size: int) -> Dataset:
+    """``npz``: the archives of ``path``, one or several separated by commas; several make a domain each.
+
+    Images are uint8 (N, H, W, C) or (N, H, W) and square, labels integers (N,) counting from 0; the number of classes
+    is the largest label, plus one. A domain is named after its file. Images of several sizes are resized to
+    ``image_size`` or, if that is 0, to the largest size among them; where grey meets colour, grey is repeated in three
+    channels.
+    Pickled objects are never loaded.
+
+    Raises:
+        DataNotFound: where there is no such file.
+        ValueError: for no path, two files of one name, a file that is no archive, or a missing or malformed array.
+    """
+    files = [Path(part.strip()) for part in path.split(",") if part.strip()]
+    if not files:
+        raise ValueError("dataset 'npz' needs a path: one .npz file, or several separated by commas")
+    names = tuple(file.stem for file in files)
+    if len(set(names)) < len(names):
+        raise ValueError(f"each file names its domain, so names must differ, but got {', '.join(names)}")
+
+    archives = [_read(file) for file in files]
+    images = _one_shape([archive[f"x_{split}"] for archive in archives for split in SPLITS], image_size)
+    train, test = torch.cat(images[0::2]), torch.cat(images[1::2])
+    labels = {split: torch.cat([archive[f"y_{split}"] for archive in archives]) for split in SPLITS}
+    domains = {split: _domain_indices([len(archive[f"y_{split}"]) for archive in archives]) for split in SPLITS}
+    several = len(files) > 1
+    return Dataset(
+        "npz",
+        train,
+        labels["train"],
+        test,
+        labels["test"],
+        classes=1 + max(int(y.max()) for y in labels.values()),
+        domain_train=domains["train"] if several else None,
+        domain_test=domains["test"] if several else None,
+        domains=names if several else (),
+    )
+
+
+def _domain_indices(lengths: list[int]) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def _one_shape(images: list[Tensor], image_size: int) -> list[Tensor]:
+    """The same images, (N, C, H, H) with one C and one H."""
+    channels = max(x.shape[1] for x in images)
+    size = image_size or max(x.shape[2] for x in images)
+    return [resize(x.expand(-1, channels, -1, -1) if x.shape[1] == 1 else x, size).contiguous() for x in images]
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """The four checked arrays of one archive, images as (N, C, H, W)."""
+    if not file.is_file():
+        raise DataNotFound(
+            f"dataset 'npz': there is no file {str(file)!r} (a relative path starts at the current folder, "
+            f"{str(Path.cwd())!r})"
+        )
+    try:
+        archive = np.load(file, allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{file}: expected a .npz archive as np.savez writes it, but could not read it: {error}"
+        ) from error
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        raise ValueError(f"{file}: expected a .npz archive of several arrays, but got a single array; use np.savez")
+    with archive:
+        arrays: dict[str, Tensor] = {}
+        for split in SPLITS:
+            x, y = (_array(file, archive, f"{letter}_{split}") for letter in "xy")
+            arrays[f"x_{split}"] = _checked_images(file, f"x_{split}", x)
+            arrays[f"y_{split}"] = _checked_labels(file, f"y_{split}", y, len(x))
+    return arrays
+
+
+def _array(file: Path, archive: np.lib.npyio.NpzFile, key: str) -> NDArray[np.generic]:
+    if key not in archive.files:
+        raise ValueError(
+            f"{file}: expected an array {key!r}, but the file holds {', '.join(archive.files) or 'nothing'}"
+        )
+    try:
+        array: NDArray[np.generic] = archive[key]
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:  # an object array is a ValueError, without pickles
+        raise ValueError(f"{file}: {key} could not be read: {error}") from error
+    return array
+
+
+def _checked_images(file: Path, key: str, x: NDArray[np.generic]) -> Tensor:
+    if x.dtype != np.uint8:
+        raise ValueError(f"{file}: {key} must be uint8 (0..255), but is {x.dtype}; save it with .astype('uint8')")
+    if x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)) or len(x) == 0:
+        raise ValueError(
+            f"{file}: {key} must be (N, H, W) or (N, H, W, C) with 1 or 3 channels C last and at least one image, "
+            f"but is {x.shape}"
+        )
+    if x.shape[1] != x.shape[2]:
+        raise ValueError(f"{file}: {key} must hold square images, but is {x.shape}; crop or pad them first")
+    return images_to_tensor(x.astype(np.uint8, copy=False))
+
+
+def _checked_labels(file: Path, key: str, y: NDArray[np.generic], samples: int) -> Tensor:
+    if not np.issubdtype(y.dtype, np.integer) or y.shape != (samples,):
+        raise ValueError(
+            f"{file}: {key} must be integers of shape ({samples},), one for each image, but is {y.dtype} {y.shape}"
+        )
+    labels = y.astype(np.int64)
+    if labels.min() < 0:
+        raise ValueError(f"{file}: {key} must count classes from 0, but holds {labels.min()}")
+    return torch.from_numpy(labels)

@@ -1,0 +1,198 @@
+"""Who holds which samples: divisions of a data set among clients, fixed by a seed.
+
+Plain numpy, not flwr-datasets. That package brings pandas, pyarrow and seaborn, half a gigabyte and seconds of import
+in every client's process, and knows neither disjoint classes per client nor similarity (FBN's gamma). Every client
+computes the whole partition for itself, so the same arguments must give the same answer in every process: all
+randomness comes from ``numpy.random.SeedSequence``.
+
+Each function returns one sorted int64 index array per client. They are disjoint, none is empty, and together they hold
+every sample, unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+Labels = NDArray[np.integer]
+
+KINDS = ("iid", "classes", "dirichlet", "similarity", "domain")
+_STREAM = 0x9A57  # sets these draws apart from others that start from the same seed
+_DIRICHLET_DRAWS = 10
+
+
+def iid(labels: Labels, clients: int, seed: int) -> list[Indices]:
+    """A random division into parts whose sizes differ by one at most."""
+    rng = _generator(len(labels), clients, seed)
+    return _finished(np.array_split(rng.permutation(len(labels)), clients))
+
+
+def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
+    """Class shards: ``k`` different classes for each client; a class is divided equally among the clients that have it.
+
+    Classes are given out as evenly as possible: the clients they go to differ in number by one at most, and not at all
+    if ``clients * k`` is a multiple of the number of classes (5 clients, 2 of 10 classes each: disjoint classes). If
+    ``clients * k`` is less than the number of classes, the classes left over, and their samples, belong to nobody.
+
+    Raises:
+        ValueError: unless ``k`` is between 1 and the number of classes, or if a client ends up without a sample.
+    """
+    rng = _generator(len(labels), clients, seed)
+    classes = np.unique(labels)
+    if not 1 <= k <= len(classes):
+        raise ValueError(f"classes per client must be between 1 and {len(classes)}, the classes there are, but got {k}")
+    uses = np.zeros(len(classes), dtype=np.int64)
+    holders: list[list[int]] = [[] for _ in classes]
+    for client in range(clients):
+        for index in np.lexsort((rng.random(len(classes)), uses))[:k]:  # least used first, ties by lot
+            uses[index] += 1
+            holders[index].append(client)
+    parts: list[list[Indices]] = [[] for _ in range(clients)]
+    for label, owners in zip(classes, holders, strict=True):
+        shares = np.array_split(rng.permutation(np.flatnonzero(labels == label)), max(len(owners), 1))
+        for owner, share in zip(owners, shares, strict=False):  # nobody's class has a share, but no owner
+            parts[owner].append(share)
+    return _finished([np.concatenate(part) for part in parts])
+
+
+def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min_samples: int = 2) -> list[Indices]:
+    """Label skew: each class is divided in proportions drawn from a symmetric Dirichlet distribution.
+
+    The smaller ``concentration``, the stronger the skew. A draw that leaves a client with fewer than ``min_samples``
+    (by default 2, the least that has a variance) is repeated, up to ten draws in all. Then the last draw is mended:
+    random samples move, one by one, from whichever client is largest to those too small. With many clients and strong
+    skew almost no draw would ever do, and the mending touches few samples.
+
+    Raises:
+        ValueError: unless ``concentration`` is positive, or if there are fewer than ``clients * min_samples`` samples.
+
+    Reference: Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, whose
+    per-class draw this is; Hsu et al., "Measuring the effects of non-identical data distribution for federated visual
+    classification", 2019.
+    """
+    rng = _generator(len(labels), clients, seed)
+    if not (concentration > 0 and math.isfinite(concentration)):
+        raise ValueError(f"the Dirichlet concentration must be positive and finite, but got {concentration}")
+    if min_samples < 1 or len(labels) < clients * min_samples:
+        raise ValueError(
+            f"{clients} clients of min_samples={min_samples} (at least 1) need {clients * min_samples} samples, but "
+            f"there are {len(labels)}; use fewer clients, or change min_samples"
+        )
+    members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    for _ in range(_DIRICHLET_DRAWS):
+        parts: list[Indices] = [np.empty(0, dtype=np.int64) for _ in range(clients)]
+        for member in members:
+            bounds = np.cumsum(rng.dirichlet(np.full(clients, concentration)))[:-1]
+            shares = np.split(rng.permutation(member), (bounds * len(member)).astype(np.int64))
+            parts = [np.concatenate(pair) for pair in zip(parts, shares, strict=True)]
+        if min(len(part) for part in parts) >= min_samples:
+            break
+    for small in (i for i in range(clients) if len(parts[i]) < min_samples):
+        while len(parts[small]) < min_samples:
+            largest = max(range(clients), key=lambda i: len(parts[i]))
+            moved = rng.integers(len(parts[largest]))
+            parts[small] = np.append(parts[small], parts[largest][moved])
+            parts[largest] = np.delete(parts[largest], moved)
+    return _finished(parts)
+
+
+def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> list[Indices]:
+    """A share ``similarity`` of each client's data is drawn from a homogeneous pool, the rest is a label-sorted chunk.
+
+    1 is a random division; with 0, each client holds as few classes as possible. Sizes differ by one at most, and not
+    at all if ``clients`` divides the number of samples.
+
+    Raises:
+        ValueError: unless ``similarity`` lies in [0, 1].
+
+    Reference: the partition of the FBN paper. Symbols: γ → similarity.
+    """
+    rng = _generator(len(labels), clients, seed)
+    if not 0 <= similarity <= 1:
+        raise ValueError(f"similarity must lie between 0 (sorted by label) and 1 (random), but got {similarity}")
+    order = rng.permutation(len(labels))
+    sizes = np.array([len(part) for part in np.array_split(order, clients)])
+    pooled = np.rint(similarity * sizes).astype(np.int64)
+    pool, rest = order[: pooled.sum()], order[pooled.sum() :]
+    rest = rest[np.argsort(labels[rest], kind="stable")]
+    from_pool = np.split(pool, np.cumsum(pooled)[:-1])
+    from_rest = np.split(rest, np.cumsum(sizes - pooled)[:-1])
+    return _finished([np.concatenate(pair) for pair in zip(from_pool, from_rest, strict=True)])
+
+
+def by_domain(domains: Labels, clients: int, seed: int) -> list[Indices]:
+    """One domain per client; a domain with several clients is divided at random among them, equally.
+
+    Client ``i`` gets domain ``i`` modulo their number, so the clients per domain differ by one at most.
+
+    Raises:
+        ValueError: if there are fewer clients than domains, or a client ends up without a sample.
+    """
+    rng = _generator(len(domains), clients, seed)
+    present = np.unique(domains)
+    if clients < len(present):
+        raise ValueError(
+            f"one domain per client needs at least {len(present)} clients, one for each domain, but got {clients}; use "
+            "more clients, or leave files out"
+        )
+    parts: list[Indices] = [np.empty(0, dtype=np.int64)] * clients
+    for offset, domain in enumerate(present):
+        owners = range(offset, clients, len(present))
+        shares = np.array_split(rng.permutation(np.flatnonzero(domains == domain)), len(owners))
+        for owner, share in zip(owners, shares, strict=True):
+            parts[owner] = share
+    return _finished(parts)
+
+
+def partition(
+    kind: str, labels: Labels, domains: Labels | None, clients: int, parameter: float, seed: int
+) -> list[Indices]:
+    """The partition ``kind``, one of ``KINDS``, of samples with ``labels`` (N,) and, for "domain", ``domains`` (N,).
+
+    ``parameter`` is the number of classes per client ("classes"), the concentration ("dirichlet") or the similarity;
+    "iid" and "domain" have none and ignore it.
+
+    Raises:
+        ValueError: for an unknown kind, a parameter out of range, or a "domain" partition of data without domains.
+    """
+    if kind == "iid":
+        return iid(labels, clients, seed)
+    if kind == "classes":
+        if not float(parameter).is_integer():  # also refuses nan and inf
+            raise ValueError(f"classes per client must be a whole number, but got {parameter}")
+        return classes_per_client(labels, clients, int(parameter), seed)
+    if kind == "dirichlet":
+        return dirichlet(labels, clients, parameter, seed)
+    if kind == "similarity":
+        return similarity(labels, clients, parameter, seed)
+    if kind == "domain":
+        if domains is None:
+            raise ValueError("partition 'domain' needs data with domains, such as 'digits' or several npz files")
+        return by_domain(domains, clients, seed)
+    raise ValueError(f"partition must be one of {', '.join(KINDS)}, but got {kind!r}")
+
+
+def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
+    """How many samples of each class each client holds: (clients, classes)."""
+    return np.stack([np.bincount(labels[part], minlength=classes) for part in parts])
+
+
+def _generator(samples: int, clients: int, seed: int) -> np.random.Generator:
+    if not 1 <= clients <= samples:
+        raise ValueError(f"clients must be between 1 and {samples}, the number of samples, but got {clients}")
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, but got {seed}")
+    return np.random.default_rng(np.random.SeedSequence([_STREAM, seed]))
+
+
+def _finished(parts: list[Indices]) -> list[Indices]:
+    empty = [client for client, part in enumerate(parts) if len(part) == 0]
+    if empty:
+        raise ValueError(
+            f"the partition leaves {len(empty)} of {len(parts)} clients without a sample (client {empty[0]} is the "
+            "first); use fewer clients, or another partition"
+        )
+    return [np.sort(part) for part in parts]

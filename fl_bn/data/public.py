@@ -1,0 +1,72 @@
+"""Public data sets, read and, where there is internet, downloaded by torchvision."""
+
+from __future__ import annotations
+
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
+
+ROOT = "data"  # relative to the current folder, where no path is given
+
+
+CLASSES = {"CIFAR10": 10, "CIFAR100": 100, "MNIST": 10, "SVHN": 10, "USPS": 10}  # by the names of torchvision's classes
+
+
+def load_public(kind: str, path: str, image_size: int) -> Dataset:
+    """The data set that torchvision calls ``kind``, one of ``CLASSES``, from the folder ``path`` or ``data``.
+
+    | kind | train + test | image | citation |
+    |---|---|---|---|
+    | CIFAR10, CIFAR100 | 50,000 + 10,000 | 3, 32, 32 | Krizhevsky 2009 |
+    | MNIST | 60,000 + 10,000 | 1, 28, 28 | LeCun et al. 1998 |
+    | SVHN | 73,257 + 26,032 | 3, 32, 32 | Netzer et al. 2011 |
+    | USPS | 7,291 + 2,007 | 1, 16, 16 | Hull 1994 |
+
+    Raises:
+        DataNotFound: where files are missing and cannot be downloaded.
+    """
+    from torchvision import datasets  # here, not above: a second of import that other data sets need not pay
+
+    read = getattr(datasets, kind)
+    root = Path(path or ROOT)
+    x_train, y_train = _arrays(_split(read, root, train=True), image_size)
+    x_test, y_test = _arrays(_split(read, root, train=False), image_size)
+    return Dataset(kind.lower(), x_train, y_train, x_test, y_test, classes=CLASSES[kind])
+
+
+def files_of(kind: Any, root: Path) -> list[Path]:
+    """Where torchvision's class ``kind`` looks for its files below ``root``, as they are published (archives)."""
+    if hasattr(kind, "resources"):
+        return [root / kind.__name__ / "raw" / file for file, _ in kind.resources]
+    if hasattr(kind, "split_list"):
+        return [root / kind.split_list[split][1] for split in ("train", "test")]
+    return [root / kind.filename]
+
+
+def _split(kind: Any, root: Path, *, train: bool) -> Any:
+    """One split as torchvision's object; its files are fetched unless they are below ``root``."""
+    # SVHN has a third split, and so names them.
+    arguments: dict[str, Any] = {"split": "train" if train else "test"} if kind.__name__ == "SVHN" else {"train": train}
+    try:
+        return kind(root, download=True, **arguments)
+    except (OSError, HTTPException, RuntimeError) as error:  # torchvision raises RuntimeError for a wrong checksum
+        files = " and ".join(str(file) for file in files_of(kind, root))
+        raise DataNotFound(
+            f"dataset {kind.__name__.lower()!r} is not complete below {str(root)!r} and could not be downloaded "
+            f"({type(error).__name__}: {error}). Put the published {files} in place (a relative path starts at the "
+            f"current folder, {str(Path.cwd())!r}), or use the dataset 'digits', which works offline"
+        ) from error
+
+
+def _arrays(split: Any, image_size: int) -> tuple[Tensor, Tensor]:
+    """Images (N, C, H, H) and labels (N,) of one of torchvision's objects."""
+    images, labels = np.asarray(split.data), split.labels if hasattr(split, "labels") else split.targets
+    if type(split).__name__ == "SVHN":
+        images = images.transpose(0, 2, 3, 1)  # torchvision keeps this one, and no other, as (N, C, H, W)
+    return resize(images_to_tensor(images), image_size), torch.from_numpy(np.asarray(labels).astype(np.int64))

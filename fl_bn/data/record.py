@@ -1,0 +1,146 @@
+"""What a data set is, once loaded: uint8 images and integer labels, in two splits.
+
+Legend: N samples, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+_RESIZE_CHUNK = 1024  # images turned into floats at a time: a whole set as float32 takes four times its size
+
+
+class DataNotFound(FileNotFoundError):
+    """A data set's file is neither on this machine nor within its reach."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A labelled set of square images, in a training and a test split.
+
+    ``x_train`` and ``x_test`` are uint8 (N, C, H, H); ``y_train`` and ``y_test`` int64 (N,) in ``[0, classes)``. Where
+    the samples come from several sources (cameras, scripts), ``domain_train`` and ``domain_test`` are int64 (N,)
+    indices into ``domains``; otherwise both are None and ``domains`` is empty. The tensors are shared by everyone in
+    the process: do not write into them.
+
+    Raises:
+        ValueError: for a wrong dtype or shape, unequal lengths, an empty split, a label or a domain out of range, or
+            images that are not square.
+    """
+
+    name: str
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: int
+    domain_train: Tensor | None = None
+    domain_test: Tensor | None = None
+    domains: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_split("train", self.x_train, self.y_train, self.domain_train)
+        self._check_split("test", self.x_test, self.y_test, self.domain_test)
+        if self.x_train.shape[1:] != self.x_test.shape[1:]:
+            raise ValueError(
+                f"dataset {self.name!r}: training and test images must have one shape (C, H, W), "
+                f"but got {tuple(self.x_train.shape[1:])} and {tuple(self.x_test.shape[1:])}"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Number of colour channels, C."""
+        return self.x_train.shape[1]
+
+    @property
+    def image_size(self) -> int:
+        """Height of an image in pixels, which is its width, too."""
+        return self.x_train.shape[2]
+
+    def _check_split(self, split: str, x: Tensor, y: Tensor, domain: Tensor | None) -> None:
+        where = f"dataset {self.name!r}"
+        if x.dtype != torch.uint8 or x.ndim != 4:
+            raise ValueError(f"{where}: x_{split} must be uint8 (N, C, H, W), but got {x.dtype} {tuple(x.shape)}")
+        if x.shape[0] == 0:
+            raise ValueError(
+                f"{where}: x_{split} has no samples, and an empty split can be neither trained nor tested on"
+            )
+        if x.shape[2] != x.shape[3]:
+            raise ValueError(
+                f"{where}: images must be square, but those of x_{split} are {x.shape[2]} high and {x.shape[3]} wide; "
+                "crop or pad them first"
+            )
+        self._check_indices(f"y_{split}", y, x.shape[0], self.classes)
+        if (domain is None) != (not self.domains):
+            raise ValueError(
+                f"{where}: domain_{split} and domains go together, "
+                f"but domain_{split} is {'absent' if domain is None else 'given'} and domains is {self.domains}"
+            )
+        if domain is not None:
+            self._check_indices(f"domain_{split}", domain, x.shape[0], len(self.domains))
+
+    def _check_indices(self, what: str, indices: Tensor, samples: int, limit: int) -> None:
+        if indices.dtype != torch.int64 or indices.shape != (samples,):
+            raise ValueError(
+                f"dataset {self.name!r}: {what} must be int64 ({samples},), one for each image, "
+                f"but got {indices.dtype} {tuple(indices.shape)}"
+            )
+        low, high = int(indices.min()), int(indices.max())
+        if low < 0 or high >= limit:
+            raise ValueError(f"dataset {self.name!r}: {what} must lie in 0..{limit - 1}, but spans {low}..{high}")
+
+
+def to_input(images_uint8: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Network input of uint8 images: 0..255 becomes -1..1, in ``dtype``, of the same shape.
+
+    The constants are fixed. The data's own mean and deviation would be better centred, but they are statistics of the
+    clients' data and would have to leave the clients before training starts.
+
+    >>> to_input(torch.tensor([0, 255], dtype=torch.uint8))
+    tensor([-1.,  1.])
+
+    Raises:
+        ValueError: if the images are not uint8, as dividing floats in 0..1 by 255 again would go unnoticed.
+    """
+    if images_uint8.dtype != torch.uint8:
+        raise ValueError(f"to_input expects uint8 images (0..255), but got {images_uint8.dtype}")
+    return (images_uint8.to(dtype) / 255 - 0.5) / 0.5
+
+
+def images_to_tensor(array: NDArray[np.uint8]) -> Tensor:
+    """Contiguous uint8 tensor (N, C, H, W) of an array (N, H, W) or (N, H, W, C)."""
+    array = array[..., None] if array.ndim == 3 else array
+    return torch.from_numpy(np.array(array.transpose(0, 3, 1, 2), order="C"))
+
+
+def resize(images: Tensor, image_size: int) -> Tensor:
+    """Square uint8 images (N, C, H, H), bilinearly resized with antialiasing to (N, C, image_size, image_size).
+
+    ``image_size`` 0 keeps the size. The last bit may differ between processors, as floats are rounded.
+
+    Raises:
+        ValueError: for a negative size, or images that are not square, as resizing would distort them.
+    """
+    if image_size < 0:
+        raise ValueError(f"image_size must be positive, or 0 for the native size, but got {image_size}")
+    if images.shape[2] != images.shape[3]:
+        raise ValueError(
+            f"images must be square to be resized without distortion, but are {images.shape[2]} high and "
+            f"{images.shape[3]} wide; crop or pad them first"
+        )
+    if image_size in (0, images.shape[2]):
+        return images
+    resized = [
+        functional.interpolate(chunk.float(), size=(image_size, image_size), mode="bilinear", antialias=True)
+        .round_()
+        .clamp_(0, 255)
+        .to(torch.uint8)
+        for chunk in torch.split(images, _RESIZE_CHUNK)
+    ]
+    return torch.cat(resized)

@@ -1,0 +1,1 @@
+"""Configuration, records, pictures and comparisons: everything around a run."""

@@ -1,0 +1,93 @@
+"""From a run config to the objects of a run: the same on the server and at every client, cached per process."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from flwr.app import Context
+from torch import Tensor, nn
+
+from fl_bn.conversion import convert
+from fl_bn.data.dataset import Dataset, load
+from fl_bn.data.partition import label_counts, partition
+from fl_bn.experiment.config import ConfigError, RunConfig
+from fl_bn.models import build
+from fl_bn.training.local import Samples
+
+
+def dataset(config: RunConfig) -> Dataset:
+    return load(config.dataset, config.data_path, config.image_size)
+
+
+@lru_cache(maxsize=4)
+def source_model(config: RunConfig) -> nn.Module:
+    """The network as the user wrote it, with the run's initial weights. Do not change it."""
+    data = dataset(config)
+    return build(config.model, classes=data.classes, channels=data.channels, image_size=data.image_size, seed=config.seed)
+
+
+@lru_cache(maxsize=4)
+def client_model(config: RunConfig) -> nn.Module:
+    """The converted network every client starts from. Do not change it: copy it."""
+    return convert(source_model(config), config.build_method())
+
+
+@lru_cache(maxsize=4)
+def partitions(config: RunConfig) -> list[Tensor]:
+    """Training indices of every client."""
+    data = dataset(config)
+    domains = None if data.domain_train is None else data.domain_train.numpy()
+    if config.partition == "domain" and domains is None:
+        raise ConfigError(f"partition=domain needs data with domains, but {config.dataset} has none: give several npz files, or dataset=digits")
+    parts = partition(config.partition, data.y_train.numpy(), domains, config.clients, config.partition_parameter, config.seed)
+    return [torch.from_numpy(part) for part in parts]
+
+
+@lru_cache(maxsize=256)
+def client_samples(config: RunConfig, client: int) -> tuple[Samples, Samples, tuple[int, ...]]:
+    """A client's training samples, its test samples and its label counts.
+
+    Tested on the whole test set, except under partition=domain: there on the test samples of its own domain.
+    """
+    data, part = dataset(config), partitions(config)[client]
+    train = Samples(data.x_train[part], data.y_train[part])
+    counts = label_counts(data.y_train.numpy(), [part.numpy()], data.classes)[0]
+    test = Samples(data.x_test, data.y_test)
+    if config.partition == "domain" and data.domain_train is not None and data.domain_test is not None:
+        own = data.domain_test == data.domain_train[part[0]]
+        test = Samples(data.x_test[own], data.y_test[own])
+    return train, test, tuple(int(n) for n in counts)
+
+
+def device(config: RunConfig) -> torch.device:
+    """Raises ConfigError where a GPU is asked for and torch sees none."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device(config.device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={config.device}, but torch sees no GPU in this process. In simulation give clients a share of it: the profile "
+            "local-simulation-gpu, or --federation-config 'options.backend.client-resources.num-gpus=0.2'"
+        )
+    return chosen
+
+
+def partition_of(context: Context, config: RunConfig) -> int:
+    """The client's index, from its node config.
+
+    Raises:
+        ConfigError: the node names none, or counts another number of clients than the run.
+    """
+    node = context.node_config
+    if "partition-id" not in node or "num-partitions" not in node:
+        raise ConfigError('this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5"')
+    index, clients = int(node["partition-id"]), int(node["num-partitions"])
+    if clients != config.clients:
+        raise ConfigError(
+            f"the run is for clients={config.clients}, but this client's node config has num-partitions={clients}: set both alike, "
+            f'e.g. --run-config "clients={clients}" or --federation-config "options.num-supernodes={config.clients}"'
+        )
+    if not 0 <= index < clients:
+        raise ConfigError(f"partition-id must be 0..{clients - 1}, but got {index}")
+    return index

@@ -1,0 +1,129 @@
+"""Pictures of a run and of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # Ray and Flower run the ServerApp in a thread: no window
+
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+
+from fl_bn.experiment.config import RunConfig  # noqa: E402
+from fl_bn.flower.round_record import RoundRecord  # noqa: E402
+
+STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130, "font.size": 9}
+
+
+def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path) -> None:
+    """Accuracy and training loss over rounds, and below how far the running statistics moved."""
+    with plt.rc_context(STYLE):
+        figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5.6), sharex=True, height_ratios=(3, 2), layout="constrained")
+        _accuracy(top, records)
+        _drift(bottom, records)
+        for axes in (top, bottom):
+            _phases(axes, records)
+        top.set_title(f"{config.method} on {config.dataset}: {config.clients} clients, {_partition(config)}, seed {config.seed}")
+        bottom.set_xlabel("round")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _accuracy(axes: Axes, records: Sequence[RoundRecord]) -> None:
+    evaluated = [r for r in records if "accuracy" in r.evaluation]
+    rounds = [r.round for r in evaluated]
+    accuracy = [100 * r.evaluation["accuracy"] for r in evaluated]
+    axes.plot(rounds, accuracy, "o-", ms=3, color="C0", label="test accuracy")
+    if evaluated:
+        axes.annotate(f"{accuracy[-1]:.1f} %", (rounds[-1], accuracy[-1]), xytext=(4, 0), textcoords="offset points", color="C0")
+    if any(r.client_evaluation for r in evaluated):
+        spread = [[100 * m["accuracy"] for m in r.client_evaluation.values()] for r in evaluated]
+        axes.fill_between(rounds, [min(s) for s in spread], [max(s) for s in spread], alpha=0.15, color="C0", label="clients, min to max")
+    axes.set(ylabel="accuracy (%)", ylim=(0, 100))
+    loss = axes.twinx()
+    loss.plot([r.round for r in records], [r.loss for r in records], color="0.6", lw=1, label="training loss (clients)")
+    loss.set_ylabel("loss", color="0.5")
+    loss.set_ylim(bottom=0)
+    loss.grid(False)
+    handles = [*axes.get_legend_handles_labels()[0], *loss.get_legend_handles_labels()[0]]
+    axes.legend(handles=handles, loc="lower right", frameon=False)
+
+
+def _drift(axes: Axes, records: Sequence[RoundRecord]) -> None:
+    moved = [r for r in records if r.drift is not None]
+    if not moved:
+        axes.text(0.5, 0.5, "no running statistics", ha="center", va="center", transform=axes.transAxes)
+        return
+    drift = [r.drift.largest or np.nan for r in moved if r.drift]
+    axes.plot([r.round for r in moved], drift, color="C3", lw=1, label="largest drift of a mean (sd)")
+    axes.plot([r.round for r in moved], [r.drift.min_var for r in moved if r.drift], color="C2", lw=1, label="smallest running variance")
+    if np.isfinite(drift).any():
+        axes.set_yscale("log")
+    axes.set_ylabel("running statistics")
+    axes.legend(frameon=False, loc="best")
+
+
+def _phases(axes: Axes, records: Sequence[RoundRecord]) -> None:
+    """Grey where the statistics are frozen; a dotted line where the learning rate steps."""
+    frozen = [r.round for r in records if r.phase == "frozen"]
+    if frozen:
+        axes.axvspan(frozen[0] - 0.5, frozen[-1] + 0.5, color="0.92", zorder=0)
+        axes.text(frozen[0], axes.get_ylim()[1], " statistics frozen", va="top", fontsize=7, color="0.4")
+    rates = [r.learning_rate for r in records]
+    steps = [r.round for r, before in zip(records[1:], rates, strict=False) if r.learning_rate < before * 0.7]
+    for round in steps:
+        axes.axvline(round - 0.5, color="0.5", lw=0.8, ls=":")
+
+
+def draw_labels(counts: Mapping[int, Sequence[int]], config: RunConfig, path: Path) -> None:
+    """How many samples of each class every client has: a square's area is the number of samples."""
+    table = np.array([counts[client] for client in sorted(counts)])
+    clients, classes = table.shape
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(min(14, 2.5 + 0.45 * clients), min(12, 1.6 + 0.32 * classes)), layout="constrained")
+        x, y = np.meshgrid(np.arange(clients), np.arange(classes), indexing="ij")
+        present = table > 0
+        axes.scatter(x[present], y[present], s=260 * table[present] / table.max(), c=y[present], cmap="tab10" if classes <= 10 else "viridis")
+        if clients * classes <= 200:
+            for client, label in zip(*np.nonzero(present), strict=True):
+                axes.annotate(str(table[client, label]), (client, label), xytext=(9, 0), textcoords="offset points", fontsize=6, va="center")
+        axes.set(xlabel="client", ylabel="class", xlim=(-0.6, clients - 0.2), ylim=(-0.6, classes - 0.4))
+        if clients <= 30:
+            axes.set_xticks(range(clients))
+        if classes <= 30:
+            axes.set_yticks(range(classes))
+        axes.set_title(f"training samples: {_partition(config)}, {table.sum()} in all")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def draw_comparison(curves: Mapping[str, np.ndarray], rounds: Sequence[int], title: str, path: Path) -> None:
+    """Accuracy over rounds of several methods. ``curves``: method -> (seeds, evaluations) in percent; the band is one standard deviation."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+        order = sorted(curves, key=lambda name: -curves[name][:, -1].mean())
+        for name in order:
+            values, colour = curves[name], f"C{list(curves).index(name)}"
+            mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
+            label = f"{name}  {mean[-1]:.1f}" + (f" ± {std[-1]:.1f}" if len(values) > 1 else "")
+            axes.plot(rounds, mean, color=colour, lw=1.5, label=label)
+            axes.fill_between(rounds, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
+        axes.set(xlabel="round", ylabel="test accuracy (%)", title=title)
+        axes.legend(frameon=False, title="last round", loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _partition(config: RunConfig) -> str:
+    unit = {
+        "iid": "IID",
+        "classes": f"{config.partition_parameter:g} classes each",
+        "dirichlet": f"Dirichlet({config.partition_parameter:g})",
+        "similarity": f"similarity {config.partition_parameter:g}",
+        "domain": "one domain each",
+    }
+    return unit[config.partition]

@@ -1,0 +1,66 @@
+"""summary.md: what was run, what came out, what was done with the normalisation layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fl_bn.experiment.config import RunConfig
+from fl_bn.flower.normalisation import size
+from fl_bn.flower.round_record import RoundRecord
+
+
+def summary(config: RunConfig, records: Sequence[RoundRecord], error: BaseException | None = None) -> str:
+    """Markdown. ``error``: what ended the run early, if anything."""
+    lines = [f"# {config.method} on {config.dataset}, seed {config.seed}", ""]
+    if error is not None:
+        lines += [f"**The run failed** after {len(records)} of {config.rounds} rounds: {type(error).__name__}: {error}", ""]
+    evaluated = [r for r in records if "accuracy" in r.evaluation]
+    if evaluated:
+        lines += _accuracy(evaluated)
+    lines += [
+        f"- {config.clients} clients, partition `{config.partition}` ({config.partition_parameter:g}), model `{config.model}`",
+        f"- {len(records)} rounds of {_local(config)}, batches of {config.batch_size}, {config.optimizer} at {config.learning_rate:g} "
+        f"({config.learning_rate_schedule})",
+    ]
+    if records:
+        lines += _traffic(records)
+    return "\n".join([*lines, "", "Files: " + FILES, ""])
+
+
+FILES = (
+    "`accuracy.png` and `labels.png` to look at; `rounds.csv` (also `.jsonl`) and `clients.csv`, one line per round and client; `model.safetensors`, "
+    "the model as evaluated last (`clients/` has one per client where clients keep layers of their own); `config.toml`, `environment.json`; "
+    "`tensorboard/`."
+)
+
+
+def _local(config: RunConfig) -> str:
+    return f"{config.local_epochs} local epochs" if config.local_epochs else f"{config.local_steps} local steps"
+
+
+def _accuracy(evaluated: Sequence[RoundRecord]) -> list[str]:
+    last, best = evaluated[-1], max(evaluated, key=lambda r: r.evaluation["accuracy"])
+    shown = f"- accuracy after round {last.round}: **{last.evaluation['accuracy']:.1%}**"
+    if "accuracy-std" in last.evaluation:
+        shown += f" (mean over clients with models of their own; std {last.evaluation['accuracy-std']:.1%}, min {last.evaluation['accuracy-min']:.1%})"
+    return [shown + f"; best {best.evaluation['accuracy']:.1%} in round {best.round}"]
+
+
+def _traffic(records: Sequence[RoundRecord]) -> list[str]:
+    last = records[-1]
+    lines = []
+    for way, sections in (("down", last.bytes_down), ("up", last.bytes_up)):
+        parts = ", ".join(f"{section} {size(count)}" for section, count in sections.items()) or "nothing"
+        lines.append(f"- per client and round {way} (last round): {parts}")
+    total = sum(c.bytes_down + c.bytes_up for r in records for c in r.clients)
+    lines.append(f"- in all {size(total)} of arrays in {sum(r.seconds for r in records):.1f} s of rounds")
+    drifts = [r.drift for r in records if r.drift is not None and math.isfinite(r.drift.largest)]
+    if drifts:
+        worst = max(drifts[1:] or drifts, key=lambda d: d.largest)
+        lines.append(
+            f"- smallest running variance {min(d.min_var for d in drifts):.3g}; largest drift of a mean after round 1: "
+            f"{worst.largest:.3g} sd ({worst.layer or 'model'})"
+        )
+    refused = sum(bool(c.refused) for r in records for c in r.clients)
+    return [*lines, f"- {refused} replies could not be used (reasons in clients.csv)"] if refused else lines

@@ -1,0 +1,25 @@
+"""The only package that imports Flower: strategies, the client, the wire format between them, and the in-process engine."""
+
+from fl_bn.flower.client import BatchNormClient, Site
+from fl_bn.flower.client_app import make_client_app
+from fl_bn.flower.in_process import InProcessGrid, run_in_process
+from fl_bn.flower.population import RunFailed
+from fl_bn.flower.strategies import FBNStrategy, FedAvgBNStrategy, FedBNStrategy, FixBNStrategy, HBNStrategy, SiloBNStrategy
+from fl_bn.flower.strategy import BatchNormStrategy, Rounds
+
+__all__ = [
+    "BatchNormClient",
+    "BatchNormStrategy",
+    "FBNStrategy",
+    "FedAvgBNStrategy",
+    "FedBNStrategy",
+    "FixBNStrategy",
+    "HBNStrategy",
+    "InProcessGrid",
+    "Rounds",
+    "RunFailed",
+    "SiloBNStrategy",
+    "Site",
+    "make_client_app",
+    "run_in_process",
+]

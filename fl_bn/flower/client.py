@@ -1,0 +1,166 @@
+"""The client: one ``NumPyClient`` for every method."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import RecordDict
+from flwr.client import NumPyClient
+from flwr.common.logger import log
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fl_bn.data.batches import ClientTooSmall, draw_batches
+from fl_bn.flower import schema
+from fl_bn.flower.client_state import ClientState
+from fl_bn.flower.codec import Header, Payload, encode_moments, flatten, signature, to_numpy, to_tensors, unflatten
+from fl_bn.methods import Method, Phase, Report
+from fl_bn.moments import Moments
+from fl_bn.roles import Role, batch_norms, roles
+from fl_bn.training.aggregation import Drift, running_statistics
+from fl_bn.training.local import LocalResult, Samples, evaluate, statistics_pass, torch_seed, train
+from fl_bn.training.settings import LocalTraining, seeded
+
+BATCHES, DROPOUT, SUBSET = range(3)  # what a seeded generator is for
+
+
+@dataclass(frozen=True)
+class Site:
+    """What one client has: its index among ``clients``, its data, its device, and a folder of its own for what it saves."""
+
+    client: int
+    clients: int
+    train: Samples
+    test: Samples
+    device: torch.device
+    folder: Path | None = None
+    label_counts: tuple[int, ...] | None = None
+
+
+class BatchNormClient(NumPyClient):
+    """Trains, measures and evaluates one model as its method says.
+
+    ``model`` is converted already and pristine; it is copied, never changed. ``state`` is Flower's ``context.state``. All that is drawn
+    at random depends on ``seed``, the client and the round alone.
+    """
+
+    def __init__(self, model: nn.Module, method: Method, settings: LocalTraining, site: Site, state: RecordDict, seed: int = 0) -> None:
+        self.method, self.settings, self.site, self.seed = method, settings, site, seed
+        self.model = copy.deepcopy(model).to(site.device)
+        self.signature = signature(model, method)
+        self.state = ClientState(state, self.signature)
+        self._roles = roles(model)
+
+    def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Who this client is, asked once when the server first sees it."""
+        return {
+            "client": self.site.client,
+            "clients": self.site.clients,
+            "samples": len(self.site.train),
+            "signature": self.signature,
+            "label-counts": json.dumps(self.site.label_counts or []),
+        }
+
+    def fit(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+        """One round of this client.
+
+        ``config``: the header's fields, ``layout`` of ``parameters`` (see ``codec.flatten``) and ``learning-rate``. Returns the arrays
+        of the reply, the number of different samples trained on, and metrics with the reply's ``layout``.
+        """
+        phase, round = Phase(config["phase"]), int(config["round"])
+        kept = self._load(parameters, config)
+        if phase is Phase.MEASURE:
+            reply = {"moments": self._moments(self._measure(round, phase))}
+            return *self._out(reply, len(self.site.train)), {"layout": flatten(reply)[1]}
+        try:
+            moments = self._measure(round, phase) if self.method.reports(phase) is Report.PASS else {}
+            result = self._train(round, phase, float(config["learning-rate"]), kept)
+        except ClientTooSmall as reason:
+            log(logging.WARNING, "client %s sits round %s out: %s", self.site.client, round, reason)
+            return [], 0, {"layout": "[]"}
+        reply = self._reply(phase, result, moments or result.moments)
+        arrays, layout = flatten(reply)
+        metrics: dict[str, Any] = {"layout": layout, "loss": result.loss, "steps": result.steps}
+        metrics |= self._local_drift(kept)
+        self._keep(result)
+        return arrays, result.samples, metrics
+
+    def evaluate(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Loss and accuracy on this client's test data, with its own local tensors; ``save``: file name under the site's folder."""
+        self._load(parameters, config)
+        loss, accuracy = evaluate(self.model, self.site.test)
+        if (name := str(config.get("save", ""))) and self.site.folder is not None:
+            path = self.site.folder / Path(name).name / "clients" / f"client-{self.site.client}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({k: t.contiguous().cpu() for k, t in self.model.state_dict().items()}, path)
+        return loss, len(self.site.test), {"accuracy": accuracy}
+
+    def _load(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+        """Load the shared tensors received and the local tensors kept; return what was kept."""
+        payload = unflatten(parameters, config["layout"])
+        Header(self.method.name, str(config["phase"]), int(config["round"]), self.signature).check(_header(config))
+        schema.instruction(self.model, self.method).check(payload)
+        kept = self.state.read()
+        tensors = {name: t for section in payload.values() for name, t in to_tensors(section).items()}
+        self.model.load_state_dict(tensors | kept.get("local", {}), strict=False)
+        self._before = running_statistics(self.model)
+        return kept
+
+    def _measure(self, round: int, phase: Phase) -> dict[str, Moments]:
+        rng = seeded(self.seed, self.site.client, round, SUBSET, phase is Phase.MEASURE)
+        return statistics_pass(self.model, self.site.train, self.method.statistics_pass, rng)
+
+    def _train(self, round: int, phase: Phase, learning_rate: float, kept: Mapping[str, dict[str, Tensor]]) -> LocalResult:
+        settings = self.settings
+        rng = seeded(self.seed, self.site.client, round, BATCHES)
+        batches = draw_batches(len(self.site.train), settings.batch_size, rng, epochs=settings.epochs, steps=settings.steps)
+        dropout = int(seeded(self.seed, self.site.client, round, DROPOUT).integers(2**62))
+        with torch_seed(dropout, self.site.device):
+            return train(
+                self.model, self.site.train, batches, settings, learning_rate, self.method, phase, momentum=kept.get("momentum")
+            )
+
+    def _moments(self, moments: Mapping[str, Moments]) -> dict[str, np.ndarray]:
+        layers = batch_norms(self.model)
+        unseen = {k: torch.zeros_like(layer.running_mean) for k, layer in layers.items() if k not in moments}
+        complete = {k: moments[k] if k in moments else Moments(0, unseen[k], unseen[k]) for k in layers}
+        return encode_moments(complete, next(self.model.parameters()).dtype)
+
+    def _reply(self, phase: Phase, result: LocalResult, moments: Mapping[str, Moments]) -> Payload:
+        state = self.model.state_dict()
+        expected = schema.reply(self.model, self.method, phase, self.settings.update).sections
+        sources = {"weights": state, "statistics": state, "gradients": result.gradients}
+        reply = {k: to_numpy({n: sources[k][n] for n in expected[k]}) for k in expected if k != "moments"}
+        return reply | ({"moments": self._moments(moments)} if "moments" in expected else {})
+
+    def _local_drift(self, kept: Mapping[str, Any]) -> dict[str, float]:
+        if self.method.shares(Role.STATISTIC) or "local" not in kept:
+            return {}
+        after = running_statistics(self.model)
+        if (drift := Drift.between(self._before, after)) is None:
+            return {}
+        return {"drift": drift.largest, "drift-layer": list(after).index(drift.layer), "min-var": drift.min_var, "growth": drift.growth}
+
+    def _keep(self, result: LocalResult) -> None:
+        state = self.model.state_dict()
+        local = {name: state[name] for name, role in self._roles.items() if role in self.method.local}
+        sections = {"local": local} if local else {}
+        if result.gradients and self.settings.momentum > 0:
+            sections["momentum"] = result.gradients
+        self.state.write(sections)
+
+    @staticmethod
+    def _out(reply: Payload, samples: int) -> tuple[list[np.ndarray], int]:
+        return flatten(reply)[0], samples
+
+
+def _header(config: Mapping[str, Any]) -> Header:
+    return Header(str(config["method"]), str(config["phase"]), int(config["round"]), str(config["signature"]), str(config["format"]))

@@ -1,0 +1,114 @@
+"""Flower without processes: a ``Grid`` that calls the ClientApp directly, and ``run_in_process``.
+
+The same ServerApp and ClientApp as ``flwr run``, one client after the other, without sockets and without Ray: for tests, sweeps,
+notebooks and one GPU. On the CPU the numbers are those of a simulation on Ray, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.logger import log
+from flwr.common.object_ref import load_app
+from flwr.common.typing import Run
+from flwr.server import ServerApp
+from flwr.serverapp import Grid
+
+CLIENT_APP_RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+App = TypeVar("App")
+
+
+class InProcessGrid(Grid):
+    """Every node is a ``Context``; a message is answered when it is pushed."""
+
+    def __init__(self, app: ClientApp, clients: int, run_config: Mapping[str, Any]) -> None:
+        self._app = app
+        self._run = Run.create_empty(run_id=1)
+        self._answers: dict[str, Message] = {}
+        self._contexts = {
+            node: Context(
+                run_id=1,
+                node_id=node,
+                node_config={"partition-id": node - 1, "num-partitions": clients},
+                state=RecordDict(),
+                run_config=dict(run_config),
+            )
+            for node in range(1, clients + 1)
+        }
+
+    def set_run(self, run_id: int) -> None:
+        self._run = Run.create_empty(run_id=run_id)
+
+    @property
+    def run(self) -> Run:
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids = []
+        for message in messages:
+            identity = uuid.uuid4().hex
+            message.metadata.__dict__.update(_run_id=self._run.run_id, _src_node_id=self._run.run_id, _message_id=identity)
+            self._answers[identity] = self._answer(message)
+            ids.append(identity)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self._answers.pop(identity) for identity in list(message_ids) if identity in self._answers]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self.pull_messages(self.push_messages(messages))
+
+    def _answer(self, message: Message) -> Message:
+        context = self._contexts[message.metadata.dst_node_id]
+        try:
+            return self._app(message=message, context=context)
+        except Exception as error:  # whatever the user's code raises is an error reply, as in Flower's own runtimes
+            log(logging.ERROR, "client %s raised:\n%s", context.node_config["partition-id"], traceback.format_exc())
+            return Message(Error(CLIENT_APP_RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
+
+
+def run_in_process(
+    config: Mapping[str, Any],
+    *,
+    server_app: ServerApp | str = "server_app.app:app",
+    client_app: ClientApp | str = "client_app.app:app",
+) -> Path | None:
+    """Run the ServerApp and ClientApp in this process and return the run directory the ServerApp names, if any.
+
+    ``config`` is the run config (the keys of ``[tool.flwr.app.config]``); ``clients`` of it is the number of nodes. The apps are objects,
+    or import paths as in pyproject. What the ServerApp raises is raised here. torch's number of threads is left as it was.
+    """
+    server, client = _loaded(server_app, ServerApp), _loaded(client_app, ClientApp)
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=dict(config))
+    threads = torch.get_num_threads()
+    try:
+        server(InProcessGrid(client, int(config["clients"]), config), context)
+    finally:
+        torch.set_num_threads(threads)
+    directory = context.state.config_records.get("result", {}).get("directory")
+    return None if directory is None else Path(str(directory))
+
+
+def _loaded(app: App | str, kind: type[App]) -> App:
+    if not isinstance(app, str):
+        return app
+    loaded = load_app(app, ValueError)
+    if not isinstance(loaded, kind):
+        raise TypeError(f"{app} must be a {kind.__name__}, but is a {type(loaded).__name__}")
+    return loaded

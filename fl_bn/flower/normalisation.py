@@ -1,0 +1,80 @@
+"""What was done with every normalisation layer, said out loud."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from fl_bn.flower.round_record import RoundRecord
+from fl_bn.methods import Method, Phase, Report
+from fl_bn.roles import NORM_LAYERS, Role, batch_norms, roles
+
+RUNAWAY_GROWTH = 10.0  # a layer's mean variance, from one round to the next
+RUNAWAY_DRIFT = 10.0  # a mean, in standard deviations
+
+
+def layers_by_type(model: nn.Module) -> str:
+    """For example ``3 BatchNorm2d, 1 BatchNorm1d``; ``no normalisation layer`` if there is none."""
+    found = Counter(type(module).__name__ for module in model.modules() if isinstance(module, NORM_LAYERS))
+    return ", ".join(f"{count} {name}" for name, count in found.items()) or "no normalisation layer"
+
+
+def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
+    """The policy: layers found and what became of them, what each role's tensors do, what is reported."""
+    before, after = layers_by_type(source), layers_by_type(model)
+    yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")
+    present = Counter(roles(model).values())
+    for role in Role:
+        if present[role]:
+            fate = "shared" if method.shares(role) else "stays at its client"
+            if role is Role.COUNTER:
+                fate = "stays at its client" if role in method.local else "never sent, never averaged"
+            yield f"{present[role]} tensors of role {role.value}: {fate}"
+    yield f"clients report: {method.report.value}"
+    if not batch_norms(source):
+        yield "this model has no BatchNorm layer: every method here is plain federated averaging"
+
+
+def describe_round(record: RoundRecord, rounds: int, method: Method) -> str:
+    """One line per round: training, then normalisation."""
+    accuracy = record.evaluation.get("accuracy")
+    shown = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+    if "accuracy-std" in record.evaluation:
+        shown += f" (std {record.evaluation['accuracy-std']:.1%}, min {record.evaluation['accuracy-min']:.1%} over clients)"
+    training = (
+        f"[round {record.round}/{rounds}] {len(record.accepted)}/{len(record.clients)} clients, "
+        f"lr {record.learning_rate:.4g}, loss {record.loss:.4f}{shown}"
+    )
+    phase = Phase(record.phase)
+    policy = f"{method.name} {phase.value}, reports {method.reports(phase).value if method.reports(phase) is not Report.NOTHING else 'nothing'}"
+    moved = "no running statistics"
+    if record.drift is not None:
+        moved = f"min var {record.drift.min_var:.3g}, largest drift of a mean {record.drift.largest:.3g} sd ({record.drift.layer or 'model'})"
+    traffic = (
+        f"per client {record.tensors_down} tensors {size(sum(record.bytes_down.values()))} down, "
+        f"{record.tensors_up} tensors {size(sum(record.bytes_up.values()))} up"
+    )
+    return f"{training} | normalisation: {policy}; {traffic}; {moved}"
+
+
+def watch(record: RoundRecord) -> Iterator[str]:
+    """Warnings about statistics that run away: with shared constants in training, many steps at a high rate feed on themselves."""
+    drift = record.drift
+    if drift is not None and record.round > 1 and record.aggregated:
+        if drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest):
+            yield (
+                f"round {record.round}: runaway moments: a layer's variance grew {drift.growth:.3g}-fold, a mean moved {drift.largest:.3g} sd "
+                f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: lower the learning rate or the local steps"
+            )
+    if record.aggregated and not math.isfinite(record.loss):
+        yield f"round {record.round}: the training loss is {record.loss}: training diverged; lower the learning rate"
+
+
+def size(nbytes: float) -> str:
+    """Bytes as B, kB or MB (1 MB = 1024 * 1024 bytes)."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    return f"{nbytes / 1024:.1f} kB" if nbytes < 1024**2 else f"{nbytes / 1024**2:.2f} MB"

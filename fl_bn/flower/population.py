@@ -1,0 +1,128 @@
+"""Who is there: Flower's nodes by the client index they serve, waited for, and sampled in an order that the seed alone decides."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flwr.app import Message, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+
+from fl_bn.flower.client_app import HELLO
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client as it introduced itself. ``index``: its partition; ``node``: Flower's random id."""
+
+    index: int
+    node: int
+    samples: int
+    label_counts: tuple[int, ...] = ()
+
+
+def sample_cohort(population: Sequence[int], size: int, rng: random.Random) -> list[int]:
+    """``size`` of the population's indices, sorted."""
+    return sorted(rng.sample(sorted(population), size))
+
+
+class Population:
+    """All clients of a run. Flower's node ids are random: only the client's own index makes a run reproducible."""
+
+    def __init__(self, grid: Grid, expected: int, signature: str, wait: float, timeout: float) -> None:
+        self.grid, self.expected, self.signature, self.wait, self.timeout = grid, expected, signature, wait, timeout
+        self.clients: dict[int, Client] = {}
+        self._refused: set[int] = set()
+
+    def gather(self) -> None:
+        """Wait until all expected clients have introduced themselves.
+
+        Raises:
+            RunFailed: fewer came within ``wait`` seconds, or a client belongs to another experiment.
+        """
+        end, told = time.monotonic() + self.wait, -1
+        while True:
+            self.greet(strict=True)
+            if len(self.clients) >= self.expected:
+                return
+            if len(self.clients) != told:
+                told = len(self.clients)
+                log(logging.INFO, "waiting for clients: %d of %d are here", told, self.expected)
+            if time.monotonic() > end:
+                missing = sorted(set(range(self.expected)) - set(self.clients))
+                raise RunFailed(
+                    f"only {len(self.clients)} of {self.expected} clients came within {self.wait:.0f} s (missing: {missing}). Start the others, "
+                    "or lower `clients`, or raise `wait-timeout` (in simulation: --federation-config 'options.num-supernodes=...')"
+                )
+            time.sleep(0.2)
+
+    def greet(self, strict: bool = False) -> None:
+        """Ask every node not seen before who it is; forget clients whose node is gone.
+
+        Raises:
+            RunFailed: with ``strict``, where a node answers with an error (its data cannot be read, say).
+        """
+        online = set(self.grid.get_node_ids())
+        self.clients = {i: c for i, c in self.clients.items() if c.node in online}
+        new = online - {c.node for c in self.clients.values()} - self._refused
+        messages = [Message(RecordDict(), node, HELLO, ttl=self.timeout, group_id="0") for node in sorted(new)]
+        for reply in self.grid.send_and_receive(messages, timeout=self.timeout) if messages else ():
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                if strict:
+                    raise RunFailed(f"node {node} cannot take part: {reply.error.reason}")
+                self._refuse(node, reply.error.reason)
+            else:
+                self._admit(node, reply)
+
+    def _admit(self, node: int, reply: Message) -> None:
+        hello = reply.content.config_records.get("hello", {})
+        try:
+            index, clients, samples = int(hello["client"]), int(hello["clients"]), int(hello["samples"])
+            counts = tuple(int(n) for n in json.loads(str(hello["label-counts"])))
+            signature = str(hello["signature"])
+        except (KeyError, TypeError, ValueError) as error:
+            self._refuse(node, f"its introduction cannot be read ({error!r})")
+            return
+        if clients != self.expected:
+            raise RunFailed(
+                f"the run is for {self.expected} clients, but node {node} counts {clients}: set `clients` and the number of SuperNodes "
+                f'alike, e.g. --run-config "clients={clients}" or --federation-config "options.num-supernodes={self.expected}"'
+            )
+        if not 0 <= index < self.expected or samples < 0:
+            self._refuse(node, f"it calls itself client {index} of {clients} with {samples} samples")
+        elif signature != self.signature:
+            self._refuse(node, f"client {index} has another model, method or version of fl-bn ({signature}, here {self.signature})")
+        elif index in self.clients:
+            self._refuse(node, f"client {index} is already served by node {self.clients[index].node}")
+        else:
+            self.clients[index] = Client(index, node, samples, counts)
+
+    def _refuse(self, node: int, reason: str) -> None:
+        self._refused.add(node)
+        log(logging.WARNING, "node %s refused: %s", node, reason)
+
+    def cohort(self, fraction: float, seed: int, round: int) -> list[Client]:
+        """The clients of ``round``, by index: the same for the same seed, whatever the node ids."""
+        size = max(1, round_half_up(fraction * len(self.clients)))
+        chosen = sample_cohort(list(self.clients), size, random.Random(f"{seed}/{round}"))
+        return [self.clients[index] for index in chosen]
+
+    def everyone(self) -> list[Client]:
+        return [self.clients[index] for index in sorted(self.clients)]
+
+    def by_node(self, cohort: Iterable[Client]) -> dict[int, Client]:
+        return {client.node: client for client in cohort}
+
+
+def round_half_up(x: float) -> int:
+    return int(x + 0.5)

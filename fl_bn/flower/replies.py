@@ -1,0 +1,82 @@
+"""From Flower's replies to checked contributions in client order; what is wrong is named and left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from flwr.app import Message
+
+from fl_bn.flower.codec import Header, Payload, WireError, from_records, nbytes
+from fl_bn.flower.population import Client
+from fl_bn.flower.schema import Schema
+from fl_bn.training.aggregation import Drift
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One client's checked reply."""
+
+    client: Client
+    payload: Payload
+    samples: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        return int(self.metrics.get("steps", 0))
+
+    def local_drift(self, layers: Sequence[str]) -> Drift | None:
+        m = self.metrics
+        if "drift" not in m or not 0 <= int(m.get("drift-layer", -1)) < len(layers):
+            return None
+        return Drift(m["drift"], layers[int(m["drift-layer"])], m.get("min-var", math.nan), m.get("growth", math.nan))
+
+
+def read_replies(
+    replies: Iterable[Message], cohort: Sequence[Client], schema: Schema, header: Header
+) -> tuple[list[Contribution], dict[int, str]]:
+    """``(contributions in client order, reason by client index)``: every client of the cohort is in exactly one of the two.
+
+    Replies with samples 0 (a client that sat out) and late or missing ones count as refused, with the reason.
+    """
+    by_node = {client.node: client for client in cohort}
+    contributions: dict[int, Contribution] = {}
+    refused: dict[int, str] = {}
+    for reply in replies:
+        client = by_node.get(reply.metadata.src_node_id)
+        if client is None or client.index in contributions or client.index in refused:
+            continue
+        try:
+            contributions[client.index] = _read(reply, client, schema, header)
+        except WireError as error:
+            refused[client.index] = str(error)
+    for client in cohort:
+        if client.index not in contributions and client.index not in refused:
+            refused[client.index] = "no reply before the deadline"
+    return [contributions[index] for index in sorted(contributions)], refused
+
+
+def _read(reply: Message, client: Client, schema: Schema, header: Header) -> Contribution:
+    if reply.has_error():
+        raise WireError("error", "", f"code {reply.error.code}: {reply.error.reason}")
+    payload, came = from_records(reply.content)
+    header.check(came)
+    record = reply.content.metric_records.get("metrics")
+    if record is None:
+        raise WireError("metrics", "", "missing")
+    samples = record.get("samples")
+    if not isinstance(samples, int) or samples < 0:
+        raise WireError("metrics", "samples", f"expected a number of samples >= 0, but got {samples!r}")
+    if samples == 0:
+        raise WireError("metrics", "samples", "0: the client trained on nothing this round")
+    schema.check(payload)
+    metrics = {key: float(value) for key, value in record.items() if isinstance(value, int | float)}
+    if metrics.get("steps", 0) < 0 or not math.isfinite(metrics.get("steps", 0)):
+        raise WireError("metrics", "steps", f"expected a number of batches >= 0, but got {metrics['steps']!r}")
+    return Contribution(client, payload, samples, metrics)
+
+
+def section_bytes(payload: Payload) -> dict[str, int]:
+    return {section: nbytes({section: arrays}) for section, arrays in payload.items()}

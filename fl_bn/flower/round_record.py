@@ -1,0 +1,50 @@
+"""What one round was like: the facts that the log, the CSV, TensorBoard and the pictures all show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fl_bn.training.aggregation import Drift
+
+
+@dataclass(frozen=True)
+class ClientRecord:
+    """One client's part in a round. ``refused``: why its reply was not used, empty if it was. Bytes are of arrays alone."""
+
+    client: int
+    samples: int = 0
+    steps: int = 0
+    loss: float = float("nan")
+    bytes_down: int = 0
+    bytes_up: int = 0
+    refused: str = ""
+
+
+@dataclass
+class RoundRecord:
+    """One training round. ``evaluation``: metrics by name, empty where none was made; ``seconds`` of wall clock."""
+
+    round: int
+    phase: str
+    learning_rate: float
+    clients: list[ClientRecord] = field(default_factory=list)
+    drift: Drift | None = None
+    tensors_down: int = 0
+    tensors_up: int = 0
+    bytes_down: Mapping[str, int] = field(default_factory=dict)
+    bytes_up: Mapping[str, int] = field(default_factory=dict)
+    aggregated: bool = False
+    seconds: float = 0.0
+    evaluation: dict[str, float] = field(default_factory=dict)
+    client_evaluation: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def accepted(self) -> list[ClientRecord]:
+        return [c for c in self.clients if not c.refused]
+
+    @property
+    def loss(self) -> float:
+        """Mean training loss, weighted by samples."""
+        total = sum(c.samples for c in self.accepted)
+        return sum(c.samples * c.loss for c in self.accepted) / total if total else float("nan")

@@ -1,0 +1,106 @@
+"""What a payload must look like, derived from the receiver's own model, method and phase; anything else is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from fl_bn.flower.codec import Payload, WireError, tensor_name
+from fl_bn.methods import Method, Phase, Report
+from fl_bn.roles import Role, batch_norms, roles
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor: its shape, its dtype's name as in NumPy, and the smallest value it may hold."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    at_least: float = -np.inf
+
+    def check(self, section: str, name: str, array: np.ndarray) -> None:
+        if array.shape != self.shape:
+            raise WireError(section, name, f"expected shape {self.shape}, but got {array.shape}")
+        if str(array.dtype) != self.dtype:
+            raise WireError(section, name, f"expected dtype {self.dtype}, but got {array.dtype}")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            wrong = int(array.size - np.isfinite(array).sum())
+            raise WireError(section, name, f"{wrong} of {array.size} values are not finite (NaN or Inf)")
+        if self.at_least > -np.inf and array.size and array.min() < self.at_least:
+            raise WireError(section, name, f"expected values >= {self.at_least:g}, but the smallest is {array.min():g}")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The sections of a payload, and in each the tensors that must be there, no more and no less."""
+
+    sections: dict[str, dict[str, Spec]]
+
+    def check(self, payload: Payload) -> None:
+        """Raises WireError for the first section or tensor that is missing, extra, ill-shaped, ill-typed or out of range."""
+        for section, specs in self.sections.items():
+            if section not in payload:
+                raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {sorted(payload)}")
+            arrays = payload[section]
+            for name in specs:
+                if name not in arrays:
+                    raise WireError(section, name, "missing")
+            for name in arrays:
+                if name not in specs:
+                    raise WireError(section, name, "extra: nothing of that name was asked for")
+            for name, spec in specs.items():
+                spec.check(section, name, arrays[name])
+        for section in payload:
+            if section not in self.sections:
+                raise WireError(section, "", f"extra: expected only {sorted(self.sections)}")
+
+
+def names(model: nn.Module, method: Method, *wanted: Role) -> list[str]:
+    """State_dict names of the tensors in ``wanted`` roles that travel under ``method``."""
+    return [name for name, role in roles(model).items() if role in wanted and method.shares(role)]
+
+
+WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.BUFFER)
+
+
+def instruction(model: nn.Module, method: Method) -> Schema:
+    """What goes down: weights, and the shared statistics unless they stay home."""
+    return Schema(_shared(model, method, statistics=True))
+
+
+def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights") -> Schema:
+    """What comes up in ``phase``: weights or gradients, and what the method reports of its statistics."""
+    report = method.reports(phase)
+    sections: dict[str, dict[str, Spec]] = {}
+    if phase is not Phase.MEASURE:
+        sections = _shared(model, method, statistics=report is Report.RUNNING)
+        if update == "gradients":
+            learnable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+            sections["gradients"] = {name: spec for name, spec in sections.pop("weights").items() if name in learnable}
+    if report in (Report.BATCHES, Report.PASS):
+        sections["moments"] = {}
+        for layer, module in batch_norms(model).items():
+            shape, dtype = tuple(module.running_mean.shape), _dtype(module.running_mean)
+            sections["moments"] |= {
+                tensor_name(layer, "count"): Spec((1,), "int64", 0),  # 0: the layer did not run
+                tensor_name(layer, "mean"): Spec(shape, dtype),
+                tensor_name(layer, "var"): Spec(shape, dtype, 0.0),
+            }
+    return Schema(sections)
+
+
+def _shared(model: nn.Module, method: Method, statistics: bool) -> dict[str, dict[str, Spec]]:
+    state = model.state_dict()
+    sections = {"weights": {k: Spec(tuple(state[k].shape), _dtype(state[k])) for k in names(model, method, *WEIGHTS)}}
+    if statistics and (shared := names(model, method, Role.STATISTIC)):
+        sections["statistics"] = {
+            k: Spec(tuple(state[k].shape), _dtype(state[k]), 0.0 if k.rpartition(".")[2] == "running_var" else -np.inf) for k in shared
+        }
+    return sections
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,95 @@
+"""The server's model: what is shared, as a payload, as Flower's arrays, and as the statistics and weights that a round changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from flwr.app import ArrayRecord
+from flwr.common import Array
+from torch import Tensor, nn
+
+from fl_bn.conversion import convert
+from fl_bn.flower import schema
+from fl_bn.flower.codec import Header, Payload, decode_moments, signature, tensor_name, to_numpy, to_tensors
+from fl_bn.flower.replies import Contribution
+from fl_bn.methods import Method, Phase, Report
+from fl_bn.moments import Moments, Running
+from fl_bn.roles import Role, batch_norms
+from fl_bn.training.aggregation import ServerOptimizer, average, combine, running_statistics
+
+
+class SharedModel:
+    """``model`` converted for ``method``, seen from the server. Local tensors are there too, but never travel and never change."""
+
+    def __init__(self, model: nn.Module, method: Method) -> None:
+        self.method = method
+        self.model = convert(model, method).cpu()
+        self.signature = signature(self.model, method)
+        self.layers = batch_norms(self.model)
+        self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self._shares_statistics = method.shares(Role.STATISTIC)
+
+    def header(self, round: int, phase: Phase) -> Header:
+        return Header(self.method.name, phase.value, round, self.signature)
+
+    def payload(self) -> Payload:
+        """What goes down: weights, and statistics unless they stay home."""
+        state = self.model.state_dict()
+        sections = schema.instruction(self.model, self.method).sections
+        return {section: to_numpy({name: state[name] for name in names}) for section, names in sections.items()}
+
+    def arrays(self) -> ArrayRecord:
+        """Everything shared, by state_dict name."""
+        named = {name: array for section in self.payload().values() for name, array in section.items()}
+        return ArrayRecord({name: Array(array) for name, array in named.items()})
+
+    def load(self, arrays: ArrayRecord) -> None:
+        self.model.load_state_dict(to_tensors({name: array.numpy() for name, array in arrays.items()}), strict=False)
+
+    def statistics(self) -> dict[str, Running]:
+        """Shared running statistics by layer; empty where they stay home."""
+        return running_statistics(self.model) if self._shares_statistics else {}
+
+    @torch.no_grad()
+    def store(self, statistics: Mapping[str, Running]) -> None:
+        for name, running in statistics.items():
+            self.layers[name].running_mean.copy_(running.mean)
+            self.layers[name].running_var.copy_(running.var)
+
+    def step(self, parts: Sequence[Contribution], weights: Sequence[float], optimizer: ServerOptimizer, rate: float) -> None:
+        """One server step: along the pseudo-gradient ``weights - average``, or with the clients' averaged gradients at ``rate``."""
+        section = "gradients" if "gradients" in parts[0].payload else "weights"
+        mean = average([to_tensors(part.payload[section]) for part in parts], weights)
+        state = self.model.state_dict()
+        if section == "gradients":
+            new = optimizer.step(state, mean, rate)
+        else:
+            pseudo = {name: state[name].double() - mean[name] for name in mean if name in self._learnable}
+            new = {name: mean[name] for name in mean if name not in self._learnable} | optimizer.step(state, pseudo)
+        self.model.load_state_dict(new, strict=False)
+
+    def combined(self, parts: Sequence[Contribution], phase: Phase) -> dict[str, Running]:
+        """The shared statistics after this round's reports, float64."""
+        shared, report = self.statistics(), self.method.reports(phase)
+        if report is Report.NOTHING:
+            return shared
+        if report is Report.RUNNING:
+            reports = [self._running(to_tensors(part.payload.get("statistics", {})), part.samples) for part in parts]
+        else:
+            reports = [decode_moments(part.payload["moments"]) for part in parts]
+        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers)
+
+    def synchronised(self, parts: Sequence[Contribution]) -> dict[str, Running]:
+        """The shared statistics that go with the present weights, from a statistics-only exchange."""
+        assert self.method.synchronise is not None
+        reports = [decode_moments(part.payload["moments"]) for part in parts]
+        return combine(self.method.synchronise, self.statistics(), reports, [1] * len(parts), self.layers)
+
+    def _running(self, statistics: Mapping[str, Tensor], samples: int) -> dict[str, Moments]:
+        return {
+            layer: Moments(samples, statistics[mean].double(), statistics[tensor_name(layer, "running_var")].double())
+            for layer in self.layers
+            if (mean := tensor_name(layer, "running_mean")) in statistics
+        }
+

@@ -1,0 +1,59 @@
+"""The strategies by name: each binds a method, whose options become its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fl_bn.flower.strategy import BatchNormStrategy, Rounds
+from fl_bn.methods.fbn import fbn
+from fl_bn.methods.fedavg import fedavg
+from fl_bn.methods.fedbn import fedbn
+from fl_bn.methods.fixbn import fixbn
+from fl_bn.methods.hbn import hbn
+from fl_bn.methods.silobn import silobn
+
+
+class FedAvgBNStrategy(BatchNormStrategy):
+    """FedAvg with plainly averaged running statistics: the baseline."""
+
+    def __init__(self, model: nn.Module, rounds: Rounds, **options: Any) -> None:
+        super().__init__(model, fedavg(), rounds, **options)
+
+
+class FixBNStrategy(BatchNormStrategy):
+    """FixBN: statistics frozen after round ``freeze_after`` (default: half of the rounds)."""
+
+    def __init__(self, model: nn.Module, rounds: Rounds, *, freeze_after: int | None = None, **options: Any) -> None:
+        super().__init__(model, fixbn(freeze_after), rounds, **options)
+
+
+class FedBNStrategy(BatchNormStrategy):
+    """FedBN: every BatchNorm tensor stays on its client."""
+
+    def __init__(self, model: nn.Module, rounds: Rounds, **options: Any) -> None:
+        super().__init__(model, fedbn(), rounds, **options)
+
+
+class SiloBNStrategy(BatchNormStrategy):
+    """SiloBN: running statistics stay on their client, scale and shift are shared."""
+
+    def __init__(self, model: nn.Module, rounds: Rounds, **options: Any) -> None:
+        super().__init__(model, silobn(), rounds, **options)
+
+
+class HBNStrategy(BatchNormStrategy):
+    """HBN: a learnable mix of batch and pooled global statistics; options as in ``methods.hbn``."""
+
+    def __init__(
+        self, model: nn.Module, rounds: Rounds, *, lam: float = 1.0, stat_samples: int = 0, lower_layers: str = "shared", **options: Any
+    ) -> None:
+        super().__init__(model, hbn(lam, stat_samples, lower_layers), rounds, **options)
+
+
+class FBNStrategy(BatchNormStrategy):
+    """FBN: shared running statistics with the variance corrected; ``momentum`` None is each layer's own."""
+
+    def __init__(self, model: nn.Module, rounds: Rounds, *, momentum: float | None = None, **options: Any) -> None:
+        super().__init__(model, fbn(momentum), rounds, **options)

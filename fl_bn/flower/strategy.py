@@ -1,0 +1,272 @@
+"""The strategy: one server loop for every method."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import nn
+
+from fl_bn.flower import schema
+from fl_bn.flower.client_app import STATISTICS
+from fl_bn.flower.codec import Header, count_tensors, to_records
+from fl_bn.flower.normalisation import describe_layers, describe_round, watch
+from fl_bn.flower.population import Client, Population, RunFailed
+from fl_bn.flower.replies import Contribution, read_replies, section_bytes
+from fl_bn.flower.round_record import ClientRecord, RoundRecord
+from fl_bn.flower.shared_model import SharedModel
+from fl_bn.methods import Method, Phase
+from fl_bn.training.aggregation import Drift, ServerOptimizer, merge_drifts, server_optimizer
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+def constant_rate(round: int, rounds: int) -> float:
+    return 0.1
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How the server runs rounds.
+
+    ``fraction`` of the clients train per round; ``min_replies`` of a cohort (fraction) must be usable, or the round changes nothing and
+    counts as failed; after ``max_failed`` failed rounds in a row the run stops. ``timeout`` (s) is the deadline of every message, ``wait``
+    (s) how long the server waits for ``clients`` before round 1. Every ``evaluate_every`` rounds and after the last there is an evaluation.
+    ``client_weights``: ``samples`` or ``uniform``. ``rate(round, rounds)``: the learning rate.
+    """
+
+    clients: int
+    fraction: float = 1.0
+    min_replies: float = 0.5
+    max_failed: int = 3
+    timeout: float = 600.0
+    wait: float = 120.0
+    evaluate_every: int = 1
+    client_weights: str = "samples"
+    update: str = "weights"
+    seed: int = 0
+    rate: Callable[[int, int], float] = constant_rate
+
+    def __post_init__(self) -> None:
+        if self.clients < 1 or self.evaluate_every < 1 or self.max_failed < 1:
+            raise ValueError(f"clients, evaluate_every and max_failed must be at least 1, but got {self}")
+        if not 0 < self.fraction <= 1 or not 0 <= self.min_replies <= 1:
+            raise ValueError(f"fraction must be in (0, 1] and min_replies in [0, 1], but got {self.fraction} and {self.min_replies}")
+        if self.timeout <= 0 or self.wait < 0:
+            raise ValueError(f"timeout must be > 0 s and wait >= 0 s, but got {self.timeout} and {self.wait}")
+        if self.client_weights not in ("samples", "uniform"):
+            raise ValueError(f"client_weights must be 'samples' or 'uniform', but got {self.client_weights!r}")
+
+
+class BatchNormStrategy(Strategy):
+    """Trains ``model`` by ``method`` over the clients of a grid.
+
+    ``model`` is any torch network, unconverted; its tensors are the start of the run. ``optimizer`` steps on the pseudo-gradient of
+    the shared weights (default: the average itself). ``observer`` gets every ``RoundRecord``; ``evaluate`` maps the global model to metrics.
+    ``save_clients``: name of the folder in which clients with models of their own save them at the end, none if empty.
+
+    What travels as ``arrays`` is everything shared: weights, affine and running statistics, by state_dict name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        rounds: Rounds,
+        *,
+        optimizer: ServerOptimizer | None = None,
+        evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
+        observer: Callable[[RoundRecord], None] = lambda record: None,
+        save_clients: str = "",
+    ) -> None:
+        self.method, self.rounds, self.observer, self.evaluate, self.save_clients = method, rounds, observer, evaluate, save_clients
+        self.source, self.shared = model, SharedModel(model, method)
+        self.optimizer = optimizer or server_optimizer("sgd", 1.0)
+        self.num_rounds, self.cohort = 1, list[Client]()
+        self.population: Population | None = None
+        self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
+
+    # The parts of a round, as Flower names them
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        """One train message per client of the cohort, in client order."""
+        phase, rate = self.method.phase(server_round, self.num_rounds), self.rounds.rate(server_round, self.num_rounds)
+        self.cohort = self._clients(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round)
+        self.shared.load(arrays)
+        payload = self.shared.payload()
+        self.record = RoundRecord(server_round, phase.value, rate, tensors_down=count_tensors(payload), bytes_down=section_bytes(payload))
+        return self._messages("train", self.shared.header(server_round, phase), self.cohort, {**config, "learning-rate": rate})
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check, average the weights, combine the statistics. ``(None, None)`` if too few replies were usable."""
+        shared, record, phase = self.shared, self.record, Phase(self.record.phase)
+        expected = schema.reply(shared.model, self.method, phase, self.rounds.update)
+        contributions, refused = read_replies(replies, self.cohort, expected, shared.header(server_round, phase))
+        self._note(contributions, refused)
+        if len(contributions) < max(1.0, self.rounds.min_replies * len(self.cohort)):
+            usable = f"{len(contributions)} of {len(self.cohort)}"
+            log(logging.WARNING, "round %s: only %s replies could be used, nothing changes", server_round, usable)
+            return None, None
+        record.aggregated = True
+        before, after = shared.statistics(), shared.combined(contributions, phase)
+        weights = [float(c.samples) if self.rounds.client_weights == "samples" else 1.0 for c in contributions]
+        shared.step(contributions, weights, self.optimizer, record.learning_rate)
+        shared.store(after)
+        drifts = [c.local_drift(list(shared.layers)) for c in contributions]
+        record.drift = Drift.between(before, after) or merge_drifts(drift for drift in drifts if drift is not None)
+        return shared.arrays(), MetricRecord({"loss": record.loss, "samples": sum(c.samples for c in contributions)})
+
+    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        """One evaluate message per client, for methods whose clients evaluate models of their own; none for the others."""
+        if not self.method.personal or not self._due(server_round):
+            return []
+        self.shared.load(arrays)
+        save = self.save_clients if server_round == self.num_rounds else ""
+        header = self.shared.header(server_round, Phase.TRAIN)
+        return self._messages("evaluate", header, self._clients(grid).everyone(), {**config, "save": save})
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Mean, standard deviation and minimum of the clients' accuracies, each client counted once."""
+        if not self.method.personal or not self._due(server_round) or self.population is None:
+            return None
+        header = self.shared.header(server_round, Phase.TRAIN)
+        contributions, refused = read_replies(replies, self.population.everyone(), schema.Schema({}), header)
+        for index, reason in refused.items():
+            log(logging.WARNING, "client %s did not evaluate: %s", index, reason)
+        measured = {c.client.index: c.metrics for c in contributions if {"loss", "accuracy"} <= set(c.metrics)}
+        if not measured:
+            return None
+        self.record.client_evaluation = {index: {k: m[k] for k in ("loss", "accuracy")} for index, m in measured.items()}
+        accuracy = np.array([m["accuracy"] for m in measured.values()])
+        loss = float(np.mean([m["loss"] for m in measured.values()]))
+        return MetricRecord(
+            {"accuracy": float(accuracy.mean()), "accuracy-std": float(accuracy.std()), "accuracy-min": float(accuracy.min()), "loss": loss}
+        )
+
+    def summary(self) -> None:
+        """Log the policy, and every normalisation layer by type."""
+        for line in describe_layers(self.source, self.shared.model, self.method):
+            log(logging.INFO, "\t%s", line)
+
+    # The loop
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Run ``num_rounds`` rounds from ``initial_arrays`` (default: the model's own tensors); the result's arrays are what was evaluated last.
+
+        Raises:
+            RunFailed: clients are missing at the start, or too many rounds in a row failed.
+        """
+        self.num_rounds, self.population = num_rounds, None
+        timeout = self.rounds.timeout if timeout is None else timeout
+        arrays = self.shared.arrays() if initial_arrays is None else initial_arrays
+        result, failed = Result(), 0
+        self.summary()
+        self._clients(grid)
+        for server_round in range(1, num_rounds + 1):
+            begin = time.perf_counter()
+            self._clients(grid).greet()
+            messages = self.configure_train(server_round, arrays, train_config or ConfigRecord(), grid)
+            new, metrics = self.aggregate_train(server_round, grid.send_and_receive(messages, timeout=timeout))
+            if new is not None and metrics is not None:
+                arrays, failed, result.train_metrics_clientapp[server_round] = new, 0, metrics
+            else:
+                failed += 1
+            result.arrays = arrays
+            if self._due(server_round) and failed < self.rounds.max_failed:
+                result.arrays = self._synchronised(server_round, arrays, grid, timeout)
+                self._evaluate(server_round, result, evaluate_config or ConfigRecord(), evaluate_fn, grid, timeout)
+            self.record.seconds = time.perf_counter() - begin
+            self._tell()
+            if failed >= self.rounds.max_failed:
+                raise RunFailed(f"{failed} rounds in a row had too few usable replies; the warnings above say why")
+        return result
+
+    def _synchronised(self, server_round: int, arrays: ArrayRecord, grid: Grid, timeout: float) -> ArrayRecord:
+        """``arrays`` with the shared statistics measured anew under its weights (HBN): a statistics-only exchange with all clients.
+
+        ``arrays``, from which training goes on, is not touched.
+        """
+        if self.method.synchronise is None or Phase(self.record.phase) is Phase.FROZEN:
+            return arrays
+        self.shared.load(arrays)
+        everyone, header = self._clients(grid).everyone(), self.shared.header(server_round, Phase.MEASURE)
+        replies = grid.send_and_receive(self._messages(STATISTICS, header, everyone, {}), timeout=timeout)
+        expected = schema.reply(self.shared.model, self.method, Phase.MEASURE)
+        contributions, refused = read_replies(replies, everyone, expected, header)
+        for index, reason in refused.items():
+            log(logging.WARNING, "client %s's statistics are missing from the evaluated model: %s", index, reason)
+        if contributions:
+            self.shared.store(self.shared.synchronised(contributions))
+        return self.shared.arrays()
+
+    def _evaluate(
+        self, server_round: int, result: Result, config: ConfigRecord, evaluate_fn: EvaluateFn | None, grid: Grid, timeout: float
+    ) -> None:
+        arrays = result.arrays
+        messages = list(self.configure_evaluate(server_round, arrays, config, grid))
+        replies = grid.send_and_receive(messages, timeout=timeout) if messages else []
+        if (at_clients := self.aggregate_evaluate(server_round, replies)) is not None:
+            result.evaluate_metrics_clientapp[server_round] = at_clients
+            self.record.evaluation = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
+        elif self.evaluate is not None and not self.method.personal:
+            self.shared.load(arrays)
+            self.record.evaluation = self.evaluate(self.shared.model)
+            result.evaluate_metrics_serverapp[server_round] = MetricRecord(dict(self.record.evaluation))
+        if evaluate_fn is not None and (here := evaluate_fn(server_round, arrays)) is not None:
+            result.evaluate_metrics_serverapp[server_round] = here
+
+    # Small things
+
+    def _clients(self, grid: Grid) -> Population:
+        if self.population is None:
+            rounds = self.rounds
+            self.population = Population(grid, rounds.clients, self.shared.signature, rounds.wait, rounds.timeout)
+            self.population.gather()
+        return self.population
+
+    def _due(self, server_round: int) -> bool:
+        return server_round % self.rounds.evaluate_every == 0 or server_round == self.num_rounds
+
+    def _messages(self, kind: str, header: Header, clients: Sequence[Client], config: Mapping[str, Any]) -> list[Message]:
+        content = to_records(self.shared.payload(), header)
+        content["config"] = ConfigRecord(dict(config))
+        group, ttl = str(header.round), self.rounds.timeout
+        return [Message(content, client.node, kind, ttl=ttl, group_id=group) for client in clients]
+
+    def _note(self, contributions: Sequence[Contribution], refused: Mapping[int, str]) -> None:
+        down = sum(self.record.bytes_down.values())
+        parts = {c.client.index: c for c in contributions}
+        for client in self.cohort:
+            if (part := parts.get(client.index)) is None:
+                reason = refused[client.index]
+                log(logging.WARNING, "round %s: client %s's reply is not used: %s", self.record.round, client.index, reason)
+                self.record.clients.append(ClientRecord(client.index, bytes_down=down, refused=reason))
+            else:
+                self.record.bytes_up, self.record.tensors_up = section_bytes(part.payload), count_tensors(part.payload)
+                up, loss = sum(self.record.bytes_up.values()), part.metrics.get("loss", float("nan"))
+                self.record.clients.append(ClientRecord(client.index, part.samples, part.steps, loss, down, up))
+
+    def _tell(self) -> None:
+        log(logging.INFO, "%s", describe_round(self.record, self.num_rounds, self.method))
+        for warning in watch(self.record):
+            log(logging.WARNING, "%s", warning)
+        self.observer(self.record)
+
+

@@ -1,0 +1,188 @@
+"""Norm layers, one small class per way of normalising a training batch; in evaluation each is plain BatchNorm.
+
+All take 1d, 2d and 3d inputs: channels at dimension 1. The names of their tensors are torch's, so a saved model loads into
+the unconverted network (only the mixing logit has no counterpart there). ``observe`` measures what any BatchNorm layer sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_bn.moments import Moments, channel_moments, pool
+from fl_bn.roles import SharedStatisticsNorm, batch_norms
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Unconvertible(ValueError):
+    """A layer cannot be replaced without changing what the network computes; the message says why and what to do."""
+
+
+class _SharedNorm(SharedStatisticsNorm):
+    """State common to the layers that normalise with statistics shared by all clients. Abstract."""
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True, spatial: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum, self.spatial = num_features, eps, momentum, spatial
+        self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_features)) if affine else None
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    @classmethod
+    def from_batch_norm(cls, layer: _BatchNorm) -> Self:
+        """A layer of this class with the affine, statistics, dtype and device of ``layer``.
+
+        Raises:
+            Unconvertible: ``layer`` keeps no running statistics, or averages them cumulatively (``momentum=None``).
+        """
+        if layer.running_mean is None or layer.running_var is None:
+            raise Unconvertible(
+                f"track_running_stats=False leaves no statistics to share, but {cls.__name__} normalises with shared ones: "
+                "build the layer with track_running_stats=True, or choose fedavg, fedbn or gn"
+            )
+        if layer.momentum is None:
+            raise Unconvertible("momentum=None (cumulative average) has no federated counterpart: give a number, e.g. 0.1")
+        spatial = {nn.BatchNorm1d: (0, 1), nn.BatchNorm2d: (2,), nn.BatchNorm3d: (3,)}.get(type(layer), ())
+        new = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, spatial)
+        new.to(layer.running_mean.device, layer.running_mean.dtype)
+        new.load_state_dict({**new.state_dict(), **_without_counter(layer)})
+        return _like(new, layer)
+
+    def check(self, x: Tensor) -> None:
+        if x.dim() < 2 or x.shape[1] != self.num_features or (self.spatial and x.dim() - 2 not in self.spatial):
+            wanted = " or ".join(f"(B, {self.num_features}{', *' * d})" for d in self.spatial or (0, 1, 2, 3))
+            raise ValueError(f"{type(self).__name__} expects an input {wanted}, but got {tuple(x.shape)}")
+
+    def normalise_shared(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` (B, C, *) with the running statistics: constants, no gradient flows through them."""
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.weight is not None}"
+
+
+class FederatedBatchNorm(_SharedNorm):
+    """BatchNorm that normalises with the shared running statistics, also in training (FBN, Algorithm 2, line 3).
+
+    The statistics are constants of the round: the layer never updates them. Measure the training batches with ``observe``.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        return self.normalise_shared(x)
+
+
+class HybridBatchNorm(_SharedNorm):
+    """BatchNorm with a learnable mix of batch and shared statistics per channel (HBN, equations 7 and 9).
+
+    Training: ``mean = a * batch + (1 - a) * shared`` and the same for the (biased) variance, ``a = sigmoid(mixing_logit)``,
+    gradients through the batch statistics and ``a``. Evaluation: the shared statistics alone. ``a -> 1`` is
+    ``nn.BatchNorm`` in training, ``a -> 0`` a frozen layer.
+
+    Symbols: distribution factor -> sigmoid(mixing_logit).
+    """
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True, spatial: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, spatial)
+        self.mixing_logit = nn.Parameter(torch.zeros(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        if not self.training:
+            return self.normalise_shared(x)
+        if x.numel() == x.shape[1]:
+            raise ValueError(f"HybridBatchNorm needs more than 1 value per channel in training, but got {tuple(x.shape)}")
+        mean_C, var_C = channel_moments(x)
+        mix_C = torch.sigmoid(self.mixing_logit).to(mean_C.dtype)
+        mean_C = torch.lerp(self.running_mean.to(mean_C.dtype), mean_C, mix_C)
+        var_C = torch.lerp(self.running_var.to(var_C.dtype), var_C, mix_C)
+        scale_C = torch.rsqrt(var_C + self.eps)
+        if self.weight is not None:
+            scale_C = scale_C * self.weight
+        shift_C = -mean_C * scale_C
+        if self.bias is not None:
+            shift_C = shift_C + self.bias
+        shape = (1, -1, *([1] * (x.dim() - 2)))
+        return torch.addcmul(shift_C.view(shape), x.to(scale_C.dtype), scale_C.view(shape)).to(x.dtype)
+
+
+class InstanceNorm(nn.GroupNorm):
+    """Instance normalisation as a GroupNorm of one channel per group: no statistics, refuses inputs without a spatial extent."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() < 3 or x[0, 0].numel() < 2:
+            raise ValueError(
+                f"instance normalisation of an input {tuple(x.shape)} has one value per instance and channel, "
+                "so every output would be the bias: use gn or ln for layers after a linear layer"
+            )
+        return super().forward(x)
+
+
+def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.GroupNorm) -> nn.GroupNorm:
+    """A GroupNorm with the affine, dtype and device of ``layer``; ``groups`` 0 means one group per channel."""
+    groups = groups or layer.num_features
+    if layer.num_features % groups:
+        raise Unconvertible(f"{groups} groups do not divide {layer.num_features} channels: choose a divisor of every layer's width")
+    new = kind(groups, layer.num_features, layer.eps, layer.affine)
+    if layer.affine:
+        new.to(layer.weight.device, layer.weight.dtype)
+        new.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
+    return _like(new, layer)
+
+
+def _without_counter(layer: _BatchNorm) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in layer.state_dict().items() if key != "num_batches_tracked"}
+
+
+def _like(new: M, layer: _BatchNorm) -> M:
+    if layer.affine:
+        new.weight.requires_grad_(layer.weight.requires_grad)
+        new.bias.requires_grad_(layer.bias.requires_grad)
+    return new.train(layer.training)
+
+
+def freeze_statistics(model: nn.Module) -> None:
+    """Let every BatchNorm layer normalise with its running statistics and leave them alone; affine keeps training.
+
+    Only the norm layers change: Dropout and everything else stay in the mode they are in (FixBN, stage II). A later
+    ``model.train()`` undoes it.
+    """
+    for layer in batch_norms(model).values():
+        layer.eval()
+
+
+@contextmanager
+def observe(model: nn.Module) -> Iterator[dict[str, list[Moments]]]:
+    """Record the moments of every BatchNorm layer's input during the ``with`` block: one ``Moments`` per forward pass.
+
+    Raw moments of the input, whatever the layer normalises with. Summarise with ``pooled``.
+    """
+    observed: dict[str, list[Moments]] = {name: [] for name in batch_norms(model)}
+
+    def hook(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        observed[name].append(Moments.of(args[0]))
+
+    handles = [layer.register_forward_pre_hook(partial(hook, name)) for name, layer in batch_norms(model).items()]
+    try:
+        yield observed
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
+    """One ``Moments`` per layer that saw anything."""
+    return {name: pool(parts) for name, parts in observed.items() if parts}

@@ -1,0 +1,26 @@
+"""The methods, one file per paper, and ``METHODS``: the one dict from config name to constructor."""
+
+from collections.abc import Callable
+
+from fl_bn.methods.fbn import fbn
+from fl_bn.methods.fedavg import fedavg
+from fl_bn.methods.fedbn import fedbn
+from fl_bn.methods.fixbn import fixbn
+from fl_bn.methods.hbn import hbn
+from fl_bn.methods.method import LayerReports, Method, Phase, Report, StatisticsPass, freeze
+from fl_bn.methods.normalisers import gn, instance, ln
+from fl_bn.methods.silobn import silobn
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "fedavg": fedavg,
+    "gn": gn,
+    "ln": ln,
+    "in": instance,
+    "fixbn": fixbn,
+    "fedbn": fedbn,
+    "silobn": silobn,
+    "hbn": hbn,
+    "fbn": fbn,
+}
+
+__all__ = ["METHODS", "LayerReports", "Method", "Phase", "Report", "StatisticsPass", "freeze"]

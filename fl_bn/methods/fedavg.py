@@ -1,0 +1,19 @@
+"""FedAvg with BatchNorm: the baseline that the other methods mend.
+
+Communication-Efficient Learning of Deep Networks from Decentralized Data, McMahan et al., AISTATS 2017.
+
+Clients normalise with their own batches; the server averages the running means and, separately, the running variances.
+Counters (``num_batches_tracked``) are not averaged.
+"""
+
+from fl_bn.methods.method import LayerReports, Method, Report
+from fl_bn.moments import Running, plain_average
+
+
+def combine(reports: LayerReports) -> Running:
+    average = plain_average(reports.parts)
+    return Running(average.mean, average.var)
+
+
+def fedavg() -> Method:
+    return Method("fedavg", report=Report.RUNNING, combine=combine)

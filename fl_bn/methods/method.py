@@ -1,0 +1,125 @@
+"""What a method is: a frozen record of the layer, the roles that stay home, what is reported, and how the server combines it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_bn.moments import Moments, Running
+from fl_bn.roles import Role
+
+
+class Phase(Enum):
+    """What one message to the cohort is for."""
+
+    TRAIN = "train"
+    FROZEN = "frozen"  # train, with the statistics frozen and unreported
+    MEASURE = "measure"  # statistics only: no training
+    EXCHANGE = "exchange"  # layer-wise exchange during the first local step
+
+
+class Report(Enum):
+    """What a client says about its statistics."""
+
+    NOTHING = "nothing"
+    RUNNING = "running statistics after training"
+    BATCHES = "moments of the training batches"
+    PASS = "moments of a pass before training"
+
+
+@dataclass(frozen=True)
+class StatisticsPass:
+    """HBN's pass over a client's data before training: no gradient, no change of state.
+
+    ``samples`` of a seeded random subset, 0 for all. ``lower_layers`` are normalised with the ``shared`` statistics (the merge is then
+    exact in every layer) or as in training (``hybrid``, as the paper's code does). The recorded moments are raw either way.
+    """
+
+    samples: int = 0
+    lower_layers: str = "shared"
+
+    def __post_init__(self) -> None:
+        if self.samples < 0 or self.samples == 1:
+            raise ValueError(f"stat_samples must be 0 (all local data) or at least 2, but got {self.samples}")
+        if self.lower_layers not in ("shared", "hybrid"):
+            raise ValueError(f"lower_layers must be 'shared' or 'hybrid', but got {self.lower_layers!r}")
+
+
+@dataclass(frozen=True)
+class LayerReports:
+    """All the server knows about one layer when it combines.
+
+    ``shared``: the statistics sent down this round; ``parts``: one ``Moments`` per client, in partition order; ``momentum``: the
+    layer's own; ``steps``: training batches per client (mean, weighted by their activations).
+    """
+
+    shared: Running
+    parts: Sequence[Moments]
+    momentum: float
+    steps: float
+
+
+def keep(reports: LayerReports) -> Running:
+    """The statistics do not change."""
+    return reports.shared
+
+
+def always_train(round: int, rounds: int) -> Phase:
+    return Phase.TRAIN
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of doing batch normalisation in federated learning.
+
+    ``layer`` replaces each BatchNorm (None: torch's own stays). Tensors with a role in ``local`` never leave their client and survive
+    between its rounds. ``combine`` maps one layer's reports to its new shared statistics. ``phase(round, rounds)`` is the calendar,
+    rounds counted from 1. ``synchronise``: where the shared statistics lag behind the weights (HBN), how a statistics-only exchange before
+    each evaluation mends it. ``needs_running``: torch's BatchNorm will not do without running statistics.
+    """
+
+    name: str
+    layer: Callable[[_BatchNorm], nn.Module] | None = None
+    local: frozenset[Role] = frozenset()
+    report: Report = Report.NOTHING
+    combine: Callable[[LayerReports], Running] = keep
+    phase: Callable[[int, int], Phase] = always_train
+    synchronise: Callable[[LayerReports], Running] | None = None
+    statistics_pass: StatisticsPass = StatisticsPass()
+    needs_running: bool = False
+
+    def shares(self, role: Role) -> bool:
+        """Whether tensors of this role travel. Counters never do: averaging them yields 0, or 49.999 -> 49."""
+        return role not in self.local and role is not Role.COUNTER
+
+    def reports(self, phase: Phase) -> Report:
+        """What a client reports in this phase."""
+        if phase is Phase.FROZEN:
+            return Report.NOTHING
+        return Report.PASS if phase is Phase.MEASURE else self.report
+
+    @property
+    def personal(self) -> bool:
+        """Whether every client evaluates a model of its own (FedBN, SiloBN)."""
+        return bool(self.local & {Role.AFFINE, Role.STATISTIC})
+
+
+def freeze(method: Method, after: int | None = None) -> Method:
+    """``method`` for the first ``after`` rounds (default: half of them), then with its statistics frozen (FixBN, FedTAN-II).
+
+    In frozen rounds BatchNorm layers normalise with the statistics of round ``after``, bit for bit; affine and everything else
+    keep training, and nothing about statistics is reported.
+    """
+    if after is not None and after < 0:
+        raise ValueError(f"freeze after must be a round >= 0, but got {after}")
+    return replace(method, phase=partial(_freeze_phase, method.phase, after), needs_running=True)
+
+
+def _freeze_phase(before: Callable[[int, int], Phase], after: int | None, round: int, rounds: int) -> Phase:
+    last = rounds // 2 if after is None else after
+    return before(round, rounds) if round <= last else Phase.FROZEN

@@ -1,0 +1,11 @@
+"""SiloBN: the running statistics stay on their client, scale and shift are shared.
+
+Siloed Federated Learning for Multi-Centric Histopathology Datasets, Andreux et al., DCL 2020.
+"""
+
+from fl_bn.methods.method import Method
+from fl_bn.roles import Role
+
+
+def silobn() -> Method:
+    return Method("silobn", local=frozenset({Role.STATISTIC, Role.COUNTER}), needs_running=True)

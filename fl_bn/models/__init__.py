@@ -1,0 +1,5 @@
+"""Networks with batch normalisation, by name."""
+
+from fl_bn.models.build import MODELS, build
+
+__all__ = ["MODELS", "build"]

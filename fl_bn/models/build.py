@@ -1,0 +1,112 @@
+"""Networks by name: ours, torchvision's, or one's own function."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fl_bn.models.small import digits_cnn, mlp, simple_cnn
+
+MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
+    "simple-cnn": simple_cnn,
+    "digits-cnn": digits_cnn,
+    "mlp": mlp,
+}
+
+# These two answer with several outputs in training, unless told otherwise, and warn if initialising is not spelt out.
+_TORCHVISION_OPTIONS: dict[str, dict[str, Any]] = {
+    "googlenet": {"aux_logits": False, "init_weights": True},
+    "inception_v3": {"aux_logits": False, "init_weights": True},
+}
+
+
+def build(name: str, *, classes: int, channels: int = 3, image_size: int = 32, seed: int | None = None) -> nn.Module:
+    """A freshly initialised network for images (channels, image_size, image_size), with ``classes`` outputs.
+
+    ``name`` is one of ``MODELS``, a classification model of torchvision ("resnet18", "vgg11_bn"), or one's own function
+    as "package.module:function", which is called with ``classes``, ``channels`` and ``image_size`` by name. ``seed``
+    fixes the initial weights and leaves torch's global generator as it was; without one, they come from that generator.
+
+    Raises:
+        ValueError: for an unknown name, a function that is not there or does not take these arguments, or images that
+            the network cannot take.
+        TypeError: if one's own function returns no ``nn.Module``.
+    """
+    if classes < 2 or channels < 1 or image_size < 1:
+        raise ValueError(
+            "a model needs at least 2 classes, 1 channel and 1 pixel, "
+            f"but got classes={classes}, channels={channels}, image_size={image_size}"
+        )
+    if seed is None:
+        return _build(name, classes, channels, image_size)
+    # Only the CPU's generator, where layers are initialised: torch.manual_seed would reseed the accelerators, too.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return _build(name, classes, channels, image_size)
+
+
+def _build(name: str, classes: int, channels: int, image_size: int) -> nn.Module:
+    if name in MODELS:
+        return MODELS[name](classes, channels, image_size)
+    if ":" in name:
+        return _own(name, classes, channels, image_size)
+    return _torchvision(name, classes, channels)
+
+
+def _torchvision(name: str, classes: int, channels: int) -> nn.Module:
+    from torchvision import models  # here, not above: a second of import that our own networks need not pay
+
+    if name not in models.list_models(module=models):
+        raise ValueError(
+            f"model must be one of {', '.join(MODELS)}, a classification model of torchvision by its name there "
+            f"(such as resnet18), or your own function as package.module:function, but got {name!r}"
+        )
+    if channels != 3:
+        raise ValueError(
+            f"torchvision's {name} takes images of 3 channels, but these have {channels}; repeat the channel in the "
+            f"data, or use one of {', '.join(MODELS)}"
+        )
+    model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **_TORCHVISION_OPTIONS.get(name, {}))
+    return model
+
+
+def _own(name: str, classes: int, channels: int, image_size: int) -> nn.Module:
+    function = _imported(name)
+    arguments = {"classes": classes, "channels": channels, "image_size": image_size}
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"model {name!r} must be callable as function(classes=..., channels=..., image_size=...), but {error}"
+        ) from error
+    model = function(**arguments)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model {name!r} must return a torch.nn.Module, but returned {type(model).__name__}")
+    return model
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not all(part.isidentifier() for part in [*module_name.split("."), function_name]):
+        raise ValueError(f"your own model must be named as package.module:function, but got {name!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, but misses one of its own imports
+        raise ValueError(
+            f"model {name!r}: there is no module {error.name!r}; install its package, or put its folder on PYTHONPATH"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ValueError(
+            f"model {name!r}: expected a function {function_name!r} in {module_name}, "
+            f"which has {', '.join(public) or 'no functions'}"
+        )
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,76 @@
+"""Small networks with BatchNorm after every hidden layer: quick enough to train on a CPU.
+
+Layers before a BatchNorm have no bias of their own, as the BatchNorm's shift would make it redundant.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+
+def simple_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
+    """Simple-CNN of the HBN paper: three 3x3 convolutions 16-32-64, each halving the image; then 128, then ``classes``.
+
+    Its first linear layer fits itself to the image: 1,024 inputs at the paper's 32 pixels.
+    """
+    _check_size("simple-cnn", image_size, 8)
+    return nn.Sequential(
+        OrderedDict(
+            block1=_convolution(channels, 16, pool=True),
+            block2=_convolution(16, 32, pool=True),
+            block3=_convolution(32, 64, pool=True),
+            flatten=nn.Flatten(),
+            hidden=nn.Linear(64 * (image_size // 8) ** 2, 128),
+            relu=nn.ReLU(),
+            head=nn.Linear(128, classes),
+        )
+    )
+
+
+def digits_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
+    """Three 3x3 convolutions 16-32-64, the first two halving the image; 39,706 parameters for ``digits``."""
+    _check_size("digits-cnn", image_size, 4)
+    return nn.Sequential(
+        OrderedDict(
+            block1=_convolution(channels, 16, pool=True),
+            block2=_convolution(16, 32, pool=True),
+            block3=_convolution(32, 64, pool=False),
+            flatten=nn.Flatten(),
+            head=nn.Linear(64 * (image_size // 4) ** 2, classes),
+        )
+    )
+
+
+def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
+    """Two hidden layers of 64, then ``classes``."""
+    _check_size("mlp", image_size, 1)
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(),
+            block1=_linear(channels * image_size**2, 64),
+            block2=_linear(64, 64),
+            head=nn.Linear(64, classes),
+        )
+    )
+
+
+def _convolution(before: int, after: int, *, pool: bool) -> nn.Sequential:
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv=nn.Conv2d(before, after, kernel_size=3, padding=1, bias=False), norm=nn.BatchNorm2d(after), relu=nn.ReLU()
+    )
+    if pool:
+        layers["pool"] = nn.MaxPool2d(2)
+    return nn.Sequential(layers)
+
+
+def _linear(before: int, after: int) -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(linear=nn.Linear(before, after, bias=False), norm=nn.BatchNorm1d(after), relu=nn.ReLU())
+    )
+
+
+def _check_size(name: str, image_size: int, least: int) -> None:
+    if image_size < least:
+        raise ValueError(f"model {name!r} needs images of at least {least} pixels, but got image_size={image_size}")

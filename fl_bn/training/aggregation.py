@@ -1,0 +1,135 @@
+"""The server's half of a round, in plain torch: average the weights, combine the statistics, step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from fl_bn.methods import LayerReports
+from fl_bn.moments import Moments, Running
+from fl_bn.roles import batch_norms
+
+Named = Mapping[str, Tensor]
+
+
+def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tensor]:
+    """Weighted mean of named tensors, accumulated in float64 in the order given; the result stays float64."""
+    total = float(sum(weights))
+    if not parts or total <= 0:
+        raise ValueError(f"nothing to average: {len(parts)} parts with total weight {total}")
+    mean = {}
+    for name in parts[0]:
+        accumulator = torch.zeros(parts[0][name].shape, dtype=torch.float64)
+        for part, weight in zip(parts, weights, strict=True):
+            accumulator.add_(part[name].double(), alpha=float(weight) / total)
+        mean[name] = accumulator
+    return mean
+
+
+def combine(
+    rule: Callable[[LayerReports], Running],
+    shared: Mapping[str, Running],
+    reports: Sequence[Mapping[str, Moments]],
+    steps: Sequence[int],
+    layers: Mapping[str, nn.Module],
+) -> dict[str, Running]:
+    """New shared statistics per layer by ``rule``, float64. A layer that no client ran in this round keeps its own.
+
+    ``reports`` and ``steps`` (training batches) are per client, in partition order.
+    """
+    new = dict(shared)
+    for name in shared:
+        parts = [report[name] for report in reports if name in report]
+        total = sum(part.count for part in parts)
+        if total < 2:
+            continue
+        mean_steps = sum(report[name].count * step for report, step in zip(reports, steps, strict=True) if name in report) / total
+        momentum = layers[name].momentum
+        new[name] = rule(LayerReports(shared[name], parts, 0.1 if momentum is None else momentum, mean_steps))
+    return new
+
+
+class ServerOptimizer:
+    """Any torch optimiser stepping on the pseudo-gradient of the shared learnable weights; it never sees statistics.
+
+    Works in float64 on the weights the clients started from, so that SGD with learning rate 1 returns the average itself.
+    """
+
+    def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        self._make = make
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._optimizer: Optimizer | None = None
+
+    def step(self, weights: Named, gradient: Named, learning_rate_factor: float = 1.0) -> dict[str, Tensor]:
+        """Weights after one step along ``gradient`` (the names of ``gradient`` only), in float64."""
+        if self._optimizer is None:
+            self._parameters = {name: nn.Parameter(weights[name].double().clone()) for name in gradient}
+            self._optimizer = self._make(list(self._parameters.values()))
+            self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(weights[name])
+            parameter.grad = gradient[name].double()
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * learning_rate_factor
+        self._optimizer.step()
+        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+
+SERVER_OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adam": Adam, "adagrad": Adagrad}
+
+
+def server_optimizer(name: str, learning_rate: float, momentum: float = 0.0) -> ServerOptimizer:
+    """``sgd`` with learning rate 1 is FedAvg, with momentum FedAvgM; ``adam`` and ``adagrad`` are torch's."""
+    if name not in SERVER_OPTIMIZERS:
+        raise ValueError(f"server optimizer must be one of {', '.join(SERVER_OPTIMIZERS)}, but got {name!r}")
+    if learning_rate <= 0 or not 0 <= momentum < 1:
+        raise ValueError(f"the server needs learning rate > 0 and momentum in [0, 1), but got {learning_rate} and {momentum}")
+    if name == "sgd":
+        return ServerOptimizer(lambda parameters: SGD(parameters, lr=learning_rate, momentum=momentum))
+    return ServerOptimizer(lambda parameters: SERVER_OPTIMIZERS[name](parameters, lr=learning_rate))  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far one combination moved the shared statistics.
+
+    ``largest``: largest change of a mean, in standard deviations of the old statistics; ``layer``: where; ``min_var``: smallest
+    running variance; ``growth``: largest factor by which a layer's mean variance grew.
+    """
+
+    largest: float
+    layer: str
+    min_var: float
+    growth: float
+
+    @classmethod
+    def between(cls, old: Mapping[str, Running], new: Mapping[str, Running], eps: float = 1e-5) -> Drift | None:
+        """None where no statistics are shared."""
+        if not new:
+            return None
+        moved = {k: float(((new[k].mean - old[k].mean).abs() / (old[k].var + eps).sqrt()).max()) for k in new}
+        growth = max(float(new[k].var.mean() / (old[k].var.mean() + eps)) for k in new)
+        layer = max(moved, key=lambda k: moved[k])
+        return cls(moved[layer], layer, min(float(running.var.min()) for running in new.values()), growth)
+
+
+def merge_drifts(drifts: Iterable[Drift]) -> Drift | None:
+    """The most extreme of each figure, over clients whose statistics stay home."""
+    drifts = list(drifts)
+    if not drifts:
+        return None
+    worst = max(drifts, key=lambda d: d.largest)
+    return Drift(worst.largest, worst.layer, min(d.min_var for d in drifts), max(d.growth for d in drifts))
+
+
+def running_statistics(model: nn.Module) -> dict[str, Running]:
+    """A copy of every BatchNorm layer's running statistics on the CPU; layers that keep none are left out."""
+    return {
+        name: Running(layer.running_mean.detach().cpu().clone(), layer.running_var.detach().cpu().clone())
+        for name, layer in batch_norms(model).items()
+        if layer.running_mean is not None
+    }

@@ -1,0 +1,1 @@
+"""The ServerApp that Flower loads."""

@@ -1,0 +1,41 @@
+"""Composition root of the server: reads the run config, builds one strategy, starts it, and writes the run directory."""
+
+import torch
+from flwr.app import ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from fl_bn.experiment.assembly import dataset, source_model
+from fl_bn.experiment.config import RunConfig
+from fl_bn.experiment.run_directory import RunDirectory
+from fl_bn.flower import BatchNormStrategy
+from fl_bn.training.aggregation import server_optimizer
+from fl_bn.training.local import Samples, evaluate
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    config = RunConfig.from_mapping(context.run_config)
+    torch.set_num_threads(config.threads)
+    data = dataset(config)
+    test = Samples(data.x_test, data.y_test)
+
+    def test_metrics(model: torch.nn.Module) -> dict[str, float]:
+        loss, accuracy = evaluate(model, test)
+        return {"accuracy": accuracy, "loss": loss}
+
+    with RunDirectory.create(config) as directory:
+        strategy = BatchNormStrategy(
+            source_model(config),
+            config.build_method(),
+            config.round_policy(),
+            optimizer=server_optimizer(config.server_optimizer, config.server_learning_rate, config.server_momentum),
+            evaluate=test_metrics,
+            observer=directory.record,
+            save_clients=directory.name,
+        )
+        directory.start(strategy)
+        strategy.start(grid, num_rounds=config.rounds)
+    if directory.path is not None:
+        context.state["result"] = ConfigRecord({"directory": str(directory.path)})

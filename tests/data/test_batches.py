@@ -1,0 +1,83 @@
+"""Batches: every sample once per pass, and never a batch of one."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_bn.data.batches import ClientTooSmall, draw_batches, epoch_batches
+
+laws = settings(deadline=None, derandomize=True)
+counts = st.integers(2, 200)
+batch_sizes = st.integers(2, 70)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@laws
+@given(n=counts, batch_size=batch_sizes)
+def test_a_pass_covers_every_sample_once_in_batches_of_two_or_more(n: int, batch_size: int) -> None:
+    batches = epoch_batches(n, batch_size, rng())
+    assert sorted(np.concatenate(batches)) == list(range(n))
+    sizes = [len(batch) for batch in batches]
+    assert min(sizes) >= 2
+    assert all(size == batch_size for size in sizes[:-1])
+    assert sizes[-1] <= batch_size + 1
+    if n < batch_size:
+        assert sizes == [n]
+
+
+def test_plain_cutting_would_leave_a_batch_of_one() -> None:
+    naive = [len(part) for part in np.split(np.arange(33), range(16, 33, 16))]
+    assert naive == [16, 16, 1]  # control
+    assert [len(batch) for batch in epoch_batches(33, 16, rng())] == [16, 17]
+    assert [len(batch) for batch in epoch_batches(34, 16, rng())] == [16, 16, 2]
+    assert [len(batch) for batch in epoch_batches(3, 2, rng())] == [3]
+
+
+def test_order_comes_from_the_generator() -> None:
+    first, again, other = (np.concatenate(epoch_batches(100, 10, rng(seed))) for seed in (1, 1, 2))
+    assert (first == again).all()
+    assert (first != other).any()
+    assert (first != np.arange(100)).any()
+
+
+@laws
+@given(n=counts, batch_size=batch_sizes, epochs=st.integers(1, 4))
+def test_epochs_are_passes_each_shuffled_afresh(n: int, batch_size: int, epochs: int) -> None:
+    drawn = np.concatenate(list(draw_batches(n, batch_size, rng(), epochs=epochs)))
+    passes = drawn.reshape(epochs, n)
+    assert all(sorted(samples) == list(range(n)) for samples in passes)
+    if n >= 20:
+        assert all((passes[0] != samples).any() for samples in passes[1:])
+
+
+@laws
+@given(n=counts, batch_size=batch_sizes, steps=st.integers(1, 30))
+def test_steps_run_on_over_passes(n: int, batch_size: int, steps: int) -> None:
+    drawn = list(draw_batches(n, batch_size, rng(), steps=steps))
+    assert len(drawn) == steps
+    passes = draw_batches(n, batch_size, rng(), epochs=steps)  # a pass is at least one step
+    assert all((a == b).all() for a, b in zip(drawn, islice(passes, steps), strict=True))
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_client_without_variance_is_refused_at_the_call(n: int) -> None:
+    with pytest.raises(ClientTooSmall, match=f"at least 2 samples, but this client has {n}"):
+        draw_batches(n, 8, rng(), epochs=1)
+    with pytest.raises(ClientTooSmall):
+        epoch_batches(n, 8, rng())
+
+
+def test_wrong_arguments_are_refused_at_the_call() -> None:
+    with pytest.raises(ValueError, match="batch_size must be at least 2"):
+        epoch_batches(10, 1, rng())
+    for epochs, steps in ((0, 0), (1, 1), (-1, 2), (2, -1), (-1, 0)):
+        with pytest.raises(ValueError, match=f"exactly one .* but got epochs={epochs} and steps={steps}"):
+            draw_batches(10, 4, rng(), epochs=epochs, steps=steps)

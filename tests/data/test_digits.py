@@ -1,0 +1,88 @@
+"""The digits that work offline: their shape, their split, their domains and their difficulty."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits, load_sample_images
+from sklearn.linear_model import RidgeClassifier
+from torch import Tensor
+
+from fl_bn.data.dataset import Dataset, load, to_input
+from fl_bn.data.digits import _bilinear_tenths
+
+
+@pytest.mark.parametrize("name", ["digits", "digits-plain"])
+def test_shapes_and_split(name: str) -> None:
+    data = load(name)
+    assert data.x_train.shape == (1437, 3, 20, 20)
+    assert data.x_test.shape == (360, 3, 20, 20)
+    assert data.classes == 10
+    together = torch.cat([data.y_train, data.y_test]).bincount()
+    assert together.tolist() == np.bincount(load_digits().target).tolist()
+    share = data.y_test.bincount() / together
+    assert share.min() > 0.19
+    assert share.max() < 0.21
+
+
+def test_half_of_each_split_lies_in_each_photograph() -> None:
+    data = load("digits")
+    assert data.domains == ("china", "flower")
+    assert data.domain_train is not None
+    assert data.domain_test is not None
+    assert data.domain_train.bincount().tolist() == [719, 718]
+    assert data.domain_test.bincount().tolist() == [180, 180]
+    assert load("digits-plain").domain_train is None
+
+
+def test_blend_is_the_difference_to_a_patch_of_the_samples_own_photograph() -> None:
+    blended, plain = load("digits"), load("digits-plain")
+    assert blended.domain_train is not None
+    assert torch.equal(blended.y_train, plain.y_train)  # one split, so samples correspond
+    photographs = [
+        torch.from_numpy(image.copy()).permute(2, 0, 1).int().unfold(1, 20, 1).unfold(2, 20, 1)  # every patch there is
+        for image in load_sample_images().images
+    ]
+
+    def matching(photograph: Tensor, blend: Tensor, digit: Tensor) -> Tensor:
+        """All patches (places, 3, 20, 20) whose blend with the digit is the same at some of its inkless pixels."""
+        rows, columns = (pixels[:: len(pixels) // 15] for pixels in (digit[0] == 0).nonzero(as_tuple=True))
+        seen = blend[:, rows, columns][:, None, None]
+        places = (photograph[..., rows, columns] == seen).all(-1).all(0)
+        return photograph.permute(1, 2, 0, 3, 4)[places]
+
+    for i in range(3):
+        blend, digit, domain = blended.x_train[i].int(), plain.x_train[i].int(), int(blended.domain_train[i])
+        candidates = matching(photographs[domain], blend, digit)
+        assert ((candidates - digit).abs() == blend).flatten(1).all(1).any()
+        assert len(matching(photographs[1 - domain], blend, digit)) == 0  # control: the other holds no such patch
+
+
+def test_enlarging_equals_torchs_bilinear_interpolation() -> None:
+    weights = torch.from_numpy(_bilinear_tenths(8, 20)).double() / 10
+    image = torch.from_numpy(load_digits().images[:5])
+    expected = torch.nn.functional.interpolate(image[:, None], size=(20, 20), mode="bilinear")[:, 0]
+    torch.testing.assert_close(weights @ image @ weights.T, expected)
+    nearest = torch.nn.functional.interpolate(image[:, None], size=(20, 20))[:, 0]
+    assert (expected - nearest).abs().max() > 1  # control
+
+
+def test_blended_digits_are_harder_than_plain_ones() -> None:
+    def accuracy(data: Dataset) -> float:
+        model = RidgeClassifier().fit(to_input(data.x_train).flatten(1).numpy(), data.y_train.numpy())
+        return float(model.score(to_input(data.x_test).flatten(1).numpy(), data.y_test.numpy()))
+
+    assert accuracy(load("digits-plain")) > 0.9
+    assert 0.3 < accuracy(load("digits")) < 0.8
+
+
+def test_a_path_is_refused_rather_than_ignored() -> None:
+    with pytest.raises(ValueError, match=r"takes no path, but got 'elsewhere'"):
+        load("digits", "elsewhere")
+    with pytest.raises(ValueError, match="takes no path"):
+        load("digits-plain", "elsewhere")
+
+
+def test_digits_can_be_resized() -> None:
+    assert load("digits", image_size=32).image_size == 32

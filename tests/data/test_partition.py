@@ -1,0 +1,196 @@
+"""Partitions: the laws all of them obey, and what each one promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from fl_bn.data.partition import (
+    by_domain,
+    classes_per_client,
+    dirichlet,
+    iid,
+    label_counts,
+    partition,
+    similarity,
+)
+
+laws = settings(deadline=None, derandomize=True)
+BALANCED = np.repeat(np.arange(10), 60)[np.random.default_rng(0).permutation(600)]
+DIVISIONS: list[tuple[str, Callable[[int], float]]] = [  # the kind, and a parameter that lets every class find a client
+    ("iid", lambda _: 0),
+    ("classes", lambda clients: max(2, -(-10 // clients))),
+    ("dirichlet", lambda _: 0.3),
+    ("dirichlet", lambda _: 0.01),
+    ("similarity", lambda _: 0.4),
+    ("domain", lambda _: 0),
+]
+
+
+@pytest.mark.parametrize(("kind", "parameter"), DIVISIONS)
+@laws
+@given(clients=st.integers(3, 25), seed=st.integers(0, 2**40))
+def test_every_sample_has_one_client(kind: str, parameter: Callable[[int], float], clients: int, seed: int) -> None:
+    domains = np.arange(600) % 3
+    parts = partition(kind, BALANCED, domains, clients, parameter(clients), seed)
+    assert len(parts) == clients
+    assert all(len(part) > 0 and part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
+    assert sorted(np.concatenate(parts)) == list(range(600))
+    again = partition(kind, BALANCED, domains, clients, parameter(clients), seed)
+    assert all((a == b).all() for a, b in zip(parts, again, strict=True))
+    other = partition(kind, BALANCED, domains, clients, parameter(clients), seed + 1)
+    fixed = kind == "domain" and clients == 3  # a whole domain each, whatever the seed
+    assert fixed or any(len(a) != len(b) or (a != b).any() for a, b in zip(parts, other, strict=True))  # control
+
+
+def test_another_process_computes_the_same_partition() -> None:
+    code = (
+        "import numpy as np; from fl_bn.data.partition import dirichlet; np.random.seed(1);"
+        "print([p.tolist() for p in dirichlet(np.arange(60) % 3, 4, 0.5, 11)])"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed.strip() == str([part.tolist() for part in dirichlet(np.arange(60) % 3, 4, 0.5, 11)])
+
+
+def test_iid_is_even_in_size_and_nearly_in_classes() -> None:
+    parts = iid(BALANCED, 7, seed=0)
+    assert {len(part) for part in parts} == {85, 86}
+    assert label_counts(BALANCED, iid(BALANCED, 2, seed=0), 10).min() > 15
+
+
+@laws
+@given(clients=st.integers(1, 15), k=st.integers(1, 10), seed=st.integers(0, 1000))
+def test_class_shards_are_even(clients: int, k: int, seed: int) -> None:
+    counts = label_counts(BALANCED, classes_per_client(BALANCED, clients, k, seed), 10)
+    holders = (counts > 0).sum(axis=0)
+    assert ((counts > 0).sum(axis=1) == k).all()  # k different classes each
+    assert holders.max() - holders.min() <= (clients * k % 10 > 0)
+    for label in np.flatnonzero(holders):
+        shares = counts[counts[:, label] > 0, label]
+        assert shares.sum() == 60
+        assert shares.max() - shares.min() <= 1
+
+
+def test_five_clients_of_two_classes_have_none_in_common() -> None:
+    held = [set(BALANCED[part]) for part in classes_per_client(BALANCED, 5, 2, seed=3)]
+    assert all(not a & b for a, b in combinations(held, 2))
+    drawn = [set(np.random.default_rng([3, i]).choice(10, 2, replace=False)) for i in range(5)]
+    assert any(a & b for a, b in combinations(drawn, 2))  # control: independent draws collide
+
+
+def test_classes_left_over_belong_to_nobody() -> None:
+    assert sum(len(part) for part in classes_per_client(BALANCED, 3, 2, seed=0)) == 6 * 60
+
+
+def test_labels_need_not_be_consecutive_or_signed() -> None:
+    labels = np.array([3, 250, 3, 250, 7, 7], dtype=np.uint8)
+    held = [set(labels[part].tolist()) for part in classes_per_client(labels, 3, 1, seed=0)]
+    assert sorted(held, key=min) == [{3}, {7}, {250}]
+    assert sum(map(len, dirichlet(labels, 2, 0.5, seed=0))) == 6
+
+
+@pytest.mark.parametrize("samples", [1437, 12_000])
+@pytest.mark.parametrize("concentration", [1e-3, 0.1])
+def test_strong_skew_over_many_clients_succeeds(samples: int, concentration: float) -> None:
+    labels = np.arange(samples) % 10
+    for seed in range(5):
+        parts = dirichlet(labels, 20, concentration, seed)
+        assert min(len(part) for part in parts) >= 2
+        assert sum(len(part) for part in parts) == samples
+
+
+def test_mending_reaches_any_feasible_minimum_and_moves_no_more_than_it_must() -> None:
+    drawn = dirichlet(BALANCED, 20, 1e-3, seed=0, min_samples=1)
+    assert sum(len(part) == 1 for part in drawn) >= 10  # ten classes, each to one client: the others were mended
+    assert {len(part) for part in dirichlet(BALANCED, 20, 1e-3, seed=0, min_samples=30)} == {30}
+
+
+def spread(concentration: float) -> float:
+    """Mean share of a client's largest class: 0.1 would be even, 1 a single class."""
+    counts = label_counts(BALANCED, dirichlet(BALANCED, 10, concentration, seed=0), 10)
+    return float((counts.max(axis=1) / counts.sum(axis=1)).mean())
+
+
+def test_skew_falls_as_concentration_grows() -> None:
+    assert spread(0.05) > spread(0.5) + 0.1 > spread(5) + 0.2 > spread(1000) + 0.2
+    assert spread(1000) < 0.15
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_similarity_mixes_sorted_chunks_with_a_pool(share: float) -> None:
+    counts = label_counts(BALANCED, similarity(BALANCED, 10, share, seed=0), 10)
+    assert (counts.sum(axis=1) == 60).all()
+    # Ten clients and ten classes: a chunk is one class (two, where the pool took unequally), the pool a tenth of each.
+    largest = counts.max(axis=1).mean() / 60
+    assert abs(largest - (1 - share + share / 10)) < 0.12
+    if share == 0:
+        assert sorted(counts.flatten()) == [0] * 90 + [60] * 10
+
+
+@laws
+@given(clients=st.integers(1, 30), share=st.floats(0, 1))
+def test_similarity_keeps_sizes_equal(clients: int, share: float) -> None:
+    sizes = [len(part) for part in similarity(BALANCED, clients, share, seed=1)]
+    assert max(sizes) - min(sizes) <= (600 % clients > 0)
+
+
+@laws
+@given(clients=st.integers(3, 20))
+def test_each_client_has_one_domain_and_domains_have_clients_alike(clients: int) -> None:
+    domains = np.array([2, 5, 9])[np.arange(90) % 3]
+    parts = by_domain(domains, clients, seed=0)
+    owned = [np.unique(domains[part]) for part in parts]
+    assert all(len(names) == 1 for names in owned)
+    per_domain = np.unique(np.concatenate(owned), return_counts=True)[1]
+    assert per_domain.max() - per_domain.min() <= 1
+    assert len(per_domain) == 3
+    assert max(len(np.unique(domains[part])) for part in iid(domains, clients, 0)) > 1  # control
+
+
+def test_label_counts() -> None:
+    labels = np.array([0, 2, 2, 1])
+    counts = label_counts(labels, [np.array([0, 1]), np.array([2, 3])], 4)
+    assert counts.tolist() == [[1, 0, 1, 0], [0, 1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "random"}, "one of iid, classes, dirichlet, similarity, domain, but got 'random'"),
+        ({"clients": 0}, "clients must be between 1 and 600"),
+        ({"clients": 601}, "the number of samples, but got 601"),
+        ({"seed": -1}, "seed must not be negative"),
+        ({"kind": "classes", "parameter": 1.5}, "whole number, but got 1.5"),
+        ({"kind": "classes", "parameter": float("nan")}, "whole number, but got nan"),
+        ({"kind": "classes", "parameter": 0}, "between 1 and 10"),
+        ({"kind": "classes", "parameter": 11}, "the classes there are, but got 11"),
+        ({"kind": "classes", "parameter": 2, "clients": 500}, "clients without a sample (client "),
+        ({"kind": "dirichlet", "parameter": 0}, "positive and finite, but got 0"),
+        ({"kind": "dirichlet", "parameter": float("nan")}, "positive and finite, but got nan"),
+        ({"kind": "dirichlet", "parameter": 0.5, "clients": 301}, "need 602 samples, but there are 600"),
+        ({"kind": "similarity", "parameter": 1.1}, "between 0 (sorted by label) and 1 (random), but got 1.1"),
+        ({"kind": "similarity", "parameter": float("nan")}, "but got nan"),
+        ({"kind": "domain"}, "needs data with domains"),
+        ({"kind": "domain", "domains": np.arange(600) % 6}, "at least 6 clients, one for each domain, but got 5"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_the_reason(arguments: dict[str, Any], message: str) -> None:
+    defaults = {"kind": "iid", "labels": BALANCED, "domains": None, "clients": 5, "parameter": 0.0, "seed": 0}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        partition(**(defaults | arguments))
+
+
+def test_a_class_too_small_for_its_clients_is_reported() -> None:
+    labels: NDArray[np.int64] = np.array([0] * 50 + [1])
+    with pytest.raises(ValueError, match="1 of 4 clients without a sample"):
+        classes_per_client(labels, 4, 1, seed=0)
