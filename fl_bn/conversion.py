@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fl_bn.layers import Unconvertible
@@ -23,6 +23,12 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         Unconvertible: a layer cannot be replaced without changing what the network computes, with its name and the reason.
         UnknownTensor: a norm layer holds a tensor that has no role.
     """
+    for name, module in model.named_modules():
+        if any(map(nn.parameter.is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
+            # deepcopy would refuse it, too, but without a name
+            raise Unconvertible(
+                f"{name or 'the model'} ({type(module).__name__}): a lazy layer has no shape yet: run one batch through the model first"
+            )
     model = copy.deepcopy(model)
     replaced: dict[int, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -42,12 +48,12 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def _check(module: nn.Module, method: Method) -> None:
-    if isinstance(module, _LazyNormBase) and module.has_uninitialized_params():
-        raise ValueError("a lazy layer has no channels yet: run one batch through the model first")
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise ValueError("no method defines the shared statistics of InstanceNorm: build it with track_running_stats=False")
     if isinstance(module, SharedStatisticsNorm):
         raise ValueError("the model was converted before: convert the original one")
+    if isinstance(module, _BatchNorm) and hasattr(module, "parametrizations"):
+        raise ValueError("it is parametrized, so its affine is out of the reach of roles: remove the parametrization before converting")
     if isinstance(module, _BatchNorm) and method.layer is None and method.needs_running and module.running_mean is None:
         raise ValueError(
             f"track_running_stats=False leaves no running statistics for {method.name} to freeze or to keep at home: "
@@ -60,7 +66,5 @@ def _replacement(layer: _BatchNorm, method: Method) -> nn.Module:
         raise ValueError(
             "it overrides BatchNorm's forward, so replacing it would lose what it adds (an activation, say): use a plain BatchNorm layer"
         )
-    if hasattr(layer, "parametrizations"):
-        raise ValueError("it is parametrized: remove the parametrization before converting")
     assert method.layer is not None
     return method.layer(layer)

@@ -139,7 +139,7 @@ def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.Gro
     new = kind(groups, layer.num_features, layer.eps, layer.affine)
     if layer.affine:
         new.to(layer.weight.device, layer.weight.dtype)
-        new.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
+        new.load_state_dict({**new.state_dict(), **{key: tensor.detach() for key, tensor in layer.named_parameters()}})
     return _like(new, layer)
 
 
@@ -148,9 +148,11 @@ def _without_counter(layer: _BatchNorm) -> dict[str, Tensor]:
 
 
 def _like(new: M, layer: _BatchNorm) -> M:
-    if layer.affine:
-        new.weight.requires_grad_(layer.weight.requires_grad)
-        new.bias.requires_grad_(layer.bias.requires_grad)
+    for key in ("weight", "bias"):
+        if getattr(layer, key) is None:  # the bias alone may be missing: torch's BatchNorm(bias=False)
+            setattr(new, key, None)
+        else:
+            getattr(new, key).requires_grad_(getattr(layer, key).requires_grad)
     return new.train(layer.training)
 
 
@@ -172,10 +174,10 @@ def observe(model: nn.Module) -> Iterator[dict[str, list[Moments]]]:
     """
     observed: dict[str, list[Moments]] = {name: [] for name in batch_norms(model)}
 
-    def hook(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        observed[name].append(Moments.of(args[0]))
+    def hook(name: str, _: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        observed[name].append(Moments.of(*args, *named.values()))
 
-    handles = [layer.register_forward_pre_hook(partial(hook, name)) for name, layer in batch_norms(model).items()]
+    handles = [layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in batch_norms(model).items()]
     try:
         yield observed
     finally:

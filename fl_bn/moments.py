@@ -5,7 +5,7 @@
 moments of a pass before training. ``plain_average`` is what FedAvg does instead: it forgets the spread of the
 clients' means, and is kept as the baseline and as the negative control of every exactness test.
 
-Everything is computed in float64, whatever the dtype of the activations.
+A batch is measured in the dtype of the activations, in float32 at least; whatever combines batches or clients is float64.
 """
 
 from __future__ import annotations

@@ -58,12 +58,12 @@ def roles(model: nn.Module) -> dict[str, Role]:
     role: dict[str, Role] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
-        learnable = {key for key, _ in module.named_parameters(recurse=False)}
-        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        for key, tensor in own.items():
+        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        for key, tensor in {**parameters, **buffers}.items():
             if nn.parameter.is_lazy(tensor):
                 raise ValueError(f"{prefix}{key} is not initialised yet: run one batch through the model first")
-            role[prefix + key] = _role(module, prefix + key, key, tensor, key in learnable)
+            role[prefix + key] = _role(module, prefix + key, key, tensor, key in parameters)
     names = list(model.state_dict())
     if missing := [name for name in names if name not in role]:
         raise ValueError(f"state_dict entries {missing} belong to no parameter or buffer, so they have no role")

@@ -64,6 +64,7 @@ class RunConfig:
     partition: str = key("classes", "how the training data are split over the clients", KINDS)
     partition_parameter: float = key(2.0, "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused", ">= 0", at_least(0))
     share_label_counts: bool = key(True, "clients tell the server their number of samples per class, for the picture labels.png", "true, false")
+    calibrate: int = key(0, "statistics-only exchanges before round 1", ">= 0", at_least(0))
     # federation
     clients: int = key(5, "clients in the population; in simulation equal to options.num-supernodes", ">= 1", at_least(1))
     fraction: float = key(1.0, "fraction of the clients that train in a round", "(0, 1]", lambda v: 0 < v <= 1)
@@ -167,6 +168,7 @@ class RunConfig:
             client_weights=self.client_weights,
             update=self.update,
             seed=self.seed,
+            calibrate=self.calibrate,
             rate=self.schedule(),
         )
 

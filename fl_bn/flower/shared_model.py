@@ -13,7 +13,7 @@ from fl_bn.conversion import convert
 from fl_bn.flower import schema
 from fl_bn.flower.codec import Header, Payload, decode_moments, signature, tensor_name, to_numpy, to_tensors
 from fl_bn.flower.replies import Contribution
-from fl_bn.methods import Method, Phase, Report
+from fl_bn.methods import Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running
 from fl_bn.roles import Role, batch_norms
 from fl_bn.training.aggregation import ServerOptimizer, average, combine, running_statistics
@@ -80,11 +80,10 @@ class SharedModel:
             reports = [decode_moments(part.payload["moments"]) for part in parts]
         return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers)
 
-    def synchronised(self, parts: Sequence[Contribution]) -> dict[str, Running]:
-        """The shared statistics that go with the present weights, from a statistics-only exchange."""
-        assert self.method.synchronise is not None
+    def measured(self, parts: Sequence[Contribution]) -> dict[str, Running]:
+        """The shared statistics that a statistics-only exchange found under the present weights."""
         reports = [decode_moments(part.payload["moments"]) for part in parts]
-        return combine(self.method.synchronise, self.statistics(), reports, [1] * len(parts), self.layers)
+        return combine(replace_by_pooled, self.statistics(), reports, [1] * len(parts), self.layers)
 
     def _running(self, statistics: Mapping[str, Tensor], samples: int) -> dict[str, Moments]:
         return {

@@ -53,6 +53,7 @@ class Rounds:
     client_weights: str = "samples"
     update: str = "weights"
     seed: int = 0
+    calibrate: int = 0
     rate: Callable[[int, int], float] = constant_rate
 
     def __post_init__(self) -> None:
@@ -178,6 +179,8 @@ class BatchNormStrategy(Strategy):
         arrays = self.shared.arrays() if initial_arrays is None else initial_arrays
         result, failed = Result(), 0
         self.summary()
+        for _ in range(self.rounds.calibrate if self.shared.statistics() else 0):
+            arrays = self._measured(0, arrays, grid, timeout)
         self._clients(grid)
         for server_round in range(1, num_rounds + 1):
             begin = time.perf_counter()
@@ -190,7 +193,8 @@ class BatchNormStrategy(Strategy):
                 failed += 1
             result.arrays = arrays
             if self._due(server_round) and failed < self.rounds.max_failed:
-                result.arrays = self._synchronised(server_round, arrays, grid, timeout)
+                if self.method.synchronise and Phase(self.record.phase) is not Phase.FROZEN:
+                    result.arrays = self._measured(server_round, arrays, grid, timeout)
                 self._evaluate(server_round, result, evaluate_config or ConfigRecord(), evaluate_fn, grid, timeout)
             self.record.seconds = time.perf_counter() - begin
             self._tell()
@@ -198,22 +202,20 @@ class BatchNormStrategy(Strategy):
                 raise RunFailed(f"{failed} rounds in a row had too few usable replies; the warnings above say why")
         return result
 
-    def _synchronised(self, server_round: int, arrays: ArrayRecord, grid: Grid, timeout: float) -> ArrayRecord:
-        """``arrays`` with the shared statistics measured anew under its weights (HBN): a statistics-only exchange with all clients.
+    def _measured(self, server_round: int, arrays: ArrayRecord, grid: Grid, timeout: float) -> ArrayRecord:
+        """``arrays`` with the shared statistics measured anew under its weights: a statistics-only exchange with all clients.
 
-        ``arrays``, from which training goes on, is not touched.
+        ``arrays`` itself is not touched.
         """
-        if self.method.synchronise is None or Phase(self.record.phase) is Phase.FROZEN:
-            return arrays
         self.shared.load(arrays)
         everyone, header = self._clients(grid).everyone(), self.shared.header(server_round, Phase.MEASURE)
         replies = grid.send_and_receive(self._messages(STATISTICS, header, everyone, {}), timeout=timeout)
         expected = schema.reply(self.shared.model, self.method, Phase.MEASURE)
         contributions, refused = read_replies(replies, everyone, expected, header)
         for index, reason in refused.items():
-            log(logging.WARNING, "client %s's statistics are missing from the evaluated model: %s", index, reason)
+            log(logging.WARNING, "client %s's statistics are missing from the exchange: %s", index, reason)
         if contributions:
-            self.shared.store(self.shared.synchronised(contributions))
+            self.shared.store(self.shared.measured(contributions))
         return self.shared.arrays()
 
     def _evaluate(

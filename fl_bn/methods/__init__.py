@@ -7,7 +7,7 @@ from fl_bn.methods.fedavg import fedavg
 from fl_bn.methods.fedbn import fedbn
 from fl_bn.methods.fixbn import fixbn
 from fl_bn.methods.hbn import hbn
-from fl_bn.methods.method import LayerReports, Method, Phase, Report, StatisticsPass, freeze
+from fl_bn.methods.method import LayerReports, Method, Phase, Report, StatisticsPass, freeze, replace_by_pooled
 from fl_bn.methods.normalisers import gn, instance, ln
 from fl_bn.methods.silobn import silobn
 
@@ -23,4 +23,4 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fbn": fbn,
 }
 
-__all__ = ["METHODS", "LayerReports", "Method", "Phase", "Report", "StatisticsPass", "freeze"]
+__all__ = ["METHODS", "LayerReports", "Method", "Phase", "Report", "StatisticsPass", "freeze", "replace_by_pooled"]

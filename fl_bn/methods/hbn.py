@@ -25,8 +25,8 @@ def hbn(lam: float = 1.0, stat_samples: int = 0, lower_layers: str = "shared") -
     """HBN.
 
     ``lam``: weight of a round's pooled moments in the global statistics, in (0, 1]; 1 suits full participation, 0.01
-    partial. ``stat_samples`` and ``lower_layers``: see ``StatisticsPass``. The exchange before an evaluation replaces the statistics
-    (lam 1): it asks all clients, so there is no sampling noise to smooth.
+    partial. ``stat_samples`` and ``lower_layers``: see ``StatisticsPass``. The exchange before an evaluation replaces the statistics:
+    it asks all clients, so there is no sampling noise to smooth.
     """
     if not 0 < lam <= 1:
         raise ValueError(f"lam must be in (0, 1], but got {lam}")
@@ -36,6 +36,6 @@ def hbn(lam: float = 1.0, stat_samples: int = 0, lower_layers: str = "shared") -
         local=frozenset({Role.MIXING}),
         report=Report.PASS,
         combine=partial(combine, lam=lam),
-        synchronise=partial(combine, lam=1.0),
+        synchronise=True,
         statistics_pass=StatisticsPass(stat_samples, lower_layers),
     )

@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.moments import Moments, Running
+from fl_bn.moments import Moments, Running, pool
 from fl_bn.roles import Role
 
 
@@ -64,6 +64,12 @@ class LayerReports:
     steps: float
 
 
+def replace_by_pooled(reports: LayerReports) -> Running:
+    """Forget the old statistics: what a statistics-only exchange with all clients measured is all there is to know."""
+    merged = pool(reports.parts)
+    return Running(merged.mean, merged.bessel())
+
+
 def keep(reports: LayerReports) -> Running:
     """The statistics do not change."""
     return reports.shared
@@ -79,8 +85,8 @@ class Method:
 
     ``layer`` replaces each BatchNorm (None: torch's own stays). Tensors with a role in ``local`` never leave their client and survive
     between its rounds. ``combine`` maps one layer's reports to its new shared statistics. ``phase(round, rounds)`` is the calendar,
-    rounds counted from 1. ``synchronise``: where the shared statistics lag behind the weights (HBN), how a statistics-only exchange before
-    each evaluation mends it. ``needs_running``: torch's BatchNorm will not do without running statistics.
+    rounds counted from 1. ``synchronise``: the shared statistics lag behind the weights (HBN), so a statistics-only exchange
+    precedes each evaluation. ``needs_running``: torch's BatchNorm will not do without running statistics.
     """
 
     name: str
@@ -89,7 +95,7 @@ class Method:
     report: Report = Report.NOTHING
     combine: Callable[[LayerReports], Running] = keep
     phase: Callable[[int, int], Phase] = always_train
-    synchronise: Callable[[LayerReports], Running] | None = None
+    synchronise: bool = False
     statistics_pass: StatisticsPass = StatisticsPass()
     needs_running: bool = False
 

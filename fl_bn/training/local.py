@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from fl_bn.data.dataset import to_input
 from fl_bn.layers import freeze_statistics, observe, pooled
@@ -71,17 +72,22 @@ def train(
     phase: Phase = Phase.TRAIN,
     loss: Loss = F.cross_entropy,
     momentum: Mapping[str, Tensor] | None = None,
+    optimizer: Optimizer | None = None,
 ) -> LocalResult:
     """Train ``model`` in place on ``batches`` (index arrays into ``samples``) as ``method`` and ``phase`` say.
 
-    ``momentum``: the client's optimiser momentum of the round before, for update='gradients'. The statistics pass of HBN is a call of
+    ``momentum``: the client's optimiser momentum of the round before, for update='gradients'. ``optimizer``: one that lives longer than
+    the round; by default a fresh one. The statistics pass of HBN is a call of
     its own (``statistics_pass``), before this one.
     """
     like = next(model.parameters())
     model.train()
     if phase is Phase.FROZEN:
         freeze_statistics(model)
-    optimizer = settings.make_optimizer([p for p in model.parameters() if p.requires_grad], learning_rate)
+    if optimizer is None:
+        optimizer = settings.make_optimizer([p for p in model.parameters() if p.requires_grad], learning_rate)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
     result, seen, total = LocalResult(), np.zeros(len(samples), dtype=bool), torch.zeros((), dtype=torch.float64, device=like.device)
     trained = 0
     observing = observe(model) if method.reports(phase) is Report.BATCHES else nullcontext({})

@@ -1,0 +1,52 @@
+"""Training on the union of the clients' data, as the upper end of every comparison."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import torch
+
+from fl_bn.data.batches import draw_batches
+from fl_bn.experiment.assembly import dataset, device, source_model
+from fl_bn.experiment.config import RunConfig
+from fl_bn.experiment.run_directory import RunDirectory
+from fl_bn.flower.round_record import ClientRecord, RoundRecord
+from fl_bn.methods import METHODS, Phase
+from fl_bn.training.local import Samples, evaluate, torch_seed, train
+from fl_bn.training.settings import seeded
+
+
+def run_centralised(config: RunConfig) -> RunDirectory:
+    """Plain training of the unconverted network, with the budget of the federated run: as many steps per round and rounds, each step on
+    a batch of the size of the cohort's batches together, the same learning rate and calendar. The optimiser's momentum lives on.
+    """
+    data, target = dataset(config), device(config)
+    samples, test = Samples(data.x_train, data.y_train), Samples(data.x_test, data.y_test)
+    cohort = max(1, int(config.fraction * config.clients + 0.5))
+    model = copy.deepcopy(source_model(config)).to(target)
+    settings = config.local_training()
+    steps = config.local_steps or config.local_epochs * max(1, len(samples) // (cohort * config.batch_size))
+    optimizer = settings.make_optimizer([p for p in model.parameters() if p.requires_grad], config.learning_rate)
+    rate = config.schedule()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    try:
+        with RunDirectory.create(config) as directory:
+            for round in range(1, config.rounds + 1):
+                begin = time.perf_counter()
+                batches = draw_batches(len(samples), cohort * config.batch_size, seeded(config.seed, 0, round, 0), steps=steps)
+                learning_rate = rate(round, config.rounds)
+                with torch_seed(int(seeded(config.seed, 0, round, 1).integers(2**62)), target):
+                    result = train(model, samples, batches, settings, learning_rate, METHODS["fedavg"](), optimizer=optimizer)
+                record = RoundRecord(round, Phase.TRAIN.value, learning_rate, aggregated=True)
+                record.clients.append(ClientRecord(0, result.samples, result.steps, result.loss))
+                if round % config.evaluate_every == 0 or round == config.rounds:
+                    loss, accuracy = evaluate(model, test)
+                    record.evaluation = {"accuracy": accuracy, "loss": loss}
+                record.seconds = time.perf_counter() - begin
+                directory.record(record)
+    finally:
+        torch.set_num_threads(threads)
+    return directory
+

@@ -1,0 +1,174 @@
+"""Several methods, several seeds, one table and one picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.common.config import parse_config_args
+from flwr.common.logger import FLOWER_LOGGER
+
+from fl_bn.experiment.config import ConfigError, RunConfig
+from fl_bn.experiment.pictures import draw_comparison
+from fl_bn.flower import run_in_process
+
+CENTRALISED = "centralised"
+PROGRESS = 0.5  # seconds between looks at the workers' files
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column of a comparison: a method (or ``centralised``), and the config keys in which it differs."""
+
+    label: str
+    method: str
+    overrides: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """``fbn`` or ``fbn:learning-rate=0.01;local-steps=1``."""
+        method, _, options = text.strip().partition(":")
+        overrides = parse_config_args([options.replace(";", " ")]) if options else {}
+        return cls(text.strip(), method, overrides)
+
+    def config(self, base: Mapping[str, Any], seed: int, output: Path) -> RunConfig:
+        method = "fedavg" if self.method == CENTRALISED else self.method
+        folder = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in self.label)
+        own = {"method": method, "seed": seed, "output": str(output), "name": f"{folder}-seed{seed}", "pictures": False}
+        return RunConfig.from_mapping({**base, **self.overrides, **own})
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a comparison."""
+
+    variant: Variant
+    config: RunConfig
+
+    @property
+    def path(self) -> Path:
+        return Path(self.config.output) / self.config.name
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rounds written so far."""
+        file = self.path / "rounds.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def finished(self) -> bool:
+        """Whether this very config has run to its end in this folder before."""
+        config = self.path / "config.toml"
+        if not config.exists() or tomllib.loads(config.read_text()) != self.config.to_mapping():
+            return False
+        return len(self.rows()) == self.config.rounds and (self.path / "summary.md").exists()
+
+
+def run_cell(cell: Cell) -> None:
+    """In a worker process: one run, its log in ``log.txt`` of its folder."""
+    from fl_bn.experiment.centralised import run_centralised
+
+    logging.getLogger(FLOWER_LOGGER.name).handlers.clear()
+    handler = logging.FileHandler(cell.path.with_suffix(".log"), mode="w")
+    FLOWER_LOGGER.addHandler(handler)
+    if cell.variant.method == CENTRALISED:
+        run_centralised(cell.config)
+    else:
+        run_in_process(cell.config.to_mapping())
+
+
+def plan(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, Any], output: Path) -> list[Cell]:
+    """All cells, seed by seed, so that an interrupted comparison is complete for the first seeds.
+
+    Raises:
+        ConfigError: a variant's config is wrong, or two have one label.
+    """
+    if len({v.label for v in variants}) < len(variants):
+        raise ConfigError(f"every variant needs a label of its own, but got {[v.label for v in variants]}")
+    return [Cell(variant, variant.config(base, seed, output)) for seed in seeds for variant in variants]
+
+
+def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], None]) -> dict[str, str]:
+    """Run the cells that are not finished, ``jobs`` at a time; return the error of each that failed, by folder name.
+
+    ``progress(rounds done, rounds in all)`` is called about twice a second.
+    """
+    import shutil
+
+    todo = [cell for cell in cells if not cell.finished()]
+    for cell in todo:
+        shutil.rmtree(cell.path, ignore_errors=True)
+        cell.path.parent.mkdir(parents=True, exist_ok=True)
+    total = sum(cell.config.rounds for cell in cells)
+    errors: dict[str, str] = {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        futures: dict[Future[None], Cell] = {pool.submit(run_cell, cell): cell for cell in todo}
+        pending = set(futures)
+        while pending:
+            done, pending = wait(pending, timeout=PROGRESS)
+            for future in done:
+                if (error := future.exception()) is not None:
+                    errors[futures[future].config.name] = f"{type(error).__name__}: {error}"
+            progress(sum(len(cell.rows()) for cell in cells), total)
+    return errors
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``accuracy``: label -> (seeds, evaluations) in percent, at ``rounds``. Labels without any finished run are left out."""
+
+    rounds: list[int]
+    accuracy: dict[str, np.ndarray]
+    best_possible: float = 100.0
+
+
+def gather(cells: Sequence[Cell]) -> Outcome:
+    """Read the finished cells' curves."""
+    curves: dict[str, list[list[float]]] = {}
+    rounds: list[int] = []
+    for cell in cells:
+        if cell.finished():
+            evaluated = [row for row in cell.rows() if row["accuracy"] is not None]
+            rounds = [row["round"] for row in evaluated]
+            curves.setdefault(cell.variant.label, []).append([100 * row["accuracy"] for row in evaluated])
+    return Outcome(rounds, {label: np.array(values) for label, values in curves.items()})
+
+
+def table(outcome: Outcome) -> list[tuple[str, str, str, int]]:
+    """Rows ``(label, accuracy after the last round, best over rounds, seeds)``, best first; mean (standard deviation) in percent."""
+
+    def mean_std(values: np.ndarray) -> str:
+        return f"{values.mean():.1f}" + (f" ({values.std(ddof=1):.1f})" if len(values) > 1 else "")
+
+    rows = [(k, mean_std(v[:, -1]), mean_std(v.max(1)), len(v)) for k, v in outcome.accuracy.items()]
+    return sorted(rows, key=lambda row: -outcome.accuracy[row[0]][:, -1].mean())
+
+
+def write(outcome: Outcome, title: str, output: Path) -> None:
+    """``table.md``, ``table.csv``, ``curves.csv`` and ``comparison.png``."""
+    rows = table(outcome)
+    lines = ["| method | last round (%) | best round (%) | seeds |", "|---|---|---|---|"]
+    lines += [f"| {label} | {last} | {best} | {seeds} |" for label, last, best, seeds in rows]
+    (output / "table.md").write_text(f"{title}. Test accuracy, mean (standard deviation) over seeds.\n\n" + "\n".join(lines) + "\n")
+    with (output / "table.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["method", "last mean", "last std", "best mean", "best std", "seeds"])
+        for label, *_ in rows:
+            last, best = outcome.accuracy[label][:, -1], outcome.accuracy[label].max(1)
+            spread = [v.std(ddof=1) if len(v) > 1 else float("nan") for v in (last, best)]
+            writer.writerow([label, f"{last.mean():.3f}", f"{spread[0]:.3f}", f"{best.mean():.3f}", f"{spread[1]:.3f}", len(last)])
+    with (output / "curves.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["method", "seed index", *outcome.rounds])
+        for label, values in outcome.accuracy.items():
+            for index, curve in enumerate(values):
+                writer.writerow([label, index, *(f"{value:.3f}" for value in curve)])
+    if outcome.accuracy:
+        draw_comparison(outcome.accuracy, outcome.rounds, title, output / "comparison.png")

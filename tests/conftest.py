@@ -1,0 +1,42 @@
+"""Shared by every test: hypothesis without deadlines, one torch thread, seeded generators, a population small enough to check by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+from fl_bn.training.local import Samples
+from tests.federation import random_samples
+
+settings.register_profile("fl-bn", deadline=None, derandomize=True)  # the first torch call alone takes longer than the default deadline
+settings.load_profile("fl-bn")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums are then made in one order, on every machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20240229)
+
+
+@pytest.fixture
+def tiny_clients() -> Callable[..., list[Samples]]:
+    """``tiny_clients(sizes, skew, size, seed)``: one ``Samples`` per entry of ``sizes``; with ``skew`` > 0 each brighter than the last."""
+
+    def make(sizes: tuple[int, ...] = (3, 7, 5), skew: float = 1.0, size: int = 8, seed: int = 0) -> list[Samples]:
+        return [
+            random_samples(n, size=size, brightness=skew * i / max(1, len(sizes) - 1), seed=seed + i) for i, n in enumerate(sizes)
+        ]
+
+    return make

@@ -1,0 +1,101 @@
+"""A federation in one process, without Flower: the core's own training, averaging and combining, in plain sight."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_bn.conversion import convert
+from fl_bn.methods import LayerReports, Method, Phase, Report
+from fl_bn.moments import Moments, Running
+from fl_bn.roles import Role, batch_norms, roles
+from fl_bn.training.aggregation import average, combine, running_statistics
+from fl_bn.training.local import LocalResult, Samples, statistics_pass, torch_seed, train
+from fl_bn.training.settings import LocalTraining, seeded
+
+Rule = Callable[[LayerReports], Running]
+ONE_STEP = LocalTraining(batch_size=64, steps=1)
+
+
+def random_samples(n: int, *, size: int = 8, brightness: float = 0.0, seed: int = 0) -> Samples:
+    """``n`` random images (3, size, size) of 4 classes; ``brightness`` 0..1 shifts the range of the pixels."""
+    rng = np.random.default_rng(seed)
+    low = int(120 * brightness)
+    x = rng.integers(low, low + 100 + seed % 3, size=(n, 3, size, size), dtype=np.uint8)
+    return Samples(torch.from_numpy(x), torch.from_numpy(rng.integers(0, 4, n)))
+
+
+def union(clients: Sequence[Samples]) -> Samples:
+    return Samples(torch.cat([c.x for c in clients]), torch.cat([c.y for c in clients]))
+
+
+class Federation:
+    """The server's model, and per client the tensors that stay home. ``rule`` replaces the method's (for negative controls)."""
+
+    def __init__(self, model: nn.Module, method: Method, clients: Sequence[Samples], rule: Rule | None = None) -> None:
+        self.method, self.clients, self.rule = method, clients, rule or method.combine
+        self.server = convert(model, method)
+        self.role = roles(self.server)
+        state = self.server.state_dict()
+        self.kept = [{k: state[k].clone() for k in state if self.role[k] in method.local} for _ in clients]
+        self.sent = [k for k in state if method.shares(self.role[k]) and self.role[k] is not Role.STATISTIC]
+
+    def client(self, i: int) -> nn.Module:
+        """The model that client ``i`` trains and evaluates."""
+        model = copy.deepcopy(self.server)
+        model.load_state_dict(self.kept[i], strict=False)
+        return model
+
+    def round(
+        self,
+        number: int = 1,
+        *,
+        batches: Sequence[Sequence[np.ndarray]] | None = None,
+        settings: LocalTraining = ONE_STEP,
+        rate: float = 0.1,
+        phase: Phase = Phase.TRAIN,
+        weights: Sequence[float] | None = None,
+    ) -> list[LocalResult]:
+        """One round with all clients; without ``batches`` each takes one step on all its samples."""
+        models = [self.client(i) for i in range(len(self.clients))]
+        reports: list[dict[str, Moments]] = []
+        results = []
+        for i, (model, samples) in enumerate(zip(models, self.clients, strict=True)):
+            drawn = [np.arange(len(samples))] if batches is None else batches[i]
+            measured = self.measure(model, i, number) if self.method.reports(phase) is Report.PASS else {}
+            with torch_seed(1000 * number + i, torch.device("cpu")):
+                result = train(model, samples, drawn, settings, rate, self.method, phase)
+            self.kept[i] = {k: model.state_dict()[k].clone() for k in self.kept[i]}
+            reports.append(self._report(model, result, phase) | measured)
+            results.append(result)
+        shares = [float(result.samples) for result in results] if weights is None else weights
+        states = [model.state_dict() for model in models]
+        shared = running_statistics(self.server) if self.method.shares(Role.STATISTIC) else {}
+        if self.method.reports(phase) is not Report.NOTHING:
+            self.store(combine(self.rule, shared, reports, [r.steps for r in results], batch_norms(self.server)))
+        self.server.load_state_dict(average([{k: s[k] for k in self.sent} for s in states], shares), strict=False)
+        return results
+
+    def measure(self, model: nn.Module, i: int, number: int) -> dict[str, Moments]:
+        return statistics_pass(model, self.clients[i], self.method.statistics_pass, seeded(0, i, number))
+
+    def _report(self, model: nn.Module, result: LocalResult, phase: Phase) -> dict[str, Moments]:
+        if self.method.reports(phase) is not Report.RUNNING:
+            return result.moments
+        return {k: Moments(result.samples, s.mean.double(), s.var.double()) for k, s in running_statistics(model).items()}
+
+    @torch.no_grad()
+    def store(self, statistics: dict[str, Running]) -> None:
+        for name, layer in batch_norms(self.server).items():
+            if name in statistics:
+                layer.running_mean.copy_(statistics[name].mean)
+                layer.running_var.copy_(statistics[name].var)
+
+
+def largest_deviation(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Over all tensors of ``b``; ``a`` may have more."""
+    return max(float((a[k].double() - b[k].double()).abs().max()) for k in b)

@@ -1,0 +1,57 @@
+# ruff: noqa: N803, N806 (the names of the paper)
+"""HBN (Hybrid Batch Normalisation), equations 7, 8, 9 and 11, transcribed: one layer.
+
+μ_b, σ2_b: a batch's; μ_g, σ2_g: the global statistics; α = sigmoid(p), one per channel; λ: the weight of a round's statistics.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+Array = np.ndarray
+
+
+def forward(x: Array, μ_g: Array, σ2_g: Array, p: Array, γ: Array, β: Array, ε: float) -> Array:
+    """Equations 7 and 9 for a batch x (B, C, H, W) in training."""
+    B, C, H, W = x.shape
+    y = np.empty_like(x)
+    for c in range(C):
+        m = B * H * W
+        μ_b = 0.0
+        for b in range(B):
+            for h in range(H):
+                for w in range(W):
+                    μ_b += x[b, c, h, w] / m
+        σ2_b = 0.0
+        for b in range(B):
+            for h in range(H):
+                for w in range(W):
+                    σ2_b += (x[b, c, h, w] - μ_b) ** 2 / m
+        α = 1 / (1 + math.exp(-p[c]))
+        μ = α * μ_b + (1 - α) * μ_g[c]
+        σ2 = α * σ2_b + (1 - α) * σ2_g[c]
+        for b in range(B):
+            for h in range(H):
+                for w in range(W):
+                    y[b, c, h, w] = γ[c] * (x[b, c, h, w] - μ) / math.sqrt(σ2 + ε) + β[c]
+    return y
+
+
+def global_statistics(μ_g: Array, σ2_g: Array, data: list[Array], λ: float) -> tuple[Array, Array]:
+    """Equations 8 and 11: clients' means and variances of all their data (m_i, C), merged without bias, then the running step."""
+    m, μ_i, σ2_i = [], [], []
+    for x in data:  # every client
+        m.append(len(x))
+        μ_i.append(sum(row for row in x) / len(x))
+        σ2_i.append(sum((row - μ_i[-1]) ** 2 for row in x) / len(x))
+    M = sum(m)
+    μ = np.zeros_like(μ_g)
+    for i in range(len(data)):
+        μ = μ + m[i] * μ_i[i] / M
+    M2 = np.zeros_like(σ2_g)
+    for i in range(len(data)):
+        M2 = M2 + m[i] * (σ2_i[i] + (μ_i[i] - μ) ** 2)
+    σ2 = M2 / (M - 1)
+    return (1 - λ) * μ_g + λ * μ, (1 - λ) * σ2_g + λ * σ2

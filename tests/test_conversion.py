@@ -1,0 +1,176 @@
+"""``convert``: every method on every network, and the layers it refuses, each with its reason."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision import models
+
+from fl_bn.conversion import convert
+from fl_bn.layers import FederatedBatchNorm, HybridBatchNorm, Unconvertible
+from fl_bn.methods import METHODS
+from fl_bn.roles import UnknownTensor, batch_norms, roles
+from tests.networks import SmallCNN, seeded_network
+
+X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(5))
+KINDS = {"hbn": HybridBatchNorm, "fbn": FederatedBatchNorm, "gn": nn.GroupNorm, "ln": nn.GroupNorm, "in": nn.GroupNorm}
+
+
+def around(norm: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 1), norm)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_model_given_is_not_touched(name: str) -> None:
+    model = seeded_network("resnet")
+    before, types = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    converted = convert(model, METHODS[name]())
+    with torch.no_grad():
+        for tensor in converted.state_dict().values():
+            tensor.add_(1)
+    assert [type(m) for m in model.modules()] == types
+    assert all(torch.equal(before[k], model.state_dict()[k]) for k in before)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("network", ["resnet18", "mobilenet_v2", "vgg11_bn", "densenet121"])
+def test_torchvision(network: str, name: str) -> None:
+    with torch.device("meta"):
+        model = models.get_model(network, weights=None)
+    converted = convert(model, METHODS[name]())
+    found = [module for module in converted.modules() if isinstance(module, KINDS.get(name, nn.BatchNorm2d))]
+    assert len(found) == len(batch_norms(model))
+    assert set(roles(converted)) >= {key for key in model.state_dict() if key.endswith(("weight", "bias"))}
+    if name in KINDS:
+        assert not any(isinstance(module, nn.BatchNorm2d) for module in converted.modules())
+
+
+@pytest.mark.parametrize("name", ["hbn", "fbn"])
+def test_evaluation_computes_the_same(name: str) -> None:
+    model = seeded_network("resnet").eval()
+    converted = convert(model, METHODS[name]())
+    assert not any(module.training for module in converted.modules())
+    assert torch.equal(converted(X), model(X))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_track_running_stats_false(name: str) -> None:
+    model = around(nn.BatchNorm2d(4, track_running_stats=False))
+    if name in {"fixbn", "silobn", "hbn", "fbn"}:
+        with pytest.raises(Unconvertible, match=r"^1 \(BatchNorm2d\): track_running_stats=False leaves no .*choose fedavg"):
+            convert(model, METHODS[name]())
+    else:
+        assert convert(model, METHODS[name]())(X).isfinite().all()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_cumulative_average(name: str) -> None:
+    model = around(nn.BatchNorm2d(4, momentum=None))
+    if name in {"hbn", "fbn"}:
+        with pytest.raises(Unconvertible, match="momentum=None .* give a number"):
+            convert(model, METHODS[name]())
+    else:
+        assert convert(model, METHODS[name]())(X).isfinite().all()
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Renamed(nn.BatchNorm2d):
+    """Adds nothing to the forward pass."""
+
+
+class Extended(nn.BatchNorm2d):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.register_buffer("extra", torch.zeros(channels))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_subclasses_of_batch_norm(name: str) -> None:
+    method = METHODS[name]()
+    convert(around(Renamed(4)), method)
+    convert(around(nn.SyncBatchNorm(4)), method)
+    if method.layer is None:
+        assert (convert(around(Activated(4)), method)(X) >= 0).all()  # torch's own layers stay, with what they add
+        with pytest.raises(UnknownTensor, match=r"1\.extra"):
+            convert(around(Extended(4)), method)
+    else:
+        with pytest.raises(Unconvertible, match=r"^1 \(Activated\): it overrides BatchNorm's forward"):
+            convert(around(Activated(4)), method)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (lambda: nn.InstanceNorm2d(4, track_running_stats=True), "shared statistics of InstanceNorm"),
+        (lambda: nn.LazyBatchNorm2d(), "a lazy layer has no shape yet"),
+        (lambda: nn.LazyConv2d(2, 1), "a lazy layer has no shape yet"),
+        (lambda: FederatedBatchNorm(4), "converted before"),
+        (lambda: HybridBatchNorm(4), "converted before"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(4)), "parametriz"),
+    ],
+    ids=["instance", "lazy-norm", "lazy-convolution", "fbn-again", "hbn-again", "parametrized"],
+)
+def test_refused_by_name_and_reason(name: str, norm: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(Unconvertible, match=rf"^1 \(\w+\): .*{reason}"):
+        convert(around(norm()), METHODS[name]())
+
+
+def test_an_instance_norm_without_statistics_stays() -> None:
+    model = convert(nn.Sequential(nn.InstanceNorm2d(3, affine=True), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), METHODS["hbn"]())
+    assert isinstance(model[0], nn.InstanceNorm2d)
+
+
+def test_groups_that_do_not_divide() -> None:
+    with pytest.raises(Unconvertible, match=r"^5 \(BatchNorm2d\): 4 groups do not divide 6 channels"):
+        convert(SmallCNN(), METHODS["gn"](groups=4))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_requires_grad_dtype_and_momentum_are_preserved(name: str) -> None:
+    model = around(nn.BatchNorm2d(4, eps=1e-2, momentum=0.3)).double()
+    model[1].bias.requires_grad_(False)
+    new = convert(model, METHODS[name]())[1]
+    assert new.weight.requires_grad
+    assert not new.bias.requires_grad
+    assert new.weight.dtype is torch.float64
+    assert new.eps == 1e-2
+    assert getattr(new, "momentum", 0.3) == 0.3
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_without_affine_or_without_bias(name: str) -> None:
+    plain = convert(around(nn.BatchNorm2d(4, affine=False)), METHODS[name]())
+    assert plain[1].weight is None
+    assert plain[1].bias is None
+    half = around(nn.BatchNorm2d(4))
+    half[1].bias = None  # as BatchNorm2d(bias=False) of newer torch
+    new = convert(half, METHODS[name]())
+    assert new[1].weight is not None
+    assert new[1].bias is None
+    assert "1.bias" not in roles(new)
+    assert new(X).isfinite().all()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_model_that_is_a_norm_layer_and_a_layer_used_twice(name: str) -> None:
+    method = METHODS[name]()
+    assert isinstance(convert(nn.BatchNorm2d(4), method), KINDS.get(name, nn.BatchNorm2d))
+    norm = nn.BatchNorm2d(4)
+    model = convert(nn.Sequential(norm, nn.Sequential(nn.ReLU(), norm)), method)
+    assert model[0] is model[1][1]
+    assert isinstance(model[0], KINDS.get(name, nn.BatchNorm2d))
+
+
+def test_instance_normalisation_after_a_linear_layer_is_refused_at_the_first_batch() -> None:
+    model = convert(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), METHODS["in"]())
+    with pytest.raises(ValueError, match="use gn or ln for layers after a linear layer"):
+        model(torch.randn(5, 3))

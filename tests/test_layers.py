@@ -1,0 +1,138 @@
+"""The layers: limits, gradients, shapes, dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_bn.layers import FederatedBatchNorm, HybridBatchNorm, InstanceNorm, Unconvertible, group_norm
+
+SHAPES = [(5, 3), (4, 3, 6), (4, 3, 5, 2), (2, 3, 2, 3, 4)]
+OWN = [FederatedBatchNorm, HybridBatchNorm]
+
+
+def batch_norm(shape: tuple[int, ...], **options: Any) -> nn.Module:
+    kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(shape) - 2]
+    layer = kind(shape[1], dtype=torch.float64, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for tensor in layer.parameters():
+            nn.init.uniform_(tensor, 0.5, 1.5)
+        layer.running_mean.normal_()
+        layer.running_var.uniform_(0.5, 2)
+    return layer
+
+
+def data(rng: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(rng.normal(1, 2, shape))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_evaluation_is_plain_batch_norm(rng: np.random.Generator, shape: tuple[int, ...], affine: bool) -> None:
+    layer, x = batch_norm(shape, affine=affine).eval(), data(rng, shape)
+    for kind in OWN:
+        assert torch.equal(kind.from_batch_norm(layer)(x), layer(x))
+    assert torch.equal(FederatedBatchNorm.from_batch_norm(layer).train()(x), layer(x))  # in training, too
+    assert not torch.allclose(HybridBatchNorm.from_batch_norm(layer).train()(x), layer(x))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_limits_of_the_mix(rng: np.random.Generator, shape: tuple[int, ...], affine: bool) -> None:
+    layer, x = batch_norm(shape, affine=affine), data(rng, shape)
+    hybrid = HybridBatchNorm.from_batch_norm(layer)
+    trained, shared = layer.train()(x), HybridBatchNorm.from_batch_norm(batch_norm(shape, affine=affine)).eval()(x)
+    half = hybrid(x)
+    nn.init.constant_(hybrid.mixing_logit, 50.0)
+    assert torch.allclose(hybrid(x), trained, rtol=1e-12, atol=1e-12)
+    nn.init.constant_(hybrid.mixing_logit, -50.0)
+    assert torch.allclose(hybrid(x), shared, rtol=1e-12, atol=1e-12)
+    for limit in (trained, shared):
+        assert not torch.allclose(half, limit, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_hybrid_batch_norm(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
+    layer, x = HybridBatchNorm.from_batch_norm(batch_norm(shape)), data(rng, shape).requires_grad_()
+    names = ("weight", "bias", "mixing_logit")
+    values = [torch.from_numpy(rng.normal(size=3)).requires_grad_() for _ in names]
+
+    def output(x: Tensor, *tensors: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, tensors, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(output, (x, *values))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_statistics_are_constants_to_the_gradient_of_federated_batch_norm(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
+    plain = batch_norm(shape)
+    layer, x = FederatedBatchNorm.from_batch_norm(plain), data(rng, shape).requires_grad_()
+    tall = (1, -1, *[1] * (len(shape) - 2))
+    constant = (layer.weight / (layer.running_var + layer.eps).sqrt()).view(tall).expand(shape)
+    upstream = data(rng, shape)
+    got = torch.autograd.grad(layer(x), x, upstream)[0]
+    assert torch.allclose(got, upstream * constant, rtol=1e-12)
+    through = torch.autograd.grad(plain.train()(x), x, upstream)[0]
+    assert not torch.allclose(through, upstream * constant, rtol=1e-12)
+    assert torch.autograd.gradcheck(layer, (x,))
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_wrong_shapes_say_what_was_expected(kind: type[FederatedBatchNorm]) -> None:
+    one, two, three = (kind.from_batch_norm(norm(3)) for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+    for layer, wanted, shape in (
+        (one, r"\(B, 3\) or \(B, 3, \*\)", (2, 3, 4, 4)),
+        (two, r"\(B, 3, \*, \*\)", (2, 3, 4)),
+        (two, r"\(B, 3, \*, \*\)", (2, 4, 4, 4)),
+        (three, r"\(B, 3, \*, \*, \*\)", (2, 3, 4, 4)),
+        (kind(3), r"\(B, 3\) or", (3,)),
+    ):
+        with pytest.raises(ValueError, match=rf"{kind.__name__} expects an input {wanted}"):
+            layer(torch.zeros(shape))
+
+
+def test_a_batch_of_one() -> None:
+    one, image = torch.ones(1, 3), torch.randn(1, 3, 2, 2)
+    assert FederatedBatchNorm(3)(one).isfinite().all()
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        HybridBatchNorm(3)(one)
+    assert HybridBatchNorm(3)(image).isfinite().all()
+    assert HybridBatchNorm(3).eval()(one).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("way", ["autocast", "bfloat16"])
+def test_low_precision_stays_finite_and_statistics_float32(kind: type[FederatedBatchNorm], way: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), kind(4), nn.Linear(4, 2))
+    if way == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(100 + torch.randn(6, 3))
+        assert out.dtype is torch.bfloat16
+    else:
+        out = model[1](100 + torch.randn(6, 4).bfloat16())
+        assert out.dtype is torch.bfloat16
+    out.float().square().sum().backward()
+    assert out.isfinite().all()
+    assert model[1].running_mean.dtype is model[1].running_var.dtype is torch.float32
+    assert all(p.grad.isfinite().all() for p in model[1].parameters())
+
+
+def test_group_norms_take_over_the_affine(rng: np.random.Generator) -> None:
+    layer, x = batch_norm((4, 6, 2, 2)), data(rng, (4, 6, 2, 2))
+    for groups, kind in ((2, nn.GroupNorm), (1, nn.GroupNorm), (0, InstanceNorm)):
+        new = group_norm(layer, groups, kind)
+        want = nn.functional.group_norm(x, groups or 6, layer.weight, layer.bias, layer.eps)
+        assert torch.equal(new(x), want)
+    with pytest.raises(Unconvertible, match="4 groups do not divide 6 channels"):
+        group_norm(layer, 4)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 1, 1)])
+def test_instance_norm_needs_a_spatial_extent(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="one value per instance and channel"):
+        InstanceNorm(3, 3)(torch.zeros(shape))

@@ -1,0 +1,112 @@
+"""The layers inside a network: freezing, observing, saving."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_bn.conversion import convert
+from fl_bn.layers import freeze_statistics, observe, pooled
+from fl_bn.methods import METHODS
+from fl_bn.roles import Role, roles
+from tests.networks import NETWORKS, SmallCNN, seeded_network
+
+X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+def statistics(model: nn.Module) -> dict[str, Tensor]:
+    return {k: t.clone() for k, t in model.state_dict().items() if roles(model)[k] in (Role.STATISTIC, Role.COUNTER)}
+
+
+def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    return all(torch.equal(before[k], model.state_dict()[k]) for k in before)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "hbn", "fbn"])
+def test_freeze_keeps_dropout_active_statistics_still_and_affine_training(name: str) -> None:
+    model = convert(SmallCNN(), METHODS[name]()).train()
+    before = statistics(model)
+    freeze_statistics(model)
+    torch.manual_seed(0)
+    first, second = model(X), model(X)
+    assert not torch.equal(first, second)
+    first.sum().backward()
+    assert unchanged(model, before)
+    assert all(module.weight.grad.abs().sum() > 0 for module in (model[1], model[5]))
+    quiet = copy.deepcopy(model).eval()
+    assert torch.equal(quiet(X), quiet(X))  # control: eval() of the whole model switches dropout off
+    model.train()
+    assert all(module.training for module in model.modules())
+    if name == "fedavg":
+        model(X)
+        assert not unchanged(model, before)  # control: an unfrozen layer moves
+
+
+@pytest.mark.parametrize("name", ["fedavg", "hbn", "fbn"])
+def test_observe_records_the_raw_input_and_nothing_else_changes(name: str) -> None:
+    model = convert(seeded_network("plain", dtype=torch.float64), METHODS[name]()).train()
+    twin = copy.deepcopy(model)
+    seen: list[Tensor] = []
+    handle = model[5].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
+    with observe(model) as observed:
+        outputs = [model(X.double()), model(X[:2].double())]
+    handle.remove()
+    assert all(torch.equal(out, twin(x.double())) for out, x in zip(outputs, (X, X[:2]), strict=True))
+    assert [part.count for part in observed["5"]] == [6 * 64, 2 * 64]
+    flat = torch.cat([x.movedim(1, -1).reshape(-1, 6) for x in seen])
+    together = pooled(observed)["5"]
+    assert torch.allclose(together.mean, flat.mean(0), rtol=1e-12)
+    assert torch.allclose(together.var, flat.var(0, unbiased=False), rtol=1e-12)
+    normalised = model[5](flat.view(-1, 6, 1, 1)).view(-1, 6)
+    assert not torch.allclose(together.mean, normalised.mean(0), rtol=1e-12)  # control: what comes out
+    model(X.double())
+    assert len(observed["5"]) == 2  # the hooks are gone
+
+
+def test_observe_sees_arguments_by_name_and_layers_used_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(2 * self.norm(input=x))
+
+    model = Twice()
+    with observe(model) as observed:
+        model(torch.randn(5, 3))
+    assert [part.count for part in observed["norm"]] == [5, 5]
+    assert pooled(observed)["norm"].count == 10
+
+
+def test_observed_layers_that_saw_nothing_are_left_out() -> None:
+    model = nn.ModuleDict({"used": nn.BatchNorm1d(2), "idle": nn.BatchNorm1d(2)})
+    with observe(model) as observed:
+        model["used"](torch.randn(3, 2))
+    assert list(pooled(observed)) == ["used"]
+
+
+def test_observe_cleans_up_after_an_error() -> None:
+    model = nn.BatchNorm1d(2)
+    with pytest.raises(RuntimeError, match="stop"), observe(model):
+        raise RuntimeError("stop")
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("name", ["hbn", "fbn", "fixbn", "silobn", "fedbn"])
+def test_a_saved_model_loads_into_the_unconverted_network(network: str, name: str) -> None:
+    original = seeded_network(network)
+    model = convert(original, METHODS[name]())
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(0.1)
+    saved = {k: t for k, t in model.state_dict().items() if roles(model)[k] is not Role.MIXING}
+    missing, unexpected = original.load_state_dict(saved, strict=False)
+    assert not unexpected
+    assert {k.rpartition(".")[2] for k in missing} <= {"num_batches_tracked"}
+    assert torch.equal(original.eval()(X), model.eval()(X))

@@ -1,0 +1,152 @@
+"""Moments: the laws of pooling, against numpy on the union; the plain average as the rule that must fail."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fl_bn.moments import Moments, Running, channel_moments, ema, plain_average, pool
+
+SHAPES = [(5, 3), (4, 3, 6), (2, 3, 4, 5), (2, 3, 2, 3, 4)]
+
+
+@st.composite
+def batches(draw: st.DrawFn, least: int = 1, spread: float = 3.0) -> list[Tensor]:
+    """Batches (n_i, C) in float64, each with a mean and a scale of its own."""
+    sizes = draw(st.lists(st.integers(1, 9), min_size=least, max_size=6))
+    rng, channels = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), draw(st.integers(1, 4))
+    return [
+        torch.from_numpy(rng.normal(rng.normal(0, spread, channels), rng.uniform(0.1, 2, channels), (n, channels))) for n in sizes
+    ]
+
+
+def moments(parts: list[Tensor]) -> list[Moments]:
+    return [Moments.of(part) for part in parts]
+
+
+def off(a: Moments, b: Moments) -> float:
+    """Largest deviation; infinite if the counts differ."""
+    if a.count != b.count:
+        return float("inf")
+    return max(float((a.mean - b.mean).abs().max()), float((a.var - b.var).abs().max()))
+
+
+def of_union(parts: list[Tensor]) -> Moments:
+    together = np.concatenate([part.numpy() for part in parts])
+    return Moments(len(together), torch.from_numpy(together.mean(0)), torch.from_numpy(together.var(0)))
+
+
+@given(batches())
+def test_pool_is_the_moments_of_the_union(parts: list[Tensor]) -> None:
+    assert off(pool(moments(parts)), of_union(parts)) < 1e-12
+
+
+@given(batches(least=2))
+def test_the_plain_average_is_not_wherever_the_means_differ(parts: list[Tensor]) -> None:
+    apart = max(float((a.mean(0) - parts[0].mean(0)).abs().max()) for a in parts)
+    assert (off(plain_average(moments(parts)), of_union(parts)) < 1e-12) == (apart < 1e-6)
+
+
+@given(batches(least=3), st.data())
+def test_pool_is_associative_and_commutative(parts: list[Tensor], data: st.DataObject) -> None:
+    a, b, *rest = moments(parts)
+    together = pool(rest)
+    assert off(pool([pool([a, b]), together]), pool([a, pool([b, together])])) < 1e-12
+    assert off(pool([a, b]), pool([b, a])) < 1e-13
+    assert off(pool(data.draw(st.permutations([a, b, *rest]))), pool([a, b, *rest])) < 1e-12
+
+
+@given(batches())
+def test_variance_is_never_negative(parts: list[Tensor]) -> None:
+    assert (pool(moments(parts)).var >= 0).all()
+
+
+@given(batches(), st.integers(0, 6))
+def test_parts_of_count_0_are_the_identity(parts: list[Tensor], where: int) -> None:
+    known = moments(parts)
+    nothing = Moments(0, torch.full_like(known[0].mean, 7.0), torch.full_like(known[0].var, 5.0))
+    assert off(pool([*known[:where], nothing, *known[where:]]), pool(known)) == 0
+
+
+def test_nothing_to_pool_is_an_error() -> None:
+    for parts in ([], [Moments(0, torch.zeros(2), torch.zeros(2))]):
+        with pytest.raises(ValueError, match="count 0"):
+            pool(parts)
+
+
+def test_one_part_single_values_and_equal_means(rng: np.random.Generator) -> None:
+    x = torch.from_numpy(rng.normal(size=(6, 3)))
+    alone = Moments.of(x)
+    assert off(pool([alone]), alone) < 1e-15
+    assert off(pool([Moments.of(row[None]) for row in x]), alone) < 1e-14  # every part of count 1 and variance 0
+    mirrored = [Moments.of(x - x.mean(0)), Moments.of(2 * (x - x.mean(0)))]
+    assert off(pool(mirrored), plain_average(mirrored)) < 1e-15
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
+def test_of_any_shape_and_dtype(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+    x = torch.from_numpy(rng.normal(2, 3, shape)).to(dtype)
+    flat = x.double().movedim(1, -1).reshape(-1, 3).numpy()
+    got = Moments.of(x)
+    assert got.mean.dtype == got.var.dtype == torch.float64
+    assert got.mean.shape == got.var.shape == (3,)
+    assert got.count == len(flat)
+    np.testing.assert_allclose(got.mean, flat.mean(0), rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(got.var, flat.var(0), rtol=10 * tolerance)
+
+
+def test_bfloat16_is_not_summed_in_bfloat16(rng: np.random.Generator) -> None:
+    x = torch.from_numpy(rng.normal(2, 1, (512, 2))).bfloat16()
+    exact = x.double().mean(0)
+    assert (Moments.of(x).mean - exact).abs().max() < 1e-6
+    assert not (x.mean(0).double() - exact).abs().max() < 1e-6
+
+
+def test_a_large_offset_does_not_cancel(rng: np.random.Generator) -> None:
+    parts = [torch.from_numpy(rng.normal(1e4 + i, 1, (200, 2))) for i in range(4)]
+    exact = of_union([part - 1e4 for part in parts]).var
+    assert (pool(moments(parts)).var - exact).abs().max() < 1e-10
+    together = torch.cat(parts)
+    assert not ((together**2).mean(0) - together.mean(0) ** 2 - exact).abs().max() < 1e-10
+    single = together.float()
+    assert (Moments.of(single).var - exact).abs().max() < 1e-4
+    assert not ((single**2).mean(0) - single.mean(0) ** 2 - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(3,), (0, 3), (2, 3, 0)])
+def test_of_needs_a_batch(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="non-empty batch"):
+        Moments.of(torch.zeros(shape))
+
+
+def test_bessel(rng: np.random.Generator) -> None:
+    x = torch.from_numpy(rng.normal(size=(7, 3)))
+    assert (Moments.of(x).bessel() - x.var(0, unbiased=True)).abs().max() < 1e-15
+    assert not (Moments.of(x).var - x.var(0, unbiased=True)).abs().max() < 1e-15
+    with pytest.raises(ValueError, match="at least 2 values"):
+        Moments.of(x[:1]).bessel()
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7, 1.0])
+def test_ema_is_torchs_running_update(rng: np.random.Generator, momentum: float) -> None:
+    norm = nn.BatchNorm2d(3, momentum=momentum, dtype=torch.float64)
+    shared = Running(norm.running_mean.clone(), norm.running_var.clone())
+    for _ in range(3):
+        x = torch.from_numpy(rng.normal(1, 2, (4, 3, 2, 2)))
+        norm(x)
+        shared = ema(shared, Moments.of(x), momentum)
+    assert torch.allclose(shared.mean, norm.running_mean, rtol=1e-13)
+    assert torch.allclose(shared.var, norm.running_var, rtol=1e-13)
+    other = ema(Running(torch.zeros(3), torch.ones(3)), Moments.of(x), 1 - momentum)  # weight of the old, as papers write it
+    assert not torch.allclose(other.mean, norm.running_mean, rtol=1e-13)
+
+
+def test_channel_moments_are_differentiable(rng: np.random.Generator) -> None:
+    x = torch.from_numpy(rng.normal(size=(3, 2, 2))).requires_grad_()
+    assert torch.autograd.gradcheck(channel_moments, (x,))
+    assert not Moments.of(x).mean.requires_grad
