@@ -35,8 +35,6 @@ def tiny_clients() -> Callable[..., list[Samples]]:
     """``tiny_clients(sizes, skew, size, seed)``: one ``Samples`` per entry of ``sizes``; with ``skew`` > 0 each brighter than the last."""
 
     def make(sizes: tuple[int, ...] = (3, 7, 5), skew: float = 1.0, size: int = 8, seed: int = 0) -> list[Samples]:
-        return [
-            random_samples(n, size=size, brightness=skew * i / max(1, len(sizes) - 1), seed=seed + i) for i, n in enumerate(sizes)
-        ]
+        return [random_samples(n, size=size, brightness=skew * i / max(1, len(sizes) - 1), seed=seed + i) for i, n in enumerate(sizes)]
 
     return make

@@ -98,4 +98,4 @@ class Federation:
 
 def largest_deviation(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Over all tensors of ``b``; ``a`` may have more."""
-    return max(float((a[k].double() - b[k].double()).abs().max()) for k in b)
+    return max(float((a[k].detach().double() - b[k].detach().double()).abs().max()) for k in b)

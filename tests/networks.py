@@ -17,7 +17,7 @@ class SmallCNN(nn.Sequential):
             nn.BatchNorm2d(4),
             nn.ReLU(),
             nn.Dropout(dropout),
-            nn.Conv2d(4, 6, 3, padding=1),
+            nn.Conv2d(4, 6, 3, padding=1, bias=False),
             nn.BatchNorm2d(6),
             nn.ReLU(),
             nn.AdaptiveAvgPool2d(2),

@@ -19,9 +19,7 @@ def batches(draw: st.DrawFn, least: int = 1, spread: float = 3.0) -> list[Tensor
     """Batches (n_i, C) in float64, each with a mean and a scale of its own."""
     sizes = draw(st.lists(st.integers(1, 9), min_size=least, max_size=6))
     rng, channels = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), draw(st.integers(1, 4))
-    return [
-        torch.from_numpy(rng.normal(rng.normal(0, spread, channels), rng.uniform(0.1, 2, channels), (n, channels))) for n in sizes
-    ]
+    return [torch.from_numpy(rng.normal(rng.normal(0, spread, channels), rng.uniform(0.1, 2, channels), (n, channels))) for n in sizes]
 
 
 def moments(parts: list[Tensor]) -> list[Moments]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,10 +54,20 @@ def combine(
     return new
 
 
+def pseudo_gradient(weights: Named, mean: Named) -> dict[str, Tensor]:
+    """``weights - average``, float64, of the average rounded as the weights are stored.
+
+    The difference is then exact, and a step of 1 along it is that average bit for bit. Of the unrounded one, a tie between two
+    float32 numbers (one weight in 40 where two clients count 3 and 7) is decided anew by the rounding of the difference.
+    """
+    return {name: weights[name].double() - mean[name].to(weights[name].dtype).double() for name in mean}
+
+
 class ServerOptimizer:
     """Any torch optimiser stepping on the pseudo-gradient of the shared learnable weights; it never sees statistics.
 
-    Works in float64 on the weights the clients started from, so that SGD with learning rate 1 returns the average itself.
+    Works in float64 on the weights the clients started from, so that SGD with learning rate 1 along ``pseudo_gradient`` returns the
+    average itself.
     """
 
     def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
@@ -113,8 +124,13 @@ class Drift:
             return None
         moved = {k: float(((new[k].mean - old[k].mean).abs() / (old[k].var + eps).sqrt()).max()) for k in new}
         growth = max(float(new[k].var.mean() / (old[k].var.mean() + eps)) for k in new)
-        layer = max(moved, key=lambda k: moved[k])
+        layer = max(moved, key=lambda k: _extent(moved[k]))
         return cls(moved[layer], layer, min(float(running.var.min()) for running in new.values()), growth)
+
+
+def _extent(value: float) -> tuple[bool, float]:
+    """For ``max``, which would pass NaN over: here nothing is larger."""
+    return math.isnan(value), value
 
 
 def merge_drifts(drifts: Iterable[Drift]) -> Drift | None:
@@ -122,7 +138,7 @@ def merge_drifts(drifts: Iterable[Drift]) -> Drift | None:
     drifts = list(drifts)
     if not drifts:
         return None
-    worst = max(drifts, key=lambda d: d.largest)
+    worst = max(drifts, key=lambda d: _extent(d.largest))
     return Drift(worst.largest, worst.layer, min(d.min_var for d in drifts), max(d.growth for d in drifts))
 
 

@@ -57,9 +57,13 @@ class LocalResult:
 @contextmanager
 def torch_seed(seed: int, device: torch.device) -> Iterator[None]:
     """Dropout and the like draw from ``seed`` inside the block; outside, torch's generators are as they were."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if cuda else []):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every accelerator, forked or not
+        with torch.cuda.device(device) if cuda else nullcontext():
+            if cuda:
+                torch.cuda.manual_seed(seed)
+            yield
 
 
 def train(
