@@ -14,7 +14,7 @@ from rich.table import Table
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Batch normalisation that works in federated learning.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Batch normalisation that works in federated learning.")
 console = Console()
 
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to override, as for flwr run: \"rounds=10 method='hbn'\"")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import shutil
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -76,7 +77,7 @@ def run_cell(cell: Cell) -> None:
     from fl_bn.experiment.centralised import run_centralised
 
     logging.getLogger(FLOWER_LOGGER.name).handlers.clear()
-    handler = logging.FileHandler(cell.path.with_suffix(".log"), mode="w")
+    handler = logging.FileHandler(cell.path.parent / f"{cell.path.name}.log", mode="w")
     FLOWER_LOGGER.addHandler(handler)
     if cell.variant.method == CENTRALISED:
         run_centralised(cell.config)
@@ -100,8 +101,6 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
 
     ``progress(rounds done, rounds in all)`` is called about twice a second.
     """
-    import shutil
-
     todo = [cell for cell in cells if not cell.finished()]
     for cell in todo:
         shutil.rmtree(cell.path, ignore_errors=True)
@@ -122,21 +121,20 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
 
 @dataclass(frozen=True)
 class Outcome:
-    """``accuracy``: label -> (seeds, evaluations) in percent, at ``rounds``. Labels without any finished run are left out."""
+    """``accuracy``: label -> (seeds, evaluations) in percent, after ``rounds[label]``. Labels without any finished run are left out."""
 
-    rounds: list[int]
+    rounds: dict[str, list[int]]
     accuracy: dict[str, np.ndarray]
-    best_possible: float = 100.0
 
 
 def gather(cells: Sequence[Cell]) -> Outcome:
     """Read the finished cells' curves."""
     curves: dict[str, list[list[float]]] = {}
-    rounds: list[int] = []
+    rounds: dict[str, list[int]] = {}
     for cell in cells:
         if cell.finished():
             evaluated = [row for row in cell.rows() if row["accuracy"] is not None]
-            rounds = [row["round"] for row in evaluated]
+            rounds[cell.variant.label] = [row["round"] for row in evaluated]
             curves.setdefault(cell.variant.label, []).append([100 * row["accuracy"] for row in evaluated])
     return Outcome(rounds, {label: np.array(values) for label, values in curves.items()})
 
@@ -166,9 +164,10 @@ def write(outcome: Outcome, title: str, output: Path) -> None:
             writer.writerow([label, f"{last.mean():.3f}", f"{spread[0]:.3f}", f"{best.mean():.3f}", f"{spread[1]:.3f}", len(last)])
     with (output / "curves.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["method", "seed index", *outcome.rounds])
+        writer.writerow(["method", "seed index", "round", "accuracy"])
         for label, values in outcome.accuracy.items():
             for index, curve in enumerate(values):
-                writer.writerow([label, index, *(f"{value:.3f}" for value in curve)])
+                for round, value in zip(outcome.rounds[label], curve, strict=True):
+                    writer.writerow([label, index, round, f"{value:.3f}"])
     if outcome.accuracy:
         draw_comparison(outcome.accuracy, outcome.rounds, title, output / "comparison.png")

@@ -101,7 +101,7 @@ def draw_labels(counts: Mapping[int, Sequence[int]], config: RunConfig, path: Pa
         plt.close(figure)
 
 
-def draw_comparison(curves: Mapping[str, np.ndarray], rounds: Sequence[int], title: str, path: Path) -> None:
+def draw_comparison(curves: Mapping[str, np.ndarray], rounds: Mapping[str, Sequence[int]], title: str, path: Path) -> None:
     """Accuracy over rounds of several methods. ``curves``: method -> (seeds, evaluations) in percent; the band is one standard deviation."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
@@ -110,8 +110,8 @@ def draw_comparison(curves: Mapping[str, np.ndarray], rounds: Sequence[int], tit
             values, colour = curves[name], f"C{list(curves).index(name)}"
             mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
             label = f"{name}  {mean[-1]:.1f}" + (f" ± {std[-1]:.1f}" if len(values) > 1 else "")
-            axes.plot(rounds, mean, color=colour, lw=1.5, label=label)
-            axes.fill_between(rounds, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
+            axes.plot(rounds[name], mean, color=colour, lw=1.5, label=label)
+            axes.fill_between(rounds[name], mean - std, mean + std, color=colour, alpha=0.15, lw=0)
         axes.set(xlabel="round", ylabel="test accuracy (%)", title=title)
         axes.legend(frameon=False, title="last round", loc="center left", bbox_to_anchor=(1, 0.5))
         figure.savefig(path)

@@ -16,7 +16,7 @@ from fl_bn.flower.replies import Contribution
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running
 from fl_bn.roles import Role, batch_norms
-from fl_bn.training.aggregation import ServerOptimizer, average, combine, running_statistics
+from fl_bn.training.aggregation import ServerOptimizer, average, combine, pseudo_gradient, running_statistics
 
 
 class SharedModel:
@@ -65,7 +65,7 @@ class SharedModel:
         if section == "gradients":
             new = optimizer.step(state, mean, rate)
         else:
-            pseudo = {name: state[name].double() - mean[name] for name in mean if name in self._learnable}
+            pseudo = pseudo_gradient(state, {name: mean[name] for name in mean if name in self._learnable})
             new = {name: mean[name] for name in mean if name not in self._learnable} | optimizer.step(state, pseudo)
         self.model.load_state_dict(new, strict=False)
 

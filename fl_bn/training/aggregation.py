@@ -99,6 +99,8 @@ def server_optimizer(name: str, learning_rate: float, momentum: float = 0.0) -> 
         raise ValueError(f"server optimizer must be one of {', '.join(SERVER_OPTIMIZERS)}, but got {name!r}")
     if learning_rate <= 0 or not 0 <= momentum < 1:
         raise ValueError(f"the server needs learning rate > 0 and momentum in [0, 1), but got {learning_rate} and {momentum}")
+    if name != "sgd" and momentum > 0:
+        raise ValueError(f"server momentum is for sgd, but the server optimizer is {name}: set it to 0")
     if name == "sgd":
         return ServerOptimizer(lambda parameters: SGD(parameters, lr=learning_rate, momentum=momentum))
     return ServerOptimizer(lambda parameters: SERVER_OPTIMIZERS[name](parameters, lr=learning_rate))  # type: ignore[call-arg]

@@ -38,6 +38,8 @@ class LocalTraining:
             raise ValueError(f"give either local epochs or local steps, but got epochs={self.epochs} and steps={self.steps}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but got {self.optimizer!r}")
+        if self.optimizer == "adam" and self.momentum > 0:
+            raise ValueError(f"adam has moments of its own: set the optimiser's momentum to 0, but got {self.momentum}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"the optimiser's momentum must be in [0, 1), but got {self.momentum}")
         if self.weight_decay < 0:

@@ -40,7 +40,7 @@ def test_sizes() -> None:
 
     # convolutions 9*(3*16 + 16*32 + 32*64), BN 2*(16 + 32 + 64), linear layers with bias
     assert parameters("simple-cnn", 32) == 23_472 + 224 + (1024 * 128 + 128) + (128 * 10 + 10)
-    assert parameters("digits-cnn", 20) == 23_472 + 224 + (1600 * 10 + 10) == 39_706
+    assert parameters("digits-cnn", 20) == 23_472 + 224 + (256 * 64 + 128) + (64 * 10 + 10) == 40_858
 
 
 def test_seed_fixes_the_weights_and_spares_the_global_generator() -> None:
@@ -81,7 +81,7 @@ def test_unknown_names_list_the_known_ones(name: str) -> None:
         build(name, classes=10)
 
 
-@pytest.mark.parametrize(("name", "image_size"), [("simple-cnn", 7), ("digits-cnn", 3), ("mlp", 0)])
+@pytest.mark.parametrize(("name", "image_size"), [("simple-cnn", 7), ("digits-cnn", 7), ("mlp", 0)])
 def test_images_too_small(name: str, image_size: int) -> None:
     with pytest.raises(ValueError, match=f"image_size={image_size}"):
         build(name, classes=10, image_size=image_size)
