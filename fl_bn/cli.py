@@ -66,9 +66,9 @@ def compare(
     outcome = gather(cells)
     title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition} {config.partition_parameter:g}, {config.rounds} rounds"
     write(outcome, title, folder)
-    shown = Table("method", "last round (%)", "best round (%)", "seeds", title=title)
-    for label, last, best, count in rows_of(outcome):
-        shown.add_row(label, last, best, str(count))
+    shown = Table("method", "last round (%)", "best round (%)", "runs", title=title)
+    for row in rows_of(outcome):
+        shown.add_row(*row)
     console.print(shown)
     console.print(f"table.md, table.csv, curves.csv, comparison.png and all runs: {folder}")
     for name, problem in errors.items():

@@ -29,6 +29,7 @@ class SharedStatisticsNorm(nn.Module):
 
     running_mean: Tensor
     running_var: Tensor
+    momentum: float
 
 
 class UnknownTensor(ValueError):
@@ -83,6 +84,6 @@ def _role(module: nn.Module, name: str, key: str, tensor: Tensor, learnable: boo
     return Role.BUFFER if torch.is_floating_point(tensor) else Role.COUNTER
 
 
-def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm | SharedStatisticsNorm]:
     """Every BatchNorm layer of ``model`` (torch's and this project's) by name, in the order of ``named_modules``."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)}

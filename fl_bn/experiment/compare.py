@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -121,10 +122,12 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
 
 @dataclass(frozen=True)
 class Outcome:
-    """``accuracy``: label -> (seeds, evaluations) in percent, after ``rounds[label]``. Labels without any finished run are left out."""
+    """``accuracy``: label -> (seeds, evaluations) in percent, after ``rounds[label]``, of the runs that finished; ``seeds``: how many
+    runs each label should have."""
 
     rounds: dict[str, list[int]]
     accuracy: dict[str, np.ndarray]
+    seeds: dict[str, int]
 
 
 def gather(cells: Sequence[Cell]) -> Outcome:
@@ -136,29 +139,38 @@ def gather(cells: Sequence[Cell]) -> Outcome:
             evaluated = [row for row in cell.rows() if row["accuracy"] is not None]
             rounds[cell.variant.label] = [row["round"] for row in evaluated]
             curves.setdefault(cell.variant.label, []).append([100 * row["accuracy"] for row in evaluated])
-    return Outcome(rounds, {label: np.array(values) for label, values in curves.items()})
+    seeds = Counter(cell.variant.label for cell in cells)
+    return Outcome(rounds, {label: np.array(values) for label, values in curves.items()}, dict(seeds))
 
 
-def table(outcome: Outcome) -> list[tuple[str, str, str, int]]:
-    """Rows ``(label, accuracy after the last round, best over rounds, seeds)``, best first; mean (standard deviation) in percent."""
+def table(outcome: Outcome) -> list[tuple[str, str, str, str]]:
+    """Rows ``(label, accuracy after the last round, best over rounds, runs)``, best first; mean (standard deviation) in percent.
+
+    A label none of whose runs finished (they diverged, say) is there too.
+    """
 
     def mean_std(values: np.ndarray) -> str:
         return f"{values.mean():.1f}" + (f" ({values.std(ddof=1):.1f})" if len(values) > 1 else "")
 
-    rows = [(k, mean_std(v[:, -1]), mean_std(v.max(1)), len(v)) for k, v in outcome.accuracy.items()]
-    return sorted(rows, key=lambda row: -outcome.accuracy[row[0]][:, -1].mean())
+    ranked = sorted(outcome.accuracy, key=lambda label: -outcome.accuracy[label][:, -1].mean())
+    rows = []
+    for label in ranked:
+        values, wanted = outcome.accuracy[label], outcome.seeds[label]
+        runs = str(wanted) if len(values) == wanted else f"{len(values)} of {wanted}, the others failed"
+        rows.append((label, mean_std(values[:, -1]), mean_std(values.max(1)), runs))
+    return rows + [(label, "failed", "failed", f"0 of {wanted}") for label, wanted in outcome.seeds.items() if label not in outcome.accuracy]
 
 
 def write(outcome: Outcome, title: str, output: Path) -> None:
     """``table.md``, ``table.csv``, ``curves.csv`` and ``comparison.png``."""
     rows = table(outcome)
-    lines = ["| method | last round (%) | best round (%) | seeds |", "|---|---|---|---|"]
+    lines = ["| method | last round (%) | best round (%) | runs |", "|---|---|---|---|"]
     lines += [f"| {label} | {last} | {best} | {seeds} |" for label, last, best, seeds in rows]
     (output / "table.md").write_text(f"{title}. Test accuracy, mean (standard deviation) over seeds.\n\n" + "\n".join(lines) + "\n")
     with (output / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["method", "last mean", "last std", "best mean", "best std", "seeds"])
-        for label, *_ in rows:
+        for label in (label for label, *_ in rows if label in outcome.accuracy):
             last, best = outcome.accuracy[label][:, -1], outcome.accuracy[label].max(1)
             spread = [v.std(ddof=1) if len(v) > 1 else float("nan") for v in (last, best)]
             writer.writerow([label, f"{last.mean():.3f}", f"{spread[0]:.3f}", f"{best.mean():.3f}", f"{spread[1]:.3f}", len(last)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -16,7 +17,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from fl_bn.experiment.config import RunConfig  # noqa: E402
 from fl_bn.flower.round_record import RoundRecord  # noqa: E402
 
-STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130, "font.size": 9}
+STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130, "font.size": 9}
 
 
 def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path) -> None:

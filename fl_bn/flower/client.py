@@ -24,7 +24,7 @@ from fl_bn.flower.client_state import ClientState
 from fl_bn.flower.codec import Header, Payload, encode_moments, flatten, signature, to_numpy, to_tensors, unflatten
 from fl_bn.methods import Method, Phase, Report
 from fl_bn.moments import Moments
-from fl_bn.roles import Role, batch_norms, roles
+from fl_bn.roles import Role, roles
 from fl_bn.training.aggregation import Drift, running_statistics
 from fl_bn.training.local import LocalResult, Samples, evaluate, statistics_pass, torch_seed, train
 from fl_bn.training.settings import LocalTraining, seeded
@@ -129,9 +129,8 @@ class BatchNormClient(NumPyClient):
             )
 
     def _moments(self, moments: Mapping[str, Moments]) -> dict[str, np.ndarray]:
-        layers = batch_norms(self.model)
-        unseen = {k: torch.zeros_like(layer.running_mean) for k, layer in layers.items() if k not in moments}
-        complete = {k: moments[k] if k in moments else Moments(0, unseen[k], unseen[k]) for k in layers}
+        unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(self.model).items()}
+        complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
         return encode_moments(complete, next(self.model.parameters()).dtype)
 
     def _reply(self, phase: Phase, result: LocalResult, moments: Mapping[str, Moments]) -> Payload:

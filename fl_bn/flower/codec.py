@@ -81,11 +81,18 @@ def from_records(content: RecordDict) -> tuple[Payload, Header]:
     for section, arrays in content.array_records.items():
         payload[section] = {}
         for name, array in arrays.items():
-            try:
-                payload[section][name] = array.numpy()
-            except (ValueError, TypeError, EOFError, OSError) as error:
-                raise WireError(section, name, f"expected a NumPy array, but its bytes cannot be read: {error}") from error
+            payload[section][name] = _decode(section, name, array)
     return payload, Header(**{key: record[key] for key in expected})  # type: ignore[arg-type]
+
+
+def _decode(section: str, name: str, array: Array) -> np.ndarray:
+    try:
+        decoded = array.numpy()
+    except Exception as error:  # on bytes off the wire np.load raises whatever its parsers do: TokenError, BadZipFile, OverflowError ...
+        raise WireError(section, name, f"expected a NumPy array, but its bytes cannot be read: {error}") from error
+    if not isinstance(decoded, np.ndarray):  # the bytes of an .npz archive
+        raise WireError(section, name, f"expected a NumPy array, but its bytes are a {type(decoded).__name__}")
+    return decoded
 
 
 def flatten(payload: Payload) -> tuple[list[np.ndarray], str]:
@@ -147,10 +154,9 @@ def decode_moments(arrays: Mapping[str, np.ndarray]) -> dict[str, Moments]:
     """The inverse of ``encode_moments``, in float64; the arrays have passed a ``Schema``."""
     layers = [name.rpartition(".")[0] for name in arrays if name.rpartition(".")[2] == "count"]
     tensors = to_tensors(arrays)
-    return {
-        layer: Moments(
-            int(tensors[tensor_name(layer, "count")]), tensors[tensor_name(layer, "mean")].double(), tensors[tensor_name(layer, "var")].double()
-        )
-        for layer in layers
-    }
+
+    def of(layer: str, key: str) -> Tensor:
+        return tensors[tensor_name(layer, key)]
+
+    return {layer: Moments(int(of(layer, "count")), of(layer, "mean").double(), of(layer, "var").double()) for layer in layers}
 

@@ -101,8 +101,8 @@ def run_in_process(
         server(InProcessGrid(client, int(config["clients"]), config), context)
     finally:
         torch.set_num_threads(threads)
-    directory = context.state.config_records.get("result", {}).get("directory")
-    return None if directory is None else Path(str(directory))
+    result = context.state.config_records.get("result")
+    return None if result is None else Path(str(result["directory"]))
 
 
 def _loaded(app: App | str, kind: type[App]) -> App:

@@ -6,8 +6,9 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.common.logger import log
@@ -42,6 +43,7 @@ class Population:
         self.grid, self.expected, self.signature, self.wait, self.timeout = grid, expected, signature, wait, timeout
         self.clients: dict[int, Client] = {}
         self._refused: set[int] = set()
+        self._doubles: dict[int, int] = {}  # refused node -> the index it claims, which another node serves
 
     def gather(self) -> None:
         """Wait until all expected clients have introduced themselves.
@@ -73,6 +75,7 @@ class Population:
         """
         online = set(self.grid.get_node_ids())
         self.clients = {i: c for i, c in self.clients.items() if c.node in online}
+        self._refused -= {node for node, index in self._doubles.items() if index not in self.clients}
         new = online - {c.node for c in self.clients.values()} - self._refused
         messages = [Message(RecordDict(), node, HELLO, ttl=self.timeout, group_id="0") for node in sorted(new)]
         for reply in self.grid.send_and_receive(messages, timeout=self.timeout) if messages else ():
@@ -80,12 +83,12 @@ class Population:
             if reply.has_error():
                 if strict:
                     raise RunFailed(f"node {node} cannot take part: {reply.error.reason}")
-                self._refuse(node, reply.error.reason)
+                self._refuse(node, str(reply.error.reason))
             else:
                 self._admit(node, reply)
 
     def _admit(self, node: int, reply: Message) -> None:
-        hello = reply.content.config_records.get("hello", {})
+        hello: Mapping[str, Any] = reply.content.config_records.get("hello", {})
         try:
             index, clients, samples = int(hello["client"]), int(hello["clients"]), int(hello["samples"])
             counts = tuple(int(n) for n in json.loads(str(hello["label-counts"])))
@@ -103,6 +106,7 @@ class Population:
         elif signature != self.signature:
             self._refuse(node, f"client {index} has another model, method or version of fl-bn ({signature}, here {self.signature})")
         elif index in self.clients:
+            self._doubles[node] = index  # a restarted client, say: asked again once the other node is gone
             self._refuse(node, f"client {index} is already served by node {self.clients[index].node}")
         else:
             self.clients[index] = Client(index, node, samples, counts)
@@ -113,7 +117,7 @@ class Population:
 
     def cohort(self, fraction: float, seed: int, round: int) -> list[Client]:
         """The clients of ``round``, by index: the same for the same seed, whatever the node ids."""
-        size = max(1, round_half_up(fraction * len(self.clients)))
+        size = min(len(self.clients), max(1, round_half_up(fraction * len(self.clients))))
         chosen = sample_cohort(list(self.clients), size, random.Random(f"{seed}/{round}"))
         return [self.clients[index] for index in chosen]
 

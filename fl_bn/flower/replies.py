@@ -72,9 +72,11 @@ def _read(reply: Message, client: Client, schema: Schema, header: Header) -> Con
     if samples == 0:
         raise WireError("metrics", "samples", "0: the client trained on nothing this round")
     schema.check(payload)
+    trained = "weights" in schema.sections or "gradients" in schema.sections
+    for key, least, absent in (("steps", int(trained), None if trained else 0), ("drift-layer", 0, 0)):
+        if not isinstance(value := record.get(key, absent), int) or value < least:
+            raise WireError("metrics", key, f"expected a whole number >= {least}, but got {value!r}")
     metrics = {key: float(value) for key, value in record.items() if isinstance(value, int | float)}
-    if metrics.get("steps", 0) < 0 or not math.isfinite(metrics.get("steps", 0)):
-        raise WireError("metrics", "steps", f"expected a number of batches >= 0, but got {metrics['steps']!r}")
     return Contribution(client, payload, samples, metrics)
 
 

@@ -83,7 +83,9 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
     if report in (Report.BATCHES, Report.PASS):
         sections["moments"] = {}
         for layer, module in batch_norms(model).items():
-            shape, dtype = tuple(module.running_mean.shape), _dtype(module.running_mean)
+            if (mean := module.running_mean) is None:
+                continue  # keeps no statistics, so none are asked for
+            shape, dtype = tuple(mean.shape), _dtype(mean)
             sections["moments"] |= {
                 tensor_name(layer, "count"): Spec((1,), "int64", 0),  # 0: the layer did not run
                 tensor_name(layer, "mean"): Spec(shape, dtype),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from flwr.app import ArrayRecord
 from flwr.common import Array
 from torch import Tensor, nn
@@ -51,11 +50,10 @@ class SharedModel:
         """Shared running statistics by layer; empty where they stay home."""
         return running_statistics(self.model) if self._shares_statistics else {}
 
-    @torch.no_grad()
     def store(self, statistics: Mapping[str, Running]) -> None:
-        for name, running in statistics.items():
-            self.layers[name].running_mean.copy_(running.mean)
-            self.layers[name].running_var.copy_(running.var)
+        means = {tensor_name(layer, "running_mean"): running.mean for layer, running in statistics.items()}
+        variances = {tensor_name(layer, "running_var"): running.var for layer, running in statistics.items()}
+        self.model.load_state_dict(means | variances, strict=False)
 
     def step(self, parts: Sequence[Contribution], weights: Sequence[float], optimizer: ServerOptimizer, rate: float) -> None:
         """One server step: along the pseudo-gradient ``weights - average``, or with the clients' averaged gradients at ``rate``."""

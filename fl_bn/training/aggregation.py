@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from fl_bn.methods import LayerReports
 from fl_bn.moments import Moments, Running
-from fl_bn.roles import batch_norms
+from fl_bn.roles import SharedStatisticsNorm, batch_norms
 
 Named = Mapping[str, Tensor]
 
@@ -36,7 +37,7 @@ def combine(
     shared: Mapping[str, Running],
     reports: Sequence[Mapping[str, Moments]],
     steps: Sequence[int],
-    layers: Mapping[str, nn.Module],
+    layers: Mapping[str, _BatchNorm | SharedStatisticsNorm],
 ) -> dict[str, Running]:
     """New shared statistics per layer by ``rule``, float64. A layer that no client ran in this round keeps its own.
 
@@ -149,5 +150,5 @@ def running_statistics(model: nn.Module) -> dict[str, Running]:
     return {
         name: Running(layer.running_mean.detach().cpu().clone(), layer.running_var.detach().cpu().clone())
         for name, layer in batch_norms(model).items()
-        if layer.running_mean is not None
+        if layer.running_mean is not None and layer.running_var is not None
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,7 +94,7 @@ def train(
         group["lr"] = learning_rate
     result, seen, total = LocalResult(), np.zeros(len(samples), dtype=bool), torch.zeros((), dtype=torch.float64, device=like.device)
     trained = 0
-    observing = observe(model) if method.reports(phase) is Report.BATCHES else nullcontext({})
+    observing: AbstractContextManager[dict[str, list[Moments]]] = observe(model) if method.reports(phase) is Report.BATCHES else nullcontext({})
     with observing as observed:
         for index in batches:
             x, y = samples.batch(index, like)
@@ -133,7 +133,7 @@ def _step_local(model: nn.Module, method: Method, gradients: Mapping[str, Tensor
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in gradients and not method.shares(role[name]):
-                parameter -= learning_rate * gradients[name]
+                parameter.sub_(gradients[name], alpha=learning_rate)
 
 
 @torch.no_grad()

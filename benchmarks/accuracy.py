@@ -1,0 +1,68 @@
+"""Accuracy of every method and of centralised training on a CIFAR-10 subset: the tables in benchmarks/results/.
+
+    python benchmarks/accuracy.py --data ../shared/data/cifar10.npz
+
+Three settings with equal budgets within each: every method takes the same number of local steps on batches of the same size with the same
+learning rate and calendar; centralised training takes as many steps on batches of the cohort's size. Finished runs are not repeated.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from fl_bn.experiment.compare import Variant, gather, plan, run_cells, write
+
+COMMON = {"dataset": "npz", "model": "simple-cnn", "batch-size": 32, "momentum": 0.9, "weight-decay": 1e-4, "evaluate-every": 5}
+METHODS = [
+    "centralised", "fedavg", "gn", "ln", "in", "fixbn", "fedbn", "silobn", "hbn", "hbn:hbn-lower-layers='hybrid'",
+    "hbn:hbn-lam=0.1", "hbn:hbn-lam=0.1;hbn-lower-layers='hybrid'", "fbn",
+]  # fmt: skip
+SETTINGS = {
+    "classes-2": {"clients": 5, "partition": "classes", "partition-parameter": 2.0, "local-steps": 10, "rounds": 60, "learning-rate": 0.02},
+    "dirichlet-0.1": {"clients": 20, "partition": "dirichlet", "partition-parameter": 0.1, "local-steps": 10, "rounds": 40, "learning-rate": 0.02},
+    "one-step": {
+        "clients": 5, "partition": "classes", "partition-parameter": 2.0, "local-steps": 1, "rounds": 600, "learning-rate": 0.05,
+        "momentum": 0.0, "evaluate-every": 50, "hbn-stat-samples": 256,
+    },
+}  # fmt: skip
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="npz file with x_train, y_train, x_test, y_test")],
+    seeds: int = 3,
+    jobs: int = 2,
+    work: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs/accuracy"),
+    results: Annotated[Path, typer.Option(help="folder of the tables")] = Path(__file__).parent / "results",
+) -> None:
+    console = Console()
+    for name, setting in SETTINGS.items():
+        base = {**COMMON, **setting, "data-path": str(data.resolve())}
+        folder = work / name
+        cells = plan([Variant.parse(text) for text in METHODS], range(seeds), base, folder)
+        with Progress(console=console) as bar:
+            task = bar.add_task(name, total=None)
+            errors = run_cells(cells, jobs, lambda done, total: bar.update(task, completed=done, total=total))  # noqa: B023
+        write(gather(cells), f"CIFAR-10 subset (12,000 / 2,000), Simple-CNN, {describe(setting)}", folder)
+        (results / name).mkdir(parents=True, exist_ok=True)
+        for file in ("table.md", "table.csv", "curves.csv", "comparison.png"):
+            shutil.copy(folder / file, results / name / file)
+        console.print((folder / "table.md").read_text(), markup=False)
+        for cell, problem in errors.items():
+            console.print(f"failed {cell}: {problem}", markup=False)
+
+
+def describe(setting: dict[str, object]) -> str:
+    return (
+        f"{setting['clients']} clients, {setting['partition']} {setting['partition-parameter']}, {setting['rounds']} rounds of "
+        f"{setting['local-steps']} local steps on batches of 32, learning rate {setting['learning-rate']}"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
