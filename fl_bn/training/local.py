@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,8 +94,10 @@ def train(
         group["lr"] = learning_rate
     result, seen, total = LocalResult(), np.zeros(len(samples), dtype=bool), torch.zeros((), dtype=torch.float64, device=like.device)
     trained = 0
-    observing: AbstractContextManager[dict[str, list[Moments]]] = observe(model) if method.reports(phase) is Report.BATCHES else nullcontext({})
-    with observing as observed:
+    observed: dict[str, list[Moments]] = {}
+    with ExitStack() as stack:
+        if method.reports(phase) is Report.BATCHES:
+            observed = stack.enter_context(observe(model))
         for index in batches:
             x, y = samples.batch(index, like)
             optimizer.zero_grad()
