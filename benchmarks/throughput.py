@@ -45,7 +45,9 @@ def bare_loop(config: RunConfig) -> float:
         for index, samples in enumerate(clients):
             model.load_state_dict(shared)
             model.train()
-            optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay)
+            optimizer = torch.optim.SGD(
+                model.parameters(), lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
+            )
             for batch in draw_batches(len(samples), config.batch_size, seeded(config.seed, index, round, 0), steps=config.local_steps):
                 x, y = samples.batch(batch, next(model.parameters()))
                 optimizer.zero_grad()
@@ -80,8 +82,12 @@ def on_ray(config: RunConfig) -> tuple[float, float]:
         return sum(row["seconds"] for row in rows), whole
 
 
-def main(rounds: int = 60, local_steps: int = 10, batch_size: int = 32, results: Path = Path(__file__).parent / "results" / "throughput.md") -> None:
-    base = RunConfig(method="fedavg", rounds=rounds, local_steps=local_steps, batch_size=batch_size, output="", pictures=False, evaluate_every=rounds)
+def main(
+    rounds: int = 60, local_steps: int = 10, batch_size: int = 32, results: Path = Path(__file__).parent / "results" / "throughput.md"
+) -> None:
+    base = RunConfig(
+        method="fedavg", rounds=rounds, local_steps=local_steps, batch_size=batch_size, output="", pictures=False, evaluate_every=rounds
+    )
     bare_loop(RunConfig.from_mapping({**base.to_mapping(), "rounds": 3}))  # load the data, warm up
     bare = bare_loop(base)
     rows = [("bare PyTorch loop", "fedavg", bare, bare)]
@@ -95,7 +101,9 @@ def main(rounds: int = 60, local_steps: int = 10, batch_size: int = 32, results:
         table.add_row(*cells)
         lines.append("| " + " | ".join(cells) + " |")
     Console().print(table)
-    head = f"{rounds} rounds, {base.clients} clients, {local_steps} steps on batches of {batch_size}, digits-cnn, {os.cpu_count()} cores.\n\n"
+    head = (
+        f"{rounds} rounds, {base.clients} clients, {local_steps} steps on batches of {batch_size}, digits-cnn, {os.cpu_count()} cores.\n\n"
+    )
     columns = "| engine | method | rounds/s | time / bare loop | in all (s) |\n|---|---|---|---|---|\n"
     results.parent.mkdir(parents=True, exist_ok=True)
     results.write_text(head + columns + "\n".join(lines) + "\n")

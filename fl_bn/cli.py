@@ -27,11 +27,12 @@ def run(run_config: RunConfigOption = "") -> None:
 
     from fl_bn.experiment.config import ConfigError, RunConfig
     from fl_bn.flower import RunFailed, run_in_process
+    from fl_bn.layers import Unconvertible
 
     try:
         config = RunConfig.from_mapping(parse_config_args([run_config]) if run_config else {})
         run_in_process(config.to_mapping())
-    except (ConfigError, RunFailed, FileNotFoundError, FileExistsError) as error:
+    except (ConfigError, Unconvertible, RunFailed, FileNotFoundError, FileExistsError) as error:
         raise _refused(error) from error
 
 
@@ -57,7 +58,7 @@ def compare(
         base = parse_config_args([run_config]) if run_config else {}
         config = RunConfig.from_mapping(base)
         cells = plan([Variant.parse(text) for text in methods.split(",")], range(config.seed, config.seed + seeds), base, folder)
-    except ConfigError as error:
+    except (ConfigError, FileNotFoundError) as error:
         raise _refused(error) from error
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -16,11 +18,24 @@ from fl_bn.models import build
 from fl_bn.training.local import Samples
 
 
+@contextmanager
+def _as_config_error() -> Iterator[None]:
+    """Data, model and partition come from the config's keys, so what is wrong with them is wrong there."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+@_as_config_error()
 def dataset(config: RunConfig) -> Dataset:
     return load(config.dataset, config.data_path, config.image_size)
 
 
 @lru_cache(maxsize=4)
+@_as_config_error()
 def source_model(config: RunConfig) -> nn.Module:
     """The network as the user wrote it, with the run's initial weights. Do not change it."""
     data = dataset(config)
@@ -28,18 +43,21 @@ def source_model(config: RunConfig) -> nn.Module:
 
 
 @lru_cache(maxsize=4)
+@_as_config_error()
 def client_model(config: RunConfig) -> nn.Module:
     """The converted network every client starts from. Do not change it: copy it."""
     return convert(source_model(config), config.build_method())
 
 
 @lru_cache(maxsize=4)
+@_as_config_error()
 def partitions(config: RunConfig) -> list[Tensor]:
     """Training indices of every client."""
     data = dataset(config)
     domains = None if data.domain_train is None else data.domain_train.numpy()
     if config.partition == "domain" and domains is None:
-        raise ConfigError(f"partition=domain needs data with domains, but {config.dataset} has none: give several npz files, or dataset=digits")
+        needed = "give several npz files, or dataset=digits"
+        raise ConfigError(f"partition=domain needs data with domains, but {config.dataset} has none: {needed}")
     parts = partition(config.partition, data.y_train.numpy(), domains, config.clients, config.partition_parameter, config.seed)
     return [torch.from_numpy(part) for part in parts]
 

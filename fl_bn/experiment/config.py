@@ -49,50 +49,80 @@ class RunConfig:
     """Everything that decides a run. Raises ConfigError for a value out of range."""
 
     # method
-    method: str = key("hbn", "how normalisation is federated", tuple(METHODS))
-    freeze_after: int = key(-1, "last round before the statistics freeze, any method; -1: never, for fixbn half of the rounds", ">= -1", at_least(-1))
+    method: str = key("fixbn", "how normalisation is federated", tuple(METHODS))
+    freeze_after: int = key(
+        -1, "last round before the statistics freeze, any method; -1: never, for fixbn half of the rounds", ">= -1", at_least(-1)
+    )
     groups: int = key(2, "gn: groups per layer", ">= 1", at_least(1))
     fbn_momentum: float = key(0.0, "fbn: weight of one batch in the running statistics; 0: each layer's own", "0..1", between(0, 1))
-    hbn_lam: float = key(0.0, "hbn: weight of a round's pooled moments in the global statistics; 0: 1 if fraction is 1, else 0.01", "0..1", between(0, 1))
+    hbn_lam: float = key(
+        0.0, "hbn: weight of a round's pooled moments in the global statistics; 0: 1 if fraction is 1, else 0.01", "0..1", between(0, 1)
+    )
     hbn_stat_samples: int = key(0, "hbn: samples of the statistics pass; 0: all of the client's", "0 or >= 2", lambda v: v == 0 or v >= 2)
     hbn_lower_layers: str = key("shared", "hbn: what lower layers normalise with in the statistics pass", ("shared", "hybrid"))
     # model and data
-    model: str = key("digits-cnn", "digits-cnn, simple-cnn, mlp, a torchvision classifier's name, or package.module:function", "see fl_bn.models")
+    model: str = key(
+        "digits-cnn", "digits-cnn, simple-cnn, mlp, a torchvision classifier's name, or package.module:function", "see fl_bn.models"
+    )
     dataset: str = key("digits", "digits, digits-plain, cifar10, cifar100, mnist, svhn, usps, or npz (give data-path)", "see fl_bn.data")
     data_path: str = key("", "folder of a public data set, or npz files separated by commas (each a domain)", "path")
     image_size: int = key(0, "side of the images in pixels; 0: as they are", "0..4096", between(0, 4096))
     partition: str = key("classes", "how the training data are split over the clients", KINDS)
-    partition_parameter: float = key(2.0, "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused", ">= 0", at_least(0))
-    share_label_counts: bool = key(True, "clients tell the server their number of samples per class, for the picture labels.png", "true, false")
+    partition_parameter: float = key(
+        1.0, "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused", ">= 0", at_least(0)
+    )
+    share_label_counts: bool = key(
+        True, "clients tell the server their number of samples per class, for the picture labels.png", "true, false"
+    )
     calibrate: int = key(0, "statistics-only exchanges before round 1", ">= 0", at_least(0))
     # federation
-    clients: int = key(5, "clients in the population; in simulation equal to options.num-supernodes", ">= 1", at_least(1))
+    clients: int = key(10, "clients in the population; in simulation equal to options.num-supernodes", ">= 1", at_least(1))
     fraction: float = key(1.0, "fraction of the clients that train in a round", "(0, 1]", lambda v: 0 < v <= 1)
-    rounds: int = key(60, "training rounds", ">= 1", at_least(1))
-    client_weights: str = key("samples", "weight of a client in the average: the different samples it trained on this round, or equal", ("samples", "uniform"))
-    min_replies: float = key(0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1", between(0, 1))
+    rounds: int = key(100, "training rounds", ">= 1", at_least(1))
+    client_weights: str = key(
+        "samples", "weight of a client in the average: the different samples it trained on this round, or equal", ("samples", "uniform")
+    )
+    min_replies: float = key(
+        0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1", between(0, 1)
+    )
     max_failed_rounds: int = key(3, "failed rounds in a row that stop the run", ">= 1", at_least(1))
     round_timeout: float = key(600.0, "deadline and time to live of every message, seconds", "> 0", above(0))
     wait_timeout: float = key(120.0, "how long the server waits for all clients before round 1, seconds", ">= 0", at_least(0))
     # local training
     local_epochs: int = key(0, "passes over the client's data per round; 0: local-steps count", ">= 0", at_least(0))
-    local_steps: int = key(10, "batches per client and round; 0: local-epochs count", ">= 0", at_least(0))
-    batch_size: int = key(32, "samples per batch; a last batch of one is merged into the one before", ">= 2", at_least(2))
-    update: str = key("weights", "clients send weights, or one batch's gradient that the server steps with (DSGD; needs local-steps=1)", UPDATES)
+    local_steps: int = key(5, "batches per client and round; 0: local-epochs count", ">= 0", at_least(0))
+    batch_size: int = key(16, "samples per batch; a last batch of one is merged into the one before", ">= 2", at_least(2))
+    update: str = key(
+        "weights", "clients send weights, or one batch's gradient that the server steps with (DSGD; needs local-steps=1)", UPDATES
+    )
     optimizer: str = key("sgd", "the clients' optimiser", OPTIMIZERS)
     learning_rate: float = key(0.05, "the optimiser's step size in round 1", "> 0", above(0))
-    learning_rate_schedule: str = key("step", "constant; step: times decay after 50 % and 75 % of the rounds; exponential: times decay per round", SCHEDULES)
-    learning_rate_decay: float = key(0.1, "the schedule's factor", "(0, 1]", lambda v: 0 < v <= 1)
-    momentum: float = key(0.9, "the optimiser's momentum, fresh every round (EMA form, kept over rounds, for update=gradients)", "0..1, below 1", lambda v: 0 <= v < 1)
+    learning_rate_schedule: str = key(
+        "step", "constant; step: times decay after 50 % and 75 % of the rounds; exponential: times decay per round", SCHEDULES
+    )
+    learning_rate_decay: float = key(0.3, "the schedule's factor", "(0, 1]", lambda v: 0 < v <= 1)
+    momentum: float = key(
+        0.9,
+        "the optimiser's momentum, fresh every round (EMA form, kept over rounds, for update=gradients)",
+        "0..1, below 1",
+        lambda v: 0 <= v < 1,
+    )
     weight_decay: float = key(1e-4, "L2 penalty", ">= 0", at_least(0))
     # server
     server_optimizer: str = key("sgd", "steps on the pseudo-gradient of the weights; sgd with rate 1 is FedAvg", tuple(SERVER_OPTIMIZERS))
-    server_learning_rate: float = key(1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", above(0))
+    server_learning_rate: float = key(
+        1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", above(0)
+    )
     server_momentum: float = key(0.0, "the server optimiser's momentum (sgd only)", "0..1, below 1", lambda v: 0 <= v < 1)
     # evaluation, machine and output
     evaluate_every: int = key(5, "rounds between evaluations; the last round is always evaluated", ">= 1", at_least(1))
     seed: int = key(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0", at_least(0))
-    device: str = key("auto", "where clients train: auto (a GPU if there is one), cpu, cuda, cuda:0 ...", "torch device", lambda v: v in ("auto", "cpu") or v.startswith("cuda"))
+    device: str = key(
+        "auto",
+        "where clients train: auto (a GPU if there is one), cpu, cuda, cuda:0 ...",
+        "torch device",
+        lambda v: v in ("auto", "cpu") or v.startswith("cuda"),
+    )
     threads: int = key(1, "torch's CPU threads per process", ">= 1", at_least(1))
     output: str = key("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
     name: str = key("", "the run folder's name; empty: time, method, data and seed", "a file name")
@@ -125,7 +155,9 @@ class RunConfig:
         for name in values:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
-                raise ConfigError(f"unknown config key {name!r}" + (f": did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"))
+                raise ConfigError(
+                    f"unknown config key {name!r}" + (f": did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})")
+                )
         return cls(**{known[name]: value for name, value in values.items()})
 
     def to_mapping(self) -> dict[str, Value]:

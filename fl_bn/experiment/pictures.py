@@ -40,7 +40,7 @@ def _accuracy(axes: Axes, records: Sequence[RoundRecord]) -> None:
     accuracy = [100 * r.evaluation["accuracy"] for r in evaluated]
     axes.plot(rounds, accuracy, "o-", ms=3, color="C0", label="test accuracy")
     if evaluated:
-        axes.annotate(f"{accuracy[-1]:.1f} %", (rounds[-1], accuracy[-1]), xytext=(4, 0), textcoords="offset points", color="C0")
+        axes.annotate(f"{accuracy[-1]:.1f} %", (rounds[-1], accuracy[-1]), xytext=(-6, 7), textcoords="offset points", color="C0", ha="right")
     if any(r.client_evaluation for r in evaluated):
         spread = [[100 * m["accuracy"] for m in r.client_evaluation.values()] for r in evaluated]
         axes.fill_between(rounds, [min(s) for s in spread], [max(s) for s in spread], alpha=0.15, color="C0", label="clients, min to max")
@@ -51,7 +51,7 @@ def _accuracy(axes: Axes, records: Sequence[RoundRecord]) -> None:
     loss.set_ylim(bottom=0)
     loss.grid(False)
     handles = [*axes.get_legend_handles_labels()[0], *loss.get_legend_handles_labels()[0]]
-    axes.legend(handles=handles, loc="lower right", frameon=False)
+    axes.legend(handles=handles, loc="upper left", frameon=False)
 
 
 def _drift(axes: Axes, records: Sequence[RoundRecord]) -> None:
@@ -73,7 +73,7 @@ def _phases(axes: Axes, records: Sequence[RoundRecord]) -> None:
     frozen = [r.round for r in records if r.phase == "frozen"]
     if frozen:
         axes.axvspan(frozen[0] - 0.5, frozen[-1] + 0.5, color="0.92", zorder=0)
-        axes.text(frozen[0], axes.get_ylim()[1], " statistics frozen", va="top", fontsize=7, color="0.4")
+        axes.text(frozen[-1], axes.get_ylim()[1], "statistics frozen ", va="top", ha="right", fontsize=7, color="0.4")
     rates = [r.learning_rate for r in records]
     steps = [r.round for r, before in zip(records[1:], rates, strict=False) if r.learning_rate < before * 0.7]
     for round in steps:
@@ -122,7 +122,7 @@ def draw_comparison(curves: Mapping[str, np.ndarray], rounds: Mapping[str, Seque
 def _partition(config: RunConfig) -> str:
     unit = {
         "iid": "IID",
-        "classes": f"{config.partition_parameter:g} classes each",
+        "classes": f"{config.partition_parameter:g} class{'' if config.partition_parameter == 1 else 'es'} each",
         "dirichlet": f"Dirichlet({config.partition_parameter:g})",
         "similarity": f"similarity {config.partition_parameter:g}",
         "domain": "one domain each",

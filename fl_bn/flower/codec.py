@@ -60,7 +60,7 @@ def signature(model: nn.Module, method: Method) -> str:
 def to_records(payload: Payload, header: Header) -> RecordDict:
     content = RecordDict({"header": ConfigRecord(asdict(header))})
     for section, arrays in payload.items():
-        content[section] = ArrayRecord({name: Array(np.ascontiguousarray(array)) for name, array in arrays.items()})
+        content[section] = ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
     return content
 
 

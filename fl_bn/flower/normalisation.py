@@ -50,7 +50,7 @@ def describe_round(record: RoundRecord, rounds: int, method: Method) -> str:
     )
     phase = Phase(record.phase)
     policy = f"{method.name} {phase.value}, reports {method.reports(phase).value if method.reports(phase) is not Report.NOTHING else 'nothing'}"
-    moved = "no running statistics"
+    moved = "no running statistics" if record.aggregated else "nothing changed"
     if record.drift is not None:
         moved = f"min var {record.drift.min_var:.3g}, largest drift of a mean {record.drift.largest:.3g} sd ({record.drift.layer or 'model'})"
     traffic = (

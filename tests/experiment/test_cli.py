@@ -1,0 +1,114 @@
+"""The command ``fl-bn``: what it prints, what it writes, and that bad input ends with a sentence and status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fl_bn.cli import app
+from fl_bn.experiment.config import table
+from tests.integration.runs import TINY
+
+
+def command(*args: str) -> Result:
+    return CliRunner().invoke(app, args)
+
+
+def said(result: Result) -> str:
+    """Both streams, without rich's line breaks."""
+    return " ".join(result.output.split())
+
+
+def run_config(**overrides: object) -> str:
+    values = {**TINY, **{key.replace("_", "-"): value for key, value in overrides.items()}}
+    return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else repr(value)}" for key, value in values.items())
+
+
+def test_run(tmp_path: Path) -> None:
+    result = command("run", "--run-config", run_config(method="fbn", rounds=1, output=str(tmp_path), name="mine"))
+    assert result.exit_code == 0, result.output
+    assert "accuracy after round 1" in (tmp_path / "mine" / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"roundz": 3}, "ConfigError: unknown config key 'roundz': did you mean 'rounds'?"),
+        ({"rounds": 0}, "ConfigError: rounds must be >= 1, but got 0"),
+        ({"model": "nope"}, "ConfigError: model must be one of simple-cnn, digits-cnn, mlp"),
+        ({"dataset": "nope"}, "ConfigError: dataset must be one of digits"),
+        ({"dataset": "npz", "data_path": "nowhere.npz"}, "DataNotFound: dataset 'npz': there is no file 'nowhere.npz'"),
+        (
+            {"dataset": "digits-plain", "partition": "domain"},
+            "ConfigError: partition=domain needs data with domains, but digits-plain has none",
+        ),
+        ({"partition": "classes", "partition_parameter": 11.0}, "classes per client must be between 1 and 10"),
+        ({"method": "gn", "groups": 7}, "7 groups do not divide 64 channels"),
+    ],
+)
+def test_bad_input_ends_with_a_sentence(overrides: dict[str, object], message: str) -> None:
+    result = command("run", "--run-config", run_config(output="", **overrides))
+    assert message in said(result)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_a_name_that_exists_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    result = command("run", "--run-config", run_config(output=str(tmp_path), name="mine"))
+    assert result.exit_code == 2
+    assert "exists already: give another name, or remove it" in said(result)
+
+
+def test_compare_then_again(tmp_path: Path) -> None:
+    args = ("compare", "--methods", "centralised,fbn,gn:groups=7", "--seeds", "1", "--jobs", "1", "--output", str(tmp_path))
+    result = command(*args, "--run-config", run_config(rounds=2, evaluate_every=1))
+    assert result.exit_code == 1
+    text = said(result)
+    assert "failed gn_groups=7-seed0: Unconvertible:" in text
+    assert "7 groups do not divide 64 channels" in text
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert {line.split("|")[1].strip() for line in lines if line.startswith("|")} == {"method", "---", "centralised", "fbn", "gn:groups=7"}
+    assert (tmp_path / "comparison.png").exists()
+    assert "[round 2/2]" in (tmp_path / "fbn-seed0.log").read_text()
+    assert "accuracy after round 2" in (tmp_path / "centralised-seed0" / "summary.md").read_text()
+
+    made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*-seed0/rounds.jsonl")}
+    assert len(made) == 2
+    again = command(*args[:2], "centralised,fbn", *args[3:], "--run-config", run_config(rounds=2, evaluate_every=1))
+    assert again.exit_code == 0, again.output
+    assert made == {file: file.stat().st_mtime_ns for file in tmp_path.glob("*-seed0/rounds.jsonl")}
+
+
+def test_compare_refuses_a_wrong_variant_before_it_starts(tmp_path: Path) -> None:
+    result = command("compare", "--methods", "fbn,nope", "--output", str(tmp_path / "x"))
+    assert result.exit_code == 2
+    assert "ConfigError: method must be fedavg, gn, ln, in, fixbn, fedbn, silobn, hbn, fbn, but got 'nope'" in said(result)
+    assert not (tmp_path / "x").exists()
+
+
+def test_layers() -> None:
+    result = command("layers", "resnet18", "--method", "hbn")
+    assert result.exit_code == 0
+    text = said(result)
+    assert "method hbn: found 20 BatchNorm2d, trained as 20 HybridBatchNorm" in text
+    assert "20 tensors of role mixing: stays at its client" in text
+    assert "40 tensors of role affine: stays at its client" in said(command("layers", "resnet18", "--method", "fedbn"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"), [(("nope",), "model must be one of"), (("mlp", "--method", "nope"), "method must be one of fedavg, gn")]
+)
+def test_layers_refuses_unknown_names(args: tuple[str, ...], message: str) -> None:
+    result = command("layers", *args)
+    assert result.exit_code == 2
+    assert message in said(result)
+
+
+def test_config_prints_every_key() -> None:
+    result = command("config")
+    assert result.exit_code == 0
+    assert result.output.strip() == table()
+    assert "| `learning-rate` | `0.05` | > 0 |" in result.output

@@ -1,0 +1,141 @@
+"""Comparisons: variants from text, runs that are not repeated, failures that are reported, and a table checked by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_bn.experiment import compare
+from fl_bn.experiment.compare import Cell, Outcome, Variant, gather, plan, run_cells, table, write
+from fl_bn.experiment.config import ConfigError
+from fl_bn.experiment.run_directory import to_toml
+
+
+@pytest.mark.parametrize(
+    ("text", "method", "overrides"),
+    [
+        ("fbn", "fbn", {}),
+        (" centralised ", "centralised", {}),
+        ("fbn:learning-rate=0.01;local-steps=1", "fbn", {"learning-rate": 0.01, "local-steps": 1}),
+        ("gn:model='resnet18';pictures=true", "gn", {"model": "resnet18", "pictures": True}),
+    ],
+)
+def test_a_variant_from_text(text: str, method: str, overrides: dict[str, Any]) -> None:
+    variant = Variant.parse(text)
+    assert (variant.label, variant.method, variant.overrides) == (text.strip(), method, overrides)
+
+
+def test_a_variants_config_is_the_base_with_its_own_keys(tmp_path: Path) -> None:
+    config = Variant.parse("fbn:rounds=7;batch-size=8").config({"rounds": 3, "clients": 2}, 4, tmp_path)
+    assert (config.method, config.rounds, config.batch_size, config.clients, config.seed) == ("fbn", 7, 8, 2, 4)
+    assert (config.output, config.pictures) == (str(tmp_path), False)
+    assert "/" not in config.name
+    assert Variant.parse("centralised").config({}, 0, tmp_path).method == "fedavg"
+    with pytest.raises(ConfigError, match="unknown config key 'round'"):
+        Variant.parse("fbn:round=7").config({}, 0, tmp_path)
+
+
+def test_the_plan_completes_one_seed_after_the_other(tmp_path: Path) -> None:
+    cells = plan([Variant.parse("fbn"), Variant.parse("gn")], [3, 4], {"rounds": 2}, tmp_path)
+    assert [(cell.config.method, cell.config.seed) for cell in cells] == [("fbn", 3), ("gn", 3), ("fbn", 4), ("gn", 4)]
+    assert len({cell.path for cell in cells}) == 4
+    with pytest.raises(ConfigError, match="every variant needs a label of its own"):
+        plan([Variant.parse("fbn"), Variant.parse("fbn")], [0], {}, tmp_path)
+
+
+def finish(cell: Cell, accuracies: list[float | None]) -> None:
+    """What a run that reached these accuracies leaves behind."""
+    cell.path.mkdir(parents=True, exist_ok=True)
+    (cell.path / "config.toml").write_text(to_toml(cell.config.to_mapping()))
+    lines = [json.dumps({"round": number, "accuracy": value}) + "\n" for number, value in enumerate(accuracies, 1)]
+    (cell.path / "rounds.jsonl").write_text("".join(lines))
+    (cell.path / "summary.md").write_text("done")
+
+
+def cells(folder: Path, *variants: str, seeds: int = 2, rounds: int = 3) -> list[Cell]:
+    return plan([Variant.parse(text) for text in variants], range(seeds), {"rounds": rounds, "evaluate-every": 2}, folder)
+
+
+def test_what_counts_as_finished(tmp_path: Path) -> None:
+    (cell,) = cells(tmp_path, "fbn", seeds=1)
+    assert not cell.finished()
+    finish(cell, [None, 0.5])
+    assert not cell.finished()  # a round is missing
+    finish(cell, [None, 0.5, 0.6])
+    assert cell.finished()
+    (other,) = cells(tmp_path, "fbn", seeds=1, rounds=4)
+    assert other.path == cell.path
+    assert not other.finished()  # another config
+    (cell.path / "summary.md").unlink()
+    assert not cell.finished()
+
+
+class Threads(ThreadPoolExecutor):
+    def __init__(self, jobs: int, mp_context: object) -> None:
+        super().__init__(jobs)
+
+
+def test_finished_cells_are_not_repeated_and_failing_ones_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run_cell(cell: Cell) -> None:
+        ran.append(cell.config.name)
+        assert not cell.path.exists()  # the rest of an interrupted run is gone
+        if cell.config.method == "gn" and cell.config.seed == 1:
+            raise ValueError("the disk is full")
+        finish(cell, [None, 0.5, 0.6])
+
+    monkeypatch.setattr(compare, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(compare, "run_cell", run_cell)
+    planned, told = cells(tmp_path, "fbn", "gn"), list[tuple[int, int]]()
+    finish(planned[0], [None, 0.1, 0.2])
+    finish(planned[1], [None])
+    assert run_cells(planned, 1, lambda done, total: told.append((done, total))) == {"gn-seed1": "ValueError: the disk is full"}
+    assert ran == ["gn-seed0", "fbn-seed1", "gn-seed1"]
+    assert told[-1] == (9, 12)
+    run_cells(planned, 1, lambda done, total: None)
+    assert ran[3:] == ["gn-seed1"]
+    rows = table(gather(planned))
+    assert rows == [("gn", "60.0", "60.0", "1 of 2, the others failed"), ("fbn", "40.0 (28.3)", "40.0 (28.3)", "2")]
+
+
+def test_the_table_by_hand(tmp_path: Path) -> None:
+    planned = cells(tmp_path, "fbn", "fedavg", "hbn")
+    values = {("fbn", 0): [0.2, 0.9, 0.7], ("fbn", 1): [0.2, 0.6, 0.8], ("fedavg", 0): [0.5, None, 0.9], ("fedavg", 1): [0.1, None, 0.8]}
+    for cell in planned:
+        if (key := (cell.config.method, cell.config.seed)) in values:
+            finish(cell, values[key])  # type: ignore[arg-type]
+    outcome = gather(planned)
+    assert outcome.rounds == {"fbn": [1, 2, 3], "fedavg": [1, 3]}
+    assert np.allclose(outcome.accuracy["fbn"], [[20, 90, 70], [20, 60, 80]])
+    # fbn: last 70, 80: mean 75, std 7.07; best 90, 80: mean 85, std 7.07. fedavg: 90, 80
+    assert table(outcome) == [
+        ("fedavg", "85.0 (7.1)", "85.0 (7.1)", "2"),
+        ("fbn", "75.0 (7.1)", "85.0 (7.1)", "2"),
+        ("hbn", "failed", "failed", "0 of 2"),
+    ]
+    write(outcome, "three methods", tmp_path)
+    assert "| fbn | 75.0 (7.1) | 85.0 (7.1) | 2 |" in (tmp_path / "table.md").read_text()
+    assert "| hbn | failed | failed | 0 of 2 |" in (tmp_path / "table.md").read_text()
+    with (tmp_path / "table.csv").open() as file:
+        assert list(csv.reader(file))[1:] == [
+            ["fedavg", "85.000", "7.071", "85.000", "7.071", "2"],
+            ["fbn", "75.000", "7.071", "85.000", "7.071", "2"],
+        ]
+    with (tmp_path / "curves.csv").open() as file:
+        assert list(csv.reader(file))[1:4] == [["fbn", "0", "1", "20.000"], ["fbn", "0", "2", "90.000"], ["fbn", "0", "3", "70.000"]]
+    assert (tmp_path / "comparison.png").stat().st_size > 10_000
+
+
+def test_one_seed_has_no_standard_deviation_and_no_run_no_picture(tmp_path: Path) -> None:
+    one = Outcome({"fbn": [1]}, {"fbn": np.array([[50.0]])}, {"fbn": 1})
+    assert table(one) == [("fbn", "50.0", "50.0", "1")]
+    write(Outcome({}, {}, {"fbn": 1}), "nothing", tmp_path)
+    assert not (tmp_path / "comparison.png").exists()
+    assert "| fbn | failed | failed | 0 of 1 |" in (tmp_path / "table.md").read_text()

@@ -1,0 +1,129 @@
+"""The run config: every key checked by name, the same defaults in pyproject, and sentences that say what to do."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from fl_bn.experiment.config import ConfigError, RunConfig, kebab, table
+from fl_bn.experiment.run_directory import to_toml
+from fl_bn.methods import METHODS
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+KEYS = {kebab(spec.name): spec for spec in fields(RunConfig)}
+FREE = {"model", "dataset", "data-path", "output"}  # any text: checked where they are used
+WRONG: dict[str, list[object]] = {
+    "freeze-after": [-2], "groups": [0], "fbn-momentum": [-0.1, 1.1], "hbn-lam": [-0.1, 1.5], "hbn-stat-samples": [-1, 1], "image-size": [-1, 5000],
+    "partition-parameter": [-0.5], "calibrate": [-1], "clients": [0], "fraction": [0.0, 1.01], "rounds": [0], "min-replies": [-0.1, 1.1],
+    "max-failed-rounds": [0], "round-timeout": [0.0], "wait-timeout": [-1.0], "local-epochs": [-1], "local-steps": [-1], "batch-size": [1],
+    "learning-rate": [0.0], "learning-rate-decay": [0.0, 1.1], "momentum": [-0.1, 1.0], "weight-decay": [-1e-9], "server-learning-rate": [0.0],
+    "server-momentum": [-0.1, 1.0], "evaluate-every": [0], "seed": [-1], "device": ["tpu", "gpu", ""], "threads": [0], "name": ["a/b", "..", " a"],
+}  # fmt: skip
+
+
+def config(**values: object) -> RunConfig:
+    return RunConfig.from_mapping({kebab(key): value for key, value in values.items()})
+
+
+def test_pyproject_states_the_defaults_key_by_key_in_order() -> None:
+    stated = tomllib.loads(PYPROJECT.read_text())["tool"]["flwr"]["app"]["config"]
+    assert list(stated.items()) == list(RunConfig().to_mapping().items())
+    assert [type(value) for value in stated.values()] == [type(value) for value in RunConfig().to_mapping().values()]
+
+
+def test_the_simulation_of_pyproject_has_as_many_supernodes_as_the_run_clients() -> None:
+    federations = tomllib.loads(PYPROJECT.read_text())["tool"]["flwr"]["federations"]
+    simulated = [value for value in federations.values() if "options" in value]
+    assert len(simulated) >= 2
+    assert {value["options"]["num-supernodes"] for value in simulated} == {RunConfig().clients}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_has_a_meaning_and_says_what_it_takes(name: str) -> None:
+    spec = KEYS[name]
+    assert spec.metadata["help"]
+    assert spec.metadata["allowed"]
+    assert f"| `{name}` |" in table()
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_refuses_the_wrong_type_by_name(name: str) -> None:
+    kind = type(KEYS[name].default)
+    for wrong in ("3", 3, 3.5, True, None, [1]):
+        fits = type(wrong) is kind or (kind is float and type(wrong) is int)
+        if not fits:
+            with pytest.raises(ConfigError, match=f"{name} must be of type {kind.__name__}, but got"):
+                RunConfig.from_mapping({name: wrong})
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_refuses_what_is_out_of_range_by_name(name: str) -> None:
+    kind = type(KEYS[name].default)
+    chosen = [value for value in ("nonsense",) if kind is str and name not in FREE | {"name"}]
+    for wrong in [*WRONG.get(name, []), *chosen]:
+        with pytest.raises(ConfigError, match=f"{name} must be .*, but got"):
+            RunConfig.from_mapping({name: wrong})
+    assert name in WRONG or name in FREE or kind is bool or chosen  # no key is forgotten here
+
+
+def test_an_unknown_key_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown config key 'learning_rate': did you mean 'learning-rate'?"):
+        RunConfig.from_mapping({"learning_rate": 0.1})
+    with pytest.raises(ConfigError, match="unknown config key 'xyzzy' \\(known: method, freeze-after, "):
+        RunConfig.from_mapping({"xyzzy": 1})
+
+
+def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
+    made = config(learning_rate=1)
+    assert type(made.learning_rate) is float
+    assert made == config(learning_rate=1.0)
+    with pytest.raises(ConfigError, match="rounds must be of type int, but got 3.0"):
+        config(rounds=3.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"local_epochs": 2}, "give either local epochs or local steps, but got epochs=2 and steps=10"),
+        ({"local_steps": 0}, "give either local epochs or local steps"),
+        ({"optimizer": "adam"}, "adam has moments of its own: set the optimiser's momentum to 0"),
+        ({"update": "gradients"}, r"update='gradients' is one batch, .* but got steps=10"),
+        ({"method": "fixbn", "freeze_after": 99}, "freeze-after must not exceed rounds=60, but got 99"),
+    ],
+)
+def test_keys_that_do_not_go_together(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**values)
+
+
+def test_round_trip_through_the_mapping_and_through_toml() -> None:
+    made = config(method="fbn", fraction=0.3, name='a "quoted" näme', pictures=False, weight_decay=1e-7, data_path="C:\\data")
+    assert RunConfig.from_mapping(made.to_mapping()) == made
+    assert RunConfig.from_mapping(tomllib.loads(to_toml(made.to_mapping()))) == made
+    assert made != RunConfig()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_can_be_configured_and_frozen(name: str) -> None:
+    assert config(method=name).build_method().name == name
+    frozen = config(method=name, freeze_after=2).build_method()
+    assert [frozen.phase(round, 9).value for round in (2, 3)] == ["train", "frozen"]
+
+
+def test_options_reach_the_method_and_the_rounds() -> None:
+    assert config(method="hbn", hbn_stat_samples=64, hbn_lower_layers="hybrid").build_method().statistics_pass.samples == 64
+    assert config(method="hbn").build_method().combine.keywords == {"lam": 1.0}  # type: ignore[attr-defined]
+    assert config(method="hbn", fraction=0.5).build_method().combine.keywords == {"lam": 0.01}  # type: ignore[attr-defined]
+    assert config(method="fbn", fbn_momentum=0.3).build_method().combine.keywords == {"momentum": 0.3}  # type: ignore[attr-defined]
+    policy = config(min_replies=0.25, calibrate=2, evaluate_every=7, client_weights="uniform").round_policy()
+    assert (policy.min_replies, policy.calibrate, policy.evaluate_every, policy.client_weights) == (0.25, 2, 7, "uniform")
+    assert [policy.rate(round, 60) for round in (1, 30, 31, 46)] == pytest.approx([0.05, 0.05, 0.005, 0.0005])
+
+
+def test_the_config_is_a_value() -> None:
+    assert hash(RunConfig()) == hash(config())
+    with pytest.raises(ConfigError, match="rounds must be >= 1, but got 0"):
+        replace(RunConfig(), rounds=0)

@@ -1,0 +1,141 @@
+"""Who is there: clients are waited for, known by their own index, and sampled in an order that the seed alone decides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from fl_bn.flower import RunFailed
+from fl_bn.flower.population import round_half_up, sample_cohort
+from fl_bn.methods import METHODS
+from fl_bn.training.local import Samples
+from tests.in_process import Run, WatchedGrid, client_app, identical, run
+
+Clients = Callable[..., list[Samples]]
+FBN = METHODS["fbn"]()
+
+
+@pytest.fixture
+def clients(tiny_clients: Clients) -> list[Samples]:
+    return tiny_clients((6, 4, 5))
+
+
+@pytest.fixture
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fl_bn.flower.population.time.sleep", lambda seconds: None)
+
+
+def test_node_ids_and_the_order_of_replies_change_no_bit(tiny_clients: Clients) -> None:
+    clients = tiny_clients((6, 4, 5, 3, 7, 4))
+
+    def sampled(shuffle: int, seed: int = 0) -> Run:
+        grid = WatchedGrid(client_app(FBN, clients), 6, shuffle)
+        return run(FBN, clients, 6, grid=grid, policy={"fraction": 0.5, "seed": seed})
+
+    a, b, other = sampled(1), sampled(2), sampled(1, seed=3)
+    assert list(a.grid.get_node_ids()) != list(b.grid.get_node_ids())
+    cohorts = [[c.client for c in record.clients] for record in a.records]
+    assert cohorts == [[c.client for c in record.clients] for record in b.records]
+    assert all(cohort == sorted(cohort) and len(cohort) == 3 for cohort in cohorts)
+    assert len({tuple(cohort) for cohort in cohorts}) > 1
+    assert all(identical(a.trajectory[r], b.trajectory[r]) for r in range(1, 7))
+    assert cohorts != [[c.client for c in record.clients] for record in other.records]  # control: another seed
+    assert not identical(a.trajectory[6], other.trajectory[6])
+
+
+def test_sampling_ignores_the_order_of_the_population() -> None:
+    assert sample_cohort([3, 1, 2, 0], 2, random.Random("0/1")) == sample_cohort([0, 1, 2, 3], 2, random.Random("0/1"))
+    assert [round_half_up(x) for x in (0.5, 1.4, 1.5, 2.5)] == [1, 1, 2, 3]
+
+
+class LateGrid(WatchedGrid):
+    """Node ``k`` (from 0) appears at the ``k``-th question who is there; at most ``most`` ever do."""
+
+    asked, most = 0, 99
+
+    def get_node_ids(self) -> Iterable[int]:
+        self.asked += 1
+        return list(super().get_node_ids())[: min(self.asked, self.most)]
+
+
+@pytest.mark.usefixtures("no_sleep")
+def test_the_run_waits_for_clients_that_appear_one_after_another(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    grid = LateGrid(client_app(FBN, clients), 3)
+    ran = run(FBN, clients, 1, grid=grid, policy={"wait": 60.0})
+    assert [c.client for c in ran.records[0].accepted] == [0, 1, 2]
+    assert "waiting for clients: 1 of 3 are here" in log.text
+    assert "waiting for clients: 2 of 3 are here" in log.text
+    assert grid.kinds()[0] == "query.hello 0"
+
+
+@pytest.mark.usefixtures("no_sleep")
+def test_missing_clients_are_named_when_the_wait_is_over(clients: list[Samples]) -> None:
+    grid = LateGrid(client_app(FBN, clients), 3)
+    grid.most = 1
+    with pytest.raises(
+        RunFailed, match=r"only 1 of 3 clients came within 0 s \(missing: \[1, 2\]\)\. Start the others, or lower `clients`"
+    ):
+        run(FBN, clients, 1, grid=grid, policy={"wait": 0.01})
+
+
+def test_a_client_of_a_larger_run_is_refused_with_what_to_do(clients: list[Samples]) -> None:
+    grid = WatchedGrid(client_app(FBN, clients, counted=4), 3)
+    with pytest.raises(RunFailed, match=r"the run is for 3 clients, but node 1 counts 4: .*\"clients=4\".*options.num-supernodes=3"):
+        run(FBN, clients, 1, grid=grid)
+
+
+@pytest.mark.usefixtures("no_sleep")
+def test_a_client_of_another_method_is_refused(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    grid = WatchedGrid(client_app(METHODS["fedavg"](), clients), 3)
+    with pytest.raises(RunFailed, match="only 0 of 3"):
+        run(FBN, clients, 1, grid=grid, policy={"wait": 0.01})
+    assert "client 0 has another model, method or version of fl-bn" in log.text
+
+
+class TwinGrid(WatchedGrid):
+    """One more node, which serves the partition of node 2; ``gone`` are offline."""
+
+    def __init__(self, clients: list[Samples]) -> None:
+        super().__init__(client_app(FBN, clients), len(clients))
+        (twin,) = list(WatchedGrid(client_app(FBN, clients), len(clients))._contexts.values())[1:2]
+        twin.node_id, self._contexts[77], self.gone = 77, twin, set[int]()
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node for node in super().get_node_ids() if node not in self.gone]
+
+
+def test_a_second_node_of_one_client_is_refused_by_name(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    ran = run(FBN, clients, 2, grid=TwinGrid(clients))
+    assert log.text.count("node 77 refused: client 1 is already served by node 2") == 1
+    assert all([c.client for c in record.accepted] == [0, 1, 2] for record in ran.records)
+    assert identical(ran.trajectory[2], run(FBN, clients, 2).trajectory[2])
+    assert not any(message.metadata.dst_node_id == 77 for message in ran.grid.sent if message.metadata.message_type == "train")
+
+
+def test_a_restarted_client_takes_its_place_again_once_the_old_node_is_gone(clients: list[Samples]) -> None:
+    grid = TwinGrid(clients)
+
+    def leave(round: int) -> None:
+        if round == 2:
+            grid.gone = {2}
+
+    ran = run(FBN, clients, 3, grid=grid, evaluate=None, policy={"rate": lambda round, rounds: leave(round) or 0.1})
+    assert [[c.client for c in record.accepted] for record in ran.records] == [[0, 1, 2]] * 3
+    served = {
+        m.metadata.group_id: m.metadata.dst_node_id
+        for m in grid.sent
+        if m.metadata.dst_node_id in (2, 77) and m.metadata.message_type == "train"
+    }
+    assert served == {"1": 2, "2": 2, "3": 77}
+
+
+def test_a_run_whose_clients_all_leave_stops_with_a_sentence(clients: list[Samples]) -> None:
+    grid = TwinGrid(clients)
+
+    def leave(round: int) -> None:
+        grid.gone = {1, 2, 3, 77}
+
+    with pytest.raises(RunFailed, match="2 rounds in a row had too few usable replies"):
+        run(FBN, clients, 9, grid=grid, policy={"max_failed": 2, "rate": lambda round, rounds: leave(round) or 0.1})

@@ -1,0 +1,145 @@
+"""A Flower run in this process over a handful of samples: a real ClientApp, a real strategy, and a grid that remembers what passed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Result
+from torch import nn
+
+from fl_bn.conversion import convert
+from fl_bn.flower import BatchNormClient, BatchNormStrategy, InProcessGrid, Rounds, Site, make_client_app
+from fl_bn.flower.round_record import RoundRecord
+from fl_bn.methods import Method
+from fl_bn.training.local import Samples
+from fl_bn.training.settings import LocalTraining
+from tests.networks import seeded_network
+
+TWO_STEPS = LocalTraining(batch_size=4, steps=2, momentum=0.9)
+FULL_BATCH = LocalTraining(batch_size=64, epochs=1)
+CPU = torch.device("cpu")
+
+
+def client_app(
+    method: Method,
+    clients: Sequence[Samples],
+    settings: LocalTraining = TWO_STEPS,
+    *,
+    model: nn.Module | None = None,
+    folder: Path | None = None,
+    disturb: Callable[[int, str], None] = lambda client, kind: None,
+    counted: int = 0,
+) -> ClientApp:
+    """``disturb(client, what)`` is called before each fit and may raise; ``counted``: the number of clients that each believes in."""
+    converted = convert(model or seeded_network("cnn"), method)
+
+    class Disturbed(BatchNormClient):
+        def fit(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+            disturb(self.site.client, f"{config['phase']} {config['round']}")
+            return super().fit(parameters, config)
+
+    def build(context: Context) -> BatchNormClient:
+        index = int(context.node_config["partition-id"])
+        site = Site(index, counted or len(clients), clients[index], clients[index], CPU, folder, (len(clients[index]),))
+        return Disturbed(converted, method, settings, site, context.state)
+
+    return make_client_app(build)
+
+
+class WatchedGrid(InProcessGrid):
+    """Keeps every message in both directions. ``shuffle``: node ids and the order of replies are drawn at random, as Flower's are."""
+
+    def __init__(self, app: ClientApp, clients: int, shuffle: int | None = None) -> None:
+        super().__init__(app, clients, {})
+        self.sent: list[Message] = []
+        self.received: list[Message] = []
+        self.random = None if shuffle is None else random.Random(shuffle)
+        if self.random is not None:
+            contexts = list(self._contexts.values())
+            self.random.shuffle(contexts)
+            self._contexts = {self.random.getrandbits(60): context for context in contexts}
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.sent += messages
+        ids = list(super().push_messages(messages))
+        self.received += [self._answers[identity] for identity in ids]
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = list(super().pull_messages(message_ids))
+        if self.random is not None:
+            self.random.shuffle(replies)
+        return replies
+
+    def states(self) -> list[RecordDict]:
+        """``context.state`` of every client, in client order."""
+        return [c.state for c in sorted(self._contexts.values(), key=lambda c: int(c.node_config["partition-id"]))]
+
+    def kinds(self) -> list[str]:
+        """``train 1``, ``query.statistics 1``, ...: one per exchange, in order."""
+        said = [f"{m.metadata.message_type} {m.metadata.group_id}" for m in self.sent]
+        return [kind for before, kind in zip([None, *said], said, strict=False) if kind != before]
+
+    def train(self, round: int, *, replies: bool = False) -> list[dict[str, dict[str, np.ndarray]]]:
+        """The payloads of the train messages (or of their replies) of ``round``, in the order sent."""
+        messages = self.received if replies else self.sent
+        wanted = (m for m in messages if m.metadata.message_type == "train" and m.metadata.group_id == str(round) and m.has_content())
+        return [sections(m.content) for m in wanted]
+
+
+def sections(content: RecordDict) -> dict[str, dict[str, np.ndarray]]:
+    return {section: arrays_of(record) for section, record in content.array_records.items()}
+
+
+def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
+    return {name: array.numpy() for name, array in record.items()}
+
+
+@dataclass
+class Run:
+    """What a run left behind. ``trajectory``: the shared tensors as evaluated, by round."""
+
+    strategy: BatchNormStrategy
+    grid: WatchedGrid
+    result: Result
+    records: list[RoundRecord] = field(default_factory=list)
+    trajectory: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
+
+
+def run(
+    method: Method,
+    clients: Sequence[Samples],
+    rounds: int = 3,
+    *,
+    settings: LocalTraining = TWO_STEPS,
+    grid: WatchedGrid | None = None,
+    policy: Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> Run:
+    """``policy``: fields of ``Rounds``; ``options``: of the strategy."""
+    grid = grid or WatchedGrid(client_app(method, clients, settings, model=model), len(clients))
+    ran = Run.__new__(Run)
+    ran.records, ran.trajectory, ran.grid = [], {}, grid
+    rules = Rounds(**{"clients": len(clients), "update": settings.update, "wait": 0.0, **(policy or {})})
+    ran.strategy = BatchNormStrategy(model or seeded_network("cnn"), method, rules, observer=ran.records.append, **options)
+
+    def keep(round: int, arrays: ArrayRecord) -> None:
+        ran.trajectory[round] = arrays_of(arrays)
+
+    ran.result = ran.strategy.start(grid, num_rounds=rounds, evaluate_fn=keep)
+    return ran
+
+
+def identical(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:
+    """Same names, dtypes and bits."""
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and a[k].tobytes() == b[k].tobytes() for k in a)

@@ -1,0 +1,46 @@
+"""A program: every method, one run after the other, on one start of Ray (which takes longer than all the runs).
+
+The ServerApp and the ClientApp are those of ``flwr run``; only the run config, which Flower fixes per start, is handed on in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+
+from client_app.app import build_client
+from fl_bn.flower import BatchNormClient, make_client_app
+from fl_bn.methods import METHODS
+from server_app.app import app as served
+from tests.integration.runs import TINY, own
+
+CONFIG = "FL_BN_TEST_CONFIG"
+
+
+def build(context: Context) -> BatchNormClient:
+    run_config = json.loads(Path(os.environ[CONFIG]).read_text())
+    return build_client(Context(context.run_id, context.node_id, context.node_config, context.state, run_config))
+
+
+def main(folder: Path) -> None:
+    os.environ[CONFIG] = str(folder / "config.json")
+    server = ServerApp()
+
+    @server.main()
+    def serve(grid: Grid, context: Context) -> None:
+        for method in METHODS:
+            context.run_config = {**TINY, **own(method), "output": str(folder), "name": method}
+            (folder / "config.json").write_text(json.dumps(context.run_config))
+            served(grid, context)
+
+    run_simulation(server, make_client_app(build), 3, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

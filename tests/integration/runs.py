@@ -1,0 +1,68 @@
+"""Runs small enough to make in seconds, and their results as comparable bits."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import OrderedDict
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import nn
+
+from fl_bn.flower import run_in_process
+
+TINY: dict[str, str | int | float | bool] = {
+    "dataset": "digits",
+    "model": "mlp",
+    "clients": 3,
+    "rounds": 3,
+    "local-steps": 2,
+    "batch-size": 16,
+    "evaluate-every": 2,
+    "partition": "dirichlet",
+    "partition-parameter": 0.5,
+    "pictures": False,
+    "device": "cpu",
+}
+
+
+def tiny(folder: Path, method: str, **overrides: str | int | float | bool) -> Path:
+    """A run of ``method`` in this process, in a folder of its name. Instance norm needs images, and so a CNN."""
+    path = run_in_process({**TINY, **own(method), "output": str(folder), "name": method, **overrides})
+    assert path is not None
+    return path
+
+
+def own(method: str) -> dict[str, str]:
+    return {"method": method} | ({"model": "tests.integration.runs:images"} if method == "in" else {})
+
+
+def bits(path: Path) -> dict[str, bytes]:
+    """Everything that a seed decides: every saved tensor, and every line of rounds.jsonl without its seconds."""
+    found: dict[str, bytes] = {}
+    for file in sorted(path.rglob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            found[f"{file.relative_to(path)}/{name}"] = f"{tensor.dtype}{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes()
+    for line in (path / "rounds.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        del row["seconds"]
+        found[f"round {row['round']}"] = json.dumps(row).encode()
+    return found
+
+
+def differences(a: dict[str, bytes], b: dict[str, bytes]) -> list[str]:
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
+def table(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as source:
+        return list(csv.DictReader(source))
+
+
+def images(classes: int, channels: int, image_size: int) -> nn.Module:
+    """A convolution, a norm layer and a head, for images of 20 pixels."""
+    layers = (nn.Conv2d(channels, 4, 3, stride=3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    return nn.Sequential(
+        OrderedDict(zip(("conv", "norm", "relu", "pool", "flatten", "head"), (*layers, nn.Linear(16, classes)), strict=True))
+    )

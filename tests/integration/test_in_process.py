@@ -1,0 +1,120 @@
+"""Whole runs in this process, through the ServerApp and ClientApp that ``flwr run`` loads: reproducible, and complete on disk."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fl_bn.experiment.assembly import dataset, source_model
+from fl_bn.experiment.config import RunConfig
+from fl_bn.flower import RunFailed, run_in_process
+from fl_bn.methods import METHODS
+from fl_bn.training.local import Samples, evaluate
+from tests.integration.runs import TINY, bits, differences, table, tiny
+
+FILES = {
+    "config.toml", "environment.json", "rounds.csv", "clients.csv", "rounds.jsonl", "model.safetensors", "summary.md", "accuracy.png",
+    "labels.png", "tensorboard",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(method: str, tmp_path: Path) -> None:
+    first, second = (bits(tiny(tmp_path / run, method)) for run in ("a", "b"))
+    assert differences(first, second) == []
+    other = bits(tiny(tmp_path / "c", method, seed=1))  # control
+    assert differences(first, other) == sorted(name for name in first if not name.endswith("num_batches_tracked"))
+    assert "model.safetensors/head.weight" in first
+    assert any(name.startswith("clients/") for name in first) == METHODS[method]().personal
+
+
+@pytest.mark.parametrize("method", ["hbn", "fedbn"])
+def test_a_run_leaves_all_its_files(method: str, tmp_path: Path) -> None:
+    path = tiny(tmp_path, method, pictures=True)
+    personal = METHODS[method]().personal
+    assert {file.name for file in path.iterdir()} == FILES | ({"clients"} if personal else set())
+    rounds = table(path / "rounds.csv")
+    lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rounds] == ["1", "2", "3"]
+    assert [row["accuracy"] != "" for row in rounds] == [False, True, True]
+    for row, line in zip(rounds, lines, strict=True):
+        assert {k: v for k, v in row.items() if v} == {k: str(v) for k, v in line.items() if v is not None}
+    clients = table(path / "clients.csv")
+    assert [(row["round"], row["client"]) for row in clients] == [(str(r), str(c)) for r in (1, 2, 3) for c in range(3)]
+    assert [row["accuracy"] != "" for row in clients] == [personal and r > 1 for r in (1, 2, 3) for _ in range(3)]
+    summary = (path / "summary.md").read_text()
+    assert f"# {method} on digits" in summary
+    assert f"accuracy after round 3: **{float(rounds[-1]['accuracy']):.1%}**" in summary
+    assert "failed" not in summary
+    assert json.loads((path / "environment.json").read_text())["packages"]["flwr"].startswith("1.25")
+    assert any((path / "tensorboard").iterdir())
+    if personal:
+        assert sorted(file.name for file in (path / "clients").iterdir()) == [f"client-{i}.safetensors" for i in range(3)]
+
+
+def test_the_pictures_show_something(tmp_path: Path) -> None:
+    path = tiny(tmp_path, "hbn", pictures=True)
+    for name in ("accuracy.png", "labels.png"):
+        pixels = matplotlib.image.imread(path / name)
+        height, width, _ = pixels.shape
+        assert min(height, width) > 200
+        colours = np.unique(pixels.reshape(-1, pixels.shape[2]).round(2), axis=0)
+        assert len(colours) > 20
+        assert 0.3 < (pixels[..., :3].min(axis=2) > 0.99).mean() < 0.99  # paper, and ink on it
+
+
+@pytest.mark.parametrize("method", ["fedavg", "hbn", "fbn", "fixbn"])
+def test_the_saved_model_loads_into_the_plain_network_and_has_the_accuracy_of_the_table(method: str, tmp_path: Path) -> None:
+    path = tiny(tmp_path, method)
+    config = RunConfig.from_mapping({**TINY, "method": method})
+    data, model = dataset(config), copy.deepcopy(source_model(config))
+    tensors = load_file(path / "model.safetensors")
+    counters = {k: t for k, t in model.state_dict().items() if k.endswith("num_batches_tracked")}
+    model.load_state_dict(tensors | counters, strict=True)
+    loss, accuracy = evaluate(model, Samples(data.x_test, data.y_test))
+    last = table(path / "rounds.csv")[-1]
+    assert accuracy == float(last["accuracy"])
+    assert loss == pytest.approx(float(last["test-loss"]), rel=1e-6)
+    stale, _ = evaluate(source_model(config), Samples(data.x_test, data.y_test))
+    assert stale != accuracy  # control
+    with safe_open(path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"method": method, "model": "mlp", "rounds": "3"}
+
+
+def test_a_failing_run_raises_and_leaves_what_it_had(tmp_path: Path) -> None:
+    values = {**TINY, "output": str(tmp_path), "name": "wild", "learning-rate": 1e30, "max-failed-rounds": 2, "pictures": True}
+    with pytest.raises(RunFailed, match="2 rounds in a row had too few usable replies"):
+        run_in_process(values)
+    path = tmp_path / "wild"
+    assert "**The run failed** after 2 of 3 rounds: RunFailed: 2 rounds in a row" in (path / "summary.md").read_text()
+    assert {file.name for file in path.iterdir()} == FILES
+    model, start = load_file(path / "model.safetensors"), source_model(RunConfig.from_mapping(TINY)).state_dict()
+    assert all(torch.equal(model[k], start[k]) for k in model)
+    refused = [row["refused"] for row in table(path / "clients.csv")]
+    assert all("not finite" in reason for reason in refused)
+
+
+def test_no_run_is_overwritten(tmp_path: Path) -> None:
+    tiny(tmp_path, "gn")
+    with pytest.raises(FileExistsError, match="exists already: give another name, or remove it"):
+        tiny(tmp_path, "gn")
+
+
+def test_without_output_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_in_process({**TINY, "output": "", "rounds": 1, "method": "fedbn"}) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_number_of_threads_is_left_as_it_was(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    tiny(tmp_path, "gn", threads=before + 1, rounds=1)
+    assert torch.get_num_threads() == before

@@ -1,0 +1,78 @@
+"""Flower's simulation on Ray, started as a user starts it: the same bits as in process, and failures that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fl_bn.methods import METHODS
+from tests.integration.runs import TINY, bits, differences, tiny
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The commands of this interpreter first, and a home of Flower's own that is thrown away."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    home = str(tmp_path_factory.mktemp("flower"))
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "FLWR_HOME": home, "FLWR_TELEMETRY_ENABLED": "0", "COLUMNS": "300"}
+
+
+def command(*args: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(args, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+def run_config(**overrides: str | int | float | bool) -> str:
+    """As typed after ``--run-config``."""
+    values = {**TINY, **{key.replace("_", "-"): value for key, value in overrides.items()}}
+    return " ".join(f"{key}={value!r}" if isinstance(value, str) else f"{key}={json.dumps(value)}" for key, value in values.items())
+
+
+@pytest.fixture(scope="module")
+def on_ray(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one run per method."""
+    folder = tmp_path_factory.mktemp("ray")
+    done = command(sys.executable, str(Path(__file__).with_name("every_method_on_ray.py")), str(folder), environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ray_and_in_process_give_the_same_bits(method: str, on_ray: Path, tmp_path: Path) -> None:
+    here, there = bits(tiny(tmp_path, method)), bits(on_ray / method)
+    assert differences(here, there) == []
+    other = bits(tiny(tmp_path / "other", method, seed=1))  # control
+    assert differences(other, there) != []
+
+
+def test_flwr_run_as_a_user_does(environment: dict[str, str], tmp_path: Path) -> None:
+    config = run_config(method="hbn", output=str(tmp_path), name="user", pictures=True)
+    done = command("flwr", "run", ".", "--run-config", config, "--federation-config", "options.num-supernodes=3", environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert "[round 3/3] 3/3 clients" in said
+    assert "normalisation: hbn train, reports moments of a pass before training" in said
+    assert {"accuracy.png", "labels.png", "summary.md", "tensorboard"} <= {file.name for file in (tmp_path / "user").iterdir()}
+    assert differences(bits(tiny(tmp_path, "hbn")), bits(tmp_path / "user")) == []
+
+
+def test_a_failing_run_exits_non_zero_and_says_which_file_is_missing(environment: dict[str, str], tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere.npz"
+    config = run_config(dataset="npz", data_path=str(missing), output="")
+    done = command("flower-simulation", "--app", ".", "--num-supernodes", "3", "--run-config", config, environment=environment)
+    assert done.returncode != 0
+    assert f"dataset 'npz': there is no file '{missing}'" in done.stdout + done.stderr
+
+
+def test_a_wrong_number_of_supernodes_says_what_to_set(environment: dict[str, str]) -> None:
+    config = run_config(output="")
+    done = command("flower-simulation", "--app", ".", "--num-supernodes", "2", "--run-config", config, environment=environment)
+    assert done.returncode != 0
+    assert "the run is for clients=3, but this client's node config has num-partitions=2" in done.stdout + done.stderr
