@@ -14,7 +14,9 @@ from rich.table import Table
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Batch normalisation that works in federated learning.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Batch normalisation that works in federated learning."
+)
 console = Console()
 
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to override, as for flwr run: \"rounds=10 method='hbn'\"")]
@@ -38,9 +40,9 @@ def run(run_config: RunConfigOption = "") -> None:
 
 @app.command()
 def compare(
-    methods: Annotated[str, typer.Option(help="separated by commas; `centralised` too; one may differ in keys: fbn:learning-rate=0.01;rounds=9")] = (
-        "centralised,fedavg,gn,fixbn,hbn,fbn"
-    ),
+    methods: Annotated[
+        str, typer.Option(help="separated by commas; `centralised` too; one may differ in keys: fbn:learning-rate=0.01;rounds=9")
+    ] = ("centralised,fedavg,gn,fixbn,hbn,fbn"),
     seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from the config's seed on")] = 3,
     jobs: Annotated[int, typer.Option(min=1, help="runs at a time, each in a process of its own")] = 2,
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/compare-<time>")] = "",
@@ -60,12 +62,20 @@ def compare(
         cells = plan([Variant.parse(text) for text in methods.split(",")], range(config.seed, config.seed + seeds), base, folder)
     except (ConfigError, FileNotFoundError) as error:
         raise _refused(error) from error
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rounds"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(f"{len(cells)} runs", total=None)
         errors = run_cells(cells, jobs, lambda done, total: bar.update(task, completed=done, total=total))
     outcome = gather(cells)
-    title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition} {config.partition_parameter:g}, {config.rounds} rounds"
+    split = f"{config.partition} {config.partition_parameter:g}"
+    title = f"{config.dataset}, {config.model}, {config.clients} clients, {split}, {config.rounds} rounds"
     write(outcome, title, folder)
     shown = Table("method", "last round (%)", "best round (%)", "runs", title=title)
     for row in rows_of(outcome):
@@ -79,7 +89,9 @@ def compare(
 
 
 @app.command()
-def layers(model: str, method: Annotated[str, typer.Option(help="name of a method")] = "fedavg", classes: int = 10, image_size: int = 32) -> None:
+def layers(
+    model: str, method: Annotated[str, typer.Option(help="name of a method")] = "fedavg", classes: int = 10, image_size: int = 32
+) -> None:
     """Which normalisation layers a model has, and what a method does with each of their tensors."""
     from fl_bn import convert
     from fl_bn.flower.normalisation import describe_layers

@@ -49,4 +49,3 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     finally:
         torch.set_num_threads(threads)
     return directory
-

@@ -158,7 +158,9 @@ def table(outcome: Outcome) -> list[tuple[str, str, str, str]]:
         values, wanted = outcome.accuracy[label], outcome.seeds[label]
         runs = str(wanted) if len(values) == wanted else f"{len(values)} of {wanted}, the others failed"
         rows.append((label, mean_std(values[:, -1]), mean_std(values.max(1)), runs))
-    return rows + [(label, "failed", "failed", f"0 of {wanted}") for label, wanted in outcome.seeds.items() if label not in outcome.accuracy]
+    return rows + [
+        (label, "failed", "failed", f"0 of {wanted}") for label, wanted in outcome.seeds.items() if label not in outcome.accuracy
+    ]
 
 
 def write(outcome: Outcome, title: str, output: Path) -> None:

@@ -40,7 +40,9 @@ def _accuracy(axes: Axes, records: Sequence[RoundRecord]) -> None:
     accuracy = [100 * r.evaluation["accuracy"] for r in evaluated]
     axes.plot(rounds, accuracy, "o-", ms=3, color="C0", label="test accuracy")
     if evaluated:
-        axes.annotate(f"{accuracy[-1]:.1f} %", (rounds[-1], accuracy[-1]), xytext=(-6, 7), textcoords="offset points", color="C0", ha="right")
+        axes.annotate(
+            f"{accuracy[-1]:.1f} %", (rounds[-1], accuracy[-1]), xytext=(-6, 7), textcoords="offset points", color="C0", ha="right"
+        )
     if any(r.client_evaluation for r in evaluated):
         spread = [[100 * m["accuracy"] for m in r.client_evaluation.values()] for r in evaluated]
         axes.fill_between(rounds, [min(s) for s in spread], [max(s) for s in spread], alpha=0.15, color="C0", label="clients, min to max")
@@ -88,10 +90,14 @@ def draw_labels(counts: Mapping[int, Sequence[int]], config: RunConfig, path: Pa
         figure, axes = plt.subplots(figsize=(min(14, 2.5 + 0.45 * clients), min(12, 1.6 + 0.32 * classes)), layout="constrained")
         x, y = np.meshgrid(np.arange(clients), np.arange(classes), indexing="ij")
         present = table > 0
-        axes.scatter(x[present], y[present], s=260 * table[present] / table.max(), c=y[present], cmap="tab10" if classes <= 10 else "viridis")
+        axes.scatter(
+            x[present], y[present], s=260 * table[present] / table.max(), c=y[present], cmap="tab10" if classes <= 10 else "viridis"
+        )
         if clients * classes <= 200:
             for client, label in zip(*np.nonzero(present), strict=True):
-                axes.annotate(str(table[client, label]), (client, label), xytext=(9, 0), textcoords="offset points", fontsize=6, va="center")
+                axes.annotate(
+                    str(table[client, label]), (client, label), xytext=(9, 0), textcoords="offset points", fontsize=6, va="center"
+                )
         axes.set(xlabel="client", ylabel="class", xlim=(-0.6, clients - 0.2), ylim=(-0.6, classes - 0.4))
         if clients <= 30:
             axes.set_xticks(range(clients))
@@ -103,7 +109,7 @@ def draw_labels(counts: Mapping[int, Sequence[int]], config: RunConfig, path: Pa
 
 
 def draw_comparison(curves: Mapping[str, np.ndarray], rounds: Mapping[str, Sequence[int]], title: str, path: Path) -> None:
-    """Accuracy over rounds of several methods. ``curves``: method -> (seeds, evaluations) in percent; the band is one standard deviation."""
+    """Accuracy over rounds of several methods. ``curves``: method -> (seeds, evaluations) in percent; band: one standard deviation."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
         order = sorted(curves, key=lambda name: -curves[name][:, -1].mean())

@@ -29,9 +29,9 @@ def summary(config: RunConfig, records: Sequence[RoundRecord], error: BaseExcept
 
 
 FILES = (
-    "`accuracy.png` and `labels.png` to look at; `rounds.csv` (also `.jsonl`) and `clients.csv`, one line per round and client; `model.safetensors`, "
-    "the model as evaluated last (`clients/` has one per client where clients keep layers of their own); `config.toml`, `environment.json`; "
-    "`tensorboard/`."
+    "`accuracy.png` and `labels.png` to look at; `rounds.csv` (also `.jsonl`) and `clients.csv`, one line per round and client; "
+    "`model.safetensors`, the model as evaluated last (`clients/` has one per client where clients keep layers of their own); "
+    "`config.toml`, `environment.json`; `tensorboard/`."
 )
 
 
@@ -43,7 +43,8 @@ def _accuracy(evaluated: Sequence[RoundRecord]) -> list[str]:
     last, best = evaluated[-1], max(evaluated, key=lambda r: r.evaluation["accuracy"])
     shown = f"- accuracy after round {last.round}: **{last.evaluation['accuracy']:.1%}**"
     if "accuracy-std" in last.evaluation:
-        shown += f" (mean over clients with models of their own; std {last.evaluation['accuracy-std']:.1%}, min {last.evaluation['accuracy-min']:.1%})"
+        spread = f"std {last.evaluation['accuracy-std']:.1%}, min {last.evaluation['accuracy-min']:.1%}"
+        shown += f" (mean over clients with models of their own; {spread})"
     return [shown + f"; best {best.evaluation['accuracy']:.1%} in round {best.round}"]
 
 

@@ -124,9 +124,7 @@ class BatchNormClient(NumPyClient):
         batches = draw_batches(len(self.site.train), settings.batch_size, rng, epochs=settings.epochs, steps=settings.steps)
         dropout = int(seeded(self.seed, self.site.client, round, DROPOUT).integers(2**62))
         with torch_seed(dropout, self.site.device):
-            return train(
-                self.model, self.site.train, batches, settings, learning_rate, self.method, phase, momentum=kept.get("momentum")
-            )
+            return train(self.model, self.site.train, batches, settings, learning_rate, self.method, phase, momentum=kept.get("momentum"))
 
     def _moments(self, moments: Mapping[str, Moments]) -> dict[str, np.ndarray]:
         unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(self.model).items()}

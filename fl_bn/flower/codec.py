@@ -159,4 +159,3 @@ def decode_moments(arrays: Mapping[str, np.ndarray]) -> dict[str, Moments]:
         return tensors[tensor_name(layer, key)]
 
     return {layer: Moments(int(of(layer, "count")), of(layer, "mean").double(), of(layer, "var").double()) for layer in layers}
-

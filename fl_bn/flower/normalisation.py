@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from fl_bn.flower.round_record import RoundRecord
-from fl_bn.methods import Method, Phase, Report
+from fl_bn.methods import Method, Phase
 from fl_bn.roles import NORM_LAYERS, Role, batch_norms, roles
 
 RUNAWAY_GROWTH = 10.0  # a layer's mean variance, from one round to the next
@@ -49,10 +49,12 @@ def describe_round(record: RoundRecord, rounds: int, method: Method) -> str:
         f"lr {record.learning_rate:.4g}, loss {record.loss:.4f}{shown}"
     )
     phase = Phase(record.phase)
-    policy = f"{method.name} {phase.value}, reports {method.reports(phase).value if method.reports(phase) is not Report.NOTHING else 'nothing'}"
+    policy = f"{method.name} {phase.value}, reports {method.reports(phase).value}"
     moved = "no running statistics" if record.aggregated else "nothing changed"
     if record.drift is not None:
-        moved = f"min var {record.drift.min_var:.3g}, largest drift of a mean {record.drift.largest:.3g} sd ({record.drift.layer or 'model'})"
+        moved = (
+            f"min var {record.drift.min_var:.3g}, largest drift of a mean {record.drift.largest:.3g} sd ({record.drift.layer or 'model'})"
+        )
     traffic = (
         f"per client {record.tensors_down} tensors {size(sum(record.bytes_down.values()))} down, "
         f"{record.tensors_up} tensors {size(sum(record.bytes_up.values()))} up"
@@ -62,13 +64,12 @@ def describe_round(record: RoundRecord, rounds: int, method: Method) -> str:
 
 def watch(record: RoundRecord) -> Iterator[str]:
     """Warnings about statistics that run away: with shared constants in training, many steps at a high rate feed on themselves."""
-    drift = record.drift
-    if drift is not None and record.round > 1 and record.aggregated:
-        if drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest):
-            yield (
-                f"round {record.round}: runaway moments: a layer's variance grew {drift.growth:.3g}-fold, a mean moved {drift.largest:.3g} sd "
-                f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: lower the learning rate or the local steps"
-            )
+    drift = record.drift if record.aggregated and record.round > 1 else None
+    if drift and (drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest)):
+        yield (
+            f"round {record.round}: runaway moments: a layer's variance grew {drift.growth:.3g}-fold, a mean moved {drift.largest:.3g} sd "
+            f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: lower the learning rate or the steps"
+        )
     if record.aggregated and not math.isfinite(record.loss):
         yield f"round {record.round}: the training loss is {record.loss}: training diverged; lower the learning rate"
 

@@ -62,8 +62,8 @@ class Population:
             if time.monotonic() > end:
                 missing = sorted(set(range(self.expected)) - set(self.clients))
                 raise RunFailed(
-                    f"only {len(self.clients)} of {self.expected} clients came within {self.wait:.0f} s (missing: {missing}). Start the others, "
-                    "or lower `clients`, or raise `wait-timeout` (in simulation: --federation-config 'options.num-supernodes=...')"
+                    f"only {len(self.clients)} of {self.expected} clients came within {self.wait:.0f} s (missing: {missing}). Start the "
+                    "others, or lower `clients`, or raise `wait-timeout` (in simulation: --federation-config 'options.num-supernodes=...')"
                 )
             time.sleep(0.2)
 

@@ -89,4 +89,3 @@ class SharedModel:
             for layer in self.layers
             if (mean := tensor_name(layer, "running_mean")) in statistics
         }
-

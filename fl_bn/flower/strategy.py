@@ -71,8 +71,8 @@ class BatchNormStrategy(Strategy):
     """Trains ``model`` by ``method`` over the clients of a grid.
 
     ``model`` is any torch network, unconverted; its tensors are the start of the run. ``optimizer`` steps on the pseudo-gradient of
-    the shared weights (default: the average itself). ``observer`` gets every ``RoundRecord``; ``evaluate`` maps the global model to metrics.
-    ``save_clients``: name of the folder in which clients with models of their own save them at the end, none if empty.
+    the shared weights (default: the average itself). ``observer`` gets every ``RoundRecord``; ``evaluate`` maps the global model to
+    metrics. ``save_clients``: name of the folder in which clients with models of their own save them at the end, none if empty.
 
     What travels as ``arrays`` is everything shared: weights, affine and running statistics, by state_dict name.
     """
@@ -169,7 +169,9 @@ class BatchNormStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
-        """Run ``num_rounds`` rounds from ``initial_arrays`` (default: the model's own tensors); the result's arrays are what was evaluated last.
+        """Run ``num_rounds`` rounds from ``initial_arrays`` (default: the model's own tensors).
+
+        The result's arrays are what was evaluated last.
 
         Raises:
             RunFailed: clients are missing at the start, or too many rounds in a row failed.
@@ -270,5 +272,3 @@ class BatchNormStrategy(Strategy):
         for warning in watch(self.record):
             log(logging.WARNING, "%s", warning)
         self.observer(self.record)
-
-

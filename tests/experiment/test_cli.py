@@ -111,4 +111,4 @@ def test_config_prints_every_key() -> None:
     result = command("config")
     assert result.exit_code == 0
     assert result.output.strip() == table()
-    assert "| `learning-rate` | `0.05` | > 0 |" in result.output
+    assert "| `server-learning-rate` | `1.0` | > 0 |" in result.output

@@ -16,11 +16,12 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 KEYS = {kebab(spec.name): spec for spec in fields(RunConfig)}
 FREE = {"model", "dataset", "data-path", "output"}  # any text: checked where they are used
 WRONG: dict[str, list[object]] = {
-    "freeze-after": [-2], "groups": [0], "fbn-momentum": [-0.1, 1.1], "hbn-lam": [-0.1, 1.5], "hbn-stat-samples": [-1, 1], "image-size": [-1, 5000],
-    "partition-parameter": [-0.5], "calibrate": [-1], "clients": [0], "fraction": [0.0, 1.01], "rounds": [0], "min-replies": [-0.1, 1.1],
-    "max-failed-rounds": [0], "round-timeout": [0.0], "wait-timeout": [-1.0], "local-epochs": [-1], "local-steps": [-1], "batch-size": [1],
-    "learning-rate": [0.0], "learning-rate-decay": [0.0, 1.1], "momentum": [-0.1, 1.0], "weight-decay": [-1e-9], "server-learning-rate": [0.0],
-    "server-momentum": [-0.1, 1.0], "evaluate-every": [0], "seed": [-1], "device": ["tpu", "gpu", ""], "threads": [0], "name": ["a/b", "..", " a"],
+    "freeze-after": [-2], "groups": [0], "fbn-momentum": [-0.1, 1.1], "hbn-lam": [-0.1, 1.5], "hbn-stat-samples": [-1, 1],
+    "image-size": [-1, 5000], "partition-parameter": [-0.5], "calibrate": [-1], "clients": [0], "fraction": [0.0, 1.01],
+    "rounds": [0], "min-replies": [-0.1, 1.1], "max-failed-rounds": [0], "round-timeout": [0.0], "wait-timeout": [-1.0],
+    "local-epochs": [-1], "local-steps": [-1], "batch-size": [1], "learning-rate": [0.0], "learning-rate-decay": [0.0, 1.1],
+    "momentum": [-0.1, 1.0], "weight-decay": [-1e-9], "server-learning-rate": [0.0], "server-momentum": [-0.1, 1.0],
+    "evaluate-every": [0], "seed": [-1], "device": ["tpu", "gpu", ""], "threads": [0], "name": ["a/b", "..", " a"],
 }  # fmt: skip
 
 
@@ -87,11 +88,11 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"local_epochs": 2}, "give either local epochs or local steps, but got epochs=2 and steps=10"),
+        ({"local_epochs": 2, "local_steps": 9}, "give either local epochs or local steps, but got epochs=2 and steps=9"),
         ({"local_steps": 0}, "give either local epochs or local steps"),
-        ({"optimizer": "adam"}, "adam has moments of its own: set the optimiser's momentum to 0"),
-        ({"update": "gradients"}, r"update='gradients' is one batch, .* but got steps=10"),
-        ({"method": "fixbn", "freeze_after": 99}, "freeze-after must not exceed rounds=60, but got 99"),
+        ({"optimizer": "adam", "momentum": 0.5}, "adam has moments of its own: set the optimiser's momentum to 0"),
+        ({"update": "gradients", "local_steps": 9}, r"update='gradients' is one batch, .* but got steps=9"),
+        ({"method": "fixbn", "freeze_after": 99, "rounds": 60}, "freeze-after must not exceed rounds=60, but got 99"),
     ],
 )
 def test_keys_that_do_not_go_together(values: dict[str, object], message: str) -> None:
@@ -118,7 +119,8 @@ def test_options_reach_the_method_and_the_rounds() -> None:
     assert config(method="hbn").build_method().combine.keywords == {"lam": 1.0}  # type: ignore[attr-defined]
     assert config(method="hbn", fraction=0.5).build_method().combine.keywords == {"lam": 0.01}  # type: ignore[attr-defined]
     assert config(method="fbn", fbn_momentum=0.3).build_method().combine.keywords == {"momentum": 0.3}  # type: ignore[attr-defined]
-    policy = config(min_replies=0.25, calibrate=2, evaluate_every=7, client_weights="uniform").round_policy()
+    rates = {"learning_rate": 0.05, "learning_rate_schedule": "step", "learning_rate_decay": 0.1}
+    policy = config(min_replies=0.25, calibrate=2, evaluate_every=7, client_weights="uniform", **rates).round_policy()
     assert (policy.min_replies, policy.calibrate, policy.evaluate_every, policy.client_weights) == (0.25, 2, 7, "uniform")
     assert [policy.rate(round, 60) for round in (1, 30, 31, 46)] == pytest.approx([0.05, 0.05, 0.005, 0.0005])
 

@@ -73,7 +73,7 @@ def test_the_rows_of_clients() -> None:
 
 
 def written(folder: Path, **values: object) -> RunDirectory:
-    config = RunConfig.from_mapping({"output": str(folder), "pictures": False, "rounds": 3, **values})
+    config = RunConfig.from_mapping({"output": str(folder), "pictures": False, "rounds": 3, "method": "hbn", **values})
     with RunDirectory.create(config) as directory:
         for record in records():
             directory.record(record)
@@ -100,7 +100,7 @@ def test_folders_without_a_name_never_collide(tmp_path: Path) -> None:
 
 
 def test_the_error_that_ended_a_run_is_in_its_summary(tmp_path: Path) -> None:
-    directory = RunDirectory.create(RunConfig.from_mapping({"output": str(tmp_path), "name": "x", "pictures": True}))
+    directory = RunDirectory.create(RunConfig.from_mapping({"output": str(tmp_path), "name": "x", "rounds": 60}))
     with pytest.raises(KeyboardInterrupt), directory:
         raise KeyboardInterrupt
     assert "**The run failed** after 0 of 60 rounds: KeyboardInterrupt" in (tmp_path / "x" / "summary.md").read_text()

@@ -1,0 +1,55 @@
+"""The documents say what the code does: examples run, the config page is the config."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fl_bn.experiment.config import RunConfig, table
+from fl_bn.experiment.run_directory import CLIENT_COLUMNS, ROUND_COLUMNS
+from fl_bn.methods import METHODS
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def block(marker: str) -> str:
+    found = re.search(rf"<!-- {marker} -->\n```bash\n(.*?)\n```\n<!-- end -->", README, re.DOTALL)
+    assert found, f"README.md has no command under <!-- {marker} -->"
+    return found[1]
+
+
+def test_two_commands_do_all_the_set_up() -> None:
+    assert block("main job").endswith("flwr run .")
+    assert block("tests").endswith("pytest")
+    assert "\n" not in block("main job") + block("tests"), "one command each"
+
+
+@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_python_examples_run(example: str) -> None:
+    exec(compile(example, "README.md", "exec"), {})
+
+
+def test_every_method_is_in_the_readme() -> None:
+    methods = README[README.index("## Methods") : README.index("## Your own network")]
+    assert [name for name in METHODS if f"`{name}`" not in methods] == []
+
+
+def test_config_page_is_the_config() -> None:
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page.endswith(table() + "\n"), "write it anew: fl-bn config"
+
+
+def test_run_config_examples_are_valid() -> None:
+    from flwr.common.config import parse_config_args
+
+    pages = README + (ROOT / "docs" / "guide.md").read_text()
+    examples = re.findall(r'--run-config "([^"]+)"', pages)
+    assert len(examples) > 3
+    for example in examples:
+        RunConfig.from_mapping(parse_config_args([example]))
+
+
+def test_columns_of_the_csv_files_are_unique() -> None:
+    assert len(set(ROUND_COLUMNS)) == len(ROUND_COLUMNS)
+    assert len(set(CLIENT_COLUMNS)) == len(CLIENT_COLUMNS)
