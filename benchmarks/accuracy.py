@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, str | int | float]] = {
         "clients": 5, "partition": "classes", "partition-parameter": 2.0, "local-steps": 10, "rounds": 60, "learning-rate": 0.02,
     },
     "dirichlet-0.1": {
-        "clients": 20, "partition": "dirichlet", "partition-parameter": 0.1, "local-steps": 10, "rounds": 20, "learning-rate": 0.02,
+        "clients": 20, "partition": "dirichlet", "partition-parameter": 0.1, "local-steps": 5, "rounds": 20, "learning-rate": 0.02,
         "evaluate-every": 10,
     },
 }  # fmt: skip

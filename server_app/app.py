@@ -1,10 +1,12 @@
 """Composition root of the server: reads the run config, builds one strategy, starts it, and writes the run directory."""
 
+import copy
+
 import torch
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_bn.experiment.assembly import dataset, source_model
+from fl_bn.experiment.assembly import dataset, device, source_model
 from fl_bn.experiment.config import RunConfig
 from fl_bn.experiment.run_directory import RunDirectory
 from fl_bn.flower import BatchNormStrategy
@@ -19,10 +21,10 @@ def main(grid: Grid, context: Context) -> None:
     config = RunConfig.from_mapping(context.run_config)
     torch.set_num_threads(config.threads)
     data = dataset(config)
-    test = Samples(data.x_test, data.y_test)
+    test, target = Samples(data.x_test, data.y_test), device(config)
 
     def test_metrics(model: torch.nn.Module) -> dict[str, float]:
-        loss, accuracy = evaluate(model, test)
+        loss, accuracy = evaluate(copy.deepcopy(model).to(target), test)
         return {"accuracy": accuracy, "loss": loss}
 
     with RunDirectory.create(config) as directory:

@@ -68,7 +68,8 @@ def watch(record: RoundRecord) -> Iterator[str]:
     if drift and (drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest)):
         yield (
             f"round {record.round}: runaway moments: a layer's variance grew {drift.growth:.3g}-fold, a mean moved {drift.largest:.3g} sd "
-            f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: lower the learning rate or the steps"
+            f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: lower the learning rate or the local "
+            "steps"
         )
     if record.aggregated and not math.isfinite(record.loss):
         yield f"round {record.round}: the training loss is {record.loss}: training diverged; lower the learning rate"

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fl_bn.conversion import convert
 from fl_bn.flower.codec import (
     FORMAT,
     Header,
@@ -27,15 +26,12 @@ from fl_bn.flower.codec import (
     flatten,
     from_records,
     nbytes,
-    signature,
     tensor_name,
     to_records,
     to_tensors,
     unflatten,
 )
-from fl_bn.methods import METHODS
 from fl_bn.moments import Moments
-from tests.networks import seeded_network
 
 HEADER = Header("fbn", "train", 3, "0123")
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
@@ -190,17 +186,3 @@ def test_moments_round_trip(counts: dict[str, int], dtype: torch.dtype) -> None:
         assert m.mean.dtype == torch.float64
         assert torch.equal(m.mean, values)
         assert torch.equal(m.var, values.square().to(dtype).double())
-
-
-def test_the_signature_tells_models_methods_and_dtypes_apart() -> None:
-    fbn, fedavg = METHODS["fbn"](), METHODS["fedavg"]()
-    small, other = seeded_network("cnn"), seeded_network("resnet")
-    found = [
-        signature(convert(small, fedavg), fedavg),
-        signature(convert(small, METHODS["fedbn"]()), METHODS["fedbn"]()),  # the same tensors
-        signature(convert(small, fbn), fbn),
-        signature(convert(other, fbn), fbn),
-        signature(convert(seeded_network("cnn", dtype=torch.float64), fbn), fbn),
-    ]
-    assert len(set(found)) == len(found)
-    assert signature(convert(seeded_network("cnn", seed=7), fbn), fbn) == found[2]  # values do not matter

@@ -10,7 +10,7 @@ import torch
 
 from fl_bn.conversion import convert
 from fl_bn.flower import schema
-from fl_bn.flower.codec import Payload, WireError
+from fl_bn.flower.codec import Payload, WireError, signature
 from fl_bn.flower.schema import Schema
 from fl_bn.methods import METHODS, Phase
 from fl_bn.roles import Role
@@ -107,3 +107,17 @@ def test_a_negative_running_variance_is_refused_but_a_negative_mean_is_not() -> 
     payload["statistics"]["1.running_var"][:] = -5
     with pytest.raises(WireError, match="statistics/1.running_var: expected values >= 0, but the smallest is -5"):
         specs.check(payload)
+
+
+def test_the_signature_tells_models_methods_and_dtypes_apart() -> None:
+    fbn, fedavg = METHODS["fbn"](), METHODS["fedavg"]()
+    small, other = seeded_network("cnn"), seeded_network("resnet")
+    found = [
+        signature(convert(small, fedavg), fedavg),
+        signature(convert(small, METHODS["fedbn"]()), METHODS["fedbn"]()),  # the same tensors
+        signature(convert(small, fbn), fbn),
+        signature(convert(other, fbn), fbn),
+        signature(convert(seeded_network("cnn", dtype=torch.float64), fbn), fbn),
+    ]
+    assert len(set(found)) == len(found)
+    assert signature(convert(seeded_network("cnn", seed=7), fbn), fbn) == found[2]  # values do not matter

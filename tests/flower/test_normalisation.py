@@ -1,0 +1,66 @@
+"""What was done with every normalisation layer, said out loud: the line of a round, and warnings about statistics that run away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fl_bn.flower.normalisation import describe_round, watch
+from fl_bn.flower.round_record import ClientRecord, RoundRecord
+from fl_bn.methods import METHODS
+from fl_bn.training.aggregation import Drift
+from fl_bn.training.local import Samples
+from tests.in_process import run
+
+FBN = METHODS["fbn"]()
+
+
+def record(drift: Drift | None = None, round: int = 2, loss: float = 0.5) -> RoundRecord:
+    made = RoundRecord(
+        round, "train", 0.05, [ClientRecord(0, 10, 2, loss)], drift, 12, 15, {"weights": 2048}, {"weights": 2048, "moments": 1024}, True
+    )
+    made.evaluation = {"accuracy": 0.512}
+    return made
+
+
+def test_the_line_of_a_round_says_what_was_done() -> None:
+    line = describe_round(record(Drift(0.25, "block1.norm", 0.003, 1.1)), 60, FBN)
+    assert line == (
+        "[round 2/60] 1/1 clients, lr 0.05, loss 0.5000, accuracy 51.2% | normalisation: fbn train, reports moments of the training "
+        "batches; per client 12 tensors 2.0 kB down, 15 tensors 3.0 kB up; min var 0.003, largest drift of a mean 0.25 sd (block1.norm)"
+    )
+    assert describe_round(record(), 60, METHODS["gn"]()).endswith(
+        "reports nothing; per client 12 tensors 2.0 kB down, 15 tensors 3.0 kB up; no running statistics"
+    )
+
+
+@pytest.mark.parametrize("drift", [Drift(0.1, "norm", 1.0, 11.0), Drift(11.0, "norm", 1.0, 1.0), Drift(float("nan"), "norm", 1.0, 1.0)])
+def test_runaway_moments_are_warned_about(drift: Drift) -> None:
+    (warning,) = watch(record(drift))
+    assert "round 2: runaway moments" in warning
+    assert "(norm)" in warning
+    assert "lower the learning rate or the local steps" in warning
+    assert not list(watch(record(drift, round=1)))  # the first round leaves the initial 0 and 1 behind
+    assert not list(watch(record(Drift(9.0, "norm", 1.0, 9.0))))  # control
+
+
+def test_a_failed_round_does_not_claim_that_there_are_no_statistics() -> None:
+    failed = RoundRecord(3, "train", 0.05, [ClientRecord(0, refused="late")])
+    assert describe_round(failed, 60, FBN).endswith("; nothing changed")
+
+
+def test_a_diverged_loss_is_warned_about() -> None:
+    assert "training diverged; lower the learning rate" in "".join(watch(record(loss=float("nan"))))
+    assert not list(watch(record()))
+
+
+def test_a_run_that_runs_away_says_so_in_the_log(tiny_clients: Callable[..., list[Samples]], log: pytest.LogCaptureFixture) -> None:
+    clients = tiny_clients((3, 7, 5))
+    run(FBN, clients, 4, policy={"rate": lambda round, rounds: 5.0})
+    assert "runaway moments" in log.text
+    log.clear()
+    run(FBN, clients, 4, policy={"rate": lambda round, rounds: 0.01})
+    assert "runaway moments" not in log.text
+    assert "method fbn: found 2 BatchNorm2d, trained as 2 FederatedBatchNorm" in log.text
+    assert "num_batches_tracked" not in log.text
