@@ -13,7 +13,7 @@ from fl_bn.flower import BatchNormClient, Site, make_client_app
 def build_client(context: Context) -> BatchNormClient:
     config = RunConfig.from_mapping(context.run_config)
     torch.set_num_threads(config.threads)
-    index = partition_of(context, config)
+    index = partition_of(context.node_config, config)
     train, test, counts = client_samples(config, index)
     site = Site(
         client=index,

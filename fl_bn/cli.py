@@ -25,14 +25,12 @@ RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to over
 @app.command()
 def run(run_config: RunConfigOption = "") -> None:
     """One run in this process, without Ray: the same ServerApp, ClientApp, config and files as `flwr run .`."""
-    from flwr.common.config import parse_config_args
-
-    from fl_bn.experiment.config import ConfigError, RunConfig
+    from fl_bn.experiment.config import ConfigError, RunConfig, parse_overrides
     from fl_bn.flower import RunFailed, run_in_process
     from fl_bn.layers import Unconvertible
 
     try:
-        config = RunConfig.from_mapping(parse_config_args([run_config]) if run_config else {})
+        config = RunConfig.from_mapping(parse_overrides(run_config))
         run_in_process(config.to_mapping())
     except (ConfigError, Unconvertible, RunFailed, FileNotFoundError, FileExistsError) as error:
         raise _refused(error) from error
@@ -49,18 +47,16 @@ def compare(
     run_config: RunConfigOption = "",
 ) -> None:
     """Several methods in process, over several seeds: a table of mean (std) and one picture with all curves."""
-    from flwr.common.config import parse_config_args
-
     from fl_bn.experiment.compare import Variant, gather, plan, run_cells, write
     from fl_bn.experiment.compare import table as rows_of
-    from fl_bn.experiment.config import ConfigError, RunConfig
+    from fl_bn.experiment.config import ConfigError, RunConfig, parse_overrides
 
     folder = Path(output or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}")
     try:
-        base = parse_config_args([run_config]) if run_config else {}
+        base = parse_overrides(run_config)
         config = RunConfig.from_mapping(base)
         cells = plan([Variant.parse(text) for text in methods.split(",")], range(config.seed, config.seed + seeds), base, folder)
-    except (ConfigError, FileNotFoundError) as error:
+    except ConfigError as error:
         raise _refused(error) from error
     columns = (
         TextColumn("{task.description}"),

@@ -27,10 +27,6 @@ PUBLIC = {"fl_bn/__init__.py"}  # names what users import
 EXPORTED = {"convert": "conversion"}
 
 FLOWER = {  # the files outside fl_bn/flower that use Flower, and all of it that they may
-    "fl_bn/experiment/assembly.py": {"flwr.app"},  # Context, to read a node's partition
-    "fl_bn/experiment/compare.py": {"flwr.common.config", "flwr.common.logger"},  # overrides are written as for flwr run
-    "fl_bn/experiment/run_directory.py": {"flwr.common.logger"},
-    "fl_bn/cli.py": {"flwr.common.config"},
     "server_app/app.py": {"flwr.app", "flwr.serverapp"},
     "client_app/app.py": {"flwr.app"},
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.experiment.config import RunConfig, table
+from fl_bn.experiment.config import RunConfig, parse_overrides, table
 from fl_bn.experiment.run_directory import CLIENT_COLUMNS, ROUND_COLUMNS
 from fl_bn.methods import METHODS
 
@@ -41,13 +41,11 @@ def test_config_page_is_the_config() -> None:
 
 
 def test_run_config_examples_are_valid() -> None:
-    from flwr.common.config import parse_config_args
-
     pages = README + (ROOT / "docs" / "guide.md").read_text()
     examples = re.findall(r'--run-config "([^"]+)"', pages)
     assert len(examples) > 3
     for example in examples:
-        RunConfig.from_mapping(parse_config_args([example]))
+        RunConfig.from_mapping(parse_overrides(example))
 
 
 def test_columns_of_the_csv_files_are_unique() -> None:

@@ -31,9 +31,7 @@ def epoch_batches(n: int, batch_size: int, rng: np.random.Generator) -> list[Ind
     return np.split(rng.permutation(n), cuts)
 
 
-def draw_batches(
-    n: int, batch_size: int, rng: np.random.Generator, *, epochs: int = 0, steps: int = 0
-) -> Iterator[Indices]:
+def draw_batches(n: int, batch_size: int, rng: np.random.Generator, *, epochs: int = 0, steps: int = 0) -> Iterator[Indices]:
     """The batches of ``epochs`` passes, or of ``steps`` local steps, over ``n`` samples; each pass is shuffled afresh.
 
     Steps run on into as many passes as they need; the last one may stay unfinished.
@@ -45,10 +43,7 @@ def draw_batches(
     """
     _check(n, batch_size)
     if min(epochs, steps) != 0 or max(epochs, steps) <= 0:
-        raise ValueError(
-            "exactly one of epochs and steps must be positive and the other 0, "
-            f"but got epochs={epochs} and steps={steps}"
-        )
+        raise ValueError(f"exactly one of epochs and steps must be positive and the other 0, but got epochs={epochs} and steps={steps}")
     return _draw(n, batch_size, rng, epochs, steps)
 
 

@@ -74,9 +74,7 @@ def _enlarged_digits() -> tuple[NDArray[np.int64], Tensor, NDArray[np.int64], ND
 
     source = load_scikit_digits()
     # scikit-learn shuffles with numpy's legacy generator, whose stream is frozen for good.
-    train, test = train_test_split(
-        np.arange(len(source.target)), test_size=TEST_SAMPLES, stratify=source.target, random_state=_SEED
-    )
+    train, test = train_test_split(np.arange(len(source.target)), test_size=TEST_SAMPLES, stratify=source.target, random_state=_SEED)
     tenths = _bilinear_tenths(source.images.shape[1], SIZE)
     enlarged = np.einsum("hi,nij,wj->nhw", tenths, source.images.astype(np.int64), tenths)  # hundredths of a level
     scale = 100 * _LEVELS

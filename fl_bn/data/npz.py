@@ -69,15 +69,12 @@ def _read(file: Path) -> dict[str, Tensor]:
     """The four checked arrays of one archive, images as (N, C, H, W)."""
     if not file.is_file():
         raise DataNotFound(
-            f"dataset 'npz': there is no file {str(file)!r} (a relative path starts at the current folder, "
-            f"{str(Path.cwd())!r})"
+            f"dataset 'npz': there is no file {str(file)!r} (a relative path starts at the current folder, {str(Path.cwd())!r})"
         )
     try:
         archive = np.load(file, allow_pickle=False)
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{file}: expected a .npz archive as np.savez writes it, but could not read it: {error}"
-        ) from error
+        raise ValueError(f"{file}: expected a .npz archive as np.savez writes it, but could not read it: {error}") from error
     if not isinstance(archive, np.lib.npyio.NpzFile):
         raise ValueError(f"{file}: expected a .npz archive of several arrays, but got a single array; use np.savez")
     with archive:
@@ -91,9 +88,7 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 def _array(file: Path, archive: np.lib.npyio.NpzFile, key: str) -> NDArray[np.generic]:
     if key not in archive.files:
-        raise ValueError(
-            f"{file}: expected an array {key!r}, but the file holds {', '.join(archive.files) or 'nothing'}"
-        )
+        raise ValueError(f"{file}: expected an array {key!r}, but the file holds {', '.join(archive.files) or 'nothing'}")
     try:
         array: NDArray[np.generic] = archive[key]
     except (ValueError, EOFError, zipfile.BadZipFile) as error:  # an object array is a ValueError, without pickles
@@ -106,8 +101,7 @@ def _checked_images(file: Path, key: str, x: NDArray[np.generic]) -> Tensor:
         raise ValueError(f"{file}: {key} must be uint8 (0..255), but is {x.dtype}; save it with .astype('uint8')")
     if x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)) or len(x) == 0:
         raise ValueError(
-            f"{file}: {key} must be (N, H, W) or (N, H, W, C) with 1 or 3 channels C last and at least one image, "
-            f"but is {x.shape}"
+            f"{file}: {key} must be (N, H, W) or (N, H, W, C) with 1 or 3 channels C last and at least one image, but is {x.shape}"
         )
     if x.shape[1] != x.shape[2]:
         raise ValueError(f"{file}: {key} must hold square images, but is {x.shape}; crop or pad them first")
@@ -116,9 +110,7 @@ def _checked_images(file: Path, key: str, x: NDArray[np.generic]) -> Tensor:
 
 def _checked_labels(file: Path, key: str, y: NDArray[np.generic], samples: int) -> Tensor:
     if not np.issubdtype(y.dtype, np.integer) or y.shape != (samples,):
-        raise ValueError(
-            f"{file}: {key} must be integers of shape ({samples},), one for each image, but is {y.dtype} {y.shape}"
-        )
+        raise ValueError(f"{file}: {key} must be integers of shape ({samples},), one for each image, but is {y.dtype} {y.shape}")
     labels = y.astype(np.int64)
     if labels.min() < 0:
         raise ValueError(f"{file}: {key} must count classes from 0, but holds {labels.min()}")

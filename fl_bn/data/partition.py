@@ -147,9 +147,7 @@ def by_domain(domains: Labels, clients: int, seed: int) -> list[Indices]:
     return _finished(parts)
 
 
-def partition(
-    kind: str, labels: Labels, domains: Labels | None, clients: int, parameter: float, seed: int
-) -> list[Indices]:
+def partition(kind: str, labels: Labels, domains: Labels | None, clients: int, parameter: float, seed: int) -> list[Indices]:
     """The partition ``kind``, one of ``KINDS``, of samples with ``labels`` (N,) and, for "domain", ``domains`` (N,).
 
     ``parameter`` is the number of classes per client ("classes"), the concentration ("dirichlet") or the similarity;

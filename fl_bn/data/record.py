@@ -68,9 +68,7 @@ class Dataset:
         if x.dtype != torch.uint8 or x.ndim != 4:
             raise ValueError(f"{where}: x_{split} must be uint8 (N, C, H, W), but got {x.dtype} {tuple(x.shape)}")
         if x.shape[0] == 0:
-            raise ValueError(
-                f"{where}: x_{split} has no samples, and an empty split can be neither trained nor tested on"
-            )
+            raise ValueError(f"{where}: x_{split} has no samples, and an empty split can be neither trained nor tested on")
         if x.shape[2] != x.shape[3]:
             raise ValueError(
                 f"{where}: images must be square, but those of x_{split} are {x.shape[2]} high and {x.shape[3]} wide; "

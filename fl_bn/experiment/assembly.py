@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
-from flwr.app import Context
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
@@ -91,13 +91,12 @@ def device(config: RunConfig) -> torch.device:
     return chosen
 
 
-def partition_of(context: Context, config: RunConfig) -> int:
-    """The client's index, from its node config.
+def partition_of(node: Mapping[str, Any], config: RunConfig) -> int:
+    """The client's index, from its node config ``node``.
 
     Raises:
         ConfigError: the node names none, or counts another number of clients than the run.
     """
-    node = context.node_config
     if "partition-id" not in node or "num-partitions" not in node:
         raise ConfigError('this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5"')
     index, clients = int(node["partition-id"]), int(node["num-partitions"])

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.common.config import parse_config_args
-from flwr.common.logger import FLOWER_LOGGER
 
-from fl_bn.experiment.config import ConfigError, RunConfig
+from fl_bn.experiment.config import ConfigError, RunConfig, parse_overrides
 from fl_bn.experiment.pictures import draw_comparison
 from fl_bn.flower import run_in_process
+from fl_bn.flower.log import LOGGER
 
 CENTRALISED = "centralised"
 PROGRESS = 0.5  # seconds between looks at the workers' files
@@ -39,13 +38,13 @@ class Variant:
     def parse(cls, text: str) -> Variant:
         """``fbn`` or ``fbn:learning-rate=0.01;local-steps=1``."""
         method, _, options = text.strip().partition(":")
-        overrides = parse_config_args([options.replace(";", " ")]) if options else {}
+        overrides = parse_overrides(options.replace(";", " "))
         return cls(text.strip(), method, overrides)
 
     def config(self, base: Mapping[str, Any], seed: int, output: Path) -> RunConfig:
         method = "fedavg" if self.method == CENTRALISED else self.method
         folder = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in self.label)
-        own = {"method": method, "seed": seed, "output": str(output), "name": f"{folder}-seed{seed}", "pictures": False}
+        own = {"method": method, "seed": seed, "output": str(output.resolve()), "name": f"{folder}-seed{seed}", "pictures": False}
         return RunConfig.from_mapping({**base, **self.overrides, **own})
 
 
@@ -74,12 +73,12 @@ class Cell:
 
 
 def run_cell(cell: Cell) -> None:
-    """In a worker process: one run, its log in ``log.txt`` of its folder."""
+    """In a worker process: one run, its log in ``<name>.log`` beside its folder."""
     from fl_bn.experiment.centralised import run_centralised
 
-    logging.getLogger(FLOWER_LOGGER.name).handlers.clear()
+    LOGGER.handlers.clear()
     handler = logging.FileHandler(cell.path.parent / f"{cell.path.name}.log", mode="w")
-    FLOWER_LOGGER.addHandler(handler)
+    LOGGER.addHandler(handler)
     if cell.variant.method == CENTRALISED:
         run_centralised(cell.config)
     else:
@@ -94,7 +93,10 @@ def plan(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, A
     """
     if len({v.label for v in variants}) < len(variants):
         raise ConfigError(f"every variant needs a label of its own, but got {[v.label for v in variants]}")
-    return [Cell(variant, variant.config(base, seed, output)) for seed in seeds for variant in variants]
+    cells = [Cell(variant, variant.config(base, seed, output)) for seed in seeds for variant in variants]
+    if len({cell.path for cell in cells}) < len(cells):
+        raise ConfigError(f"labels that differ in punctuation only share a folder: {[v.label for v in variants]}")
+    return cells
 
 
 def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], None]) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import math
 from collections.abc import Mapping
 from datetime import datetime
@@ -12,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flwr.common.logger import log
 from safetensors.torch import save_file
 
 from fl_bn.experiment.config import RunConfig, Value
@@ -20,6 +18,7 @@ from fl_bn.experiment.environment import environment
 from fl_bn.experiment.pictures import draw_labels, draw_run
 from fl_bn.experiment.summary import summary
 from fl_bn.flower.codec import to_tensors
+from fl_bn.flower.log import LOGGER
 from fl_bn.flower.round_record import RoundRecord
 from fl_bn.flower.strategy import BatchNormStrategy
 
@@ -114,7 +113,7 @@ class RunDirectory:
             (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
             for file, columns in (("rounds.csv", ROUND_COLUMNS), ("clients.csv", CLIENT_COLUMNS)):
                 self._append(file, columns, None)
-            log(logging.INFO, "run directory: %s", self.path)
+            LOGGER.info("run directory: %s", self.path)
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
@@ -147,7 +146,7 @@ class RunDirectory:
             if counts and all(counts.values()):
                 draw_labels(counts, self.config, self.path / "labels.png")
             self._tensorboard()
-        log(logging.INFO, "results: %s", self.path)
+        LOGGER.info("results: %s", self.path)
 
     def _save_model(self, strategy: BatchNormStrategy) -> None:
         """The shared tensors, as evaluated last. They load into the unconverted network (``strict=False`` for what stays home)."""

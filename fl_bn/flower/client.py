@@ -89,7 +89,7 @@ class BatchNormClient(NumPyClient):
         reply = self._reply(phase, result, moments or result.moments)
         arrays, layout = flatten(reply)
         metrics: dict[str, Any] = {"layout": layout, "loss": result.loss, "steps": result.steps}
-        metrics |= self._local_drift(kept)
+        metrics |= self._local_drift()
         self._keep(result)
         return arrays, result.samples, metrics
 
@@ -138,8 +138,8 @@ class BatchNormClient(NumPyClient):
         reply = {k: to_numpy({n: sources[k][n] for n in expected[k]}) for k in expected if k != "moments"}
         return reply | ({"moments": self._moments(moments)} if "moments" in expected else {})
 
-    def _local_drift(self, kept: Mapping[str, Any]) -> dict[str, float]:
-        if self.method.shares(Role.STATISTIC) or "local" not in kept:
+    def _local_drift(self) -> dict[str, float]:
+        if self.method.shares(Role.STATISTIC):
             return {}
         after = running_statistics(self.model)
         if (drift := Drift.between(self._before, after)) is None:

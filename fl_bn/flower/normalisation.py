@@ -38,7 +38,7 @@ def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iter
         yield "this model has no BatchNorm layer: every method here is plain federated averaging"
 
 
-def describe_round(record: RoundRecord, rounds: int, method: Method) -> str:
+def describe_round(record: RoundRecord, rounds: int, method: Method, model: nn.Module) -> str:
     """One line per round: training, then normalisation."""
     accuracy = record.evaluation.get("accuracy")
     shown = "" if accuracy is None else f", accuracy {accuracy:.1%}"
@@ -49,7 +49,7 @@ def describe_round(record: RoundRecord, rounds: int, method: Method) -> str:
         f"lr {record.learning_rate:.4g}, loss {record.loss:.4f}{shown}"
     )
     phase = Phase(record.phase)
-    policy = f"{method.name} {phase.value}, reports {method.reports(phase).value}"
+    policy = f"{method.name} {phase.value}, {layers_by_type(model)}, reports {method.reports(phase).value}"
     moved = "no running statistics" if record.aggregated else "nothing changed"
     if record.drift is not None:
         moved = (

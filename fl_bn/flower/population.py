@@ -78,7 +78,7 @@ class Population:
         self._refused -= {node for node, index in self._doubles.items() if index not in self.clients}
         new = online - {c.node for c in self.clients.values()} - self._refused
         messages = [Message(RecordDict(), node, HELLO, ttl=self.timeout, group_id="0") for node in sorted(new)]
-        for reply in self.grid.send_and_receive(messages, timeout=self.timeout) if messages else ():
+        for reply in self.grid.send_and_receive(messages, timeout=min(self.timeout, max(self.wait, 1.0))) if messages else ():
             node = reply.metadata.src_node_id
             if reply.has_error():
                 if strict:

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from fl_bn.flower.strategy import BatchNormStrategy, Rounds
+from fl_bn.flower.rounds import Rounds
+from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.fedavg import fedavg
 from fl_bn.methods.fedbn import fedbn

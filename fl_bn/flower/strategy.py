@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,49 +21,12 @@ from fl_bn.flower.normalisation import describe_layers, describe_round, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.replies import Contribution, read_replies, section_bytes
 from fl_bn.flower.round_record import ClientRecord, RoundRecord
+from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.shared_model import SharedModel
 from fl_bn.methods import Method, Phase
 from fl_bn.training.aggregation import Drift, ServerOptimizer, merge_drifts, server_optimizer
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-
-
-def constant_rate(round: int, rounds: int) -> float:
-    return 0.1
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """How the server runs rounds.
-
-    ``fraction`` of the clients train per round; ``min_replies`` of a cohort (fraction) must be usable, or the round changes nothing and
-    counts as failed; after ``max_failed`` failed rounds in a row the run stops. ``timeout`` (s) is the deadline of every message, ``wait``
-    (s) how long the server waits for ``clients`` before round 1. Every ``evaluate_every`` rounds and after the last there is an evaluation.
-    ``client_weights``: ``samples`` or ``uniform``. ``rate(round, rounds)``: the learning rate.
-    """
-
-    clients: int
-    fraction: float = 1.0
-    min_replies: float = 0.5
-    max_failed: int = 3
-    timeout: float = 600.0
-    wait: float = 120.0
-    evaluate_every: int = 1
-    client_weights: str = "samples"
-    update: str = "weights"
-    seed: int = 0
-    calibrate: int = 0
-    rate: Callable[[int, int], float] = constant_rate
-
-    def __post_init__(self) -> None:
-        if self.clients < 1 or self.evaluate_every < 1 or self.max_failed < 1:
-            raise ValueError(f"clients, evaluate_every and max_failed must be at least 1, but got {self}")
-        if not 0 < self.fraction <= 1 or not 0 <= self.min_replies <= 1:
-            raise ValueError(f"fraction must be in (0, 1] and min_replies in [0, 1], but got {self.fraction} and {self.min_replies}")
-        if self.timeout <= 0 or self.wait < 0:
-            raise ValueError(f"timeout must be > 0 s and wait >= 0 s, but got {self.timeout} and {self.wait}")
-        if self.client_weights not in ("samples", "uniform"):
-            raise ValueError(f"client_weights must be 'samples' or 'uniform', but got {self.client_weights!r}")
 
 
 class BatchNormStrategy(Strategy):
@@ -142,7 +104,7 @@ class BatchNormStrategy(Strategy):
         contributions, refused = read_replies(replies, self.population.everyone(), schema.Schema({}), header)
         for index, reason in refused.items():
             log(logging.WARNING, "client %s did not evaluate: %s", index, reason)
-        measured = {c.client.index: c.metrics for c in contributions if {"loss", "accuracy"} <= set(c.metrics)}
+        measured = {c.client.index: c.metrics for c in contributions if 0 <= c.metrics.get("accuracy", -1) <= 1 and "loss" in c.metrics}
         if not measured:
             return None
         self.record.client_evaluation = {index: {k: m[k] for k in ("loss", "accuracy")} for index, m in measured.items()}
@@ -171,7 +133,8 @@ class BatchNormStrategy(Strategy):
     ) -> Result:
         """Run ``num_rounds`` rounds from ``initial_arrays`` (default: the model's own tensors).
 
-        The result's arrays are what was evaluated last.
+        The result's arrays are what was evaluated last. Flower's own loop (``Strategy.start``) runs with this strategy, too, but knows
+        neither the length of a run, on which calendars and schedules depend, nor the exchange before an evaluation: use this one.
 
         Raises:
             RunFailed: clients are missing at the start, or too many rounds in a row failed.
@@ -201,7 +164,10 @@ class BatchNormStrategy(Strategy):
             self.record.seconds = time.perf_counter() - begin
             self._tell()
             if failed >= self.rounds.max_failed:
-                raise RunFailed(f"{failed} rounds in a row had too few usable replies; the warnings above say why")
+                raise RunFailed(
+                    f"{failed} rounds in a row had too few usable replies; the warnings above say why (values that are not finite mean "
+                    "that training diverged: lower the learning rate)"
+                )
         return result
 
     def _measured(self, server_round: int, arrays: ArrayRecord, grid: Grid, timeout: float) -> ArrayRecord:
@@ -268,7 +234,7 @@ class BatchNormStrategy(Strategy):
                 self.record.clients.append(ClientRecord(client.index, part.samples, part.steps, loss, down, up))
 
     def _tell(self) -> None:
-        log(logging.INFO, "%s", describe_round(self.record, self.num_rounds, self.method))
+        log(logging.INFO, "%s", describe_round(self.record, self.num_rounds, self.method, self.shared.model))
         for warning in watch(self.record):
             log(logging.WARNING, "%s", warning)
         self.observer(self.record)

@@ -25,6 +25,4 @@ def fbn(momentum: float | None = None) -> Method:
     """``momentum``: weight of one batch in the running statistics, in (0, 1]; None is each layer's own (torch's default 0.1)."""
     if momentum is not None and not 0 < momentum <= 1:
         raise ValueError(f"fbn's momentum must be in (0, 1], but got {momentum}")
-    return Method(
-        "fbn", layer=FederatedBatchNorm.from_batch_norm, report=Report.BATCHES, combine=partial(combine, momentum=momentum)
-    )
+    return Method("fbn", layer=FederatedBatchNorm.from_batch_norm, report=Report.BATCHES, combine=partial(combine, momentum=momentum))

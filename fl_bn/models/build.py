@@ -81,9 +81,7 @@ def _own(name: str, classes: int, channels: int, image_size: int) -> nn.Module:
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise ValueError(
-            f"model {name!r} must be callable as function(classes=..., channels=..., image_size=...), but {error}"
-        ) from error
+        raise ValueError(f"model {name!r} must be callable as function(classes=..., channels=..., image_size=...), but {error}") from error
     model = function(**arguments)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model {name!r} must return a torch.nn.Module, but returned {type(model).__name__}")
@@ -106,7 +104,6 @@ def _imported(name: str) -> Callable[..., Any]:
     if not callable(function):
         public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise ValueError(
-            f"model {name!r}: expected a function {function_name!r} in {module_name}, "
-            f"which has {', '.join(public) or 'no functions'}"
+            f"model {name!r}: expected a function {function_name!r} in {module_name}, which has {', '.join(public) or 'no functions'}"
         )
     return function  # type: ignore[no-any-return]

@@ -71,9 +71,7 @@ def _convolution(before: int, after: int, *, pool: bool) -> nn.Sequential:
 
 
 def _linear(before: int, after: int) -> nn.Sequential:
-    return nn.Sequential(
-        OrderedDict(linear=nn.Linear(before, after, bias=False), norm=nn.BatchNorm1d(after), relu=nn.ReLU())
-    )
+    return nn.Sequential(OrderedDict(linear=nn.Linear(before, after, bias=False), norm=nn.BatchNorm1d(after), relu=nn.ReLU()))
 
 
 def _check_size(name: str, image_size: int, least: int) -> None:

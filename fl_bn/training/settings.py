@@ -73,4 +73,3 @@ def learning_rate(schedule: str, base: float, decay: float, round: int, rounds: 
 def seeded(*key: int) -> np.random.Generator:
     """A generator that depends on ``key`` alone (seed, client, round, purpose): the same in every process and engine."""
     return np.random.default_rng(np.random.SeedSequence(key))
-

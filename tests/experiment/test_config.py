@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from fl_bn.experiment.config import ConfigError, RunConfig, kebab, table
+from fl_bn.experiment.config import ConfigError, RunConfig, kebab, parse_overrides, table
 from fl_bn.experiment.run_directory import to_toml
 from fl_bn.methods import METHODS
 
@@ -129,3 +130,19 @@ def test_the_config_is_a_value() -> None:
     assert hash(RunConfig()) == hash(config())
     with pytest.raises(ConfigError, match="rounds must be >= 1, but got 0"):
         replace(RunConfig(), rounds=0)
+
+
+def test_overrides_are_read_as_by_flwr_run_but_nothing_is_passed_over(tmp_path: Path) -> None:
+    assert parse_overrides("rounds=10 method='hbn' learning-rate=0.5 pictures=false data-path=\"a b\"") == {
+        "rounds": 10, "method": "hbn", "learning-rate": 0.5, "pictures": False, "data-path": "a b",
+    }  # fmt: skip
+    assert parse_overrides("") == {}
+    (tmp_path / "mine.toml").write_text("rounds = 3\n")
+    assert parse_overrides(str(tmp_path / "mine.toml")) == {"rounds": 3}
+    for text, told in [
+        ("rounds 10", "cannot read 'rounds 10'"),
+        ("method=hbn", "quoted string: method='hbn'"),
+        ("no.toml", "no.toml cannot be read"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            parse_overrides(text)

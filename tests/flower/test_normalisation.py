@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from torch import nn
 
 from fl_bn.flower.normalisation import describe_round, watch
 from fl_bn.flower.round_record import ClientRecord, RoundRecord
@@ -14,6 +15,7 @@ from fl_bn.training.local import Samples
 from tests.in_process import run
 
 FBN = METHODS["fbn"]()
+MODEL = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
 
 
 def record(drift: Drift | None = None, round: int = 2, loss: float = 0.5) -> RoundRecord:
@@ -25,12 +27,12 @@ def record(drift: Drift | None = None, round: int = 2, loss: float = 0.5) -> Rou
 
 
 def test_the_line_of_a_round_says_what_was_done() -> None:
-    line = describe_round(record(Drift(0.25, "block1.norm", 0.003, 1.1)), 60, FBN)
+    line = describe_round(record(Drift(0.25, "block1.norm", 0.003, 1.1)), 60, FBN, MODEL)
     assert line == (
-        "[round 2/60] 1/1 clients, lr 0.05, loss 0.5000, accuracy 51.2% | normalisation: fbn train, reports moments of the training "
+        "[round 2/60] 1/1 clients, lr 0.05, loss 0.5000, accuracy 51.2% | normalisation: fbn train, 1 BatchNorm2d, reports moments of the training "
         "batches; per client 12 tensors 2.0 kB down, 15 tensors 3.0 kB up; min var 0.003, largest drift of a mean 0.25 sd (block1.norm)"
     )
-    assert describe_round(record(), 60, METHODS["gn"]()).endswith(
+    assert describe_round(record(), 60, METHODS["gn"](), MODEL).endswith(
         "reports nothing; per client 12 tensors 2.0 kB down, 15 tensors 3.0 kB up; no running statistics"
     )
 
@@ -47,7 +49,7 @@ def test_runaway_moments_are_warned_about(drift: Drift) -> None:
 
 def test_a_failed_round_does_not_claim_that_there_are_no_statistics() -> None:
     failed = RoundRecord(3, "train", 0.05, [ClientRecord(0, refused="late")])
-    assert describe_round(failed, 60, FBN).endswith("; nothing changed")
+    assert describe_round(failed, 60, FBN, MODEL).endswith("; nothing changed")
 
 
 def test_a_diverged_loss_is_warned_about() -> None:

@@ -1,0 +1,44 @@
+"""How the server runs rounds, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+def constant_rate(round: int, rounds: int) -> float:
+    return 0.1
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How the server runs rounds.
+
+    ``fraction`` of the clients train per round; ``min_replies`` of a cohort (fraction) must be usable, or the round changes nothing and
+    counts as failed; after ``max_failed`` failed rounds in a row the run stops. ``timeout`` (s) is the deadline of every message, ``wait``
+    (s) how long the server waits for ``clients`` before round 1. Every ``evaluate_every`` rounds and after the last there is an evaluation.
+    ``client_weights``: ``samples`` or ``uniform``. ``rate(round, rounds)``: the learning rate.
+    """
+
+    clients: int
+    fraction: float = 1.0
+    min_replies: float = 0.5
+    max_failed: int = 3
+    timeout: float = 600.0
+    wait: float = 120.0
+    evaluate_every: int = 1
+    client_weights: str = "samples"
+    update: str = "weights"
+    seed: int = 0
+    calibrate: int = 0
+    rate: Callable[[int, int], float] = constant_rate
+
+    def __post_init__(self) -> None:
+        if self.clients < 1 or self.evaluate_every < 1 or self.max_failed < 1:
+            raise ValueError(f"clients, evaluate_every and max_failed must be at least 1, but got {self}")
+        if not 0 < self.fraction <= 1 or not 0 <= self.min_replies <= 1:
+            raise ValueError(f"fraction must be in (0, 1] and min_replies in [0, 1], but got {self.fraction} and {self.min_replies}")
+        if self.timeout <= 0 or self.wait < 0:
+            raise ValueError(f"timeout must be > 0 s and wait >= 0 s, but got {self.timeout} and {self.wait}")
+        if self.client_weights not in ("samples", "uniform"):
+            raise ValueError(f"client_weights must be 'samples' or 'uniform', but got {self.client_weights!r}")
