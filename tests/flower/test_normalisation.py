@@ -30,7 +30,8 @@ def test_the_line_of_a_round_says_what_was_done() -> None:
     line = describe_round(record(Drift(0.25, "block1.norm", 0.003, 1.1)), 60, FBN, MODEL)
     assert line == (
         "[round 2/60] 1/1 clients, lr 0.05, loss 0.5000, accuracy 51.2% | normalisation: fbn train, 1 BatchNorm2d, reports moments of "
-        "the training batches; per client 12 tensors 2.0 kB down, 15 tensors 3.0 kB up; min var 0.003, largest drift of a mean 0.25 sd (block1.norm)"
+        "the training batches; per client 12 tensors 2.0 kB down, 15 tensors 3.0 kB up; "
+        "min var 0.003, largest drift of a mean 0.25 sd (block1.norm)"
     )
     assert describe_round(record(), 60, METHODS["gn"](), MODEL).endswith(
         "reports nothing; per client 12 tensors 2.0 kB down, 15 tensors 3.0 kB up; no running statistics"
