@@ -20,7 +20,7 @@ from fl_bn.experiment.compare import Variant, gather, plan, run_cells, write
 
 COMMON = {
     "dataset": "npz", "model": "simple-cnn", "batch-size": 32, "momentum": 0.9, "weight-decay": 1e-4, "evaluate-every": 5,
-    "hbn-stat-samples": 256, "calibrate": 0,
+    "hbn-stat-samples": 256, "hbn-lower-layers": "shared",
 }  # fmt: skip
 METHODS = [
     "centralised", "fedavg", "gn", "ln", "in", "fixbn", "fedbn", "silobn", "hbn", "hbn:hbn-lower-layers='hybrid'",

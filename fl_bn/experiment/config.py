@@ -62,7 +62,7 @@ class RunConfig:
         0.0, "hbn: weight of a round's pooled moments in the global statistics; 0: 1 if fraction is 1, else 0.01", "0..1", between(0, 1)
     )
     hbn_stat_samples: int = key(0, "hbn: samples of the statistics pass; 0: all of the client's", "0 or >= 2", lambda v: v == 0 or v >= 2)
-    hbn_lower_layers: str = key("shared", "hbn: what lower layers normalise with in the statistics pass", ("shared", "hybrid"))
+    hbn_lower_layers: str = key("hybrid", "hbn: what lower layers normalise with in the statistics pass", ("shared", "hybrid"))
     # model and data
     model: str = key(
         "digits-cnn", "digits-cnn, simple-cnn, mlp, a torchvision classifier's name, or package.module:function", "see fl_bn.models"

@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,10 @@ class BatchNormClient(NumPyClient):
 
     def _measure(self, round: int, phase: Phase) -> dict[str, Moments]:
         rng = seeded(self.seed, self.site.client, round, SUBSET, phase is Phase.MEASURE)
-        return statistics_pass(self.model, self.site.train, self.method.statistics_pass, rng)
+        how = self.method.statistics_pass
+        if phase is Phase.MEASURE:  # what is evaluated normalises with the shared statistics in every layer
+            how = replace(how, lower_layers="shared")
+        return statistics_pass(self.model, self.site.train, how, rng)
 
     def _train(self, round: int, phase: Phase, learning_rate: float, kept: Mapping[str, dict[str, Tensor]]) -> LocalResult:
         settings = self.settings

@@ -48,7 +48,7 @@ class HBNStrategy(BatchNormStrategy):
     """HBN: a learnable mix of batch and pooled global statistics; options as in ``methods.hbn``."""
 
     def __init__(
-        self, model: nn.Module, rounds: Rounds, *, lam: float = 1.0, stat_samples: int = 0, lower_layers: str = "shared", **options: Any
+        self, model: nn.Module, rounds: Rounds, *, lam: float = 1.0, stat_samples: int = 0, lower_layers: str = "hybrid", **options: Any
     ) -> None:
         super().__init__(model, hbn(lam, stat_samples, lower_layers), rounds, **options)
 

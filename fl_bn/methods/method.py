@@ -34,10 +34,11 @@ class Report(Enum):
 
 @dataclass(frozen=True)
 class StatisticsPass:
-    """HBN's pass over a client's data before training: no gradient, no change of state.
+    """A pass over a client's data that measures every BatchNorm layer's input: no gradient, no change of state.
 
-    ``samples`` of a seeded random subset, 0 for all. ``lower_layers`` are normalised with the ``shared`` statistics (the merge is then
-    exact in every layer) or as in training (``hybrid``, as the paper's code does). The recorded moments are raw either way.
+    ``samples`` of a seeded random subset, 0 for all. ``lower_layers`` are normalised with the ``shared`` statistics, as in evaluation
+    (the merge is then exact in every layer), or as in training (``hybrid``; exact in the first layer). The recorded moments are raw
+    either way.
     """
 
     samples: int = 0

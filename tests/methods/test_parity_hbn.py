@@ -82,7 +82,7 @@ def of_union_throughout(network: str, clients: list[Samples]) -> dict[str, Runni
 def test_merged_statistics_are_those_of_the_concatenated_data_in_every_layer(network: str, tiny_clients: Clients) -> None:
     clients = tiny_clients(SIZES)
     want = of_concatenated(network, clients)
-    shared = off(after_passes(network, METHODS["hbn"](), clients), want)
+    shared = off(after_passes(network, METHODS["hbn"](lower_layers="shared"), clients), want)
     assert max(shared.values()) < EXACT, shared
     first, *deeper = off(after_passes(network, METHODS["hbn"](lower_layers="hybrid"), clients), want).values()
     assert first < EXACT
@@ -107,7 +107,7 @@ def test_as_many_passes_as_layers_reach_the_statistics_of_the_union(name: str, t
 @pytest.mark.parametrize("lam", [0.01, 1.0])
 def test_one_round_moves_the_global_statistics_by_lam(lam: float, tiny_clients: Clients) -> None:
     clients = tiny_clients(SIZES)
-    federation = Federation(seeded_network("plain", dtype=torch.float64), METHODS["hbn"](lam=lam), clients)
+    federation = Federation(seeded_network("plain", dtype=torch.float64), METHODS["hbn"](lam=lam, lower_layers="shared"), clients)
     federation.round()
     measured = of_concatenated("plain", clients)  # before training: with the weights and statistics that were sent down
     want = {k: Running(lam * s.mean, (1 - lam) + lam * s.var) for k, s in measured.items()}
