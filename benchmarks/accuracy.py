@@ -19,7 +19,8 @@ from rich.progress import Progress
 from fl_bn.experiment.compare import Variant, gather, plan, run_cells, write
 
 COMMON = {
-    "dataset": "npz", "model": "simple-cnn", "batch-size": 32, "momentum": 0.9, "weight-decay": 1e-4, "evaluate-every": 5,
+    "dataset": "npz", "model": "simple-cnn", "batch-size": 32, "momentum": 0.9, "weight-decay": 1e-4,
+    "learning-rate-schedule": "step", "learning-rate-decay": 0.1, "evaluate-every": 5,
     "hbn-stat-samples": 256, "hbn-lower-layers": "shared",
 }  # fmt: skip
 METHODS = [
@@ -41,14 +42,18 @@ def main(
     data: Annotated[Path, typer.Option(help="npz file with x_train, y_train, x_test, y_test")],
     seeds: int = 3,
     jobs: int = 2,
+    only: Annotated[str, typer.Option(help="one setting: " + ", ".join(SETTINGS))] = "",
+    methods: Annotated[str, typer.Option(help="separated by commas; default: all")] = ",".join(METHODS),
     work: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs/accuracy"),
     results: Annotated[Path, typer.Option(help="folder of the tables")] = Path(__file__).parent / "results",
 ) -> None:
     console = Console()
     for name, setting in SETTINGS.items():
+        if only not in ("", name):
+            continue
         base = {**COMMON, **setting, "data-path": str(data.resolve())}
         folder = work / name
-        cells = plan([Variant.parse(text) for text in METHODS], range(seeds), base, folder)
+        cells = plan([Variant.parse(text) for text in methods.split(",")], range(seeds), base, folder)
         with Progress(console=console) as bar:
             task = bar.add_task(name, total=None)
             errors = run_cells(cells, jobs, lambda done, total: bar.update(task, completed=done, total=total))  # noqa: B023

@@ -65,17 +65,26 @@ class Cell:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def finished(self) -> bool:
-        """Whether this very config has run to its end in this folder before."""
-        config = self.path / "config.toml"
-        if not config.exists() or tomllib.loads(config.read_text()) != self.config.to_mapping():
+        """Whether this cell has run to its end in this folder before.
+
+        Raises:
+            ConfigError: the folder holds a run with another config, which is not to be lost.
+        """
+        file = self.path / "config.toml"
+        if not file.exists():
             return False
+        there, here = tomllib.loads(file.read_text()), self.config.to_mapping()
+        if differing := [f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in {**there, **here} if there.get(k) != here.get(k)]:
+            raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove it")
         return len(self.rows()) == self.config.rounds and (self.path / "summary.md").exists()
 
 
 def run_cell(cell: Cell) -> None:
-    """In a worker process: one run, its log in ``<name>.log`` beside its folder."""
+    """In a worker process: one run, its log in ``<name>.log`` beside its folder. An interrupted run of the same cell is begun anew."""
     from fl_bn.experiment.centralised import run_centralised
 
+    shutil.rmtree(cell.path, ignore_errors=True)
+    cell.path.parent.mkdir(parents=True, exist_ok=True)
     LOGGER.handlers.clear()
     handler = logging.FileHandler(cell.path.parent / f"{cell.path.name}.log", mode="w")
     LOGGER.addHandler(handler)
@@ -89,13 +98,15 @@ def plan(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, A
     """All cells, seed by seed, so that an interrupted comparison is complete for the first seeds.
 
     Raises:
-        ConfigError: a variant's config is wrong, or two have one label.
+        ConfigError: a variant's config is wrong, two have one label, or a folder holds a run with another config.
     """
     if len({v.label for v in variants}) < len(variants):
         raise ConfigError(f"every variant needs a label of its own, but got {[v.label for v in variants]}")
     cells = [Cell(variant, variant.config(base, seed, output)) for seed in seeds for variant in variants]
     if len({cell.path for cell in cells}) < len(cells):
         raise ConfigError(f"labels that differ in punctuation only share a folder: {[v.label for v in variants]}")
+    for cell in cells:
+        cell.finished()
     return cells
 
 
@@ -105,9 +116,6 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
     ``progress(rounds done, rounds in all)`` is called about twice a second.
     """
     todo = [cell for cell in cells if not cell.finished()]
-    for cell in todo:
-        shutil.rmtree(cell.path, ignore_errors=True)
-        cell.path.parent.mkdir(parents=True, exist_ok=True)
     total = sum(cell.config.rounds for cell in cells)
     errors: dict[str, str] = {}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from fl_bn.experiment import compare
-from fl_bn.experiment.compare import Cell, Outcome, Variant, gather, plan, run_cells, table, write
+from fl_bn.experiment.compare import Cell, Outcome, Variant, gather, plan, run_cell, run_cells, table, write
 from fl_bn.experiment.config import ConfigError
 from fl_bn.experiment.run_directory import to_toml
+from fl_bn.flower.log import LOGGER
 
 
 @pytest.mark.parametrize(
@@ -69,9 +70,8 @@ def test_what_counts_as_finished(tmp_path: Path) -> None:
     assert not cell.finished()  # a round is missing
     finish(cell, [None, 0.5, 0.6])
     assert cell.finished()
-    (other,) = cells(tmp_path, "fbn", seeds=1, rounds=4)
-    assert other.path == cell.path
-    assert not other.finished()  # another config
+    with pytest.raises(ConfigError, match=r"fbn-seed0 holds another run \(rounds is 3 there, 4 here\): give another output folder"):
+        cells(tmp_path, "fbn", seeds=1, rounds=4)
     (cell.path / "summary.md").unlink()
     assert not cell.finished()
 
@@ -81,12 +81,24 @@ class Threads(ThreadPoolExecutor):
         super().__init__(jobs)
 
 
+def test_the_rest_of_an_interrupted_run_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cell,) = cells(tmp_path, "fbn", seeds=1)
+    finish(cell, [None])
+    found: list[bool] = []
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    monkeypatch.setattr(compare, "run_in_process", lambda config: found.append(cell.path.exists()))
+    run_cell(cell)
+    for handler in LOGGER.handlers:
+        handler.close()
+    assert found == [False]
+    assert (tmp_path / "fbn-seed0.log").exists()
+
+
 def test_finished_cells_are_not_repeated_and_failing_ones_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
     def run_cell(cell: Cell) -> None:
         ran.append(cell.config.name)
-        assert not cell.path.exists()  # the rest of an interrupted run is gone
         if cell.config.method == "gn" and cell.config.seed == 1:
             raise ValueError("the disk is full")
         finish(cell, [None, 0.5, 0.6])
