@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,15 +112,16 @@ def draw_labels(counts: Mapping[int, Sequence[int]], config: RunConfig, path: Pa
 def draw_comparison(curves: Mapping[str, np.ndarray], rounds: Mapping[str, Sequence[int]], title: str, path: Path) -> None:
     """Accuracy over rounds of several methods. ``curves``: method -> (seeds, evaluations) in percent; band: one standard deviation."""
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+        figure, axes = plt.subplots(figsize=(8.5, 4.8), layout="constrained")
         order = sorted(curves, key=lambda name: -curves[name][:, -1].mean())
         for name in order:
-            values, colour = curves[name], f"C{list(curves).index(name)}"
+            values, index = curves[name], list(curves).index(name)
+            colour, line = f"C{index % 10}", ("-", "--", ":", "-.")[index // 10 % 4]
             mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
             label = f"{name}  {mean[-1]:.1f}" + (f" ± {std[-1]:.1f}" if len(values) > 1 else "")
-            axes.plot(rounds[name], mean, color=colour, lw=1.5, label=label)
+            axes.plot(rounds[name], mean, line, color=colour, lw=1.5, label=label)
             axes.fill_between(rounds[name], mean - std, mean + std, color=colour, alpha=0.15, lw=0)
-        axes.set(xlabel="round", ylabel="test accuracy (%)", title=title)
+        axes.set(xlabel="round", ylabel="test accuracy (%)", title="\n".join(textwrap.wrap(title, 66)))
         axes.legend(frameon=False, title="last round", loc="center left", bbox_to_anchor=(1, 0.5))
         figure.savefig(path)
         plt.close(figure)
