@@ -58,7 +58,7 @@ def test_flwr_run_as_a_user_does(environment: dict[str, str], tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout + done.stderr
     assert "[round 3/3] 3/3 clients" in said
-    assert "normalisation: hbn train, reports moments of a pass before training" in said
+    assert "reports moments of a pass before training" in said
     assert {"accuracy.png", "labels.png", "summary.md", "tensorboard"} <= {file.name for file in (tmp_path / "user").iterdir()}
     assert differences(bits(tiny(tmp_path, "hbn")), bits(tmp_path / "user")) == []
 
