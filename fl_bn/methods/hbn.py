@@ -26,7 +26,7 @@ def hbn(lam: float = 1.0, stat_samples: int = 0, lower_layers: str = "hybrid") -
 
     ``lam``: weight of a round's pooled moments in the global statistics, in (0, 1]; 1 suits full participation, 0.01
     partial. ``stat_samples`` and ``lower_layers``: see ``StatisticsPass``. ``hybrid``, as in the paper's code, is the default of the
-    pass before training, since it trained better wherever both were measured (benchmarks/README.md): statistics measured under the
+    pass before training, since it trained a little better wherever both were measured (benchmarks/README.md): statistics measured under the
     statistics of the round before feed back on themselves, layer upon layer. The exchange before an evaluation replaces the statistics:
     it asks all clients, so there is no sampling noise to smooth.
     """
