@@ -78,8 +78,8 @@ class BatchNormClient(NumPyClient):
         phase, round = Phase(config["phase"]), int(config["round"])
         kept = self._load(parameters, config)
         if phase is Phase.MEASURE:
-            reply = {"moments": self._moments(self._measure(round, phase))}
-            return *self._out(reply, len(self.site.train)), {"layout": flatten(reply)[1]}
+            arrays, layout = flatten({"moments": self._moments(self._measure(round, phase))})
+            return arrays, len(self.site.train), {"layout": layout}
         try:
             moments = self._measure(round, phase) if self.method.reports(phase) is Report.PASS else {}
             result = self._train(round, phase, float(config["learning-rate"]), kept)
@@ -156,10 +156,6 @@ class BatchNormClient(NumPyClient):
         if result.gradients and self.settings.momentum > 0:
             sections["momentum"] = result.gradients
         self.state.write(sections)
-
-    @staticmethod
-    def _out(reply: Payload, samples: int) -> tuple[list[np.ndarray], int]:
-        return flatten(reply)[0], samples
 
 
 def _header(config: Mapping[str, Any]) -> Header:

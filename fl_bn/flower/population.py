@@ -6,7 +6,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,9 +123,6 @@ class Population:
 
     def everyone(self) -> list[Client]:
         return [self.clients[index] for index in sorted(self.clients)]
-
-    def by_node(self, cohort: Iterable[Client]) -> dict[int, Client]:
-        return {client.node: client for client in cohort}
 
 
 def round_half_up(x: float) -> int:
