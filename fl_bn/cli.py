@@ -109,9 +109,10 @@ def layers(
 @app.command()
 def config() -> None:
     """Every key of the run config: default, values, meaning (Markdown)."""
-    from fl_bn.experiment.config import table
+    from fl_bn.experiment.config import RunConfig
+    from fl_bn.experiment.keys import table
 
-    typer.echo(table())
+    typer.echo(table(RunConfig))
 
 
 def _refused(error: Exception) -> typer.Exit:

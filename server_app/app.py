@@ -36,6 +36,7 @@ def main(grid: Grid, context: Context) -> None:
             evaluate=test_metrics,
             observer=directory.record,
             save_clients=directory.name,
+            defence=config.defence(),
         )
         directory.start(strategy)
         strategy.start(grid, num_rounds=config.rounds)

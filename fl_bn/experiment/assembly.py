@@ -15,6 +15,7 @@ from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.partition import label_counts, partition
 from fl_bn.experiment.config import ConfigError, RunConfig
 from fl_bn.models import build
+from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.training.local import Samples
 
 
@@ -52,14 +53,15 @@ def client_model(config: RunConfig) -> nn.Module:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def partitions(config: RunConfig) -> list[Tensor]:
-    """Training indices of every client."""
+    """Training indices of every client. The data are the honest clients'; a Byzantine one trains on a copy of one of their parts."""
     data = dataset(config)
     domains = None if data.domain_train is None else data.domain_train.numpy()
     if config.partition == "domain" and domains is None:
         needed = "give several npz files, or dataset=digits"
         raise ConfigError(f"partition=domain needs data with domains, but {config.dataset} has none: {needed}")
-    parts = partition(config.partition, data.y_train.numpy(), domains, config.clients, config.partition_parameter, config.seed)
-    return [torch.from_numpy(part) for part in parts]
+    honest = config.clients - config.byzantine
+    parts = partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed)
+    return [torch.from_numpy(parts[client % honest]) for client in range(config.clients)]
 
 
 @lru_cache(maxsize=256)
@@ -70,6 +72,8 @@ def client_samples(config: RunConfig, client: int) -> tuple[Samples, Samples, tu
     """
     data, part = dataset(config), partitions(config)[client]
     train = Samples(data.x_train[part], data.y_train[part])
+    if config.attack == LABEL_FLIP and client >= config.clients - config.byzantine:
+        train = Samples(train.x, flip_labels(train.y, data.classes))
     counts = label_counts(data.y_train.numpy(), [part.numpy()], data.classes)[0]
     test = Samples(data.x_test, data.y_test)
     if config.partition == "domain" and data.domain_train is not None and data.domain_test is not None:

@@ -7,8 +7,9 @@ The same keys, in kebab-case, stand in ``[tool.flwr.app.config]`` of pyproject.t
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,38 +18,22 @@ from fl_bn.data.partition import KINDS
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.session import POLICIES
 from fl_bn.exchange.settings import CARRIERS, ExchangeSettings
+from fl_bn.experiment.keys import RULE_NAMES, Value, above, at_least, between, kebab, key, known_rule
+from fl_bn.flower.population import round_half_up
 from fl_bn.flower.rounds import Rounds
-from fl_bn.methods import METHODS, Method, freeze
+from fl_bn.methods import METHODS, Method, attacked, freeze
 from fl_bn.methods.fedtan import SCHEDULES as FEDTAN_SCHEDULES
+from fl_bn.robust.attacks import ATTACKS, ON
 from fl_bn.training.aggregation import SERVER_OPTIMIZERS
+from fl_bn.training.defence import Defence
 from fl_bn.training.settings import OPTIMIZERS, SCHEDULES, UPDATES, LocalTraining, learning_rate
 
 FREEZING = ("fixbn", "fedtan2")  # by default after half of the rounds
 FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
-Value = str | int | float | bool
 
 
 class ConfigError(ValueError):
     """A key of the run config is unknown, of the wrong type, or out of range."""
-
-
-def key(default: Value, text: str, allowed: str | tuple[str, ...], check: Callable[[Any], bool] | None = None) -> Any:
-    """A config key: its default, what it means with its unit, and what values it takes."""
-    shown = allowed if isinstance(allowed, str) else ", ".join(allowed)
-    test = check if check is not None else (allowed.__contains__ if isinstance(allowed, tuple) else lambda value: True)
-    return field(default=default, metadata={"help": text, "allowed": shown, "check": test})
-
-
-def at_least(bound: float) -> Callable[[float], bool]:
-    return lambda value: value >= bound
-
-
-def between(low: float, high: float) -> Callable[[float], bool]:
-    return lambda value: low <= value <= high
-
-
-def above(bound: float) -> Callable[[float], bool]:
-    return lambda value: value > bound
 
 
 @dataclass(frozen=True)
@@ -119,6 +104,28 @@ class RunConfig:
     exchange_key: str = key("", "grpc: its private key, PEM", "path")
     exchange_authority: str = key("", "grpc: the certificate authority's certificate, PEM; clients get it with their train message", "path")
     exchange_insecure: bool = key(False, "grpc: plaintext beyond this machine (where Flower is insecure, too)", "true, false")
+    # Byzantine clients, and the defence against them
+    byzantine: int = key(0, "clients that attack: the last ones; the training data are split over the others", ">= 0", at_least(0))
+    attack: str = key(
+        "none",
+        "what they do, knowing all honest replies (label-flip: to their own data); -optimised: the strength that harms most",
+        ("none", *ATTACKS),
+    )
+    attack_on: str = key("both", "what they lie about: their BN statistics, their updates, or both", ON)
+    attack_strength: float = key(
+        0.0,
+        "foe: epsilon; alie: z; gaussian: standard deviation; mimic: whom; 0: 0.5, the textbook's z, 1, the first",
+        "finite",
+        math.isfinite,
+    )
+    statistics_rule: str = key("mean", "how the server combines the clients' BN statistics", RULE_NAMES, known_rule)
+    update_rule: str = key("mean", "how it combines their updates", RULE_NAMES, known_rule)
+    declared_byzantine: int = key(
+        -1,
+        "Byzantine clients that the rules withstand; -1: byzantine",
+        ">= -1",
+        at_least(-1),
+    )
     # local training
     local_epochs: int = key(0, "passes over the client's data per round; 0: local-steps count", ">= 0", at_least(0))
     local_steps: int = key(5, "batches per client and round; 0: local-epochs count", ">= 0", at_least(0))
@@ -179,6 +186,7 @@ class RunConfig:
             )
         try:
             self.local_training(), self.build_method(), self.schedule()
+            self._check_byzantine()
             if self.method in FEDTAN:
                 self.exchange_settings()
         except ConfigError:
@@ -204,9 +212,9 @@ class RunConfig:
     def build_method(self) -> Method:
         frozen = None if self.freeze_after < 0 else self.freeze_after
         if self.method == "fixbn":
-            return METHODS["fixbn"](freeze_after=frozen)
+            return self._attacked(METHODS["fixbn"](freeze_after=frozen))
         if self.method == "fedtan2":
-            return METHODS["fedtan2"](freeze_after=frozen, schedule=self.fedtan_schedule)
+            return self._attacked(METHODS["fedtan2"](freeze_after=frozen, schedule=self.fedtan_schedule))
         options: dict[str, dict[str, Any]] = {
             "fedtan": {"schedule": self.fedtan_schedule},
             "fedavg-alg2": {"schedule": self.fedtan_schedule},
@@ -219,7 +227,24 @@ class RunConfig:
             },
         }
         method = METHODS[self.method](**options.get(self.method, {}))
-        return method if frozen is None else freeze(method, frozen)
+        return self._attacked(method if frozen is None else freeze(method, frozen))
+
+    def _attacked(self, method: Method) -> Method:
+        if self.attack == "none":
+            return method
+        return attacked(method, self.attack, self.byzantine, self.attack_on, self.attack_strength)
+
+    def defence(self) -> Defence:
+        """The rules on the server, and the f that they are told."""
+        declared = self.byzantine if self.declared_byzantine < 0 else self.declared_byzantine
+        return Defence(declared, self.statistics_rule, self.update_rule)
+
+    def _check_byzantine(self) -> None:
+        if self.attack != "none" and self.byzantine == 0:
+            raise ConfigError(f"attack={self.attack!r} needs attackers: set byzantine")
+        if self.byzantine >= self.clients:
+            raise ConfigError(f"byzantine must leave an honest client of clients={self.clients}, but got {self.byzantine}")
+        self.defence().check(max(1, round_half_up(self.fraction * self.clients)))
 
     def local_training(self) -> LocalTraining:
         return LocalTraining(
@@ -270,17 +295,3 @@ class RunConfig:
             rate=self.schedule(),
             exchange=exchange,
         )
-
-
-def kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def table() -> str:
-    """Every key as a Markdown table, as printed in docs/config.md."""
-    rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
-    for spec in fields(RunConfig):
-        default = str(spec.default).lower() if isinstance(spec.default, bool) else spec.default
-        shown = f"`{default}`" if default != "" else "empty"
-        rows.append(f"| `{kebab(spec.name)}` | {shown} | {spec.metadata['allowed']} | {spec.metadata['help']} |")
-    return "\n".join(rows)

@@ -13,8 +13,9 @@ from typing import Any, Self
 
 from safetensors.torch import save_file
 
-from fl_bn.experiment.config import RunConfig, Value
+from fl_bn.experiment.config import RunConfig
 from fl_bn.experiment.environment import environment
+from fl_bn.experiment.keys import Value
 from fl_bn.experiment.pictures import draw_labels, draw_run
 from fl_bn.experiment.summary import summary
 from fl_bn.flower.codec import to_tensors
@@ -29,7 +30,8 @@ ROUND_COLUMNS = (
     *(f"bytes-{way}-{section}" for way in ("down", "up") for section in SECTIONS),
 )  # fmt: skip
 CLIENT_COLUMNS = (
-    "round", "client", "samples", "steps", "loss", "bytes-down", "bytes-up", "exchanges", "waited", "accuracy", "test-loss", "refused"
+    "round", "client", "samples", "steps", "loss", "bytes-down", "bytes-up", "exchanges", "waited", "distance", "accuracy", "test-loss",
+    "refused",
 )  # fmt: skip
 
 
@@ -73,6 +75,7 @@ def client_rows(record: RoundRecord) -> list[dict[str, Value | None]]:
             "bytes-up": client.bytes_up,
             "exchanges": client.exchanges,
             "waited": round(client.waited, 4),
+            "distance": _finite(client.distance),
             "refused": client.refused,
         }
     for index, metrics in record.client_evaluation.items():

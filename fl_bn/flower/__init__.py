@@ -14,6 +14,7 @@ from fl_bn.flower.strategies import (
     FedTANStrategy,
     FixBNStrategy,
     HBNStrategy,
+    RobustFBNStrategy,
     SiloBNStrategy,
 )
 from fl_bn.flower.strategy import BatchNormStrategy
@@ -30,6 +31,7 @@ __all__ = [
     "FixBNStrategy",
     "HBNStrategy",
     "InProcessGrid",
+    "RobustFBNStrategy",
     "Rounds",
     "RunFailed",
     "SiloBNStrategy",

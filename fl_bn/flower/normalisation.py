@@ -66,6 +66,8 @@ def describe_round(record: RoundRecord, rounds: int, method: Method, model: nn.M
     if record.exchanges:
         up, waited = size(record.bytes_up.get("exchange", 0)), max((c.waited for c in record.accepted), default=0.0)
         traffic += f"; {record.exchanges} exchanges by {record.carrier} ({up} up), the longest wait {waited:.2f} s"
+    if record.far:
+        training += f", far from the others: clients {', '.join(map(str, record.far))}"
     return f"{training} | normalisation: {policy}; {traffic}; {moved}"
 
 

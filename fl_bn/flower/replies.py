@@ -35,18 +35,24 @@ class Contribution:
         return Drift(m["drift"], layers[int(m["drift-layer"])], m.get("min-var", math.nan), m.get("growth", math.nan))
 
 
+class Absent(WireError):
+    """A client that could not take part, and says so."""
+
+
 def read_replies(
     replies: Iterable[Message], cohort: Sequence[Client], schema: Schema, header: Header, sent: Iterable[Message] = ()
-) -> tuple[list[Contribution], dict[int, str]]:
-    """``(contributions in client order, reason by client index)``: every client of the cohort is in exactly one of the two.
+) -> tuple[list[Contribution], dict[int, str], set[int]]:
+    """``(contributions in client order, reason by client index, who was wrong)``: every client of the cohort is in one of the first two.
 
-    Replies with samples 0 (a client that sat out) and late or missing ones count as refused, with the reason.
+    Replies with samples 0 (a client that sat out), errors, and late or missing ones count as refused, with the reason. The third are
+    those among the refused whose reply no correct client would have sent.
     ``sent``: the messages replied to, since Flower itself answers for a node that is gone, and does not say for which.
     """
     by_node = {client.node: client for client in cohort}
     addressee = {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
     contributions: dict[int, Contribution] = {}
     refused: dict[int, str] = {}
+    wrong: set[int] = set()
     for reply in replies:
         node = reply.metadata.src_node_id
         if node not in by_node and reply.has_error():
@@ -56,17 +62,20 @@ def read_replies(
             continue
         try:
             contributions[client.index] = _read(reply, client, schema, header)
+        except Absent as error:
+            refused[client.index] = str(error)
         except WireError as error:
             refused[client.index] = str(error)
+            wrong.add(client.index)
     for client in cohort:
         if client.index not in contributions and client.index not in refused:
             refused[client.index] = "no reply before the deadline"
-    return [contributions[index] for index in sorted(contributions)], refused
+    return [contributions[index] for index in sorted(contributions)], refused, wrong
 
 
 def _read(reply: Message, client: Client, schema: Schema, header: Header) -> Contribution:
     if reply.has_error():
-        raise WireError("error", "", f"code {reply.error.code}: {reply.error.reason}")
+        raise Absent("error", "", f"code {reply.error.code}: {reply.error.reason}")
     payload, came = from_records(reply.content)
     header.check(came)
     record = reply.content.metric_records.get("metrics")
@@ -76,7 +85,9 @@ def _read(reply: Message, client: Client, schema: Schema, header: Header) -> Con
     if not isinstance(samples, int) or samples < 0:
         raise WireError("metrics", "samples", f"expected a number of samples >= 0, but got {samples!r}")
     if samples == 0:
-        raise WireError("metrics", "samples", "0: the client trained on nothing this round")
+        raise Absent("metrics", "samples", "0: the client trained on nothing this round")
+    if schema.sections and samples > client.samples:
+        raise WireError("metrics", "samples", f"expected at most {client.samples}, as the client said of itself, but got {samples}")
     schema.check(payload)
     trained = "weights" in schema.sections or "gradients" in schema.sections
     for key, least, absent in (("steps", int(trained), None if trained else 0), ("drift-layer", 0, 0)):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
 
+from fl_bn.robust.view import FAR
 from fl_bn.training.aggregation import Drift
 
 
@@ -12,6 +16,7 @@ class ClientRecord:
     """One client's part in a round. ``refused``: why its reply was not used, empty if it was. Bytes are of arrays alone.
 
     ``exchanges``: layer-wise ones (FedTAN), and ``waited`` the seconds it spent in them, its own sending included.
+    ``distance``: of its update to what a robust rule made of all (L2).
     """
 
     client: int
@@ -22,6 +27,7 @@ class ClientRecord:
     bytes_up: int = 0
     exchanges: int = 0
     waited: float = 0.0
+    distance: float = float("nan")
     refused: str = ""
 
 
@@ -51,6 +57,18 @@ class RoundRecord:
     @property
     def accepted(self) -> list[ClientRecord]:
         return [c for c in self.clients if not c.refused]
+
+    def measure(self, distances: Sequence[float]) -> None:
+        """Note the accepted clients' distances, in their order; none is noted if there are none."""
+        left = iter(distances)
+        self.clients = [c if c.refused else replace(c, distance=next(left, math.nan)) for c in self.clients]
+
+    @property
+    def far(self) -> list[int]:
+        """Clients whose update is farther from the robust one than ``FAR`` times the median distance."""
+        known = [c for c in self.accepted if not math.isnan(c.distance)]
+        limit = FAR * median([c.distance for c in known]) if known else 0.0
+        return [c.client for c in known if c.distance > limit]
 
     @property
     def loss(self) -> float:

@@ -16,6 +16,7 @@ from fl_bn.methods import Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running
 from fl_bn.roles import Role, batch_norms
 from fl_bn.training.aggregation import ServerOptimizer, average, combine, pseudo_gradient, running_statistics
+from fl_bn.training.defence import Defence, undercut
 
 
 class SharedModel:
@@ -55,19 +56,29 @@ class SharedModel:
         variances = {tensor_name(layer, "running_var"): running.var for layer, running in statistics.items()}
         self.model.load_state_dict(means | variances, strict=False)
 
-    def step(self, parts: Sequence[Contribution], weights: Sequence[float], optimizer: ServerOptimizer, rate: float) -> None:
-        """One server step: along the pseudo-gradient ``weights - average``, or with the clients' averaged gradients at ``rate``."""
-        section = "gradients" if "gradients" in parts[0].payload else "weights"
-        mean = average([to_tensors(part.payload[section]) for part in parts], weights)
-        state = self.model.state_dict()
+    def step(
+        self, parts: Sequence[Contribution], weights: Sequence[float], optimizer: ServerOptimizer, rate: float, defence: Defence
+    ) -> list[float]:
+        """One server step: along the pseudo-gradient ``weights - average``, or with the clients' averaged gradients at ``rate``.
+
+        Returns the distance of each update to what ``defence`` made of all; empty without one.
+        """
+        section, distances = "gradients" if "gradients" in parts[0].payload else "weights", list[float]()
+        state, tensors = self.model.state_dict(), [to_tensors(part.payload[section]) for part in parts]
+        if defence.updates == "mean":
+            mean = average(tensors, weights)
+        else:
+            mean, report = defence.update(tensors, None if section == "gradients" else state)
+            distances = [float(distance) for distance in report.distances]
         if section == "gradients":
             new = optimizer.step(state, mean, rate)
         else:
             pseudo = pseudo_gradient(state, {name: mean[name] for name in mean if name in self._learnable})
             new = {name: mean[name] for name in mean if name not in self._learnable} | optimizer.step(state, pseudo)
         self.model.load_state_dict(new, strict=False)
+        return distances
 
-    def combined(self, parts: Sequence[Contribution], phase: Phase) -> dict[str, Running]:
+    def combined(self, parts: Sequence[Contribution], phase: Phase, defence: Defence) -> dict[str, Running]:
         """The shared statistics after this round's reports, float64."""
         shared, report = self.statistics(), self.method.reports(phase)
         if report is Report.NOTHING:
@@ -76,12 +87,20 @@ class SharedModel:
             reports = [self._running(to_tensors(part.payload.get("statistics", {})), part.weight) for part in parts]
         else:
             reports = [decode_moments(part.payload["moments"]) for part in parts]
-        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers)
+        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence)
 
-    def measured(self, parts: Sequence[Contribution]) -> dict[str, Running]:
+    def undercut(self, parts: Sequence[Contribution], phase: Phase) -> dict[int, str]:
+        """Contributions, by position, whose running variances no honest training can have left, with the reason."""
+        if self.method.reports(phase) is not Report.RUNNING:
+            return {}
+        reports = [self._running(to_tensors(part.payload.get("statistics", {})), part.weight) for part in parts]
+        running = [{layer: Running(m.mean, m.var) for layer, m in report.items()} for report in reports]
+        return undercut(self.statistics(), running, [part.steps for part in parts], self.layers)
+
+    def measured(self, parts: Sequence[Contribution], defence: Defence) -> dict[str, Running]:
         """The shared statistics that a statistics-only exchange found under the present weights."""
         reports = [decode_moments(part.payload["moments"]) for part in parts]
-        return combine(replace_by_pooled, self.statistics(), reports, [1] * len(parts), self.layers)
+        return combine(replace_by_pooled, self.statistics(), reports, [1] * len(parts), self.layers, defence)
 
     def _running(self, statistics: Mapping[str, Tensor], weight: int) -> dict[str, Moments]:
         return {

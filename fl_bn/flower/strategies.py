@@ -15,6 +15,7 @@ from fl_bn.methods.fedtan import fedavg_alg2, fedtan, fedtan2
 from fl_bn.methods.fixbn import fixbn
 from fl_bn.methods.hbn import hbn
 from fl_bn.methods.silobn import silobn
+from fl_bn.training.defence import Defence
 
 
 class FedAvgBNStrategy(BatchNormStrategy):
@@ -59,6 +60,26 @@ class FBNStrategy(BatchNormStrategy):
 
     def __init__(self, model: nn.Module, rounds: Rounds, *, momentum: float | None = None, **options: Any) -> None:
         super().__init__(model, fbn(momentum), rounds, **options)
+
+
+class RobustFBNStrategy(BatchNormStrategy):
+    """FBN against ``f`` Byzantine clients (FBN, section 5): NNM, then the coordinate-wise median, on the statistics and on the updates.
+
+    The rules are those of ``robust.rule_named``, e.g. ``"nnm+trimmed-mean"``; ``momentum`` None is each layer's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rounds: Rounds,
+        *,
+        f: int,
+        statistics_rule: str = "nnm+median",
+        update_rule: str = "nnm+median",
+        momentum: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, fbn(momentum), rounds, defence=Defence(f, statistics_rule, update_rule), **options)
 
 
 class FedTANStrategy(BatchNormStrategy):

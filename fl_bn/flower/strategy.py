@@ -14,20 +14,21 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
-from fl_bn.exchange.session import Traffic
 from fl_bn.flower import schema
+from fl_bn.flower.adversary import corrupt
 from fl_bn.flower.client_app import STATISTICS
 from fl_bn.flower.codec import Header, count_tensors, to_records
 from fl_bn.flower.exchanges import Exchanges
+from fl_bn.flower.ledger import enter
 from fl_bn.flower.normalisation import describe_layers, describe_round, watch
 from fl_bn.flower.population import Client, Population, RunFailed
-from fl_bn.flower.replies import Contribution, read_replies, section_bytes
-from fl_bn.flower.round_record import ClientRecord, RoundRecord
+from fl_bn.flower.replies import read_replies, section_bytes
+from fl_bn.flower.round_record import RoundRecord
 from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.shared_model import SharedModel
 from fl_bn.methods import Method, Phase
-from fl_bn.moments import Average, weighted_mean
 from fl_bn.training.aggregation import Drift, ServerOptimizer, merge_drifts, server_optimizer
+from fl_bn.training.defence import NO_DEFENCE, Defence, TooFew
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -38,7 +39,8 @@ class BatchNormStrategy(Strategy):
     ``model`` is any torch network, unconverted; its tensors are the start of the run. ``optimizer`` steps on the pseudo-gradient of
     the shared weights (default: the average itself). ``observer`` gets every ``RoundRecord``; ``evaluate`` maps the global model to
     metrics. ``save_clients``: name of the folder in which clients with models of their own save them at the end, none if empty.
-    ``average`` combines what clients send in a layer-wise exchange (FedTAN).
+    ``defence``: robust rules for statistics and updates, against how many Byzantine clients; the statistics' rule serves the layer-wise
+    exchange (FedTAN), too.
 
     What travels as ``arrays`` is everything shared: weights, affine and running statistics, by state_dict name.
     """
@@ -53,7 +55,7 @@ class BatchNormStrategy(Strategy):
         evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
         observer: Callable[[RoundRecord], None] = lambda record: None,
         save_clients: str = "",
-        average: Average = weighted_mean,
+        defence: Defence = NO_DEFENCE,
     ) -> None:
         if rounds.client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
             raise ValueError(
@@ -66,7 +68,8 @@ class BatchNormStrategy(Strategy):
         self.population: Population | None = None
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self._sent: list[Message] = []
-        self.exchanges = Exchanges(rounds.exchange, self.shared.model, average)
+        self.defence = defence
+        self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average)
 
     # The parts of a round, as Flower names them
 
@@ -86,18 +89,28 @@ class BatchNormStrategy(Strategy):
         """Check, average the weights, combine the statistics. ``(None, None)`` if too few replies were usable."""
         shared, record, phase = self.shared, self.record, Phase(self.record.phase)
         expected = schema.reply(shared.model, self.method, phase, self.rounds.update)
-        contributions, refused = read_replies(replies, self.cohort, expected, shared.header(server_round, phase), self._sent)
+        replies = self._overheard(replies)
+        contributions, refused, wrong = read_replies(replies, self.cohort, expected, shared.header(server_round, phase), self._sent)
+        low = {contributions[i].client.index: reason for i, reason in shared.undercut(contributions, phase).items()}
+        contributions = [c for c in contributions if c.client.index not in low]
+        refused, defence = refused | low, self.defence.without(len(wrong | low.keys()))
         if phase is Phase.EXCHANGE:
             contributions = self.exchanges.taking_part(contributions, refused)
-        self._note(contributions, refused)
+        enter(record, self.cohort, contributions, refused, self.exchanges)
         if len(contributions) < max(1.0, self.rounds.min_replies * len(self.cohort)):
             usable = f"{len(contributions)} of {len(self.cohort)}"
             log(logging.WARNING, "round %s: only %s replies could be used, nothing changes", server_round, usable)
             return None, None
+        try:
+            defence.check(len(contributions))
+        except TooFew as error:
+            log(logging.WARNING, "round %s: nothing changes, since %s", server_round, error)
+            return None, None
         record.aggregated = True
-        before, after = shared.statistics(), shared.combined(contributions, phase)
-        weights = [float(c.weight) if self.rounds.client_weights == "samples" or phase is Phase.EXCHANGE else 1.0 for c in contributions]
-        shared.step(contributions, weights, self.optimizer, record.learning_rate)
+        before, after = shared.statistics(), shared.combined(contributions, phase, defence)
+        believed = not defence.active and (self.rounds.client_weights == "samples" or phase is Phase.EXCHANGE)
+        weights = [float(c.weight) if believed else 1.0 for c in contributions]
+        record.measure(shared.step(contributions, weights, self.optimizer, record.learning_rate, defence))
         shared.store(after)
         drifts = [c.local_drift(list(shared.layers)) for c in contributions]
         record.drift = Drift.between(before, after) or merge_drifts(drift for drift in drifts if drift is not None)
@@ -117,7 +130,7 @@ class BatchNormStrategy(Strategy):
         if not self.method.personal or not self._due(server_round) or self.population is None:
             return None
         header = self.shared.header(server_round, Phase.TRAIN)
-        contributions, refused = read_replies(replies, self.population.everyone(), schema.Schema({}), header, self._sent)
+        contributions, refused, _ = read_replies(replies, self.population.everyone(), schema.Schema({}), header, self._sent)
         for index, reason in refused.items():
             log(logging.WARNING, "client %s did not evaluate: %s", index, reason)
         measured = {c.client.index: c.metrics for c in contributions if 0 <= c.metrics.get("accuracy", -1) <= 1 and "loss" in c.metrics}
@@ -213,11 +226,15 @@ class BatchNormStrategy(Strategy):
         everyone, header = self._clients(grid).everyone(), self.shared.header(server_round, Phase.MEASURE)
         replies = grid.send_and_receive(self._messages(STATISTICS, header, everyone, {}), timeout=timeout)
         expected = schema.reply(self.shared.model, self.method, Phase.MEASURE)
-        contributions, refused = read_replies(replies, everyone, expected, header, self._sent)
+        contributions, refused, wrong = read_replies(self._overheard(replies), everyone, expected, header, self._sent)
         for index, reason in refused.items():
             log(logging.WARNING, "client %s's statistics are missing from the exchange: %s", index, reason)
-        if contributions:
-            self.shared.store(self.shared.measured(contributions))
+        defence = self.defence.without(len(wrong))
+        try:
+            defence.check(len(contributions))
+            self.shared.store(self.shared.measured(contributions, defence))
+        except TooFew as error:
+            log(logging.WARNING, "the statistics stay as they are, since %s", error)
         return self.shared.arrays()
 
     def _evaluate(
@@ -255,29 +272,13 @@ class BatchNormStrategy(Strategy):
         self._sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
         return self._sent
 
-    def _note(self, contributions: Sequence[Contribution], refused: Mapping[int, str]) -> None:
-        record, parts = self.record, {c.client.index: c for c in contributions}
-        exchanging = Phase(record.phase) is Phase.EXCHANGE
-        traffic = self.exchanges.session.traffic if exchanging else {}
-        if exchanging:
-            record.exchanges, record.carrier = self.exchanges.session.exchanges, self.exchanges.carrier
-            record.bytes_down = {section: count * self.exchanges.messages for section, count in record.bytes_down.items()}
-        shared_down = sum(record.bytes_down.values())
-        for client in self.cohort:
-            layers = traffic.get(client.index, Traffic())
-            down = shared_down + layers.down
-            if (part := parts.get(client.index)) is None:
-                reason = refused[client.index]
-                log(logging.WARNING, "round %s: client %s's reply is not used: %s", record.round, client.index, reason)
-                record.clients.append(ClientRecord(client.index, bytes_down=down, exchanges=layers.exchanges, refused=reason))
-                continue
-            record.bytes_up, record.tensors_up = section_bytes(part.payload), count_tensors(part.payload)
-            up = sum(record.bytes_up.values()) + layers.up
-            loss, waited = part.metrics.get("loss", float("nan")), part.metrics.get("waited", 0.0)
-            record.clients.append(ClientRecord(client.index, part.samples, part.steps, loss, down, up, layers.exchanges, waited))
-        if traffic:
-            record.bytes_down |= {"exchange": max(t.down for t in traffic.values())}
-            record.bytes_up |= {"exchange": max(t.up for t in traffic.values())}
+    def _overheard(self, replies: Iterable[Message]) -> list[Message]:
+        """The replies, rewritten where the method's adversary has Byzantine clients."""
+        replies = list(replies)
+        if self.method.adversary is not None:
+            clients = self.cohort if self.population is None else self.population.everyone()
+            corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self.shared.payload())
+        return replies
 
     def _tell(self) -> None:
         log(logging.INFO, "%s", describe_round(self.record, self.num_rounds, self.method, self.shared.model))

@@ -8,7 +8,7 @@ from fl_bn.methods.fedbn import fedbn
 from fl_bn.methods.fedtan import fedavg_alg2, fedtan, fedtan2
 from fl_bn.methods.fixbn import fixbn
 from fl_bn.methods.hbn import hbn
-from fl_bn.methods.method import LayerReports, Method, Phase, Report, StatisticsPass, freeze, replace_by_pooled
+from fl_bn.methods.method import LayerReports, Method, Phase, Report, StatisticsPass, attacked, freeze, replace_by_pooled
 from fl_bn.methods.normalisers import gn, instance, ln
 from fl_bn.methods.silobn import silobn
 
@@ -27,4 +27,4 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fedavg-alg2": fedavg_alg2,
 }
 
-__all__ = ["METHODS", "LayerReports", "Method", "Phase", "Report", "StatisticsPass", "freeze", "replace_by_pooled"]
+__all__ = ["METHODS", "LayerReports", "Method", "Phase", "Report", "StatisticsPass", "attacked", "freeze", "replace_by_pooled"]

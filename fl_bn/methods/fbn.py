@@ -18,7 +18,7 @@ from fl_bn.moments import Running, ema, pool
 
 def combine(reports: LayerReports, momentum: float | None) -> Running:
     b = reports.momentum if momentum is None else momentum
-    return ema(reports.shared, pool(reports.parts), 1 - (1 - b) ** reports.steps)
+    return ema(reports.shared, pool(reports.parts, reports.average), 1 - (1 - b) ** reports.steps)
 
 
 def fbn(momentum: float | None = None) -> Method:

@@ -11,7 +11,7 @@ from fl_bn.moments import Running, plain_average
 
 
 def combine(reports: LayerReports) -> Running:
-    average = plain_average(reports.parts)
+    average = plain_average(reports.parts, reports.average)
     return Running(average.mean, average.var)
 
 

@@ -18,7 +18,7 @@ from fl_bn.roles import Role
 
 
 def combine(reports: LayerReports, lam: float) -> Running:
-    return ema(reports.shared, pool(reports.parts), lam)
+    return ema(reports.shared, pool(reports.parts, reports.average), lam)
 
 
 def hbn(lam: float = 1.0, stat_samples: int = 0, lower_layers: str = "hybrid") -> Method:

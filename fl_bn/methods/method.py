@@ -10,7 +10,8 @@ from functools import partial
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.moments import Moments, Running, pool
+from fl_bn.moments import Average, Moments, Running, pool, weighted_mean
+from fl_bn.robust.attacks import Adversary, Attack
 from fl_bn.roles import Role
 
 
@@ -56,18 +57,20 @@ class LayerReports:
     """All the server knows about one layer when it combines.
 
     ``shared``: the statistics sent down this round; ``parts``: one ``Moments`` per client, in partition order; ``momentum``: the
-    layer's own; ``steps``: training batches per client (mean, weighted by their activations).
+    layer's own; ``steps``: training batches per client (mean, weighted by their activations); ``average``: how n clients' values become
+    one.
     """
 
     shared: Running
     parts: Sequence[Moments]
     momentum: float
     steps: float
+    average: Average = weighted_mean
 
 
 def replace_by_pooled(reports: LayerReports) -> Running:
     """Forget the old statistics: what a statistics-only exchange with all clients measured is all there is to know."""
-    merged = pool(reports.parts)
+    merged = pool(reports.parts, reports.average)
     return Running(merged.mean, merged.bessel())
 
 
@@ -87,7 +90,8 @@ class Method:
     ``layer`` replaces each BatchNorm (None: torch's own stays). Tensors with a role in ``local`` never leave their client and survive
     between its rounds. ``combine`` maps one layer's reports to its new shared statistics. ``phase(round, rounds)`` is the calendar,
     rounds counted from 1. ``synchronise``: the shared statistics lag behind the weights (HBN), so a statistics-only exchange
-    precedes each evaluation. ``needs_running``: torch's BatchNorm will not do without running statistics.
+    precedes each evaluation. ``needs_running``: torch's BatchNorm will not do without running statistics. ``adversary``: clients that
+    lie, in experiments.
     """
 
     name: str
@@ -99,6 +103,7 @@ class Method:
     synchronise: bool = False
     statistics_pass: StatisticsPass = StatisticsPass()
     needs_running: bool = False
+    adversary: Adversary | None = None
 
     def shares(self, role: Role) -> bool:
         """Whether tensors of this role travel. Counters never do: averaging them yields 0, or 49.999 -> 49."""
@@ -130,3 +135,11 @@ def freeze(method: Method, after: int | None = None) -> Method:
 def _freeze_phase(before: Callable[[int, int], Phase], after: int | None, round: int, rounds: int) -> Phase:
     last = rounds // 2 if after is None else after
     return before(round, rounds) if round <= last else Phase.FROZEN
+
+
+def attacked(method: Method, attack: str | Attack, f: int, on: str = "both", strength: float = 0.0) -> Method:
+    """``method`` in a run in which the last ``f`` clients are Byzantine, know all honest replies, and collude.
+
+    See ``robust.attacks.Adversary``.
+    """
+    return replace(method, adversary=Adversary(attack, f, on, strength))

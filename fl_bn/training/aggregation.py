@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 from fl_bn.methods import LayerReports
 from fl_bn.moments import Moments, Running
 from fl_bn.roles import SharedStatisticsNorm, batch_norms
+from fl_bn.training.defence import NO_DEFENCE, Defence
 
 Named = Mapping[str, Tensor]
 
@@ -38,12 +39,15 @@ def combine(
     reports: Sequence[Mapping[str, Moments]],
     steps: Sequence[int],
     layers: Mapping[str, _BatchNorm | SharedStatisticsNorm],
+    defence: Defence = NO_DEFENCE,
 ) -> dict[str, Running]:
     """New shared statistics per layer by ``rule``, float64. A layer that no client ran in this round keeps its own.
 
     ``reports`` and ``steps`` (training batches) are per client, in partition order.
     """
     new = dict(shared)
+    if defence.active:
+        reports, steps = defence.believed(reports, steps)
     for name in shared:
         parts = [report[name] for report in reports if name in report]
         total = sum(part.count for part in parts)
@@ -51,7 +55,7 @@ def combine(
             continue
         mean_steps = sum(report[name].count * step for report, step in zip(reports, steps, strict=True) if name in report) / total
         momentum = layers[name].momentum
-        new[name] = rule(LayerReports(shared[name], parts, 0.1 if momentum is None else momentum, mean_steps))
+        new[name] = rule(LayerReports(shared[name], parts, 0.1 if momentum is None else momentum, mean_steps, defence.average))
     return new
 
 

@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fl_bn.cli import app
-from fl_bn.experiment.config import table
+from fl_bn.experiment.config import RunConfig
+from fl_bn.experiment.keys import table
 from fl_bn.methods import METHODS
 from tests.integration.runs import TINY
 
@@ -111,5 +112,5 @@ def test_layers_refuses_unknown_names(args: tuple[str, ...], message: str) -> No
 def test_config_prints_every_key() -> None:
     result = command("config")
     assert result.exit_code == 0
-    assert result.output.strip() == table()
+    assert result.output.strip() == table(RunConfig)
     assert "| `server-learning-rate` | `1.0` | > 0 |" in result.output

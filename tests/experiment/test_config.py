@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.experiment.config import FEDTAN, ConfigError, RunConfig, kebab, table
+from fl_bn.experiment.config import FEDTAN, ConfigError, RunConfig
+from fl_bn.experiment.keys import kebab, table
 from fl_bn.experiment.overrides import parse_overrides
 from fl_bn.experiment.run_directory import to_toml
 from fl_bn.methods import METHODS
@@ -25,6 +26,7 @@ WRONG: dict[str, list[object]] = {
     "local-epochs": [-1], "local-steps": [-1], "batch-size": [1], "learning-rate": [0.0], "learning-rate-decay": [0.0, 1.1],
     "momentum": [-0.1, 1.0], "weight-decay": [-1e-9], "server-learning-rate": [0.0], "server-momentum": [-0.1, 1.0],
     "evaluate-every": [0], "seed": [-1], "device": ["tpu", "gpu", ""], "threads": [0], "name": ["a/b", "..", " a"],
+    "byzantine": [-1], "attack-strength": [float("nan"), float("inf")], "declared-byzantine": [-2],
     "exchange-timeout": [0.0], "exchange-join-timeout": [-1.0], "exchange-port": [-1, 65536],
 }  # fmt: skip
 
@@ -51,7 +53,7 @@ def test_every_key_has_a_meaning_and_says_what_it_takes(name: str) -> None:
     spec = KEYS[name]
     assert spec.metadata["help"]
     assert spec.metadata["allowed"]
-    assert f"| `{name}` |" in table()
+    assert f"| `{name}` |" in table(RunConfig)
 
 
 @pytest.mark.parametrize("name", KEYS)

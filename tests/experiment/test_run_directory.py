@@ -65,6 +65,7 @@ def test_the_rows_of_clients() -> None:
             "bytes-up": 0,
             "exchanges": 0,
             "waited": 0.0,
+            "distance": None,
             "refused": "no reply, before the deadline",
         }
     ]

@@ -17,7 +17,8 @@ from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
 from fl_bn.flower.carriers import GrpcCarrier, _simulation_hint
 from fl_bn.flower.population import Client
 from fl_bn.methods import METHODS
-from fl_bn.moments import weighted_mean
+from fl_bn.robust import Outcome, median
+from fl_bn.training.defence import Defence
 from fl_bn.training.local import Samples
 from fl_bn.training.settings import LocalTraining
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
@@ -115,14 +116,14 @@ def test_what_passes_is_counted_by_section(tiny_clients: Clients) -> None:
 def test_a_rule_of_ones_own_combines_the_exchange(tiny_clients: Clients) -> None:
     asked: list[tuple[int, ...]] = []
 
-    def middle(values: Tensor, counts: Tensor) -> Tensor:
-        asked.append(tuple(values.shape))
-        return values.median(0).values
+    def middle(rows: Tensor, f: int = 0) -> Outcome:
+        asked.append(tuple(rows.shape))
+        return median(rows, f)
 
     clients = tiny_clients((4, 5, 6))
-    robust = exchanged(clients, "local", rounds=1, average=middle)
-    assert {shape[0] for shape in asked} == {3}
-    plain, same = exchanged(clients, "local", rounds=1), exchanged(clients, "local", rounds=1, average=weighted_mean)
+    robust = exchanged(clients, "local", rounds=1, defence=Defence(1, statistics=middle))
+    assert 3 in {shape[0] for shape in asked}
+    plain, same = exchanged(clients, "local", rounds=1), exchanged(clients, "local", rounds=1, defence=Defence())
     assert identical(plain.trajectory[1], same.trajectory[1])
     assert not identical(plain.trajectory[1], robust.trajectory[1])
 

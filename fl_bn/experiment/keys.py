@@ -1,0 +1,55 @@
+"""What a key of the run config is made of: a default, a meaning, and the values it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field, fields
+from typing import Any
+
+from fl_bn.robust import PREAGGREGATIONS, RULES, rule_named
+
+Value = str | int | float | bool
+
+
+def key(default: Value, text: str, allowed: str | tuple[str, ...], check: Callable[[Any], bool] | None = None) -> Any:
+    """A config key: its default, what it means with its unit, and what values it takes."""
+    shown = allowed if isinstance(allowed, str) else ", ".join(allowed)
+    test = check if check is not None else (allowed.__contains__ if isinstance(allowed, tuple) else lambda value: True)
+    return field(default=default, metadata={"help": text, "allowed": shown, "check": test})
+
+
+def at_least(bound: float) -> Callable[[float], bool]:
+    return lambda value: value >= bound
+
+
+def between(low: float, high: float) -> Callable[[float], bool]:
+    return lambda value: low <= value <= high
+
+
+def above(bound: float) -> Callable[[float], bool]:
+    return lambda value: value > bound
+
+
+RULE_NAMES = f"{', '.join(RULES)}; before it {' or '.join(f'{name}+' for name in PREAGGREGATIONS)}"
+
+
+def known_rule(name: str) -> bool:
+    try:
+        rule_named(name)
+    except ValueError:
+        return False
+    return True
+
+
+def kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def table(config: type) -> str:
+    """Every key as a Markdown table, as printed in docs/config.md."""
+    rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
+    for spec in fields(config):
+        default = str(spec.default).lower() if isinstance(spec.default, bool) else spec.default
+        shown = f"`{default}`" if default != "" else "empty"
+        rows.append(f"| `{kebab(spec.name)}` | {shown} | {spec.metadata['allowed']} | {spec.metadata['help']} |")
+    return "\n".join(rows)

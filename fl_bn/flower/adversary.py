@@ -1,0 +1,127 @@
+"""Byzantine clients in an experiment: their replies are rewritten when all have come, since they know the honest ones.
+
+Only what came is rewritten, before anything is checked: what the server refuses of it, it would refuse of a real attacker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Message
+from flwr.common import Array
+from torch import Tensor
+
+from fl_bn.flower.codec import Payload, WireError, from_records, tensor_name
+from fl_bn.flower.population import Client
+from fl_bn.moments import Moments, plain_average, pool
+from fl_bn.robust.attacks import Adversary, Damage, distance
+from fl_bn.training.defence import Defence
+
+VARIANCES = {"statistics": ("running_mean", "running_var"), "moments": ("mean", "var")}
+
+
+def corrupt(
+    replies: Sequence[Message],
+    cohort: Sequence[Client],
+    population: int,
+    adversary: Adversary,
+    defence: Defence,
+    sent: Payload,
+) -> None:
+    """Rewrite the Byzantine clients' replies in place, as ``adversary`` says; ``sent`` is what all clients got.
+
+    The Byzantine ones are the last ``adversary.f`` of ``population`` clients. An error, or a reply that cannot be read, stays.
+    """
+    if adversary.flips_labels:
+        return
+    index = {client.node: client.index for client in cohort}
+    honest: list[tuple[int, Message, Payload]] = []
+    liars: list[tuple[int, Message, Payload]] = []
+    for reply in replies:
+        if (client := index.get(reply.metadata.src_node_id)) is None or reply.has_error():
+            continue
+        try:
+            payload = from_records(reply.content)[0]
+        except WireError:
+            continue
+        if payload:
+            (liars if client >= population - adversary.f else honest).append((client, reply, payload))
+    if not honest or not liars:
+        return
+    honest.sort(key=lambda entry: entry[0])
+    liars.sort(key=lambda entry: entry[0])
+    truths, lies = [payload for _, _, payload in honest], [payload for _, _, payload in liars]
+    for section in truths[0]:
+        if section in ("weights", "gradients") and adversary.on != "statistics":
+            _updates(section, truths, lies, adversary, defence, sent)
+        elif section in VARIANCES and adversary.on != "updates":
+            _statistics(section, truths, lies, adversary, defence)
+        else:
+            continue
+        for (_, reply, _), lie in zip(liars, lies, strict=True):
+            reply.content[section] = ArrayRecord({name: Array(array) for name, array in lie[section].items()})
+
+
+def _updates(
+    section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence, sent: Payload
+) -> None:
+    """All tensors of an update are one vector: gradients, or differences from the weights sent."""
+    names = [name for name, array in truths[0][section].items() if array.dtype.kind == "f"]
+    origin = _flat(sent["weights"], names) if section == "weights" else 0.0
+    honest = np.stack([_flat(truth[section], names) for truth in truths]) - origin
+
+    def aggregate(rows: np.ndarray) -> np.ndarray:
+        value: np.ndarray = defence.update_rule(rows, defence.f).value
+        return value
+
+    rows = adversary.rows(honest, len(lies), distance(aggregate)) + origin
+    for lie, row in zip(lies, rows, strict=True):
+        at = 0
+        for name in names:
+            array = truths[0][section][name]
+            with np.errstate(over="ignore", invalid="ignore"):
+                lie[section][name] = row[at : at + array.size].reshape(array.shape).astype(array.dtype)
+            at += array.size
+
+
+def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence) -> None:
+    """Layer by layer: the means and variances are one vector; variances below zero would be refused, so they stop there."""
+    mean, var = VARIANCES[section]
+    combine = pool if section == "moments" else plain_average
+    for layer in [name.rpartition(".")[0] for name in truths[0][section] if name.rpartition(".")[2] == mean]:
+        first, second = tensor_name(layer, mean), tensor_name(layer, var)
+        honest = np.stack([_flat(truth[section], [first, second]) for truth in truths])
+        damage = _statistics_damage(partial(combine, average=defence.average), partial(combine))
+        rows = adversary.statistics_rows(honest, len(lies), damage)
+        channels = honest.shape[1] // 2
+        for lie, row in zip(lies, rows, strict=True):
+            with np.errstate(over="ignore", invalid="ignore"):
+                lie[section][first] = row[:channels].astype(truths[0][section][first].dtype)
+                lie[section][second] = np.maximum(row[channels:], 0.0).astype(truths[0][section][second].dtype)
+
+
+def _statistics_damage(combine: Callable[[Sequence[Moments]], Moments], truth: Callable[[Sequence[Moments]], Moments]) -> Damage:
+    """How far the combined statistics are from the honest ones: means in standard deviations, variances as logarithms of their ratio."""
+
+    def damage(honest: np.ndarray, byzantine: np.ndarray) -> float:
+        channels = honest.shape[1] // 2
+        lies = np.concatenate([byzantine[:, :channels], np.maximum(byzantine[:, channels:], 0.0)], axis=1)
+        want, got = truth(_moments(honest)), combine(_moments(np.concatenate([honest, lies])))
+        scale: Tensor = want.var + 1e-5
+        shift = (got.mean - want.mean).square() / scale
+        ratio = ((got.var + 1e-5) / scale).log().square()
+        return float((shift + ratio).sum().sqrt())
+
+    return damage
+
+
+def _moments(rows: np.ndarray) -> list[Moments]:
+    means, variances = torch.from_numpy(rows).chunk(2, dim=1)
+    return [Moments(2, mean, var) for mean, var in zip(means, variances, strict=True)]
+
+
+def _flat(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray:
+    return np.concatenate([arrays[name].reshape(-1).astype(np.float64) for name in names])

@@ -1,0 +1,40 @@
+"""Robust aggregation: rules that withstand f Byzantine rows of n, and the attacks they are for."""
+
+from __future__ import annotations
+
+from fl_bn.robust.rules import (
+    PREAGGREGATIONS,
+    RULES,
+    Rule,
+    bucketing,
+    centered_clipping,
+    geometric_median,
+    krum,
+    mean,
+    median,
+    multi_krum,
+    nnm,
+    rule_named,
+    trimmed_mean,
+)
+from fl_bn.robust.view import Outcome, Report
+from fl_bn.robust.weights import capped
+
+__all__ = [
+    "PREAGGREGATIONS",
+    "RULES",
+    "Outcome",
+    "Report",
+    "Rule",
+    "bucketing",
+    "capped",
+    "centered_clipping",
+    "geometric_median",
+    "krum",
+    "mean",
+    "median",
+    "multi_krum",
+    "nnm",
+    "rule_named",
+    "trimmed_mean",
+]

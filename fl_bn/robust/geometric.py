@@ -1,0 +1,87 @@
+"""Rules that pull towards rows by distance alone, worked out on the n weights.
+
+Both start at the row in the midst of all and stay in affine combinations of the rows, so they move with a common shift of them.
+A row farther out than ``HORIZON`` usual distances is pulled in to there first: its direction is all that counts, and its square would drown
+the others' digits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fl_bn.robust.gram import Gram, medoid
+
+HORIZON = 1e6
+ITERATIONS = 10_000
+
+
+class _Scene:
+    """The rows about the medoid m: coordinates b stand for the point x_m + sum_k b_k s_k (x_k - x_m)."""
+
+    def __init__(self, gram: Gram, reach: float = 0.0) -> None:
+        self.n = len(gram.products)
+        squares = gram.squared_distances
+        self.m = medoid(squares)
+        away = np.sqrt(squares[self.m])
+        self.usual = float(np.median(np.delete(away, self.m))) if self.n > 1 else 0.0
+        horizon = max(HORIZON * self.usual, 10 * reach)
+        self.scale = np.where(away > horizon, horizon / np.where(away > 0, away, 1.0), 1.0) if horizon > 0 else np.ones(self.n)
+        self.products = gram.about(self.m) * np.outer(self.scale, self.scale)
+
+    def distances(self, b: np.ndarray) -> np.ndarray:
+        pulled = self.products @ b
+        squares: np.ndarray = np.maximum(b @ pulled - 2 * pulled + np.diag(self.products), 0.0)
+        lengths: np.ndarray = np.sqrt(squares)
+        return lengths
+
+    def length(self, b: np.ndarray) -> float:
+        return float(np.sqrt(max(b @ self.products @ b, 0.0)))
+
+    def weights(self, b: np.ndarray) -> np.ndarray:
+        """(n,), their sum 1: of the rows themselves."""
+        w = b * self.scale
+        w[self.m] = 0.0
+        w[self.m] = 1.0 - w.sum()
+        return w
+
+
+def weiszfeld(gram: Gram, weights: np.ndarray | None, tolerance: float) -> np.ndarray:
+    """Weights (n,) of the geometric median."""
+    scene = _Scene(gram)
+    w = np.full(scene.n, 1 / scene.n) if weights is None else weights
+    b = np.zeros(scene.n)
+    b[scene.m] = 1.0
+    if scene.usual == 0.0:
+        return scene.weights(b)
+    for _ in range(ITERATIONS):
+        away = scene.distances(b)
+        here = away <= 1e-12 * scene.usual
+        pull = np.where(here, 0.0, w / np.where(here, 1.0, away))
+        if not pull.any():
+            break
+        target = pull / pull.sum()
+        if here.any():  # at a data point: leave it only if the others pull harder than it holds
+            force = pull.sum() * scene.length(target - b)
+            hold = float(w[here].sum())
+            if force <= hold:
+                break
+            target = b + (1 - hold / force) * (target - b)
+        moved = scene.length(target - b)
+        b = target
+        if moved <= tolerance * scene.usual:
+            break
+    return scene.weights(b)
+
+
+def clip(gram: Gram, weights: np.ndarray | None, radius: float | None, steps: int) -> np.ndarray:
+    """Weights (n,) of centred clipping's result."""
+    scene = _Scene(gram, radius or 0.0)
+    w = np.full(scene.n, 1 / scene.n) if weights is None else weights
+    reach = scene.usual if radius is None else radius
+    b = np.zeros(scene.n)
+    b[scene.m] = 1.0
+    for _ in range(steps):
+        away = scene.distances(b)
+        c = w * np.where(away > reach, reach / np.where(away > 0, away, 1.0), 1.0)
+        b = b + c - c.sum() * b
+    return scene.weights(b)

@@ -1,0 +1,93 @@
+"""Pass 1: the inner products of all rows, block by block. Distances, and with them NNM, Krum and the geometric median, need no more.
+
+With C the Gram matrix of the rows about some centre, |sum_k w_k (x_k - centre)|^2 = w' C w: whatever is a linear combination of rows is
+handled as its n weights, and no vector of d numbers is touched before the last pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fl_bn.robust.table import NonFinite, Table, to_numpy
+
+FLOAT32_LOSS = 0.05  # smallest share of squared distance in the squared norms that float32 products resolve to five digits
+FLOAT64_LOSS = 1e-9
+
+
+@dataclass(frozen=True)
+class Gram:
+    """``products`` (n, n), float64: inner products of the rows about their ``centre`` (a row's index; None: the origin)."""
+
+    products: np.ndarray
+    centre: int | None = None
+
+    @property
+    def squared_distances(self) -> np.ndarray:
+        """(n, n), the diagonal zero."""
+        norms = np.diag(self.products)
+        squares: np.ndarray = np.maximum(norms[:, None] + norms[None, :] - 2 * self.products, 0.0)
+        np.fill_diagonal(squares, 0.0)
+        return squares
+
+    def mixed(self, mix: np.ndarray) -> Gram:
+        """Of the rows ``mix @ rows``; ``mix`` (m, n), each of its rows sums to 1."""
+        return Gram(mix @ self.products @ mix.T)
+
+    def about(self, row: int) -> np.ndarray:
+        """The products about ``row``."""
+        products = self.products
+        centred: np.ndarray = products - products[row][None, :] - products[:, row][:, None] + products[row, row]
+        return centred
+
+
+def gram(table: Table, checked: bool = False) -> Gram:
+    """Inner products, as exact as distances between the rows need.
+
+    float32 rows are multiplied in float32 and summed over blocks in float64. Where the rows have so much in common that their
+    differences drown in rounding, once more in float64, and then about a row in their midst.
+
+    Raises:
+        NonFinite: a row is not finite, or so large that its square overflows float64; with ``checked`` the table has been asked before.
+    """
+    products = _products(table, double=table.double, checked=checked)
+    if not table.double and (not np.isfinite(products).all() or _lost(products, FLOAT32_LOSS)):
+        products = _products(table, double=True, checked=checked)
+    if not np.isfinite(products).all():
+        raise NonFinite
+    if _lost(products, FLOAT64_LOSS):
+        centre = medoid(Gram(products).squared_distances)
+        return Gram(_products(table, double=True, checked=True, centre=centre), centre)
+    return Gram(products)
+
+
+def medoid(squared_distances: np.ndarray) -> int:
+    """The row with the smallest median distance to all: in the midst of the honest ones if they are the majority."""
+    return int(np.argmin(np.median(squared_distances, axis=1)))
+
+
+def _lost(products: np.ndarray, loss: float) -> bool:
+    """Whether some squared distance is so small beside the squared norms that its digits are rounding errors.
+
+    Of rows closer than usual (copies, say) it is enough to know that.
+    """
+    n = len(products)
+    if n < 2:
+        return False
+    squares, norms = Gram(products).squared_distances, np.diag(products)
+    usual = np.median(squares[~np.eye(n, dtype=bool)])
+    return bool((np.maximum(squares, usual) < loss * (norms[:, None] + norms[None, :])).any())
+
+
+def _products(table: Table, double: bool, checked: bool, centre: int | None = None) -> np.ndarray:
+    total = np.zeros((table.n, table.n))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start, stop in table.blocks():
+            block = table.load(start, stop, checked)
+            if double and not table.double:
+                block = table.wide(block)
+            if centre is not None:
+                block -= block[centre].copy() if table.device is None else block[centre].clone()
+            total += to_numpy(block @ block.T)
+    return total

@@ -1,0 +1,192 @@
+"""Robust rules: n rows, at most f of them Byzantine, become one.
+
+Stateless functions ``rule(rows, f) -> Outcome(value, report)``. ``rows``: a matrix (n, d), a list of vectors, or a list of named layers
+``{name: array}`` of any shapes; NumPy or torch, on the CPU or a GPU; the value looks like one of the rows. Inputs are never changed. A row
+with NaN or Inf is Byzantine: it leaves before anything is sorted or multiplied, and f goes down by one. Rows count alike unless ``weights``
+are given, which are capped so that the f heaviest hold less than half.
+
+Two passes over the data serve every rule and every combination: ``gram`` (distances), then a fused mix and coordinate rule in blocks of
+columns. Pre-aggregations take the rule that follows: ``nnm(rows, f, then=median)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from fl_bn.robust import coordinate
+from fl_bn.robust.geometric import clip, weiszfeld
+from fl_bn.robust.table import Rows
+from fl_bn.robust.view import Outcome, View, on_view
+
+Weights = Sequence[float] | np.ndarray
+
+
+class Rule(Protocol):
+    """``(rows, f) -> Outcome``."""
+
+    def __call__(self, rows: Rows | View, f: int = 0) -> Outcome: ...
+
+    def __hash__(self) -> int: ...
+
+
+def mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
+    """The weighted mean, accumulated in float64: no defence beyond the cap on ``weights``."""
+
+    def rule(view: View) -> Outcome:
+        return view.linear(np.full(view.n, 1 / view.n) if view.weights is None else view.weights)
+
+    return on_view(rows, f, 1, "mean", rule, weights)
+
+
+def median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
+    """Coordinate-wise median; of an even number of rows the mean of the two middle values.
+
+    Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
+    """
+
+    def rule(view: View) -> Outcome:
+        if view.weights is not None:
+            return view.by_coordinate(partial(coordinate.weighted_median, weights=view.weights))
+        return view.by_coordinate(coordinate.median)
+
+    return on_view(rows, f, 2 * f + 1, "median", rule, weights)
+
+
+def trimmed_mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
+    """Coordinate-wise mean without the f smallest and the f largest values (weighted: without the mass that the f heaviest hold).
+
+    Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
+    """
+
+    def rule(view: View) -> Outcome:
+        if view.weights is not None:
+            trim = float(np.sort(view.weights)[::-1][: view.f].sum())
+            return view.by_coordinate(partial(coordinate.weighted_trimmed_mean, weights=view.weights, trim=trim))
+        return view.by_coordinate(partial(coordinate.trimmed_mean, trim=view.f))
+
+    return on_view(rows, f, 2 * f + 1, "trimmed mean", rule, weights)
+
+
+def krum(rows: Rows | View, f: int = 0) -> Outcome:
+    """The row with the smallest sum of squared distances to its n - f - 2 nearest others; the first of equals.
+
+    Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
+    """
+    return multi_krum(rows, f, select=1)
+
+
+def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neighbours: int | None = None) -> Outcome:
+    """Mean of the ``select`` (default n - f) rows with the best Krum scores, over the n - f - 2 nearest ``neighbours`` as in the paper.
+
+    ByzFL counts n - f - 1 neighbours. Blanchard et al., NeurIPS 2017.
+    """
+
+    def rule(view: View) -> Outcome:
+        n = view.n
+        near = min(n - 1, max(1, n - view.f - 2) if neighbours is None else neighbours)
+        chosen = min(n, n - view.f if select is None else select)
+        squares = np.sort(view.gram.squared_distances, axis=1)[:, 1 : near + 1]
+        scores = squares.sum(1)
+        weights = np.zeros(n)
+        weights[np.argsort(scores, kind="stable")[:chosen]] = 1 / chosen
+        return view.linear(weights, scores)
+
+    return on_view(rows, f, 2 * f + 3, "krum", rule)
+
+
+def geometric_median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None, tolerance: float = 1e-10) -> Outcome:
+    """The point with the smallest sum of distances to the rows, iterated until it moves by less than ``tolerance`` of their usual distance.
+
+    Weiszfeld's iteration with Vardi and Zhang's step at data points (PNAS 2000), on the n weights instead of the d columns.
+    """
+
+    def rule(view: View) -> Outcome:
+        return view.linear(weiszfeld(view.gram, view.weights, tolerance))
+
+    return on_view(rows, f, 2 * f + 1, "geometric median", rule, weights)
+
+
+def centered_clipping(
+    rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10, weights: Weights | None = None
+) -> Outcome:
+    """``v <- v + mean(min(1, radius / |x - v|) (x - v))``, ``steps`` times from the row in the midst of all.
+
+    ``radius`` None: the median distance from there to the others. Karimireddy et al., Learning from History for Byzantine Robust
+    Optimization, ICML 2021 (there v starts at the aggregate of the round before).
+    """
+    if radius is not None and not radius > 0 or steps < 1:
+        raise ValueError(f"centered clipping needs radius > 0 and steps >= 1, but got {radius} and {steps}")
+
+    def rule(view: View) -> Outcome:
+        return view.linear(clip(view.gram, view.weights, radius, steps))
+
+    return on_view(rows, f, 2 * f + 1, "centered clipping", rule, weights)
+
+
+def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
+    """Nearest-neighbour mixing: every row becomes the mean of its n - f nearest (itself one of them), then ``then``.
+
+    Of equally near rows the first come first. Allouah et al., Fixing by Mixing, AISTATS 2023.
+    """
+
+    def rule(view: View) -> Outcome:
+        nearest = view.n - view.f
+        mix = np.zeros((view.n, view.n))
+        order = np.argsort(view.gram.squared_distances, axis=1, kind="stable")[:, :nearest]
+        np.put_along_axis(mix, order, 1 / nearest, axis=1)
+        return then(view.mixed(mix), view.f)
+
+    return on_view(rows, f, 2 * f + 1, "nnm", rule)
+
+
+def bucketing(rows: Rows | View, f: int = 0, *, then: Rule = median, size: int = 2, seed: int = 0) -> Outcome:
+    """The rows, shuffled by ``seed``, in buckets of ``size``: the means of the buckets, then ``then``.
+
+    Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022.
+    """
+    if size < 1:
+        raise ValueError(f"buckets need a size of at least 1, but got {size}")
+
+    def rule(view: View) -> Outcome:
+        order = np.random.default_rng(seed).permutation(view.n)
+        buckets = -(-view.n // size)
+        mix = np.zeros((buckets, view.n))
+        for bucket in range(buckets):
+            members = order[bucket * size : (bucket + 1) * size]
+            mix[bucket, members] = 1 / len(members)
+        return then(view.mixed(mix), view.f)
+
+    return on_view(rows, f, 2 * f * size + 1, "bucketing", rule)
+
+
+RULES: dict[str, Rule] = {
+    "mean": mean,
+    "median": median,
+    "trimmed-mean": trimmed_mean,
+    "krum": krum,
+    "multi-krum": multi_krum,
+    "geometric-median": geometric_median,
+    "centered-clipping": centered_clipping,
+}
+PREAGGREGATIONS: dict[str, Any] = {"nnm": nnm, "bucketing": bucketing}
+
+
+def rule_named(name: str) -> Rule:
+    """``"median"``, ``"nnm+trimmed-mean"``, ``"bucketing+nnm+krum"``: pre-aggregations from left to right, then the rule.
+
+    Raises:
+        ValueError: a part of the name is unknown.
+    """
+    *before, last = name.split("+")
+    if last not in RULES or any(part not in PREAGGREGATIONS for part in before):
+        raise ValueError(
+            f"expected a rule ({', '.join(RULES)}), with {' or '.join(f'{p}+' for p in PREAGGREGATIONS)} before it, but got {name!r}"
+        )
+    rule = RULES[last]
+    for part in reversed(before):
+        rule = partial(PREAGGREGATIONS[part], then=rule)
+    return rule

@@ -1,0 +1,140 @@
+"""How the server combines what clients send when some of them may lie: which rules, against how many, and what it no longer believes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_bn.moments import Average, Moments, Running, weighted_mean
+from fl_bn.robust import Report, Rule, rule_named
+from fl_bn.roles import SharedStatisticsNorm
+
+Named = Mapping[str, Tensor]
+Layers = Mapping[str, _BatchNorm | SharedStatisticsNorm]
+TOLERANCE = 0.01  # of float32 rounding, relative
+
+
+def _rule(rule: str | Rule) -> Rule:
+    return rule_named(rule) if isinstance(rule, str) else rule
+
+
+class TooFew(ValueError):
+    """Fewer replies than a rule needs against so many Byzantine clients."""
+
+
+@dataclass(frozen=True)
+class Defence:
+    """Against ``f`` Byzantine clients: a rule for their BN statistics and one for their updates, named (``robust.rule_named``) or as it is.
+
+    An active defence believes no count that a client claims: samples, activations and steps are those of the median client, so that
+    everyone weighs alike.
+    """
+
+    f: int = 0
+    statistics: str | Rule = "mean"
+    updates: str | Rule = "mean"
+
+    def __post_init__(self) -> None:
+        if self.f < 0:
+            raise ValueError(f"f must be a number of clients >= 0, but got {self.f}")
+        _rule(self.statistics), _rule(self.updates)
+
+    @property
+    def active(self) -> bool:
+        return self != NO_DEFENCE
+
+    def check(self, n: int) -> None:
+        """Raises TooFew where ``n`` replies are fewer than a rule needs; the message says the smallest number."""
+        for rule in (self.updates, self.statistics):
+            if problem := _problem(rule, n, self.f):
+                raise TooFew(problem)
+
+    def without(self, refused: int) -> Defence:
+        """When ``refused`` clients are known to be Byzantine, and have left."""
+        return replace(self, f=max(0, self.f - refused))
+
+    @property
+    def update_rule(self) -> Rule:
+        return _rule(self.updates)
+
+    @property
+    def average(self) -> Average:
+        """The rule for statistics. Of fewer rows than it needs (a layer that few clients ran) it withstands as many as it can."""
+        if self.statistics == "mean":
+            return _unweighted if self.active else weighted_mean
+        return self._average
+
+    def _average(self, values: Tensor, counts: Tensor) -> Tensor:
+        f = next(f for f in range(self.f, -1, -1) if f == 0 or not _problem(self.statistics, len(values), f))
+        if _problem(self.statistics, len(values), f):
+            return values.median(0).values if len(values) < 3 else _unweighted(values, counts)
+        value: Tensor = _rule(self.statistics)(values, f).value
+        return value
+
+    def update(self, parts: Sequence[Named], origin: Named | None) -> tuple[dict[str, Tensor], Report]:
+        """``origin`` + the rule of the ``parts``' differences from it (origin None: of the parts alone), in float64, and its report."""
+        rows = [{k: t.double() - (0.0 if origin is None else origin[k].double()) for k, t in part.items()} for part in parts]
+        value, report = self.update_rule(rows, self.f)
+        return {k: t if origin is None else origin[k].double() + t for k, t in value.items()}, report
+
+    def believed(self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[int]) -> tuple[list[dict[str, Moments]], list[int]]:
+        """The reports with the counts, and the steps, of the median client."""
+        layers = {name for report in reports for name in report}
+        usual = {name: int(median([r[name].count for r in reports if name in r and r[name].count > 0] or [0])) for name in layers}
+        believed = [{k: replace(m, count=usual[k] if m.count > 0 else 0) for k, m in report.items()} for report in reports]
+        return believed, [int(median(steps))] * len(steps)
+
+
+NO_DEFENCE = Defence()
+
+
+def _unweighted(values: Tensor, counts: Tensor) -> Tensor:
+    return values.mean(0)
+
+
+@lru_cache
+def _problem(rule: str | Rule, n: int, f: int) -> str:
+    """What ``rule`` says to n rows; empty if they are enough."""
+    if n == 0:
+        return "there is no reply to combine"
+    try:
+        _rule(rule)(np.zeros((n, 1)), f)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def undercut(
+    shared: Mapping[str, Running], reports: Sequence[Mapping[str, Running]], steps: Sequence[int], layers: Layers
+) -> dict[int, str]:
+    """Reports with a running variance below what honest training can leave, by position, with the reason.
+
+    Each of k batches moves a running variance to (1 - b) of itself plus b times something that is not negative: (1 - b)^k of the
+    shared one is the floor. If most clients are below it, the network runs the layer several times per step, and there is no telling.
+    """
+    found: dict[int, str] = {}
+    for name, layer in layers.items():
+        if name not in shared or layer.momentum is None:
+            continue
+        low: dict[int, str] = {}
+        for i, (report, k) in enumerate(zip(reports, steps, strict=True)):
+            if name not in report:
+                continue
+            floor = (1 - TOLERANCE) * (1 - layer.momentum) ** k * shared[name].var.double()
+            below = report[name].var.double() < floor
+            if bool(below.any()):
+                c = int(torch.argmax((floor - report[name].var).where(below, torch.zeros_like(floor))))
+                low[i] = (
+                    f"statistics/{name}.running_var: channel {c} is {float(report[name].var[c]):.3g} after {k} steps from "
+                    f"{float(shared[name].var[c]):.3g}: honest training leaves at least {float(floor[c]):.3g}"
+                )
+        if 2 * len(low) < len(reports):
+            found |= {i: reason for i, reason in low.items() if i not in found}
+    return found
