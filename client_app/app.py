@@ -2,17 +2,16 @@
 
 from pathlib import Path
 
-import torch
 from flwr.app import Context
 
-from fl_bn.experiment.assembly import client_model, client_samples, device, partition_of
+from fl_bn.experiment.assembly import client_model, client_samples, device, limit_threads, partition_of
 from fl_bn.experiment.config import RunConfig
 from fl_bn.flower import BatchNormClient, Site, make_client_app
 
 
 def build_client(context: Context) -> BatchNormClient:
     config = RunConfig.from_mapping(context.run_config)
-    torch.set_num_threads(config.threads)
+    limit_threads(config.threads)
     index = partition_of(context.node_config, config)
     train, test, counts = client_samples(config, index)
     site = Site(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -60,15 +61,7 @@ def compare(
         cells = plan([Variant.parse(text) for text in methods.split(",")], range(config.seed, config.seed + seeds), base, folder)
     except ConfigError as error:
         raise _refused(error) from error
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rounds"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
+    with _rounds_bar() as bar:
         task = bar.add_task(f"{len(cells)} runs", total=None)
         errors = run_cells(cells, jobs, lambda done, total: bar.update(task, completed=done, total=total))
     outcome = gather(cells)
@@ -80,10 +73,46 @@ def compare(
         shown.add_row(*row)
     console.print(shown)
     console.print(f"table.md, table.csv, curves.csv, comparison.png and all runs: {folder}")
-    for name, problem in errors.items():
-        console.print(f"[red]failed[/red] {name}: {problem}")
-    if errors:
-        raise typer.Exit(1)
+    _failed(errors)
+
+
+@app.command("attack-grid")
+def attack_grid(
+    methods: Annotated[str, typer.Option(help="separated by commas, as all axes are")] = "fbn,fedavg",
+    heterogeneity: Annotated[str, typer.Option(help="of partition-parameter (partition: similarity, unless --run-config says so)")] = (
+        "1,0.1,0.01,0"
+    ),
+    byzantine: Annotated[str, typer.Option(help="numbers of attackers")] = "3",
+    rules: Annotated[str, typer.Option(help="of statistics and updates alike; statistics/updates for two")] = (
+        "mean,median,trimmed-mean,nnm+median,nnm+trimmed-mean"
+    ),
+    attacks: Annotated[str, typer.Option(help="of whom the worst counts")] = "sign-flip,foe,alie,alie-optimised",
+    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from the config's seed on")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="runs at a time, each in a process of its own")] = 2,
+    output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/attack-grid-<time>")] = "",
+    run_config: RunConfigOption = "",
+) -> None:
+    """Accuracy under the worst attack: heterogeneity x f x rule x attack, mean over seeds, as tables and heat maps."""
+    from fl_bn.experiment.attack_grid import parse_axes, run_grid, write
+    from fl_bn.experiment.config import ConfigError, RunConfig
+    from fl_bn.experiment.overrides import parse_overrides
+
+    folder = Path(output or f"runs/attack-grid-{datetime.now():%Y%m%d-%H%M%S}")
+    try:
+        grid = parse_axes(methods, heterogeneity, byzantine, rules, attacks)
+        base = parse_overrides(run_config)
+        config = RunConfig.from_mapping({"partition": "similarity", **base})
+        with _rounds_bar() as bar:
+            task = bar.add_task("attack grid", total=None)
+            chosen = range(config.seed, config.seed + seeds)
+            scores, errors = run_grid(grid, chosen, base, folder, jobs, lambda done, total: bar.update(task, completed=done, total=total))
+    except ConfigError as error:
+        raise _refused(error) from error
+    title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition}, {config.rounds} rounds"
+    write(grid, scores, title, folder)
+    console.print((folder / "table.md").read_text(), highlight=False)
+    console.print(f"cells.csv, table.csv, table.md, heat maps and all runs: {folder}")
+    _failed(errors)
 
 
 @app.command()
@@ -113,6 +142,18 @@ def config() -> None:
     from fl_bn.experiment.keys import table
 
     typer.echo(table(RunConfig))
+
+
+def _rounds_bar() -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(TextColumn("{task.description}"), *columns, console=console)
+
+
+def _failed(errors: Mapping[str, str]) -> None:
+    for name, problem in errors.items():
+        console.print(f"[red]failed[/red] {name}: {problem}")
+    if errors:
+        raise typer.Exit(1)
 
 
 def _refused(error: Exception) -> typer.Exit:

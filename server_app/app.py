@@ -6,7 +6,7 @@ import torch
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_bn.experiment.assembly import dataset, device, source_model
+from fl_bn.experiment.assembly import dataset, device, limit_threads, source_model
 from fl_bn.experiment.config import RunConfig
 from fl_bn.experiment.run_directory import RunDirectory
 from fl_bn.flower import BatchNormStrategy
@@ -19,7 +19,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     config = RunConfig.from_mapping(context.run_config)
-    torch.set_num_threads(config.threads)
+    limit_threads(config.threads)
     data = dataset(config)
     test, target = Samples(data.x_test, data.y_test), device(config)
 

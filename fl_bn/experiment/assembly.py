@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
@@ -80,6 +81,12 @@ def client_samples(config: RunConfig, client: int) -> tuple[Samples, Samples, tu
         own = data.domain_test == data.domain_train[part[0]]
         test = Samples(data.x_test[own], data.y_test[own])
     return train, test, tuple(int(n) for n in counts)
+
+
+def limit_threads(threads: int) -> None:
+    """CPU threads of this process: torch's, and those of the linear algebra under NumPy (robust rules)."""
+    torch.set_num_threads(threads)
+    threadpool_limits(threads, user_api="blas")
 
 
 def device(config: RunConfig) -> torch.device:

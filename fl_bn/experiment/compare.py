@@ -65,6 +65,10 @@ class Cell:
         file = self.path / "rounds.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
+    def rounds_done(self) -> int:
+        file = self.path / "rounds.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
     def finished(self) -> bool:
         """Whether this cell has run to its end in this folder before.
 
@@ -118,6 +122,7 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
     """
     todo = [cell for cell in cells if not cell.finished()]
     total = sum(cell.config.rounds for cell in cells)
+    before = total - sum(cell.config.rounds for cell in todo)
     errors: dict[str, str] = {}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         futures: dict[Future[None], Cell] = {pool.submit(run_cell, cell): cell for cell in todo}
@@ -127,7 +132,7 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
             for future in done:
                 if (error := future.exception()) is not None:
                     errors[futures[future].config.name] = f"{type(error).__name__}: {error}"
-            progress(sum(len(cell.rows()) for cell in cells), total)
+            progress(before + sum(cell.rounds_done() for cell in todo), total)
     return errors
 
 

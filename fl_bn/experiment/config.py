@@ -161,7 +161,7 @@ class RunConfig:
         "torch device",
         lambda v: v in ("auto", "cpu") or v.startswith("cuda"),
     )
-    threads: int = key(1, "torch's CPU threads per process", ">= 1", at_least(1))
+    threads: int = key(1, "CPU threads per process", ">= 1", at_least(1))
     output: str = key("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
     name: str = key("", "the run folder's name; empty: time, method, data and seed", "a file name")
     pictures: bool = key(True, "draw pictures and write TensorBoard events at the end", "true, false")

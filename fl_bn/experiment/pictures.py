@@ -127,6 +127,25 @@ def draw_comparison(curves: Mapping[str, np.ndarray], rounds: Mapping[str, Seque
         plt.close(figure)
 
 
+def draw_heat_maps(maps: Mapping[str, np.ndarray], rows: Sequence[str], columns: Sequence[str], title: str, path: Path) -> None:
+    """One map (rows, columns) of percentages per name, side by side, with its numbers; NaN is left white."""
+    with plt.rc_context({**STYLE, "axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
+        size = (1.6 + len(maps) * (1.0 + 0.75 * len(columns)), 1.6 + 0.45 * len(rows))
+        figure, all_axes = plt.subplots(1, len(maps), figsize=size, sharey=True, squeeze=False, layout="constrained")
+        for axes, (name, values) in zip(all_axes[0], maps.items(), strict=True):
+            image = axes.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+            for row, column in np.ndindex(values.shape):
+                if np.isfinite(value := values[row, column]):
+                    axes.text(column, row, f"{value:.0f}", ha="center", va="center", color="white" if value < 60 else "black")
+            axes.set_xticks(range(len(columns)), columns)
+            axes.set_yticks(range(len(rows)), rows)
+            axes.set(title=name, xlabel="heterogeneity")
+        figure.colorbar(image, ax=all_axes, label="accuracy (%)")
+        figure.suptitle("\n".join(line for part in title.splitlines() for line in textwrap.wrap(part, 80)))
+        figure.savefig(path)
+        plt.close(figure)
+
+
 def _partition(config: RunConfig) -> str:
     unit = {
         "iid": "IID",
