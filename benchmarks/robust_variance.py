@@ -1,0 +1,114 @@
+"""In which order is the variance of FBN's line 10 made robust? Several orders, without attackers and under attack.
+
+The paper does not say. Clients' means are Gaussian, their own variances 1; what an order finds of the between-client term is given as a
+share of the true one (1 is unbiased, 0 is naive BN, which forgets it).
+
+    python benchmarks/robust_variance.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from fl_bn.robust import Rule, mean, median, nnm, trimmed_mean
+from fl_bn.robust.attacks import Attack, alie, foe, mimic, sign_flip
+
+CLIENTS, BYZANTINE, CHANNELS, TRIALS = 10, 3, 64, 200
+Order = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
+
+
+def value(rule: Rule, rows: np.ndarray, f: int) -> np.ndarray:
+    result: np.ndarray = rule(rows, f).value
+    return result
+
+
+def of_deviations(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
+    """``rule`` of the variances + ``rule`` of the raw squared deviations from the robust mean."""
+    found: np.ndarray = value(rule, variances, f) + value(rule, (means - value(rule, means, f)) ** 2, f)
+    return found
+
+
+def of_sums(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
+    """``rule`` of variance + raw squared deviation, client by client (the one in fl_bn.moments.pool)."""
+    return value(rule, variances + (means - value(rule, means, f)) ** 2, f)
+
+
+def mixed(rows: np.ndarray, f: int) -> np.ndarray:
+    def keep(view: object, f: int = 0) -> object:
+        mixes.append(np.stack(list(view)))  # type: ignore[call-overload]
+        return mean(view, f)  # type: ignore[arg-type]
+
+    mixes: list[np.ndarray] = []
+    nnm(rows, f, then=keep)  # type: ignore[arg-type]
+    return mixes[0]
+
+
+def of_mixed_means(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
+    """NNM first, then the deviations of the mixed means: the mixing has taken the spread away."""
+    return of_deviations(rule, mixed(means, f), mixed(variances, f), f)
+
+
+def of_means_neighbours(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
+    """NNM's neighbours found among the means alone, which mix variances and deviations, too: who lies about the variance alone gets in."""
+    squares = ((means[:, None] - means[None]) ** 2).sum(-1)
+    weights = np.zeros_like(squares)
+    np.put_along_axis(weights, np.argsort(squares, axis=1, kind="stable")[:, : len(means) - f], 1 / (len(means) - f), axis=1)
+    return value(rule, weights @ (variances + (means - value(rule, weights @ means, f)) ** 2), f)
+
+
+ORDERS: dict[str, Order] = {
+    "median of the deviations": partial(of_deviations, median),
+    "trimmed mean of the deviations": partial(of_deviations, trimmed_mean),
+    "deviations of NNM-mixed means, median": partial(of_mixed_means, median),
+    "deviations of NNM-mixed means, trimmed mean": partial(of_mixed_means, trimmed_mean),
+    "NNM by the means alone + median": partial(of_means_neighbours, median),
+    "NNM + median of variance + deviation (ours)": partial(of_sums, partial(nnm, then=median)),
+    "NNM + trimmed mean of variance + deviation (ours)": partial(of_sums, partial(nnm, then=trimmed_mean)),
+}
+
+
+def in_variance(honest: np.ndarray, f: int) -> np.ndarray:
+    """Means like the first honest client's; see ``share`` for the variances."""
+    return mimic()(honest, f)
+
+
+ATTACKS: dict[str, Attack | None] = {
+    "no attack": None, "sign flip": sign_flip, "FOE(0.5)": foe(0.5), "ALIE(z_max)": alie(), "variance x 1e6": in_variance,
+}  # fmt: skip
+
+
+def share(order: Order, attack: Attack | None, rng: np.random.Generator) -> float:
+    """Mean over trials and channels of the between-client term found, over the honest clients' own."""
+    found, true = 0.0, 0.0
+    for _ in range(TRIALS):
+        means = rng.normal(size=(CLIENTS if attack is None else CLIENTS - BYZANTINE, CHANNELS)) + 1.0
+        true += float(((means - means.mean(0)) ** 2).mean())
+        variances = np.ones((CLIENTS, CHANNELS))
+        if attack is not None:
+            means = np.concatenate([means, attack(means, BYZANTINE)])
+        if attack is in_variance:
+            variances[-BYZANTINE:] = 1e6
+        found += float((order(means, variances, BYZANTINE) - 1.0).mean())
+    return found / true
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "robust-variance.md")
+    output = parser.parse_args().output
+    lines = [f"| order | {' | '.join(ATTACKS)} |", "|---|" + "---|" * len(ATTACKS)]
+    for name, order in ORDERS.items():
+        shares = [share(order, attack, np.random.default_rng(0)) for attack in ATTACKS.values()]
+        lines.append(f"| {name} | {' | '.join(f'{s:.2f}' if s < 100 else f'{s:.0e}' for s in shares)} |")
+        print(lines[-1], flush=True)
+    setting = f"{CLIENTS} clients, f = {BYZANTINE}, {CHANNELS} channels, means N(1, 1), variances 1, {TRIALS} trials"
+    output.write_text(f"Share of the between-client term found: {setting}." + "\n\n" + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
