@@ -89,6 +89,9 @@ def attack_grid(
     attacks: Annotated[str, typer.Option(help="of whom the worst counts")] = "sign-flip,foe,alie,alie-optimised",
     seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from the config's seed on")] = 3,
     jobs: Annotated[int, typer.Option(min=1, help="runs at a time, each in a process of its own")] = 2,
+    too_few: Annotated[
+        bool, typer.Option(help="also tell every rule of one attacker too few, under the attack that was worst for it")
+    ] = True,
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/attack-grid-<time>")] = "",
     run_config: RunConfigOption = "",
 ) -> None:
@@ -105,7 +108,11 @@ def attack_grid(
         with _rounds_bar() as bar:
             task = bar.add_task("attack grid", total=None)
             chosen = range(config.seed, config.seed + seeds)
-            scores, errors = run_grid(grid, chosen, base, folder, jobs, lambda done, total: bar.update(task, completed=done, total=total))
+
+            def show(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            scores, errors = run_grid(grid, chosen, base, folder, jobs, show, too_few)
     except ConfigError as error:
         raise _refused(error) from error
     title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition}, {config.rounds} rounds"

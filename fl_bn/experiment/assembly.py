@@ -86,6 +86,11 @@ def client_samples(config: RunConfig, client: int) -> tuple[Samples, Samples, tu
 def limit_threads(threads: int) -> None:
     """CPU threads of this process: torch's, and those of the linear algebra under NumPy (robust rules)."""
     torch.set_num_threads(threads)
+    _limit_blas(threads)
+
+
+@lru_cache(maxsize=1)
+def _limit_blas(threads: int) -> None:  # takes milliseconds to find the library
     threadpool_limits(threads, user_api="blas")
 
 

@@ -108,14 +108,20 @@ def cells_of(settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[st
 
 
 def run_grid(
-    grid: Grid, seeds: Sequence[int], base: Mapping[str, Any], output: Path, jobs: int, progress: Callable[[int, int], None]
+    grid: Grid,
+    seeds: Sequence[int],
+    base: Mapping[str, Any],
+    output: Path,
+    jobs: int,
+    progress: Callable[[int, int], None],
+    too_few: bool = True,
 ) -> tuple[Scores, dict[str, str]]:
-    """Run what has not been run, then the rules told of too few; scores, and the errors by run."""
+    """Run what has not been run, then (``too_few``) the rules told of one attacker too few; scores, and the errors by run."""
     runs = output / "runs"
     cells = cells_of(grid.settings(), seeds, base, runs)
     errors = run_cells(_by_seed(cells), jobs, progress)
     scores = gather(cells)
-    late = cells_of(grid.misdeclared(scores), seeds, base, runs)
+    late = cells_of(grid.misdeclared(scores) if too_few else (), seeds, base, runs)
     errors |= run_cells(_by_seed(late), jobs, progress)
     return scores | gather(late), errors
 

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message
 from flwr.common import Array
-from torch import Tensor
 
 from fl_bn.flower.codec import Payload, WireError, from_records, tensor_name
 from fl_bn.flower.population import Client
 from fl_bn.moments import Moments, plain_average, pool
-from fl_bn.robust.attacks import Adversary, Damage, distance
+from fl_bn.robust.attacks import Adversary, Damage
 from fl_bn.training.defence import Defence
 
 VARIANCES = {"statistics": ("running_mean", "running_var"), "moments": ("mean", "var")}
@@ -73,11 +72,13 @@ def _updates(
     origin = _flat(sent["weights"], names) if section == "weights" else 0.0
     honest = np.stack([_flat(truth[section], names) for truth in truths]) - origin
 
-    def aggregate(rows: np.ndarray) -> np.ndarray:
-        value: np.ndarray = defence.update_rule(rows, defence.f).value
-        return value
+    target, light = honest.mean(0), list(honest.astype(np.float32))
 
-    rows = adversary.rows(honest, len(lies), distance(aggregate)) + origin
+    def damage(row: np.ndarray) -> float:
+        value = defence.update_rule([*light, *[row.astype(np.float32)] * len(lies)], defence.f).value
+        return float(np.linalg.norm(value - target))
+
+    rows = adversary.rows(honest, len(lies), damage) + origin
     for lie, row in zip(lies, rows, strict=True):
         at = 0
         for name in names:
@@ -94,7 +95,7 @@ def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload]
     for layer in [name.rpartition(".")[0] for name in truths[0][section] if name.rpartition(".")[2] == mean]:
         first, second = tensor_name(layer, mean), tensor_name(layer, var)
         honest = np.stack([_flat(truth[section], [first, second]) for truth in truths])
-        damage = _statistics_damage(partial(combine, average=defence.average), partial(combine))
+        damage = _statistics_damage(honest, len(lies), combine, partial(combine, average=defence.average))
         rows = adversary.statistics_rows(honest, len(lies), damage)
         channels = honest.shape[1] // 2
         for lie, row in zip(lies, rows, strict=True):
@@ -103,24 +104,25 @@ def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload]
                 lie[section][second] = np.maximum(row[channels:], 0.0).astype(truths[0][section][second].dtype)
 
 
-def _statistics_damage(combine: Callable[[Sequence[Moments]], Moments], truth: Callable[[Sequence[Moments]], Moments]) -> Damage:
-    """How far the combined statistics are from the honest ones: means in standard deviations, variances as logarithms of their ratio."""
+Combine = Callable[[Sequence[Moments]], Moments]
 
-    def damage(honest: np.ndarray, byzantine: np.ndarray) -> float:
-        channels = honest.shape[1] // 2
-        lies = np.concatenate([byzantine[:, :channels], np.maximum(byzantine[:, channels:], 0.0)], axis=1)
-        want, got = truth(_moments(honest)), combine(_moments(np.concatenate([honest, lies])))
-        scale: Tensor = want.var + 1e-5
-        shift = (got.mean - want.mean).square() / scale
-        ratio = ((got.var + 1e-5) / scale).log().square()
-        return float((shift + ratio).sum().sqrt())
+
+def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
+    """How far the combined statistics are from the honest ones: means in standard deviations, variances as logarithms of their ratio."""
+    known = [_moments(row) for row in honest]
+    want = truth(known)
+    scale = want.var + 1e-5
+
+    def damage(row: np.ndarray) -> float:
+        got = combine([*known, *[_moments(row)] * f])
+        return float(((got.mean - want.mean).square() / scale + ((got.var + 1e-5) / scale).log().square()).sum().sqrt())
 
     return damage
 
 
-def _moments(rows: np.ndarray) -> list[Moments]:
-    means, variances = torch.from_numpy(rows).chunk(2, dim=1)
-    return [Moments(2, mean, var) for mean, var in zip(means, variances, strict=True)]
+def _moments(row: np.ndarray) -> Moments:
+    mean, var = torch.from_numpy(row).chunk(2)
+    return Moments(2, mean, var.clamp(min=0.0))
 
 
 def _flat(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Pass 2: order statistics of every column of a block (n, width).
 
-Up to 16 rows a pruned sorting network runs over whole rows with minimum and maximum; above, the block is transposed in strips and sorted
+Up to 24 rows a pruned sorting network runs over whole rows with minimum and maximum; above, the block is transposed in strips and sorted
 along its contiguous axis, where NumPy's vectorised sort lives. Blocks are scratch: the kernels overwrite them.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from fl_bn.robust.networks import Keep, selection
 from fl_bn.robust.table import to_numpy
 
-NETWORK = 16  # rows up to which a network beats a sort
+NETWORK = 24  # rows up to which a network beats a sort
 STRIP = 128  # columns per transposed strip: (128, n) fits a first-level cache
 
 
