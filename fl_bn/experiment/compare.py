@@ -122,7 +122,7 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
     """
     todo = [cell for cell in cells if not cell.finished()]
     total = sum(cell.config.rounds for cell in cells)
-    before = total - sum(cell.config.rounds for cell in todo)
+    over = total - sum(cell.config.rounds for cell in todo)
     errors: dict[str, str] = {}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         futures: dict[Future[None], Cell] = {pool.submit(run_cell, cell): cell for cell in todo}
@@ -130,9 +130,10 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
         while pending:
             done, pending = wait(pending, timeout=PROGRESS)
             for future in done:
+                over += futures[future].config.rounds
                 if (error := future.exception()) is not None:
                     errors[futures[future].config.name] = f"{type(error).__name__}: {error}"
-            progress(before + sum(cell.rounds_done() for cell in todo), total)
+            progress(over + sum(futures[future].rounds_done() for future in pending if future.running()), total)
     return errors
 
 
