@@ -135,7 +135,7 @@ def gather(cells: Mapping[Setting, list[Cell]]) -> Scores:
     scores = {}
     for setting, runs in cells.items():
         curves = [[100 * row["accuracy"] for row in run.rows() if row["accuracy"] is not None] for run in runs if run.finished()]
-        if curves:
+        if curves := [curve for curve in curves if curve]:
             last, best = np.array([curve[-1] for curve in curves]), np.array([max(curve) for curve in curves])
             scores[setting] = Score(last.mean(), last.std(ddof=1) if len(last) > 1 else 0.0, best.mean(), len(curves))
     return scores

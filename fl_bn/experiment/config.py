@@ -185,8 +185,8 @@ class RunConfig:
                 f"client-weights must be samples, but got {self.client_weights!r}"
             )
         try:
-            self.local_training(), self.build_method(), self.schedule()
             self._check_byzantine()
+            self.local_training(), self.build_method(), self.schedule()
             if self.method in FEDTAN:
                 self.exchange_settings()
         except ConfigError:
@@ -290,6 +290,7 @@ class RunConfig:
             evaluate_every=self.evaluate_every,
             client_weights=self.client_weights,
             update=self.update,
+            max_steps=self.local_steps,
             seed=self.seed,
             calibrate=self.calibrate,
             rate=self.schedule(),

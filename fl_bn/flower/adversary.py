@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message
 from flwr.common import Array
+from torch import Tensor
 
 from fl_bn.flower.codec import Payload, WireError, from_records, tensor_name
 from fl_bn.flower.population import Client
 from fl_bn.moments import Moments, plain_average, pool
 from fl_bn.robust.attacks import Adversary, Damage
-from fl_bn.training.defence import Defence
+from fl_bn.training.defence import Defence, variance_floor
 
 VARIANCES = {"statistics": ("running_mean", "running_var"), "moments": ("mean", "var")}
 
@@ -29,8 +30,9 @@ def corrupt(
     adversary: Adversary,
     defence: Defence,
     sent: Payload,
+    momentum: Mapping[str, float | None],
 ) -> None:
-    """Rewrite the Byzantine clients' replies in place, as ``adversary`` says; ``sent`` is what all clients got.
+    """Rewrite the Byzantine clients' replies in place, as ``adversary`` says. ``sent``: what all clients got; ``momentum``: by layer.
 
     The Byzantine ones are the last ``adversary.f`` of ``population`` clients. An error, or a reply that cannot be read, stays.
     """
@@ -57,7 +59,9 @@ def corrupt(
         if section in ("weights", "gradients") and adversary.on != "statistics":
             _updates(section, truths, lies, adversary, defence, sent)
         elif section in VARIANCES and adversary.on != "updates":
-            _statistics(section, truths, lies, adversary, defence)
+            steps = [int(reply.content.metric_records["metrics"].get("steps", 0)) for _, reply, _ in liars]  # type: ignore[arg-type]
+            floors = {name: _floor(section, name, b, sent, min(steps)) for name, b in momentum.items()}
+            _statistics(section, truths, lies, adversary, defence, floors)
         else:
             continue
         for (_, reply, _), lie in zip(liars, lies, strict=True):
@@ -88,41 +92,57 @@ def _updates(
             at += array.size
 
 
-def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence) -> None:
-    """Layer by layer: the means and variances are one vector; variances below zero would be refused, so they stop there."""
+def _floor(section: str, layer: str, momentum: float | None, sent: Payload, steps: int) -> np.ndarray:
+    """The smallest variances that are not refused."""
+    name = tensor_name(layer, "running_var")
+    if section != "statistics" or momentum is None or name not in sent.get("statistics", {}):
+        return np.zeros(1)
+    return variance_floor(torch.from_numpy(np.array(sent["statistics"][name])), momentum, steps).numpy()
+
+
+def _statistics(
+    section: str,
+    truths: Sequence[Payload],
+    lies: Sequence[Payload],
+    adversary: Adversary,
+    defence: Defence,
+    floors: Mapping[str, np.ndarray],
+) -> None:
+    """Layer by layer: the means and variances are one vector; variances below the floor would be refused, so they stop there."""
     mean, var = VARIANCES[section]
     combine = pool if section == "moments" else plain_average
     for layer in [name.rpartition(".")[0] for name in truths[0][section] if name.rpartition(".")[2] == mean]:
         first, second = tensor_name(layer, mean), tensor_name(layer, var)
         honest = np.stack([_flat(truth[section], [first, second]) for truth in truths])
-        damage = _statistics_damage(honest, len(lies), combine, partial(combine, average=defence.average))
+        floor = floors[layer]
+        damage = _statistics_damage(honest, len(lies), combine, partial(combine, average=defence.average), floor)
         rows = adversary.statistics_rows(honest, len(lies), damage)
         channels = honest.shape[1] // 2
         for lie, row in zip(lies, rows, strict=True):
             with np.errstate(over="ignore", invalid="ignore"):
                 lie[section][first] = row[:channels].astype(truths[0][section][first].dtype)
-                lie[section][second] = np.maximum(row[channels:], 0.0).astype(truths[0][section][second].dtype)
+                lie[section][second] = np.maximum(row[channels:], floor).astype(truths[0][section][second].dtype)
 
 
 Combine = Callable[[Sequence[Moments]], Moments]
 
 
-def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
+def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine, floor: np.ndarray) -> Damage:
     """How far the combined statistics are from the honest ones: means in standard deviations, variances as logarithms of their ratio."""
-    known = [_moments(row) for row in honest]
+    known, least = [_moments(row) for row in honest], torch.from_numpy(floor)
     want = truth(known)
     scale = want.var + 1e-5
 
     def damage(row: np.ndarray) -> float:
-        got = combine([*known, *[_moments(row)] * f])
+        got = combine([*known, *[_moments(row, least)] * f])
         return float(((got.mean - want.mean).square() / scale + ((got.var + 1e-5) / scale).log().square()).sum().sqrt())
 
     return damage
 
 
-def _moments(row: np.ndarray) -> Moments:
+def _moments(row: np.ndarray, least: Tensor | None = None) -> Moments:
     mean, var = torch.from_numpy(row).chunk(2)
-    return Moments(2, mean, var.clamp(min=0.0))
+    return Moments(2, mean, var if least is None else torch.maximum(var, least))
 
 
 def _flat(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray:

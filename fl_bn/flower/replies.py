@@ -40,12 +40,13 @@ class Absent(WireError):
 
 
 def read_replies(
-    replies: Iterable[Message], cohort: Sequence[Client], schema: Schema, header: Header, sent: Iterable[Message] = ()
+    replies: Iterable[Message], cohort: Sequence[Client], schema: Schema, header: Header, sent: Iterable[Message] = (), max_steps: int = 0
 ) -> tuple[list[Contribution], dict[int, str], set[int]]:
     """``(contributions in client order, reason by client index, who was wrong)``: every client of the cohort is in one of the first two.
 
     Replies with samples 0 (a client that sat out), errors, and late or missing ones count as refused, with the reason. The third are
     those among the refused whose reply no correct client would have sent.
+    ``max_steps``: local steps that a client may claim, 0 if unknown.
     ``sent``: the messages replied to, since Flower itself answers for a node that is gone, and does not say for which.
     """
     by_node = {client.node: client for client in cohort}
@@ -61,7 +62,7 @@ def read_replies(
         if client is None or client.index in contributions or client.index in refused:
             continue
         try:
-            contributions[client.index] = _read(reply, client, schema, header)
+            contributions[client.index] = _read(reply, client, schema, header, max_steps)
         except Absent as error:
             refused[client.index] = str(error)
         except WireError as error:
@@ -73,7 +74,7 @@ def read_replies(
     return [contributions[index] for index in sorted(contributions)], refused, wrong
 
 
-def _read(reply: Message, client: Client, schema: Schema, header: Header) -> Contribution:
+def _read(reply: Message, client: Client, schema: Schema, header: Header, max_steps: int) -> Contribution:
     if reply.has_error():
         raise Absent("error", "", f"code {reply.error.code}: {reply.error.reason}")
     payload, came = from_records(reply.content)
@@ -93,6 +94,8 @@ def _read(reply: Message, client: Client, schema: Schema, header: Header) -> Con
     for key, least, absent in (("steps", int(trained), None if trained else 0), ("drift-layer", 0, 0)):
         if not isinstance(value := record.get(key, absent), int) or value < least:
             raise WireError("metrics", key, f"expected a whole number >= {least}, but got {value!r}")
+    if trained and 0 < max_steps < int(record.get("steps", 0)):  # type: ignore[arg-type]
+        raise WireError("metrics", "steps", f"expected at most {max_steps}, as the server asked for, but got {record.get('steps')}")
     metrics = {key: float(value) for key, value in record.items() if isinstance(value, int | float)}
     return Contribution(client, payload, samples, samples, metrics)
 

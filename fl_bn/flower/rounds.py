@@ -21,7 +21,7 @@ class Rounds:
     counts as failed; after ``max_failed`` failed rounds in a row the run stops. ``timeout`` (s) is the deadline of every message, ``wait``
     (s) how long the server waits for ``clients`` before round 1. Every ``evaluate_every`` rounds and after the last there is an evaluation.
     ``client_weights``: ``samples`` or ``uniform``. ``rate(round, rounds)``: the learning rate. ``exchange``: how
-    FedTAN's layer-wise exchange is carried.
+    FedTAN's layer-wise exchange is carried. ``max_steps``: local steps that the server asks for, so that nobody may claim more; 0: unknown.
     """
 
     clients: int
@@ -37,6 +37,7 @@ class Rounds:
     calibrate: int = 0
     rate: Callable[[int, int], float] = constant_rate
     exchange: ExchangeSettings = ExchangeSettings()
+    max_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.clients < 1 or self.evaluate_every < 1 or self.max_failed < 1:

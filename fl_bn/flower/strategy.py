@@ -90,7 +90,8 @@ class BatchNormStrategy(Strategy):
         shared, record, phase = self.shared, self.record, Phase(self.record.phase)
         expected = schema.reply(shared.model, self.method, phase, self.rounds.update)
         replies = self._overheard(replies)
-        contributions, refused, wrong = read_replies(replies, self.cohort, expected, shared.header(server_round, phase), self._sent)
+        header, limit = shared.header(server_round, phase), self.rounds.max_steps
+        contributions, refused, wrong = read_replies(replies, self.cohort, expected, header, self._sent, limit)
         low = {contributions[i].client.index: reason for i, reason in shared.undercut(contributions, phase).items()}
         contributions = [c for c in contributions if c.client.index not in low]
         refused, defence = refused | low, self.defence.without(len(wrong | low.keys()))
@@ -277,7 +278,8 @@ class BatchNormStrategy(Strategy):
         replies = list(replies)
         if self.method.adversary is not None:
             clients = self.cohort if self.population is None else self.population.everyone()
-            corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self.shared.payload())
+            momentum = {name: layer.momentum for name, layer in self.shared.layers.items()}
+            corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self.shared.payload(), momentum)
         return replies
 
     def _tell(self) -> None:

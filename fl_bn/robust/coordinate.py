@@ -107,6 +107,7 @@ def weighted_trimmed_mean(block: Any, weights: np.ndarray, trim: float) -> np.nd
     before = np.concatenate([np.zeros((1, block.shape[1])), cumulated[:-1]])
     total = cumulated[-1]
     inside = np.clip(np.minimum(cumulated, total - trim) - np.maximum(before, trim), 0.0, None)
+    inside = np.where(inside < 1e-12 * total, 0.0, inside)  # else rounding leaves a trimmed value a grain of weight
     kept: np.ndarray = np.where(inside > 0, values * inside, 0.0).sum(0) / inside.sum(0)
     return kept
 

@@ -23,7 +23,7 @@ class _Scene:
         squares = gram.squared_distances
         self.m = medoid(squares)
         away = np.sqrt(squares[self.m])
-        self.usual = float(np.median(np.delete(away, self.m))) if self.n > 1 else 0.0
+        self.usual = float(np.sort(away)[self.n // 2])  # among the nearest majority, itself one of them: no f rows can raise it
         horizon = max(HORIZON * self.usual, 10 * reach)
         self.scale = np.where(away > horizon, horizon / np.where(away > 0, away, 1.0), 1.0) if horizon > 0 else np.ones(self.n)
         self.products = gram.about(self.m) * np.outer(self.scale, self.scale)

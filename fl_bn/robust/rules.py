@@ -85,6 +85,9 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
     ByzFL counts n - f - 1 neighbours. Blanchard et al., NeurIPS 2017.
     """
 
+    if select is not None and select < 1 or neighbours is not None and neighbours < 1:
+        raise ValueError(f"multi-Krum needs select and neighbours >= 1, but got {select} and {neighbours}")
+
     def rule(view: View) -> Outcome:
         n = view.n
         near = min(n - 1, max(1, n - view.f - 2) if neighbours is None else neighbours)
@@ -152,6 +155,8 @@ def bucketing(rows: Rows | View, f: int = 0, *, then: Rule = median, size: int =
         raise ValueError(f"buckets need a size of at least 1, but got {size}")
 
     def rule(view: View) -> Outcome:
+        if size == 1:
+            return then(view, view.f)
         order = np.random.default_rng(seed).permutation(view.n)
         buckets = -(-view.n // size)
         mix = np.zeros((buckets, view.n))

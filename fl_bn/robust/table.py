@@ -194,6 +194,7 @@ def _segments(rows: Sequence[Mapping[str, Array]], named: bool) -> Iterator[Segm
     for i, row in enumerate(rows):
         if list(row) != list(first) and set(row) != set(first):
             raise ValueError(f"row {i} has layers {sorted(row)}, but row 0 has {sorted(first)}")
+    by_torch = any(isinstance(_flat(array), Tensor) for row in rows for array in row.values())
     for name, array in first.items():
         shape = tuple(array.shape)
         where = f"layer {name!r} of row " if named else "row "
@@ -205,6 +206,8 @@ def _segments(rows: Sequence[Mapping[str, Array]], named: bool) -> Iterator[Segm
                 raise ValueError(f"{where}{i} has dtype {row[name].dtype}: expected floating-point numbers")
             flat.append(_flat(row[name]))
         size = int(np.prod(shape))
+        if by_torch:  # one layer that NumPy cannot read is enough
+            flat = [a if isinstance(a, Tensor) else torch.from_numpy(np.array(a)) for a in flat]
         yield Segment(name if named else None, shape, start, size, flat)
         start += size
 

@@ -93,7 +93,8 @@ class View:
     def linear(self, weights: np.ndarray, scores: np.ndarray | None = None) -> Outcome:
         """The combination of this view's rows with ``weights`` (n,), accumulated in float64."""
         shares = weights if self.mix is None else weights @ self.mix
-        output, used = self.table.output(), np.flatnonzero(shares)
+        looked_at = self.checked or "gram" in self.known
+        output, used = self.table.output(), np.flatnonzero(shares) if looked_at else np.arange(self.table.n)
         part = self.table if len(used) == self.table.n else self.table.keep([int(i) for i in used])
         for start, stop in part.blocks():
             output.store(start, stop, part.total(shares[used], part.load(start, stop, self.checked)))
@@ -133,7 +134,8 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
     if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0:
         raise ValueError(f"f must be a whole number >= 0, but got {f!r}")
     if isinstance(rows, View):
-        _enough(rows.n, rows.f, f, smallest, name)
+        if len(rows.rejected) <= rows.declared:  # with more, the guarantee is gone, but there is still something to aggregate
+            _enough(rows.n, rows.f, f, smallest, name)
         return rule(rows)
     table = Table.of(rows)
     _enough(table.n, f, f, smallest, name)

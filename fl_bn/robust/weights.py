@@ -21,11 +21,17 @@ def capped(weights: Sequence[float] | np.ndarray, f: int) -> np.ndarray:
         raise ValueError(f"weights must be finite, not negative and not all zero, but got {w.tolist()}")
     if not 0 <= 2 * f < n:
         raise ValueError(f"a cap against f={f} needs at least {2 * f + 1} weights, but got {n}")
-    w /= w.max()
-    heavy, allowed = np.sort(w)[::-1], (n - 1) / (2 * n)
-    if heavy[:f].sum() > allowed * heavy.sum():
-        cap = _cap(heavy, f, allowed)
-        w = np.minimum(w, cap) if cap > 0 else np.ones(n)
+    pivot = np.sort(w)[::-1][2 * f]  # no cap is above n * n times it: what is larger need not be told apart
+    shares = w / w.max()
+    heavy, allowed = np.sort(shares)[::-1], (n - 1) / (2 * n)
+    if heavy[:f].sum() <= allowed * heavy.sum():
+        w = shares
+    elif pivot == 0:
+        w = np.ones(n)
+    else:
+        with np.errstate(over="ignore"):
+            w = np.minimum(w / pivot, float(n * n))
+        w = np.minimum(w, _cap(np.sort(w)[::-1], f, allowed) or 1.0)
     w /= w.sum()
     return w
 
@@ -33,10 +39,10 @@ def capped(weights: Sequence[float] | np.ndarray, f: int) -> np.ndarray:
 def _cap(heavy: np.ndarray, f: int, allowed: float) -> float:
     """The c at which the f heaviest hold the share ``allowed``; 0 if too few weigh anything for there to be one.
 
-    With the k heaviest at c and the others below it, f c = allowed (k c + rest).
+    With the k heaviest at c and the others below it, min(k, f) c + uncut = allowed (k c + rest), uncut the others among the f heaviest.
     """
-    for k in range(f, len(heavy)):
-        rest, room = float(heavy[k:].sum()), f - allowed * k
-        if room > 0 and heavy[k] <= (cap := allowed * rest / room) <= heavy[k - 1]:
+    for k in range(1, len(heavy)):
+        rest, uncut, room = float(heavy[k:].sum()), float(heavy[k:f].sum()), min(k, f) - allowed * k
+        if room > 0 and heavy[k] <= (cap := (allowed * rest - uncut) / room) <= heavy[k - 1]:
             return cap
     return 0.0

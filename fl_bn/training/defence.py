@@ -74,7 +74,7 @@ class Defence:
     def _average(self, values: Tensor, counts: Tensor) -> Tensor:
         f = next(f for f in range(self.f, -1, -1) if f == 0 or not _problem(self.statistics, len(values), f))
         if _problem(self.statistics, len(values), f):
-            return values.median(0).values if len(values) < 3 else _unweighted(values, counts)
+            return _unweighted(values, counts)
         value: Tensor = _rule(self.statistics)(values, f).value
         return value
 
@@ -101,14 +101,25 @@ def _unweighted(values: Tensor, counts: Tensor) -> Tensor:
 
 @lru_cache
 def _problem(rule: str | Rule, n: int, f: int) -> str:
-    """What ``rule`` says to n rows; empty if they are enough."""
-    if n == 0:
-        return "there is no reply to combine"
+    """Why ``rule`` cannot do with n rows, and how many it needs; empty if they are enough."""
+    if _serves(rule, n, f):
+        return ""
+    least = next((m for m in range(n + 1, n + 8 * f + 16) if _serves(rule, m, f)), None)
+    return f"{rule} withstands f={f} Byzantine clients among at least {least}, but there are {n}: declare a smaller f, or another rule"
+
+
+def _serves(rule: str | Rule, n: int, f: int) -> bool:
     try:
         _rule(rule)(np.zeros((n, 1)), f)
-    except ValueError as error:
-        return str(error)
-    return ""
+    except ValueError:
+        return False
+    return True
+
+
+def variance_floor(shared: Tensor, momentum: float, steps: int) -> Tensor:
+    """What ``steps`` batches leave of a running variance at least, in float64; 0 where its own precision has no number so small."""
+    floor = (1 - momentum) ** steps * shared.double()
+    return floor.where(floor > torch.finfo(shared.dtype).tiny, torch.zeros_like(floor))
 
 
 def undercut(
@@ -127,7 +138,7 @@ def undercut(
         for i, (report, k) in enumerate(zip(reports, steps, strict=True)):
             if name not in report:
                 continue
-            floor = (1 - TOLERANCE) * (1 - layer.momentum) ** k * shared[name].var.double()
+            floor = (1 - TOLERANCE) * variance_floor(shared[name].var, layer.momentum, k)
             below = report[name].var.double() < floor
             if bool(below.any()):
                 c = int(torch.argmax((floor - report[name].var).where(below, torch.zeros_like(floor))))

@@ -1,0 +1,339 @@
+"""The attack grid: its cells, its tables checked by hand, its pictures, and one of it from the command line."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from fl_bn.cli import app
+from fl_bn.experiment import compare
+from fl_bn.experiment.attack_grid import COLUMNS, Grid, Score, Scores, Setting, cells_of, gather, parse_axes, run_grid, shown, table, write
+from fl_bn.experiment.compare import Cell
+from fl_bn.experiment.config import ConfigError, RunConfig
+from fl_bn.flower.log import LOGGER
+from tests.experiment.small_data import small_config
+from tests.experiment.test_compare import Threads, finish
+
+GRID = Grid(["fbn"], [1.0, 0.1], [2], ["mean", "nnm+median"], ["sign-flip", "foe"])
+
+
+def score(last: float, best: float = 90.0, std: float = 1.0, seeds: int = 2) -> Score:
+    return Score(last, std, best, seeds)
+
+
+# The axes
+
+
+def test_axes_from_text() -> None:
+    grid = parse_axes(" fbn,fedavg ", "1, 0.1,0", "3,1", "mean, nnm+median/krum,", "foe")
+    assert grid == Grid(["fbn", "fedavg"], [1.0, 0.1, 0.0], [3, 1], ["mean", "nnm+median/krum"], ["foe"])
+
+
+@pytest.mark.parametrize(
+    ("axis", "text", "message"),
+    [
+        ("methods", "", "methods needs at least one value"),
+        ("rules", " , ", "rules needs at least one value"),
+        ("attacks", ",", "attacks needs at least one value"),
+        ("heterogeneity", "0.1,few", "heterogeneity must be numbers separated by commas, but got '0.1,few'"),
+        ("byzantine", "1.5", "byzantine must be numbers separated by commas, but got '1.5'"),
+        ("byzantine", "", "byzantine needs at least one value"),
+    ],
+)
+def test_axes_that_are_none(axis: str, text: str, message: str) -> None:
+    axes = {"methods": "fbn", "heterogeneity": "1", "byzantine": "1", "rules": "mean", "attacks": "foe"}
+    with pytest.raises(ConfigError, match=message):
+        parse_axes(**{**axes, axis: text})
+
+
+# The cells
+
+
+def test_every_row_has_its_clean_run_its_defence_alone_and_all_attacks_and_no_run_is_made_twice() -> None:
+    settings = GRID.settings()
+    assert len(set(settings)) == len(settings)
+    for h in GRID.heterogeneity:
+        expected = [
+            Setting("fbn", h, 0, 0, "mean", "none"),
+            Setting("fbn", h, 0, 2, "mean", "none"),
+            Setting("fbn", h, 0, 2, "nnm+median", "none"),
+        ]
+        expected += [Setting("fbn", h, 2, 2, rule, attack) for rule in GRID.rules for attack in GRID.attacks]
+        assert {s for s in settings if s.heterogeneity == h} == set(expected)
+    assert len(settings) == 2 * 7
+    assert len(Grid(["fbn", "fedavg"], [0.0], [1, 2], ["mean"], ["foe"]).settings()) == 2 * (1 + 2 + 2)
+
+
+def test_told_of_one_too_few_under_the_attack_that_was_worst() -> None:
+    scores: Scores = {
+        Setting("fbn", 1.0, 2, 2, "mean", "foe"): score(10),
+        Setting("fbn", 1.0, 2, 2, "nnm+median", "foe"): score(60),
+        Setting("fbn", 1.0, 2, 2, "nnm+median", "sign-flip"): score(50),
+        Setting("fbn", 0.1, 2, 2, "nnm+median", "foe"): score(40),
+    }
+    assert GRID.misdeclared(scores) == [
+        Setting("fbn", 1.0, 2, 1, "nnm+median", "sign-flip"),
+        Setting("fbn", 0.1, 2, 1, "nnm+median", "foe"),  # the only one that finished
+    ]
+    assert GRID.misdeclared({}) == []
+    assert GRID.worst(scores, "fbn", 1.0, 2, "mean") == "foe"
+    assert GRID.worst(scores, "fbn", 0.1, 2, "mean") == ""
+
+
+@pytest.mark.parametrize(
+    ("rule", "statistics", "updates"),
+    [("mean", "mean", "mean"), ("nnm+median", "nnm+median", "nnm+median"), ("nnm+median/krum", "nnm+median", "krum")],
+)
+def test_a_settings_config(rule: str, statistics: str, updates: str, tmp_path: Path) -> None:
+    made = Setting("fbn", 0.1, 2, 1, rule, "foe").config({"rounds": 7, "learning-rate": 0.2}, 5, tmp_path)
+    assert (made.method, made.partition, made.partition_parameter, made.seed) == ("fbn", "similarity", 0.1, 5)
+    assert (made.byzantine, made.declared_byzantine, made.attack) == (2, 1, "foe")
+    assert (made.statistics_rule, made.update_rule) == (statistics, updates)
+    assert (made.rounds, made.max_failed_rounds, made.learning_rate) == (7, 7, 0.2)
+    assert made.name == f"fbn-0.1-f2-told1-{rule.replace('/', '_')}-foe-seed5"
+    assert (made.output, made.pictures) == (str(tmp_path.resolve()), False)
+    assert Setting("fbn", 0.1, 0, 0, "mean", "none").config({"partition": "dirichlet"}, 0, tmp_path).partition == "dirichlet"
+
+
+def test_every_cell_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    cells = cells_of(GRID.settings(), [0, 1], {}, tmp_path)
+    assert len({cell.path for runs in cells.values() for cell in runs}) == 2 * len(GRID.settings())
+    assert [cell.config.seed for cell in cells[GRID.settings()[0]]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (Setting("fbn", 1.0, 0, 0, "mean", "foe"), "attack='foe' needs attackers|an attack needs at least one Byzantine client"),
+        (Setting("fbn", 1.0, 5, 5, "median", "foe"), "among at least 11, but got n=10"),
+        (Setting("nope", 1.0, 1, 1, "median", "foe"), "method must be"),
+        (Setting("fbn", 1.0, 1, 1, "medain", "foe"), "statistics-rule must be"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused_before_anything_runs(setting: Setting, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cells_of([setting], [0], {}, tmp_path)
+
+
+def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
+    (cell,) = cells_of(GRID.settings()[:1], [0], {"rounds": 3}, tmp_path)[GRID.settings()[0]]
+    finish(cell, [0.1, 0.2, 0.3])
+    with pytest.raises(ConfigError, match="holds another run"):
+        cells_of(GRID.settings()[:1], [0], {"rounds": 4}, tmp_path)
+
+
+# The scores
+
+
+def test_scores_are_means_over_finished_seeds_in_percent(tmp_path: Path) -> None:
+    setting, other = GRID.settings()[:2]
+    cells = cells_of([setting, other], [0, 1, 2], {"rounds": 3}, tmp_path)
+    finish(cells[setting][0], [0.2, 0.9, 0.7])
+    finish(cells[setting][1], [0.6, None, 0.5])
+    finish(cells[setting][2], [0.1])  # was interrupted
+    scores = gather(cells)
+    assert list(scores) == [setting]
+    got = scores[setting]
+    assert (got.last, got.best, got.seeds) == (pytest.approx(60), pytest.approx(75), 2)
+    assert got.std == pytest.approx(math.sqrt(200))  # of 70 and 50
+    finish(cells[other][1], [None, 0.25, 0.25])
+    assert gather(cells)[other] == Score(25.0, 0.0, 25.0, 1)
+
+
+def test_a_finished_run_that_was_never_evaluated_has_no_score(tmp_path: Path) -> None:
+    """Every client failed to evaluate its own model, say: no reason to lose the scores of all the others."""
+    clean, told = GRID.settings()[:2]
+    cells = cells_of([clean, told], [0], {"rounds": 1}, tmp_path)
+    finish(cells[clean][0], [0.5])
+    finish(cells[told][0], [None])
+    assert gather(cells) == {clean: Score(50.0, 0.0, 50.0, 1)}
+
+
+BY_HAND: Scores = {
+    Setting("fbn", 1.0, 0, 0, "mean", "none"): score(95),
+    Setting("fbn", 1.0, 0, 2, "mean", "none"): score(94),
+    Setting("fbn", 1.0, 0, 2, "nnm+median", "none"): score(91),
+    Setting("fbn", 1.0, 2, 2, "mean", "sign-flip"): score(30, best=70, std=5.0),
+    Setting("fbn", 1.0, 2, 2, "mean", "foe"): score(10, best=75, std=2.0, seeds=1),
+    Setting("fbn", 1.0, 2, 2, "nnm+median", "sign-flip"): score(80, best=85),
+    Setting("fbn", 1.0, 2, 2, "nnm+median", "foe"): score(84, best=84.5),
+    Setting("fbn", 1.0, 2, 1, "nnm+median", "sign-flip"): score(44),
+    Setting("fbn", 1.0, 2, 1, "nnm+median", "foe"): score(1),  # not the worst one's: not shown
+}
+
+
+def test_the_table_by_hand() -> None:
+    values = [tuple(row.values()) for row in table(GRID, BY_HAND)]
+    assert values == [
+        ("fbn", 1.0, 2, "mean", 95, 94, 20, "foe", 10, 2.0, 70, None, 1),
+        ("fbn", 1.0, 2, "nnm+median", 95, 91, 82, "sign-flip", 80, 1.0, 84.5, 44, 2),
+        ("fbn", 0.1, 2, "mean", None, None, None, None, None, None, None, None, 0),
+        ("fbn", 0.1, 2, "nnm+median", None, None, None, None, None, None, None, None, 0),
+    ]
+    assert all(tuple(row) == COLUMNS for row in table(GRID, BY_HAND))
+
+
+def test_the_worst_attack_is_that_of_the_lowest_mean_not_of_the_lowest_best() -> None:
+    """FOE: lower at the end; sign flip: lower over time. The best-over-time column is the lowest of any attack."""
+    first, second, *_ = table(GRID, BY_HAND)
+    assert (first["worst attack"], first["worst best-over-time"]) == ("foe", 70)
+    assert (second["worst attack"], second["worst best-over-time"]) == ("sign-flip", 84.5)
+
+
+def test_an_accuracy_of_0_is_no_missing_one() -> None:
+    scores = {setting: score(0.0, best=0.0, std=0.0) for setting in [*GRID.settings(), *GRID.misdeclared(BY_HAND)]}
+    (*_, row) = [row for row in table(GRID, scores) if row["heterogeneity"] == 1.0]
+    assert [row[k] for k in ("no attack, no defence", "worst last", "worst std", "worst best-over-time", "one too few declared")] == [
+        0.0
+    ] * 5
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "-"), (83.333, "83.3"), (0.0, "0"), (100.0, "100"), (3, "3"), ("foe", "foe")])
+def test_what_is_shown(value: Any, text: str) -> None:
+    assert shown(value) == text
+
+
+def read(file: Path) -> list[list[str]]:
+    with file.open(newline="") as source:
+        return list(csv.reader(source))
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    write(GRID, BY_HAND, "a grid by hand", tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    cells = read(folder / "cells.csv")
+    assert cells[0] == ["method", "heterogeneity", "byzantine", "declared", "rule", "attack", "last", "std", "best", "seeds"]
+    assert len(cells) == 1 + len(BY_HAND)
+    assert cells[4] == ["fbn", "1.0", "2", "2", "mean", "sign-flip", "30.00", "5.00", "70.00", "2"]
+    rows = read(folder / "table.csv")
+    assert rows[0] == list(COLUMNS)
+    assert rows[2] == ["fbn", "1", "2", "nnm+median", "95", "91", "82", "sign-flip", "80", "1", "84.5", "44", "2"]
+    assert rows[3][4:] == ["-"] * 8 + ["0"]
+    text = (folder / "table.md").read_text()
+    assert text.startswith("a grid by hand. Test accuracy in percent, means over seeds.\n\n| method | heterogeneity |")
+    assert "| fbn | 1 | 2 | mean | 95 | 94 | 20 | foe | 10 | 2 | 70 | - | 1 |" in text
+    assert {len(line.split("|")) for line in text.splitlines() if line.startswith("|")} == {len(COLUMNS) + 2}
+    for name in ("last", "best"):
+        with Image.open(folder / f"heat-map-f2-{name}.png") as image:
+            assert image.format == "PNG"
+            assert min(image.size) > 100
+            assert len(np.unique(np.asarray(image.convert("L")))) > 10
+    assert not (folder / "heat-map-f1-last.png").exists()
+
+
+def test_nothing_finished_is_written_as_nothing(tmp_path: Path) -> None:
+    write(GRID, {}, "nothing", tmp_path)
+    assert len(read(tmp_path / "cells.csv")) == 1
+    assert len(read(tmp_path / "table.csv")) == 1 + 4
+    with Image.open(tmp_path / "heat-map-f2-last.png") as image:
+        assert min(image.size) > 100
+
+
+# Running it
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs in this process; what a worker's end would close is closed here."""
+    made: list[logging.Handler] = []
+
+    class Kept(logging.FileHandler):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(compare, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(compare.logging, "FileHandler", Kept)
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    yield
+    for handler in made:
+        handler.close()
+
+
+@pytest.mark.parametrize("too_few", [True, False])
+def test_a_run_of_the_grid(too_few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_threads: None) -> None:
+    """Seed by seed; then the rules told of one too few; a cell that fails is reported and missing from the scores."""
+    ran: list[RunConfig] = []
+
+    def run_cell(cell: Cell) -> None:
+        ran.append(cell.config)
+        if cell.config.attack == "foe" and cell.config.seed == 1:
+            raise ValueError("the disk is full")
+        finish(cell, [0.5 if cell.config.attack == "none" else 0.3 if cell.config.attack == "sign-flip" else 0.1])
+
+    monkeypatch.setattr(compare, "run_cell", run_cell)
+    grid = Grid(["fbn"], [1.0], [2], ["mean", "nnm+median"], ["sign-flip", "foe"])
+    scores, errors = run_grid(grid, [0, 1], {"rounds": 1}, tmp_path, 1, lambda done, total: None, too_few)
+    few = [Setting("fbn", 1.0, 2, 1, "nnm+median", "foe")] if too_few else []
+    assert [config.seed for config in ran] == [0] * 7 + [1] * 7 + [0, 1] * len(few)
+    assert set(scores) == {*grid.settings(), *few}
+    foes = [f"fbn-1-f2-told2-{rule}-foe-seed1" for rule in grid.rules] + ["fbn-1-f2-told1-nnm+median-foe-seed1"] * len(few)
+    assert errors == dict.fromkeys(foes, "ValueError: the disk is full")
+    assert scores[Setting("fbn", 1.0, 2, 2, "mean", "foe")] == Score(10.0, 0.0, 10.0, 1)
+    count = len(ran)
+    run_grid(grid, [0, 1], {"rounds": 1}, tmp_path, 1, lambda done, total: None, too_few)
+    assert len(ran) - count == len(errors)  # what finished is not repeated
+
+
+def options(values: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value!r}" for key, value in values.items())
+
+
+def test_a_tiny_grid_from_the_command_line(tmp_path: Path, in_threads: None) -> None:
+    args = ["--methods", "fbn", "--heterogeneity", "1", "--byzantine", "1", "--rules", "mean,nnm+median", "--attacks", "foe,nan"]
+    made = CliRunner().invoke(
+        app,
+        [
+            "attack-grid",
+            *args,
+            "--seeds",
+            "1",
+            "--jobs",
+            "1",
+            "--output",
+            str(tmp_path / "out"),
+            "--run-config",
+            options(small_config(tmp_path)),
+        ],
+    )
+    assert made.exit_code == 0, made.output
+    assert "Test accuracy in percent" in made.output
+    rows = read(tmp_path / "out" / "table.csv")
+    assert [row[3] for row in rows[1:]] == ["mean", "nnm+median"]
+    assert all("-" not in row[4:11] for row in rows[1:])
+    assert [row[11] == "-" for row in rows[1:]] == [True, False]
+    assert len(read(tmp_path / "out" / "cells.csv")) == 1 + 3 + 4 + 1
+    runs = tmp_path / "out" / "runs"
+    defended = read(runs / "fbn-1-f1-told1-nnm+median-foe-seed0" / "clients.csv")
+    distance = defended[0].index("distance")
+    assert all(float(row[distance]) > 0 for row in defended[1:])
+    refused = read(runs / "fbn-1-f1-told1-nnm+median-nan-seed0" / "clients.csv")
+    assert "not finite" in ",".join(refused[-1])
+    with Image.open(tmp_path / "out" / "heat-map-f1-best.png") as image:
+        assert min(image.size) > 100
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--byzantine", "few"], "ConfigError: byzantine must be numbers separated by commas, but got 'few'"),
+        (["--rules", "medain"], "ConfigError: statistics-rule must be mean, median,"),
+        (["--byzantine", "5"], "among at least 11, but got n=10"),
+        (["--byzantine", "0"], "ConfigError: a"),  # its sentence: test_byzantine_config.py
+        (["--run-config", "roundz=3"], "ConfigError: unknown config key 'roundz'"),
+    ],
+)
+def test_bad_input_ends_with_a_sentence_before_anything_runs(args: list[str], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["attack-grid", "--output", str(tmp_path / "out"), *args])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,117 @@
+"""One round, trained once, and answered to any number of servers: with lies, with claims, or with silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fl_bn.flower import BatchNormStrategy, Rounds
+from fl_bn.flower.round_record import RoundRecord
+from fl_bn.methods import METHODS, attacked
+from fl_bn.robust.attacks import Attack
+from fl_bn.training.defence import NO_DEFENCE, Defence
+from fl_bn.training.local import Samples
+from tests.federation import random_samples
+from tests.flower.malformed import Reply, taken_apart
+from tests.in_process import WatchedGrid, arrays_of, client_app
+from tests.networks import seeded_network
+
+Tensors = dict[str, np.ndarray]
+RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "centered-clipping", "nnm+median", "nnm+trimmed-mean")
+ROBUST = tuple(rule for rule in RULES if rule != "mean")
+CLIENTS = 7
+
+
+def both(f: int, rule: str) -> Defence:
+    """One rule for statistics and updates."""
+    return Defence(f, rule, rule)
+
+
+def equal_clients(n: int = CLIENTS, samples: int = 6) -> list[Samples]:
+    return [random_samples(samples, brightness=0.1 * i, seed=i) for i in range(n)]
+
+
+def lie(mean: Callable[[np.ndarray], np.ndarray], var: Callable[[np.ndarray], np.ndarray]) -> Attack:
+    """On statistics: functions of the honest means' mean, and of the honest variances'."""
+
+    def attack(honest: np.ndarray, f: int) -> np.ndarray:
+        means, variances = np.split(honest.mean(0), 2)
+        return np.repeat(np.concatenate([mean(means), var(variances)])[None], f, 0)
+
+    return attack
+
+
+no_variance = lie(lambda m: m, lambda v: 0 * v)
+
+
+class OneRound:
+    """The honest replies of a first round of ``name``, and what a server makes of them."""
+
+    def __init__(self, name: str, clients: list[Samples], **options: Any) -> None:
+        self.method, self.clients = METHODS[name](**options), clients
+        self.grid = WatchedGrid(client_app(self.method, clients), len(clients))
+        first = self._server(NO_DEFENCE)
+        self.population = first.population
+        self.arrays = first.shared.arrays()
+        self.messages = list(first.configure_train(1, self.arrays, ConfigRecord(), self.grid))
+        self.population = first.population
+        self.replies = list(self.grid.send_and_receive(self.messages))
+
+    def _server(
+        self, defence: Defence, attack: str | Attack = "", f: int = 0, on: str = "both", strength: float = 0.0
+    ) -> BatchNormStrategy:
+        method = attacked(self.method, attack, f, on, strength) if f else self.method
+        rounds = Rounds(len(self.clients), min_replies=0.2, wait=0.0, max_steps=2)
+        return BatchNormStrategy(seeded_network("cnn"), method, rounds, defence=defence)
+
+    def served(
+        self,
+        defence: Defence = NO_DEFENCE,
+        attack: str | Attack = "",
+        f: int = 0,
+        on: str = "both",
+        strength: float = 0.0,
+        *,
+        silent: Collection[int] = (),
+        introduced: Mapping[int, int] | None = None,
+        spoil: Callable[[int, Reply], None] | None = None,
+    ) -> Served:
+        """What a server of its own makes of the round.
+
+        ``introduced``: samples that clients introduced themselves with. ``spoil`` changes a client's reply before the ``attack``
+        hears it.
+        """
+        server = self._server(defence, attack, f, on, strength)
+        server.population = population = copy(self.population)
+        assert population is not None
+        said = introduced or {}
+        population.clients = {i: replace(client, samples=said.get(i, client.samples)) for i, client in population.clients.items()}
+        list(server.configure_train(1, self.arrays, ConfigRecord(), self.grid))
+        replies = []
+        for client, (message, reply) in enumerate(zip(self.messages, self.replies, strict=True)):
+            if client not in silent:
+                content = reply.content
+                if spoil is not None:
+                    spoil(client, apart := taken_apart(reply))
+                    content = apart.content()
+                replies.append(Message(RecordDict(dict(content.items())), reply_to=message))
+        after, _ = server.aggregate_train(1, replies)
+        tensors = arrays_of(server.shared.arrays())
+        assert after is None or all(np.array_equal(tensors[k], a.numpy(), equal_nan=True) for k, a in after.items())
+        return Served(tensors, server.record)
+
+
+class Served:
+    """The server after a round: its shared ``statistics`` and its ``weights``, and the ``record``."""
+
+    def __init__(self, tensors: Tensors, record: RoundRecord) -> None:
+        self.tensors, self.record = tensors, record
+        self.statistics = {k: a for k, a in tensors.items() if "running_" in k}
+        self.weights = {k: a for k, a in tensors.items() if "running_" not in k}
+        self.refused = {c.client: c.refused for c in record.clients if c.refused}
+        self.variances = {k: a for k, a in self.statistics.items() if k.endswith("var")}

@@ -1,0 +1,297 @@
+"""What Byzantine clients can and cannot do to one round: lies stay where they are told, claims weigh nothing, nonsense is refused."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, constant
+from fl_bn.training.defence import Defence
+from tests.flower.byzantine import CLIENTS, ROBUST, RULES, OneRound, Served, both, equal_clients, lie, no_variance
+from tests.flower.malformed import Reply
+from tests.in_process import arrays_of, identical
+
+F = 2
+LIARS = [CLIENTS - 2, CLIENTS - 1]
+WITH_STATISTICS = ("fedavg", "fbn", "hbn")
+OPTIONS: dict[str, dict[str, Any]] = {"fixbn": {"freeze_after": 1}}
+
+statistics_methods = pytest.mark.parametrize("name", WITH_STATISTICS)
+rules = pytest.mark.parametrize("rule", RULES)
+robust_rules = pytest.mark.parametrize("rule", ROBUST)
+
+
+@cache
+def one_round(name: str) -> OneRound:
+    return OneRound(name, equal_clients(), **OPTIONS.get(name, {}))
+
+
+@cache
+def truth(name: str, rule: str) -> Served:
+    """Nobody lies, but the server is told of ``F``."""
+    return one_round(name).served(both(F, rule))
+
+
+@cache
+def without_liars(name: str) -> Served:
+    """The undefended mean of the honest replies: what an attack is to be kept from changing."""
+    return one_round(name).served(Defence(), silent=LIARS)
+
+
+def distance(a: Served, b: Served, section: str) -> float:
+    ours, theirs = getattr(a, section), getattr(b, section)
+    return float(np.sqrt(sum(np.square(ours[k].astype(np.float64) - theirs[k]).sum() for k in ours)))
+
+
+# Lies about the one are nothing to the other
+
+
+@statistics_methods
+@pytest.mark.parametrize(("rule", "size"), [*((rule, 1e30) for rule in RULES), ("mean", 3.0), ("nnm+median", 3.0)])
+def test_a_lie_about_statistics_changes_no_bit_of_the_weights(name: str, rule: str, size: float) -> None:
+    told = lie(lambda mean: mean + size, lambda var: var * size)
+    lied = one_round(name).served(both(F, rule), told, F, "statistics")
+    assert identical(lied.weights, truth(name, rule).weights)
+    assert lied.refused == {}
+    if rule == "mean":  # control: it was told
+        assert distance(lied, truth(name, rule), "statistics") > 0.1 * size
+
+
+@statistics_methods
+@pytest.mark.parametrize(("rule", "size"), [*((rule, 1e30) for rule in RULES), ("mean", 3.0), ("nnm+median", 3.0)])
+def test_a_lie_about_updates_changes_no_bit_of_the_statistics(name: str, rule: str, size: float) -> None:
+    lied = one_round(name).served(both(F, rule), constant(size), F, "updates")
+    assert identical(lied.statistics, truth(name, rule).statistics)
+    assert lied.refused == {}
+    if rule == "mean":
+        assert distance(lied, truth(name, rule), "weights") > 0.1 * size
+
+
+@pytest.mark.parametrize("on", ["statistics", "updates"])
+@statistics_methods
+def test_a_lie_is_told_where_it_is_said_to_be(name: str, on: str) -> None:
+    """Control: on both, both change."""
+    lied = one_round(name).served(both(F, "mean"), "foe", F, on, -3.0)
+    whole = one_round(name).served(both(F, "mean"), "foe", F, "both", -3.0)
+    section, other = ("statistics", "weights") if on == "statistics" else ("weights", "statistics")
+    assert identical(getattr(lied, section), getattr(whole, section))
+    assert not identical(getattr(lied, other), getattr(whole, other))
+
+
+# Claims
+
+
+def claiming(client: int, reply: Reply) -> None:
+    """The last client has a thousand million samples, steps and activations."""
+    if client == CLIENTS - 1:
+        reply.metrics |= {"samples": 10**9, "steps": 10**9}
+        for name in reply.payload.get("moments", {}):
+            if name.endswith("count"):
+                reply.payload["moments"][name] = np.array([10**9])
+
+
+@statistics_methods
+@rules
+def test_claims_change_no_bit_under_a_defence(name: str, rule: str) -> None:
+    claimed = one_round(name).served(both(F, rule), introduced={CLIENTS - 1: 10**9}, spoil=claiming)
+    assert identical(claimed.tensors, truth(name, rule).tensors)
+    assert claimed.refused == {}
+    assert claimed.record.clients[-1].samples == 10**9
+
+
+@statistics_methods
+def test_without_a_defence_they_are_believed(name: str) -> None:
+    """Control: that is what weighting by samples means."""
+    claimed = one_round(name).served(introduced={CLIENTS - 1: 10**9}, spoil=claiming)
+    assert not identical(claimed.weights, one_round(name).served().weights)
+    assert not identical(claimed.statistics, one_round(name).served().statistics)
+
+
+@pytest.mark.parametrize("name", [*WITH_STATISTICS, "fedbn"])
+@pytest.mark.parametrize("defence", [Defence(), both(F, "nnm+median")], ids=["undefended", "defended"])
+def test_a_claim_above_the_introduction_is_refused_by_name(name: str, defence: Defence) -> None:
+    claimed = one_round(name).served(defence, spoil=claiming)
+    reason = "metrics/samples: expected at most 6, as the client said of itself, but got 1000000000"
+    assert claimed.refused == {CLIENTS - 1: reason}
+    assert identical(claimed.tensors, one_round(name).served(defence.without(1), silent=LIARS[-1:]).tensors)
+
+
+# Variances of 0
+
+
+@rules
+def test_a_running_variance_of_0_is_refused_and_f_goes_down(rule: str) -> None:
+    fedavg = one_round("fedavg")
+    for declared in (F, F + 1) if "krum" not in rule else (F,):
+        lied = fedavg.served(both(declared, rule), no_variance, F, "statistics")
+        assert list(lied.refused) == LIARS
+        for reason in lied.refused.values():
+            assert reason.startswith("statistics/1.running_var: channel 0 is 0 after 2 steps from 1: honest training leaves at least 0.802")
+        assert identical(lied.tensors, fedavg.served(both(declared - F, rule), silent=LIARS).tensors)
+    mild = fedavg.served(both(F, rule), lie(lambda mean: mean, lambda var: 0 * var + 0.81), F, "statistics")
+    assert mild.refused == {}  # control: all that two steps can do to it
+
+
+def test_a_running_variance_of_0_is_refused_without_a_defence_too() -> None:
+    lied = one_round("fedavg").served(Defence(), no_variance, F, "statistics")
+    assert list(lied.refused) == LIARS
+    assert identical(lied.tensors, without_liars("fedavg").tensors)
+
+
+@pytest.mark.parametrize("rule", ["mean", "nnm+median"])
+def test_a_claim_of_steps_buys_no_lower_floor(rule: str) -> None:
+    """0.9^k of a thousand million steps is 0, so nobody may claim more than the server asked for."""
+
+    def many_steps(client: int, reply: Reply) -> None:
+        if client in LIARS:
+            reply.metrics["steps"] = 10**9
+
+    lied = one_round("fedavg").served(both(F, rule), no_variance, F, "statistics", spoil=many_steps)
+    assert list(lied.refused) == LIARS
+    assert all("metrics/steps: expected at most 2, as the server asked for, but got 1000000000" in why for why in lied.refused.values())
+
+
+@pytest.mark.parametrize("attack", ["foe-optimised", "alie-optimised"])
+@pytest.mark.parametrize("rule", ["mean", "nnm+median"])
+def test_whoever_looks_for_the_most_damage_does_not_choose_what_is_refused(attack: str, rule: str) -> None:
+    """It knows the honest replies and the rule, and so the floor."""
+    assert one_round("fedavg").served(both(F, rule), attack, F, "statistics").refused == {}
+
+
+def honest_range(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Between which values the new shared variances can lie if they are made of the honest moments."""
+    bounds = {}
+    replies = [arrays_of(reply.content["moments"]) for reply in one_round(name).replies[: CLIENTS - F]]  # type: ignore[arg-type]
+    for layer in ("1", "5"):
+        means, variances = (np.stack([r[f"{layer}.{k}"].astype(np.float64) for r in replies]) for k in ("mean", "var"))
+        count = CLIENTS * replies[0][f"{layer}.count"].item()
+        momentum = 1 - 0.9**2 if name == "fbn" else 1.0
+        spread = np.square(means.max(0) - means.min(0))
+        low, high = (1 - momentum + momentum * v * count / (count - 1) for v in (variances.min(0), variances.max(0) + spread))
+        bounds[f"{layer}.running_var"] = low, high
+    return bounds
+
+
+@pytest.mark.parametrize("name", ["fbn", "hbn"])
+@robust_rules
+@pytest.mark.parametrize("told", [no_variance, lie(lambda mean: mean + 1e6, lambda var: 0 * var)], ids=["no variance", "and far"])
+def test_moments_without_a_variance_leave_the_shared_one_among_the_honest(name: str, rule: str, told: Any) -> None:
+    lied = one_round(name).served(both(F, rule), told, F, "statistics")
+    assert lied.refused == {}
+    for tensor, (low, high) in honest_range(name).items():
+        assert (low > 0).all()
+        assert (lied.variances[tensor] >= low * (1 - 1e-6)).all(), tensor
+        assert (lied.variances[tensor] <= high * (1 + 1e-6)).all(), tensor
+
+
+@pytest.mark.parametrize("name", ["fbn", "hbn"])
+def test_the_mean_does_not_keep_it_there(name: str) -> None:
+    """Control."""
+    for told in (no_variance, lie(lambda mean: mean + 1e6, lambda var: 0 * var)):
+        lied = one_round(name).served(both(F, "mean"), told, F, "statistics")
+        outside = [(lied.variances[k] < low).any() or (lied.variances[k] > high).any() for k, (low, high) in honest_range(name).items()]
+        assert any(outside)
+
+
+# Replies that are no numbers, and replies that do not come
+
+
+@pytest.mark.parametrize("name", [*WITH_STATISTICS, "fedbn"])
+@pytest.mark.parametrize("attack", ["nan", "inf"])
+@pytest.mark.parametrize("on", ["statistics", "updates"])
+def test_what_is_not_finite_is_refused_by_name_and_f_goes_down(name: str, attack: str, on: str) -> None:
+    if name == "fedbn" and on == "statistics":
+        return
+    lied = one_round(name).served(both(F + 1, "nnm+median"), attack, F, on)
+    section = "weights/0.weight" if on == "updates" else {"fedavg": "statistics/1.running_mean"}.get(name, "moments/1.mean")
+    assert list(lied.refused) == LIARS
+    for reason in lied.refused.values():
+        assert reason.startswith(f"{section}: ")
+        assert reason.endswith("values are not finite (NaN or Inf)")
+    assert lied.record.aggregated
+    assert identical(lied.tensors, one_round(name).served(both(1, "nnm+median"), silent=LIARS).tensors)
+
+
+def test_a_client_that_is_only_silent_leaves_f_as_it_is() -> None:
+    gone = one_round("fbn").served(both(1, "trimmed-mean"), silent=[CLIENTS - 1])
+    other = one_round("fbn").served(both(0, "trimmed-mean"), silent=[CLIENTS - 1])
+    assert not identical(gone.tensors, other.tensors)
+    assert gone.refused == {CLIENTS - 1: "no reply before the deadline"}
+
+
+@pytest.mark.parametrize("name", [*WITH_STATISTICS, "fedbn"])
+@pytest.mark.parametrize(("rule", "f", "least", "silent"), [("krum", 2, 7, 1), ("nnm+median", 3, 7, 1), ("median", 2, 5, 3)])
+def test_too_few_replies_change_nothing_and_the_log_says_how_many_it_takes(
+    name: str, rule: str, f: int, least: int, silent: int, log: pytest.LogCaptureFixture
+) -> None:
+    server = one_round(name)
+    assert server.served(both(f, rule), silent=range(CLIENTS - least)).record.aggregated  # control: just enough
+    few = server.served(both(f, rule), silent=range(silent))
+    assert not few.record.aggregated
+    assert identical(few.tensors, arrays_of(server.arrays))
+    came = CLIENTS - silent
+    assert f"withstands f={f} Byzantine rows among at least {least}, but got n={came}" in log.text
+    assert "round 1: nothing changes, since " in log.text
+
+
+def test_liars_who_are_found_out_are_not_missed() -> None:
+    """Six of seven replies are too few for Krum against two; but two of them are no numbers, and against nobody four are enough."""
+    assert one_round("fbn").served(both(F, "krum"), "nan", F, silent=[0]).record.aggregated
+    assert not one_round("fbn").served(both(F, "krum"), "sign-flip", F, silent=[0]).record.aggregated
+
+
+# Every attack
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fbn", "hbn", "fedbn", "silobn", "fixbn", "gn"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_every_attack_can_be_made_on_every_method(name: str, attack: str) -> None:
+    lied = one_round(name).served(both(F, "nnm+median"), attack, F)
+    assert lied.record.aggregated
+    assert set(lied.refused) <= set(LIARS)
+    if attack in ("nan", "inf"):
+        assert list(lied.refused) == LIARS
+    for reason in lied.refused.values():
+        assert "not finite" in reason or "honest training leaves at least" in reason
+    assert all(np.isfinite(array).all() for array in lied.tensors.values())
+    if attack == LABEL_FLIP:  # on the data, not on the replies
+        assert identical(lied.tensors, truth(name, "nnm+median").tensors)
+    else:
+        assert not identical(lied.tensors, truth(name, "nnm+median").tensors)
+
+
+@pytest.mark.parametrize("name", [*WITH_STATISTICS, "fedbn"])
+@pytest.mark.parametrize(("attack", "strength"), [("foe", 20.0), ("foe", -20.0), ("alie", -30.0), ("gaussian", 5.0)])
+def test_robust_rules_stay_near_the_honest_mean_and_the_mean_does_not(name: str, attack: str, strength: float) -> None:
+    for section, on in (("weights", "updates"), ("statistics", "statistics")):
+        if (name, section) == ("fedbn", "statistics"):
+            continue
+        served = {
+            rule: one_round(name).served(both(F, rule), attack, F, on, strength) for rule in ("mean", "nnm+median", "nnm+trimmed-mean")
+        }
+        if served["mean"].refused:  # by the floor of running variances: nothing is left to be defended against
+            assert (name, section) == ("fedavg", "statistics")
+            continue
+        off = {rule: distance(after, without_liars(name), section) for rule, after in served.items()}
+        assert off["nnm+median"] < 0.35 * off["mean"], (section, off)
+        assert off["nnm+trimmed-mean"] < 0.35 * off["mean"], (section, off)
+
+
+@pytest.mark.parametrize("name", [*WITH_STATISTICS, "fedbn"])
+def test_the_records_name_who_is_far(name: str) -> None:
+    lied = one_round(name).served(both(F, "nnm+median"), "foe", F, "updates", 50.0).record
+    assert lied.far == LIARS
+    assert all(c.distance > 0 for c in lied.clients)
+    undefended = one_round(name).served(Defence(), "foe", F, "updates", 50.0).record
+    assert undefended.far == []
+    assert all(np.isnan(c.distance) for c in undefended.clients)
+    statistics_alone = one_round(name).served(Defence(F, "nnm+median"), "foe", F, "updates", 50.0).record
+    assert all(np.isnan(c.distance) for c in statistics_alone.clients)
+
+
+def test_a_refused_client_has_no_distance_and_the_others_keep_theirs() -> None:
+    record = one_round("fedavg").served(both(F, "median"), silent=[1]).record
+    assert [bool(np.isnan(c.distance)) for c in record.clients] == [client == 1 for client in range(CLIENTS)]

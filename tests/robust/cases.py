@@ -1,0 +1,142 @@
+"""Rows to draw, and the rules to run over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fl_bn.robust import RULES, Outcome, Report
+from fl_bn.robust.view import View
+
+Array = np.ndarray
+
+SIMPLE = list(RULES)
+MIXED = [f"nnm+{name}" for name in RULES]
+NAMES = [*SIMPLE, *MIXED, "bucketing+median", "bucketing+nnm+krum", "bucketing+geometric-median"]
+SIZES = {"float32": (1e6, 1e10, 1e30), "float64": (1e6, 1e10, 1e100)}  # of Byzantine numbers
+TOLERANCE = {"float32": 1e-5, "float64": 1e-11}
+
+few = settings(max_examples=7, deadline=None)  # for tests that run over many rules
+some = settings(max_examples=25, deadline=None)
+
+
+def least(name: str, f: int) -> int:
+    """The smallest n that the rule takes; for Krum so many that scores are sums of two distances (a single one, two rows share)."""
+    count = max(2 * f + 3, f + 4) if name.endswith("krum") else 2 * f + 1
+    return 2 * count - 1 if name.startswith("bucketing") else count
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """``honest`` rows; ``lies``: f directions, no coordinate of which is near 0; ``places`` (n,): where each row stands, the lies last."""
+
+    honest: Array
+    lies: Array
+    places: Array
+
+    @property
+    def f(self) -> int:
+        return len(self.lies)
+
+    @property
+    def n(self) -> int:
+        return len(self.places)
+
+    @property
+    def liars(self) -> list[int]:
+        return sorted(int(i) for i in self.places[len(self.honest) :])
+
+    def spread(self, values: Array) -> Array:
+        """``values`` of the honest, then of the liars, each put where its row stands."""
+        placed = np.empty_like(values)
+        placed[self.places] = values
+        return placed
+
+    def rows(self, size: float, dtype: str = "float64") -> Array:
+        """(n, d), the lies times ``size``."""
+        return self.spread(np.vstack([self.honest, self.lies * size])).astype(dtype)
+
+    @property
+    def diameter(self) -> float:
+        return float(apart(self.honest).max())
+
+
+@st.composite
+def cohorts(
+    draw: st.DrawFn, name: str = "median", least_f: int = 0, most_f: int = 3, extra: int = 5, dims: int = 2, honest: int = 1
+) -> Cohort:
+    """Continuous rows (no two distances are equal), as many as the rule needs (``honest`` or more) and up to ``extra`` more."""
+    f = draw(st.integers(least_f, most_f))
+    fewest = max(least(name, f), f + honest)
+    n = draw(st.integers(fewest, fewest + extra))
+    d, seed = draw(st.integers(dims, dims + 6)), draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(rng.normal(size=d), rng.uniform(0.5, 2), (n - f, d))
+    return Cohort(rows, rng.uniform(0.5, 1, (f, d)) * rng.choice([-1.0, 1.0], (f, d)), rng.permutation(n))
+
+
+def apart(rows: Array) -> Array:
+    """(n, n): distances, one by one in float64."""
+    wide = rows.astype(np.float64)
+    return np.array([[np.sqrt(((a - b) ** 2).sum()) for b in wide] for a in wide])
+
+
+def close(got: Any, want: Any, tolerance: float = 1e-9) -> None:
+    """Equal up to ``tolerance`` of the larger of 1 and the largest number wanted."""
+    got, want = (np.asarray(x.double() if isinstance(x, Tensor) else x, dtype=np.float64) for x in (got, want))
+    largest = np.abs(want[np.isfinite(want)]).max(initial=1.0)
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * largest)
+
+
+def same_report(got: Report, want: Report, order: Array | None = None, tolerance: float = 1e-6) -> None:
+    """Row i of ``got`` is row ``order[i]`` of ``want``."""
+    order = np.arange(want.n) if order is None else order
+    assert (got.n, got.f) == (want.n, want.f)
+    assert [int(order[i]) for i in got.rejected] == sorted(want.rejected, key=list(order).index)
+    assert {int(order[i]) for i in got.far} == set(want.far)
+    for mine, other in ((got.distances, want.distances), (got.weights, want.weights), (got.scores, want.scores)):
+        assert (mine is None) == (other is None)
+        if mine is not None and other is not None:
+            close(mine, other[order], tolerance)
+
+
+def mixed_rows(preaggregation: Callable[..., Outcome], rows: Any, f: int, **options: Any) -> list[Any]:
+    """What a pre-aggregation hands to the rule after it."""
+    seen: list[Any] = []
+
+    def spy(view: View, f: int) -> Outcome:
+        seen.extend(view)
+        return view.linear(np.full(len(view), 1 / len(view)))
+
+    preaggregation(rows, f, then=spy, **options)
+    return seen
+
+
+@contextmanager
+def torch_kernels() -> Iterator[None]:
+    """Rows stay tensors on the CPU: what runs then is the code that serves GPUs."""
+
+    def flat(array: Any) -> Tensor:
+        return (array.detach() if isinstance(array, Tensor) else torch.from_numpy(np.array(array))).reshape(-1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fl_bn.robust.table._flat", flat)
+        yield
+
+
+@contextmanager
+def narrow_blocks() -> Iterator[None]:
+    """Blocks of 64 columns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fl_bn.robust.table.BLOCK_BYTES", 1)
+        patch.setattr("fl_bn.robust.table.GPU_BLOCK_BYTES", 1)
+        yield

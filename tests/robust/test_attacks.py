@@ -1,0 +1,293 @@
+"""Every attack against its formula, worked out here by other means; the search for the worst strength; and who attacks what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from fl_bn.robust import median
+from fl_bn.robust.attacks import (
+    ATTACKS,
+    GRID,
+    LABEL_FLIP,
+    ON,
+    Adversary,
+    Attack,
+    Damage,
+    alie,
+    constant,
+    flip_labels,
+    foe,
+    gaussian,
+    mimic,
+    optimised,
+    sign_flip,
+    z_max,
+)
+
+HONEST = np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [2.0, 2.0, 5.0], [6.0, 2.0, -1.0]])
+MEAN = np.array([3.0, 2.0, 2.0])
+DEVIATION = np.array([math.sqrt((4 + 0 + 1 + 9) / 4), 0.0, math.sqrt((1 + 1 + 9 + 9) / 4)])  # of all h rows: not h - 1
+NAMED = [name for name in ATTACKS if name != LABEL_FLIP]
+FINITE = [name for name in NAMED if name not in ("inf", "nan")]
+
+
+def no_damage(row: np.ndarray) -> float:
+    raise AssertionError("this attack looks for no damage")
+
+
+def distance_to(target: np.ndarray) -> Damage:
+    return lambda row: float(np.linalg.norm(row - target))
+
+
+# The formulas
+
+
+@pytest.mark.parametrize("f", [1, 3])
+@pytest.mark.parametrize(
+    ("attack", "row"),
+    [
+        (sign_flip, [-3, -2, -2]),
+        (foe(), [-1.5, -1, -1]),
+        (foe(0.1), [-0.3, -0.2, -0.2]),
+        (foe(-2.0), [6, 4, 4]),
+        (alie(1.5), MEAN - 1.5 * DEVIATION),
+        (alie(-4.0), MEAN + 4 * DEVIATION),
+        (alie(0.0), MEAN),
+        (mimic(), [1, 2, 3]),
+        (mimic(2), [2, 2, 5]),
+        (mimic(5), [3, 2, 1]),
+        (constant(7.0), [7, 7, 7]),
+        (constant(np.inf), [np.inf] * 3),
+        (constant(np.nan), [np.nan] * 3),
+    ],
+)
+def test_an_attack_is_its_formula_f_times(attack: Attack, row: list[float], f: int) -> None:
+    before = HONEST.copy()
+    rows = attack(HONEST, f)
+    assert rows.shape == (f, 3)
+    for got in rows:
+        np.testing.assert_allclose(got, row, rtol=1e-15, equal_nan=True)
+    assert np.array_equal(HONEST, before)
+
+
+def normal_cdf(z: float) -> float:
+    return (1 + math.erf(z / math.sqrt(2))) / 2
+
+
+def quantile(p: float) -> float:
+    """By bisection of the error function."""
+    low, high = -10.0, 10.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if normal_cdf(middle) < p else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize(
+    ("n", "f", "share", "printed"),
+    [
+        (50, 24, 24 / 26, 1.43),  # the paper's example, 24 of 50: s = 26 - 24 = 2 honest ones needed
+        (50, 12, 24 / 38, 0.34),
+        (10, 3, 4 / 7, 0.18),  # s = 6 - 3 = 3
+        (13, 3, 6 / 10, 0.25),
+        (20, 4, 9 / 16, 0.16),
+        (25, 11, 12 / 14, 1.07),
+        (10, 1, 4 / 9, 0.0),  # below one half the quantile is negative: hidden at the mean only
+        (10, 5, 4 / 5, 0.84),
+    ],
+)
+def test_the_textbooks_z(n: int, f: int, share: float, printed: float) -> None:
+    assert z_max(n, f) == pytest.approx(max(0.0, quantile(share)), abs=1e-9)
+    assert round(z_max(n, f), 2) == printed
+
+
+@pytest.mark.parametrize(("n", "f"), [(3, 2), (5, 4), (4, 3), (2, 1), (7, 6), (1, 0)])
+def test_where_the_attackers_are_a_majority_there_is_nothing_to_hide_from(n: int, f: int) -> None:
+    assert z_max(n, f) >= 0.0
+    assert math.isfinite(z_max(n, f))
+
+
+def test_alies_default_is_the_textbooks_z_of_all_n() -> None:
+    honest = np.random.default_rng(0).normal(size=(7, 5))
+    np.testing.assert_allclose(alie()(honest, 3)[0], honest.mean(0) - quantile(4 / 7) * honest.std(0), rtol=1e-9)
+    assert not np.allclose(alie()(honest, 3), alie(0.0)(honest, 3))
+
+
+def test_the_noise_has_its_moments_and_is_the_same_for_the_same_seed() -> None:
+    honest = np.zeros((2, 50_000))
+    rows = gaussian(3.0, seed=1)(honest, 4)
+    assert rows.shape == (4, 50_000)
+    assert abs(rows.mean()) < 0.05
+    assert rows.std() == pytest.approx(3.0, rel=0.01)
+    assert np.mean((rows / 3) ** 4) == pytest.approx(3.0, rel=0.05)  # a normal's kurtosis
+    assert abs(np.corrcoef(rows) - np.eye(4)).max() < 0.03  # independent clients
+    assert np.array_equal(rows, gaussian(3.0, seed=1)(honest, 4))
+    assert not np.array_equal(rows, gaussian(3.0, seed=2)(honest, 4))
+
+
+@pytest.mark.parametrize(("classes", "labels", "flipped"), [(10, [0, 1, 9, 4], [9, 8, 0, 5]), (3, [0, 1, 2], [2, 1, 0])])
+def test_labels_are_flipped_in_numpy_and_torch(classes: int, labels: list[int], flipped: list[int]) -> None:
+    array, tensor = np.array(labels), torch.tensor(labels)
+    assert flip_labels(array, classes).tolist() == flip_labels(tensor, classes).tolist() == flipped
+    assert flip_labels(tensor, classes).dtype is torch.int64
+    assert array.tolist() == tensor.tolist() == labels
+    assert flip_labels(flip_labels(array, classes), classes).tolist() == labels
+
+
+# The worst strength
+
+FINE = np.geomspace(GRID[0], GRID[-1], 300)
+ROWS = np.random.default_rng(4).normal(0.3, 1.0, (7, 20))
+
+
+def median_damage(f: int) -> Damage:
+    def damage(row: np.ndarray) -> float:
+        value = median(np.vstack([ROWS, np.repeat(row[None], f, 0)]), f).value
+        return float(np.linalg.norm(value - ROWS.mean(0)))
+
+    return damage
+
+
+@pytest.mark.parametrize("family", [foe, alie])
+@pytest.mark.parametrize("signs", [(1,), (-1,), (1, -1)])
+@pytest.mark.parametrize("damage", [distance_to(ROWS.mean(0)), lambda row: float(np.abs(row - 1).max()), median_damage(3)])
+def test_no_strength_of_a_fine_grid_does_more_damage(family: Callable[[float], Attack], signs: tuple[int, ...], damage: Damage) -> None:
+    """Damages that grow with the strength on either side."""
+    found = optimised(family, damage)(ROWS, 3)
+    assert found.shape == (3, 20)
+    assert (found == found[0]).all()
+    most = max(damage(family(sign * strength)(ROWS, 1)[0]) for sign in signs for strength in FINE)
+    assert damage(found[0]) >= most * (1 - 1e-12)
+
+
+def strength_of(row: np.ndarray) -> float:
+    """Of ALIE on ``ROWS``."""
+    return float(np.median((ROWS.mean(0) - row) / ROWS.std(0)))
+
+
+def hidden_up_to(limit: float, sign: int) -> Damage:
+    """A rule that follows attackers of one sign as far as ``limit``, where it finds them out."""
+
+    def damage(row: np.ndarray) -> float:
+        strength = sign * strength_of(row)
+        return strength if 0 < strength <= limit else 0.0
+
+    return damage
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("limit", [0.15, 0.9, 1.43, 5.0, 12.0])
+def test_it_comes_close_to_where_a_rule_finds_it_out_on_either_side(sign: int, limit: float) -> None:
+    (row,) = optimised(alie, hidden_up_to(limit, sign))(ROWS, 1)
+    step = (GRID[1] / GRID[0]) ** 0.25  # the refined grid's
+    assert limit / step * (1 - 1e-9) <= sign * strength_of(row) <= limit
+    searched = [sign * strength_of(alie(-sign * s)(ROWS, 1)[0]) for s in GRID]  # control: the other side alone finds nothing
+    assert max(searched) < 0
+
+
+def test_the_search_refines_between_the_grids_strengths() -> None:
+    best = float(np.sqrt(GRID[5] * GRID[6]))
+    (row,) = optimised(alie, lambda row: -abs(strength_of(row) - best))(ROWS, 1)
+    assert strength_of(row) == pytest.approx(best, rel=1e-9)  # half a step away: among the refined ones
+    assert min(abs(GRID - best)) > 0.1 * best
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_damage_that_is_no_number_is_not_looked_for(bad: float) -> None:
+    """Overflowed strengths make a server refuse the reply: no success."""
+
+    def damage(row: np.ndarray) -> float:
+        return bad if abs(strength_of(row)) > 3 else abs(strength_of(row))
+
+    (row,) = optimised(alie, damage)(ROWS, 1)
+    assert 3 / (GRID[1] / GRID[0]) ** 0.25 <= abs(strength_of(row)) <= 3
+    assert np.isfinite(optimised(foe, lambda row: bad)(ROWS, 2)).all()
+
+
+# Who attacks what
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("f", [1, 4])
+@pytest.mark.parametrize("strength", [0.0, 2.0])
+def test_every_name_gives_f_rows_and_leaves_the_honest_ones(name: str, f: int, strength: float) -> None:
+    honest = ROWS.copy()
+    rows = Adversary(name, f, strength=strength).rows(honest, f, distance_to(ROWS.mean(0)))
+    assert rows.shape == (f, 20)
+    assert np.isfinite(rows).all() == (name in FINITE)
+    assert np.array_equal(honest, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "strength", "same"),
+    [
+        ("sign-flip", 0.0, sign_flip),
+        ("sign-flip", 9.0, sign_flip),
+        ("foe", 0.0, foe(0.5)),
+        ("foe", 3.0, foe(3.0)),
+        ("alie", 0.0, alie()),
+        ("alie", -1.2, alie(-1.2)),
+        ("mimic", 0.0, mimic(0)),
+        ("mimic", 2.0, mimic(2)),
+        ("gaussian", 0.0, gaussian(1.0)),
+        ("gaussian", 5.0, gaussian(5.0)),
+        ("inf", 0.0, constant(np.inf)),
+        ("nan", 0.0, constant(np.nan)),
+    ],
+)
+def test_names_and_strengths(name: str, strength: float, same: Attack) -> None:
+    assert np.array_equal(Adversary(name, 3, strength=strength).rows(ROWS, 3, no_damage), same(ROWS, 3), equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "family"), [("foe-optimised", foe), ("alie-optimised", alie)])
+def test_optimised_names_look_for_the_damage_they_are_given(name: str, family: Callable[[float], Attack]) -> None:
+    damage = distance_to(np.full(20, 2.0))
+    got = Adversary(name, 2).rows(ROWS, 2, damage)
+    assert np.array_equal(got, optimised(family, damage)(ROWS, 2))
+    assert not np.array_equal(got, Adversary(name, 2).rows(ROWS, 2, distance_to(np.full(20, -2.0))))
+
+
+def test_sign_flipping_leaves_the_variances() -> None:
+    rows = Adversary("sign-flip", 2).statistics_rows(ROWS, 2, no_damage)
+    np.testing.assert_array_equal(rows[:, :10], np.repeat(-ROWS[:, :10].mean(0)[None], 2, 0))
+    np.testing.assert_array_equal(rows[:, 10:], np.repeat(ROWS[:, 10:].mean(0)[None], 2, 0))
+    others = Adversary("foe", 2, strength=1.0).statistics_rows(ROWS, 2, no_damage)  # control: the same formula under another name
+    np.testing.assert_array_equal(others[:, 10:], np.repeat(-ROWS[:, 10:].mean(0)[None], 2, 0))
+
+
+def test_an_attack_of_ones_own() -> None:
+    def two_faced(honest: np.ndarray, f: int) -> np.ndarray:
+        return np.stack([honest.max(0) + k for k in range(f)])
+
+    adversary = Adversary(two_faced, 3, "updates", strength=5.0)
+    assert np.array_equal(adversary.rows(ROWS, 3, no_damage), two_faced(ROWS, 3))
+    assert np.array_equal(adversary.statistics_rows(ROWS, 3, no_damage), two_faced(ROWS, 3))
+    assert not adversary.flips_labels
+
+
+def test_label_flipping_is_on_the_data() -> None:
+    adversary = Adversary(LABEL_FLIP, 2)
+    assert adversary.flips_labels
+    assert not any(Adversary(name, 2).flips_labels for name in NAMED)
+    with pytest.raises(ValueError, match="label-flip is an attack on the data"):
+        adversary.rows(ROWS, 2, no_damage)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Adversary("signflip", 1), "attack must be one of sign-flip, foe, .*, or a function, but got 'signflip'"),
+        (lambda: Adversary("foe", 0), "an attack needs at least one Byzantine client, but got f=0"),
+        (lambda: Adversary("foe", -1), "at least one Byzantine client, but got f=-1"),
+        (lambda: Adversary("foe", 1, "weights"), "an attack is on one of statistics, updates, both, but got 'weights'"),
+    ],
+)
+def test_what_makes_no_adversary(make: Callable[[], Adversary], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+    assert [Adversary("foe", 1, on).on for on in ON] == list(ON)  # control

@@ -1,0 +1,314 @@
+"""The defence: how many replies it needs, what it believes, what it makes of statistics and updates, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_bn.layers import FederatedBatchNorm
+from fl_bn.methods import LayerReports
+from fl_bn.moments import Moments, Running, weighted_mean
+from fl_bn.robust import RULES, Outcome, median, rule_named, trimmed_mean
+from fl_bn.training.aggregation import combine, running_statistics
+from fl_bn.training.defence import NO_DEFENCE, Defence, TooFew, undercut
+
+NAMES = (*RULES, "nnm+median", "nnm+trimmed-mean", "nnm+krum", "bucketing+median")
+
+
+def random_parts(rng: np.random.Generator, n: int) -> list[dict[str, Tensor]]:
+    return [{"a": torch.from_numpy(rng.normal(5, 1, (6, 2))).float(), "b": torch.from_numpy(rng.normal(size=3)).float()} for _ in range(n)]
+
+
+def moments(count: int, value: float = 0.0) -> Moments:
+    return Moments(count, torch.full((2,), value, dtype=torch.float64), torch.ones(2, dtype=torch.float64))
+
+
+# How many replies
+
+
+@pytest.mark.parametrize("which", ["statistics", "updates"])
+@pytest.mark.parametrize(
+    ("rule", "f", "least"),
+    [
+        ("median", 3, 7),
+        ("trimmed-mean", 2, 5),
+        ("geometric-median", 1, 3),
+        ("centered-clipping", 1, 3),
+        ("krum", 3, 9),
+        ("multi-krum", 1, 5),
+        ("nnm+median", 3, 7),
+        ("bucketing+median", 2, 9),
+        ("mean", 5, 1),
+    ],
+)
+def test_too_few_replies_are_refused_with_the_smallest_number(which: str, rule: str, f: int, least: int) -> None:
+    defence = Defence(f, **{which: rule})
+    for n in (least, least + 1, least + 8):
+        defence.check(n)
+    for n in range(1, least):
+        with pytest.raises(TooFew, match=rf"withstands f={f} Byzantine rows among at least {least}, but got n={n}: send more rows"):
+            defence.check(n)
+    with pytest.raises(TooFew, match="no reply to combine"):
+        defence.check(0)
+
+
+@pytest.mark.parametrize(("rule", "f", "least"), [("nnm+krum", 2, 7), ("bucketing+krum", 1, 9), ("bucketing+nnm+krum", 1, 9)])
+def test_chained_rules_say_the_smallest_number_that_serves_all_of_them(rule: str, f: int, least: int) -> None:
+    """Of clients, not of the buckets that the last rule sees."""
+    Defence(f, rule).check(least)
+    for n in range(1, least):
+        with pytest.raises(TooFew, match=f"among at least {least}, but got n={n}: "):
+            Defence(f, rule).check(n)
+
+
+def test_both_rules_count() -> None:
+    with pytest.raises(TooFew, match="krum withstands f=2 Byzantine rows among at least 7"):
+        Defence(2, "krum", "median").check(6)
+    with pytest.raises(TooFew, match="krum withstands f=2 Byzantine rows among at least 7"):
+        Defence(2, "median", "krum").check(6)
+    Defence(2, "median", "median").check(6)
+
+
+def test_known_byzantine_clients_leave_f() -> None:
+    defence = Defence(3, "nnm+median", "krum")
+    assert defence.without(2) == Defence(1, "nnm+median", "krum")
+    assert defence.without(0) == defence
+    assert defence.without(5) == Defence(0, "nnm+median", "krum")
+    assert defence.f == 3
+
+
+@pytest.mark.parametrize("values", [{"f": -1}, {"statistics": "medain"}, {"updates": "krum+median"}, {"updates": ""}])
+def test_what_makes_no_defence(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"f must be a number of clients >= 0|expected a rule \(mean, median"):
+        Defence(**values)
+
+
+def test_without_a_word_there_is_no_defence() -> None:
+    assert Defence() == NO_DEFENCE
+    assert not Defence().active
+    assert Defence().average is weighted_mean
+    assert all(made.active for made in (Defence(1), Defence(0, "median"), Defence(0, "mean", "krum")))
+    counts, values = torch.tensor([1.0, 3.0]), torch.tensor([[0.0], [4.0]], dtype=torch.float64)
+    assert Defence().average(values, counts).item() == 3.0
+    assert Defence(1).average(values, counts).item() == 2.0  # an active one weighs all alike
+
+
+# What is believed
+
+
+def test_claims_become_the_medians() -> None:
+    reports = [{"a": moments(8), "b": moments(4)}, {"a": moments(10**9, 2.0), "b": moments(6)}, {"a": moments(9), "b": moments(10**18)}]
+    believed, steps = Defence(1).believed(reports, [5, 10**9, 4])
+    assert [[report[layer].count for layer in "ab"] for report in believed] == [[9, 6]] * 3
+    assert steps == [5, 5, 5]
+    assert torch.equal(believed[1]["a"].mean, reports[1]["a"].mean)  # what was measured stays
+    assert [report["a"].count for report in reports] == [8, 10**9, 9]
+
+
+def test_a_count_of_0_stays_0_and_does_not_drag_the_median() -> None:
+    reports = [{"a": moments(0)}, {"a": moments(0)}, {"a": moments(0)}, {"a": moments(7)}, {"a": moments(9)}, {}]
+    believed, _ = Defence(1).believed(reports, [1] * 6)
+    assert [report["a"].count for report in believed[:5]] == [0, 0, 0, 8, 8]
+    assert believed[5] == {}
+    nobody, _ = Defence(1).believed([{"a": moments(0)}] * 3, [1] * 3)
+    assert [report["a"].count for report in nobody] == [0, 0, 0]
+
+
+def test_in_a_combination_claims_weigh_nothing() -> None:
+    shared = {"a": Running(torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64))}
+    layers = {"a": nn.BatchNorm1d(2)}
+    seen: list[LayerReports] = []
+
+    def rule(reports: LayerReports) -> Running:
+        seen.append(reports)
+        return Running(reports.average(torch.stack([p.mean for p in reports.parts]), torch.ones(len(reports.parts))), reports.shared.var)
+
+    honest = [{"a": moments(8, v)} for v in (0.0, 1.0, 2.0, 3.0, 9.0)]
+    claims = [*honest[:4], {"a": moments(10**9, 9.0)}]
+    for defence in (Defence(1), Defence(1, "median")):
+        plain = combine(rule, shared, honest, [4] * 5, layers, defence)
+        claimed = combine(rule, shared, claims, [4] * 4 + [10**9], layers, defence)
+        assert torch.equal(plain["a"].mean, claimed["a"].mean)
+        assert (seen[-1].steps, {part.count for part in seen[-1].parts}) == (4.0, {8})
+    combine(rule, shared, claims, [4] * 4 + [10**9], layers)
+    assert seen[-1].steps > 10**8  # control: without a defence they are believed
+    assert seen[-1].average is weighted_mean
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("rule", NAMES)
+def test_the_average_of_statistics_is_the_rules(rule: str, rng: np.random.Generator) -> None:
+    values = torch.from_numpy(rng.normal(size=(9, 4)))
+    counts = torch.from_numpy(rng.uniform(1, 100, 9))
+    got = Defence(2, rule).average(values, counts)
+    assert got.dtype is torch.float64
+    np.testing.assert_allclose(got, rule_named(rule)(values.numpy(), 2).value, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", NAMES)
+@pytest.mark.parametrize("f", [0, 1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6])
+def test_a_layer_that_few_clients_ran_is_combined_all_the_same(rule: str, f: int, rows: int, rng: np.random.Generator) -> None:
+    values = torch.from_numpy(rng.normal(size=(rows, 4)))
+    got = Defence(f, rule).average(values, torch.ones(rows))
+    assert got.shape == (4,)
+    assert (got >= values.min(0).values - 1e-12).all()
+    assert (got <= values.max(0).values + 1e-12).all()
+
+
+def test_of_fewer_rows_it_withstands_as_many_as_it_can() -> None:
+    values = torch.tensor([[1.0], [2.0], [3.0], [4.0], [1e9]], dtype=torch.float64)
+    got = Defence(3, "trimmed-mean").average(values, torch.ones(5))
+    assert got.item() == trimmed_mean(values, 2).value.item() == 3.0
+
+
+# Updates
+
+
+@pytest.mark.parametrize("rule", NAMES)
+@pytest.mark.parametrize("with_origin", [True, False])
+def test_updates_are_one_vector_of_differences_in_float64(rule: str, with_origin: bool, rng: np.random.Generator) -> None:
+    parts, f = random_parts(rng, 9), 2
+    origin = {name: torch.from_numpy(rng.normal(5, 1, t.shape)).float() for name, t in parts[0].items()} if with_origin else None
+    before = [{name: t.clone() for name, t in part.items()} for part in parts]
+    got, report = Defence(f, updates=rule).update(parts, origin)
+
+    def flat(named: Mapping[str, Tensor]) -> np.ndarray:
+        return np.concatenate([named[name].numpy().astype(np.float64).reshape(-1) for name in ("a", "b")])
+
+    start = flat(origin) if origin is not None else np.zeros(15)
+    value = rule_named(rule)(np.stack([flat(part) - start for part in parts]), f).value
+    assert all(t.dtype is torch.float64 for t in got.values())
+    assert {name: t.shape for name, t in got.items()} == {"a": (6, 2), "b": (3,)}
+    np.testing.assert_allclose(flat(got), start + value, rtol=1e-12, atol=1e-14)
+    distances = [np.linalg.norm(flat(part) - start - value) for part in parts]
+    np.testing.assert_allclose(report.distances, distances, rtol=1e-9, atol=1e-12)
+    assert all(torch.equal(part[name], old[name]) for part, old in zip(parts, before, strict=True) for name in part)
+
+
+def test_layers_are_not_taken_one_by_one() -> None:
+    """Krum of whole updates takes both tensors of one client; layer by layer it would take two clients'."""
+    far = [(0.0, 9.0), (0.1, 3.0), (5.0, 0.0), (0.2, 2.9), (9.0, 0.1)]
+    parts = [{"a": torch.full((1,), a), "b": torch.full((1,), b)} for a, b in far]
+    got, _ = Defence(1, updates="krum").update(parts, None)
+    assert (round(got["a"].item(), 3), round(got["b"].item(), 3)) in far
+
+
+def latest(rows: Any, f: int = 0) -> Outcome:
+    """A rule of one's own: the last row."""
+    return rule_named("mean")(rows[-1:])
+
+
+def test_a_rule_may_be_given_as_it_is(rng: np.random.Generator) -> None:
+    parts, values = random_parts(rng, 5), torch.from_numpy(rng.normal(size=(5, 4)))
+    as_named, as_object = Defence(1, "median", "median"), Defence(1, median, median)
+    assert torch.equal(as_object.update(parts, None)[0]["a"], as_named.update(parts, None)[0]["a"])
+    assert torch.equal(as_object.average(values, torch.ones(5)), as_named.average(values, torch.ones(5)))
+    with pytest.raises(TooFew, match="among at least 3"):
+        as_object.check(2)
+    own = Defence(1, latest, latest)
+    own.check(1)
+    assert own.active
+    assert torch.equal(own.update(parts, None)[0]["a"].float(), parts[4]["a"])
+    assert torch.equal(own.average(values, torch.ones(5)), values[4])
+
+
+# The floor under running variances
+
+
+def floor_case(momentum: float | None, steps: int, factor: float, liars: int = 1, n: int = 5) -> dict[int, str]:
+    """Refusals where the last clients report ``factor`` times what k batches of variance 0 leave in channel 1."""
+    shared = {"1": Running(torch.zeros(3), torch.tensor([1.0, 2.0, 4.0]))}
+    left = torch.tensor([1.0, 2.0 * factor * (1 - (momentum or 0.1)) ** steps, 4.0])
+    reports = [{"1": Running(torch.zeros(3), torch.tensor([1.0, 2.0, 4.0]) if i < n - liars else left)} for i in range(n)]
+    return undercut(shared, reports, [steps] * n, {"1": nn.BatchNorm1d(3, momentum=momentum)})
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.5, 0.01])
+@pytest.mark.parametrize("steps", [1, 2, 5, 20])
+def test_what_is_below_the_floor_is_refused_and_what_is_on_it_is_not(momentum: float, steps: int) -> None:
+    assert floor_case(momentum, steps, 1.0) == {}
+    assert floor_case(momentum, steps, 0.9901) == {}
+    found = floor_case(momentum, steps, 0.9899)
+    assert list(found) == [4]
+    assert found[4].startswith("statistics/1.running_var: channel 1 is ")
+    assert f"after {steps} steps from 2: honest training leaves at least {0.99 * 2 * (1 - momentum) ** steps:.3g}" in found[4]
+
+
+def test_a_layer_without_a_momentum_has_no_floor() -> None:
+    assert floor_case(None, 2, 0.0) == {}
+    assert list(floor_case(0.1, 2, 0.0)) == [4]  # control
+
+
+@pytest.mark.parametrize(("liars", "n", "refused"), [(2, 5, [3, 4]), (3, 5, []), (2, 4, []), (1, 2, []), (1, 3, [2]), (5, 5, [])])
+def test_where_most_are_below_nobody_is_refused(liars: int, n: int, refused: list[int]) -> None:
+    assert list(floor_case(0.1, 3, 0.5, liars, n)) == refused
+
+
+def test_each_client_has_the_floor_of_its_own_steps_and_layers_are_looked_at_one_by_one() -> None:
+    shared = {name: Running(torch.zeros(1), torch.ones(1)) for name in ("a", "b")}
+
+    def report(a: float, b: float) -> dict[str, Running]:
+        return {"a": Running(torch.zeros(1), torch.tensor([a])), "b": Running(torch.zeros(1), torch.tensor([b]))}
+
+    layers = {name: nn.BatchNorm1d(1) for name in ("a", "b", "c")}
+    reports = [report(1, 1), report(0.9**10, 1), report(0.9**10, 1), report(1, 0.1), report(1, 1), report(1, 1), {"a": report(0, 1)["a"]}]
+    found = undercut(shared, reports, [1, 10, 1, 2, 2, 2, 3], layers)
+    assert {i: reason.split(":")[0] for i, reason in found.items()} == {
+        2: "statistics/a.running_var",
+        3: "statistics/b.running_var",
+        6: "statistics/a.running_var",
+    }
+    assert "after 1 steps" in found[2]
+
+
+def trained(steps: int, momentum: float, scale: float, seed: int) -> tuple[Any, Any]:
+    """A network's running statistics before and after so many honest batches, and its layers; one channel of either is constant."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.BatchNorm1d(4, momentum=momentum), nn.Linear(4, 6), nn.ReLU(), nn.BatchNorm1d(6, momentum=momentum))
+        with torch.no_grad():
+            model[1].weight[0] = 0.0
+        before = running_statistics(copy.deepcopy(model))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(steps):
+            x = scale * torch.randn(6, 4)
+            x[:, 0] = 3.0
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return before, (running_statistics(model), {str(i): m for i, m in enumerate(model) if isinstance(m, nn.BatchNorm1d)})
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("steps", [1, 7, 40])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_honest_training_is_never_refused(momentum: float, steps: int, scale: float) -> None:
+    before, (after, layers) = trained(steps, momentum, scale, seed=steps)
+    honest = {name: Running(torch.zeros_like(r.mean), torch.full_like(r.var, 10.0)) for name, r in before.items()}
+    assert undercut(before, [after, honest, honest], [steps] * 3, layers) == {}
+    if momentum == 0.1:  # control: with a step left out of the account, the constant channel is on the wrong side
+        assert list(undercut(before, [after, honest, honest], [steps - 1] * 3, layers)) == [0]
+
+
+def test_honest_training_of_many_steps_is_not_refused_for_a_channel_that_has_died() -> None:
+    """After 200 steps 0.5^k is no float32 number any more: the honest running variance is 0, and so must be the floor."""
+    before, (after, layers) = trained(200, 0.5, 1.0, seed=0)
+    honest = {name: Running(torch.zeros_like(r.mean), torch.ones_like(r.var)) for name, r in before.items()}
+    assert after["0"].var[0] == 0
+    assert undercut(before, [after, honest, honest], [200] * 3, layers) == {}
+
+
+def test_layers_that_report_moments_are_no_case_for_it() -> None:
+    layer = FederatedBatchNorm.from_batch_norm(nn.BatchNorm1d(2))
+    shared = {"a": Running(torch.zeros(2), torch.ones(2))}
+    assert undercut(shared, [{}, {}, {}], [1] * 3, {"a": layer}) == {}
+    assert undercut({}, [{"a": shared["a"]}] * 3, [1] * 3, {"a": nn.BatchNorm1d(2)}) == {}
