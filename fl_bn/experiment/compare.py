@@ -130,7 +130,7 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
         while pending:
             done, pending = wait(pending, timeout=PROGRESS)
             for future in done:
-                over += futures[future].config.rounds
+                over += futures[future].rounds_done()
                 if (error := future.exception()) is not None:
                     errors[futures[future].config.name] = f"{type(error).__name__}: {error}"
             progress(over + sum(futures[future].rounds_done() for future in pending if future.running()), total)

@@ -60,7 +60,8 @@ def corrupt(
             _updates(section, truths, lies, adversary, defence, sent)
         elif section in VARIANCES and adversary.on != "updates":
             steps = [int(reply.content.metric_records["metrics"].get("steps", 0)) for _, reply, _ in liars]  # type: ignore[arg-type]
-            floors = {name: _floor(section, name, b, sent, min(steps)) for name, b in momentum.items()}
+            known = momentum if isinstance(adversary.attack, str) else {}  # an attack of one's own may well be refused
+            floors = {name: _floor(section, name, b, sent, min(steps)) for name, b in known.items()}
             _statistics(section, truths, lies, adversary, defence, floors)
         else:
             continue
@@ -114,7 +115,7 @@ def _statistics(
     for layer in [name.rpartition(".")[0] for name in truths[0][section] if name.rpartition(".")[2] == mean]:
         first, second = tensor_name(layer, mean), tensor_name(layer, var)
         honest = np.stack([_flat(truth[section], [first, second]) for truth in truths])
-        floor = floors[layer]
+        floor = floors.get(layer, np.zeros(1))
         damage = _statistics_damage(honest, len(lies), combine, partial(combine, average=defence.average), floor)
         rows = adversary.statistics_rows(honest, len(lies), damage)
         channels = honest.shape[1] // 2

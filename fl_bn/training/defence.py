@@ -102,10 +102,12 @@ def _unweighted(values: Tensor, counts: Tensor) -> Tensor:
 @lru_cache
 def _problem(rule: str | Rule, n: int, f: int) -> str:
     """Why ``rule`` cannot do with n rows, and how many it needs; empty if they are enough."""
+    if n == 0:
+        return "there is no reply to combine"
     if _serves(rule, n, f):
         return ""
     least = next((m for m in range(n + 1, n + 8 * f + 16) if _serves(rule, m, f)), None)
-    return f"{rule} withstands f={f} Byzantine clients among at least {least}, but there are {n}: declare a smaller f, or another rule"
+    return f"{rule} withstands f={f} Byzantine rows among at least {least}, but got n={n}: send more rows or declare a smaller f"
 
 
 def _serves(rule: str | Rule, n: int, f: int) -> bool:

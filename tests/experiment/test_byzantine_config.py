@@ -32,7 +32,10 @@ def config(**values: object) -> RunConfig:
         ({"update_rule": ""}, "update-rule must be mean, .*, but got ''"),
         ({"byzantine": 5, "statistics_rule": "median"}, "median withstands f=5 Byzantine rows among at least 11, but got n=10"),
         ({"byzantine": 4, "update_rule": "krum"}, "krum withstands f=4 Byzantine rows among at least 11, but got n=10"),
-        ({"declared_byzantine": 5, "update_rule": "nnm+median"}, "nnm withstands f=5 Byzantine rows among at least 11, but got n=10"),
+        (
+            {"declared_byzantine": 5, "update_rule": "nnm+median"},
+            "nnm\\+median withstands f=5 Byzantine rows among at least 11, but got n=10",
+        ),
         ({"byzantine": 3, "update_rule": "median", "fraction": 0.6}, "median withstands f=3 Byzantine rows among at least 7, but got n=6"),
         ({"clients": 2, "declared_byzantine": 1, "update_rule": "median"}, "among at least 3, but got n=2"),
     ],

@@ -63,10 +63,10 @@ class OneRound:
         self.replies = list(self.grid.send_and_receive(self.messages))
 
     def _server(
-        self, defence: Defence, attack: str | Attack = "", f: int = 0, on: str = "both", strength: float = 0.0
+        self, defence: Defence, attack: str | Attack = "", f: int = 0, on: str = "both", strength: float = 0.0, max_steps: int = 0
     ) -> BatchNormStrategy:
         method = attacked(self.method, attack, f, on, strength) if f else self.method
-        rounds = Rounds(len(self.clients), min_replies=0.2, wait=0.0, max_steps=2)
+        rounds = Rounds(len(self.clients), min_replies=0.2, wait=0.0, max_steps=max_steps)
         return BatchNormStrategy(seeded_network("cnn"), method, rounds, defence=defence)
 
     def served(
@@ -80,13 +80,14 @@ class OneRound:
         silent: Collection[int] = (),
         introduced: Mapping[int, int] | None = None,
         spoil: Callable[[int, Reply], None] | None = None,
+        max_steps: int = 0,
     ) -> Served:
         """What a server of its own makes of the round.
 
         ``introduced``: samples that clients introduced themselves with. ``spoil`` changes a client's reply before the ``attack``
         hears it.
         """
-        server = self._server(defence, attack, f, on, strength)
+        server = self._server(defence, attack, f, on, strength, max_steps)
         server.population = population = copy(self.population)
         assert population is not None
         said = introduced or {}
