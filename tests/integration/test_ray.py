@@ -64,6 +64,16 @@ def test_flwr_run_as_a_user_does(environment: dict[str, str], tmp_path: Path) ->
     assert differences(bits(tiny(tmp_path, "hbn")), bits(tmp_path / "user")) == []
 
 
+def test_byzantine_clients_in_flwr_run_give_the_same_bits(environment: dict[str, str], tmp_path: Path) -> None:
+    lie = {"byzantine": 1, "attack": "alie-optimised", "statistics-rule": "nnm+median", "update-rule": "median"}
+    config = run_config(method="fbn", output=str(tmp_path), name="lied", **lie)
+    done = command("flwr", "run", ".", "--run-config", config, "--federation-config", "options.num-supernodes=3", environment=environment)
+    assert (tmp_path / "lied" / "summary.md").exists(), done.stdout + done.stderr
+    there = bits(tmp_path / "lied")
+    assert differences(bits(tiny(tmp_path / "here", "fbn", **lie)), there) == []
+    assert differences(bits(tiny(tmp_path / "honest", "fbn", **{**lie, "attack": "none"})), there) != []  # control
+
+
 def test_the_exchange_under_tls_gives_the_same_bits(environment: dict[str, str], tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     files = {f"exchange_{name}": str(path) for name, path in vars(made).items()}
