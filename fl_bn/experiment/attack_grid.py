@@ -66,10 +66,10 @@ class Grid:
         return [(m, h, f, rule) for m in self.methods for h in self.heterogeneity for f in self.byzantine for rule in self.rules]
 
     def settings(self) -> list[Setting]:
-        """Without defence and attackers, with defence alone, and under every attack."""
+        """Without defence and attackers, with defence alone, and under every attack. The data are split over n - f clients in all of them."""
         found = []
         for m, h, f, rule in self.rows():
-            found += [Setting(m, h, 0, 0, "mean", NONE), Setting(m, h, 0, f, rule, NONE)]
+            found += [Setting(m, h, f, 0, "mean", NONE), Setting(m, h, f, f, rule, NONE)]
             found += [Setting(m, h, f, f, rule, attack) for attack in self.attacks]
         return list(dict.fromkeys(found))
 
@@ -155,7 +155,7 @@ def table(grid: Grid, scores: Scores) -> list[dict[str, Any]]:
         under = [scores[s] for a in grid.attacks if (s := Setting(m, h, f, f, rule, a)) in scores]
         at = scores.get(Setting(m, h, f, f, rule, worst))
         few = scores.get(Setting(m, h, f, f - 1, rule, worst))
-        clean, told = scores.get(Setting(m, h, 0, 0, "mean", NONE)), scores.get(Setting(m, h, 0, f, rule, NONE))
+        clean, told = scores.get(Setting(m, h, f, 0, "mean", NONE)), scores.get(Setting(m, h, f, f, rule, NONE))
         values = (
             m, h, f, rule, clean and clean.last, told and told.last, np.mean([s.last for s in under]) if under else None, worst or None,
             at and at.last, at and at.std, min((s.best for s in under), default=None), few and few.last, at.seeds if at else 0,
