@@ -117,7 +117,7 @@ def attack_grid(
         raise _refused(error) from error
     title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition}, {config.rounds} rounds"
     write(grid, scores, title, folder)
-    console.print((folder / "table.md").read_text(), highlight=False)
+    console.print((folder / "table.md").read_text(), highlight=False, soft_wrap=True)
     console.print(f"cells.csv, table.csv, table.md, heat maps and all runs: {folder}")
     _failed(errors)
 

@@ -66,7 +66,7 @@ class Grid:
         return [(m, h, f, rule) for m in self.methods for h in self.heterogeneity for f in self.byzantine for rule in self.rules]
 
     def settings(self) -> list[Setting]:
-        """Without defence and attackers, with defence alone, and under every attack. The data are split over n - f clients in all of them."""
+        """Without defence and attackers, with defence alone, and under every attack; the data are split over n - f clients in all."""
         found = []
         for m, h, f, rule in self.rows():
             found += [Setting(m, h, f, 0, "mean", NONE), Setting(m, h, f, f, rule, NONE)]

@@ -63,9 +63,9 @@ def test_every_row_has_its_clean_run_its_defence_alone_and_all_attacks_and_no_ru
     assert len(set(settings)) == len(settings)
     for h in GRID.heterogeneity:
         expected = [
-            Setting("fbn", h, 0, 0, "mean", "none"),
-            Setting("fbn", h, 0, 2, "mean", "none"),
-            Setting("fbn", h, 0, 2, "nnm+median", "none"),
+            Setting("fbn", h, 2, 0, "mean", "none"),
+            Setting("fbn", h, 2, 2, "mean", "none"),
+            Setting("fbn", h, 2, 2, "nnm+median", "none"),
         ]
         expected += [Setting("fbn", h, 2, 2, rule, attack) for rule in GRID.rules for attack in GRID.attacks]
         assert {s for s in settings if s.heterogeneity == h} == set(expected)
@@ -159,9 +159,9 @@ def test_a_finished_run_that_was_never_evaluated_has_no_score(tmp_path: Path) ->
 
 
 BY_HAND: Scores = {
-    Setting("fbn", 1.0, 0, 0, "mean", "none"): score(95),
-    Setting("fbn", 1.0, 0, 2, "mean", "none"): score(94),
-    Setting("fbn", 1.0, 0, 2, "nnm+median", "none"): score(91),
+    Setting("fbn", 1.0, 2, 0, "mean", "none"): score(95),
+    Setting("fbn", 1.0, 2, 2, "mean", "none"): score(94),
+    Setting("fbn", 1.0, 2, 2, "nnm+median", "none"): score(91),
     Setting("fbn", 1.0, 2, 2, "mean", "sign-flip"): score(30, best=70, std=5.0),
     Setting("fbn", 1.0, 2, 2, "mean", "foe"): score(10, best=75, std=2.0, seeds=1),
     Setting("fbn", 1.0, 2, 2, "nnm+median", "sign-flip"): score(80, best=85),
