@@ -20,16 +20,16 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     config = RunConfig.from_mapping(context.run_config)
     limit_threads(config.threads)
-    data = dataset(config)
-    test, target = Samples(data.x_test, data.y_test), device(config)
+    model, target = source_model(config), device(config)
 
-    def test_metrics(model: torch.nn.Module) -> dict[str, float]:
-        loss, accuracy = evaluate(copy.deepcopy(model).to(target), test)
+    def test_metrics(trained: torch.nn.Module) -> dict[str, float]:
+        data = dataset(config)
+        loss, accuracy = evaluate(copy.deepcopy(trained).to(target), Samples(data.x_test, data.y_test))
         return {"accuracy": accuracy, "loss": loss}
 
     with RunDirectory.create(config) as directory:
         strategy = BatchNormStrategy(
-            source_model(config),
+            model,
             config.build_method(),
             config.round_policy(),
             optimizer=server_optimizer(config.server_optimizer, config.server_learning_rate, config.server_momentum),
@@ -37,8 +37,9 @@ def main(grid: Grid, context: Context) -> None:
             observer=directory.record,
             save_clients=directory.name,
             defence=config.defence(),
+            keep_checkpoint=directory.keep_checkpoint,
         )
         directory.start(strategy)
-        strategy.start(grid, num_rounds=config.rounds)
+        strategy.start(grid, num_rounds=config.rounds, resume=directory.resumed)
     if directory.path is not None:
         context.state["result"] = ConfigRecord({"directory": str(directory.path)})

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("fl_bn/**/*.py"), *ROOT.glob("server_app/*.py"), *ROOT.glob("client_app/*.py")])
 
 ORDER = [  # a module may import from layers above its own, and from its own package
-    {"moments", "roles", "robust"},
+    {"moments", "roles", "robust", "durable"},
     {"layers", "models", "exchange"},
     {"methods"},
     {"conversion"},
@@ -20,6 +20,7 @@ ORDER = [  # a module may import from layers above its own, and from its own pac
     {"training"},
     {"flower"},
     {"experiment"},
+    {"deployment"},
     {"cli", "server_app", "client_app"},
 ]
 RANK = {module: rank for rank, modules in enumerate(ORDER) for module in modules}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,10 +15,30 @@ from torch import Tensor, nn
 from fl_bn.conversion import convert
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.partition import label_counts, partition
-from fl_bn.experiment.config import ConfigError, RunConfig
+from fl_bn.experiment.config import SITES, ConfigError, RunConfig
+from fl_bn.experiment.keys import known_device
 from fl_bn.models import build
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.training.local import Samples
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """The data set and path in a client's node config; empty: the client takes its part of the run's data."""
+
+    dataset: str = ""
+    path: str = ""
+
+    @classmethod
+    def of(cls, node: Mapping[str, Any], config: RunConfig) -> OwnData:
+        """Raises ConfigError where the run leaves the data to the clients, and this one names none."""
+        own = cls(str(node.get("dataset", "")), str(node.get("data-path", "")))
+        if config.dataset == SITES and not own.dataset:
+            raise ConfigError(
+                "the run is for dataset='sites', but this client's node config names no data: start it with "
+                "--node-config \"dataset='npz' data-path='/data/site.npz' ...\" (or folder, or package.module:function)"
+            )
+        return own
 
 
 @contextmanager
@@ -40,8 +61,12 @@ def dataset(config: RunConfig) -> Dataset:
 @_as_config_error()
 def source_model(config: RunConfig) -> nn.Module:
     """The network as the user wrote it, with the run's initial weights. Do not change it."""
-    data = dataset(config)
-    return build(config.model, classes=data.classes, channels=data.channels, image_size=data.image_size, seed=config.seed)
+    if config.dataset == SITES:
+        classes, channels, size = config.classes, config.channels, config.image_size
+    else:
+        data = dataset(config)
+        classes, channels, size = data.classes, data.channels, data.image_size
+    return build(config.model, classes=classes, channels=channels, image_size=size, seed=config.seed)
 
 
 @lru_cache(maxsize=4)
@@ -66,21 +91,46 @@ def partitions(config: RunConfig) -> list[Tensor]:
 
 
 @lru_cache(maxsize=256)
-def client_samples(config: RunConfig, client: int) -> tuple[Samples, Samples, tuple[int, ...]]:
+def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> tuple[Samples, Samples, tuple[int, ...]]:  # noqa: B008
     """A client's training samples, its test samples and its label counts.
 
-    Tested on the whole test set, except under partition=domain: there on the test samples of its own domain.
+    ``own``: the data that its node config names, which are all its own; else its part of the run's data. Tested on the whole test set,
+    except under partition=domain: there on the test samples of its own domain.
     """
-    data, part = dataset(config), partitions(config)[client]
+    data = site_dataset(config, own) if own.dataset else dataset(config)
+    part = torch.arange(len(data.y_train)) if own.dataset else partitions(config)[client]
     train = Samples(data.x_train[part], data.y_train[part])
     if config.attack == LABEL_FLIP and client >= config.clients - config.byzantine:
         train = Samples(train.x, flip_labels(train.y, data.classes))
-    counts = label_counts(data.y_train.numpy(), [part.numpy()], data.classes)[0]
+    counts = label_counts(data.y_train.numpy(), [part.numpy()], max(data.classes, config.classes))[0]
     test = Samples(data.x_test, data.y_test)
-    if config.partition == "domain" and data.domain_train is not None and data.domain_test is not None:
-        own = data.domain_test == data.domain_train[part[0]]
-        test = Samples(data.x_test[own], data.y_test[own])
+    if not own.dataset and config.partition == "domain" and data.domain_train is not None and data.domain_test is not None:
+        mine = data.domain_test == data.domain_train[part[0]]
+        test = Samples(data.x_test[mine], data.y_test[mine])
     return train, test, tuple(int(n) for n in counts)
+
+
+@_as_config_error()
+def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
+    """The data that a client's node config names, in the form of the run's.
+
+    Raises:
+        ConfigError: they are missing, malformed, or of another form than the run's model takes.
+    """
+    data = load(own.dataset, own.path, config.image_size)
+    if config.dataset == SITES:
+        classes, channels, size = config.classes, config.channels, config.image_size
+    else:
+        run = dataset(config)
+        classes, channels, size = run.classes, run.channels, run.image_size
+    came = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
+    if tuple(data.x_train.shape[1:]) != (channels, size, size):
+        raise ConfigError(
+            f"{came}: the run takes images (C, H, W) of {(channels, size, size)}, but these are {tuple(data.x_train.shape[1:])}"
+        )
+    if data.classes > classes:
+        raise ConfigError(f"{came}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}")
+    return data
 
 
 def limit_threads(threads: int) -> None:
@@ -94,14 +144,21 @@ def _limit_blas(threads: int) -> None:  # takes milliseconds to find the library
     threadpool_limits(threads, user_api="blas")
 
 
-def device(config: RunConfig) -> torch.device:
-    """Raises ConfigError where a GPU is asked for and torch sees none."""
-    if config.device == "auto":
+def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.device:
+    """Where to compute: as the client's node config says, else the run config.
+
+    Raises:
+        ConfigError: it is no device, or a GPU that torch does not see.
+    """
+    name = str((node or {}).get("device", "") or config.device)
+    if not known_device(name):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:0 ..., but the node config has {name!r}")
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = torch.device(config.device)
-    if chosen.type == "cuda" and not torch.cuda.is_available():
+    chosen, seen = torch.device(name), torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= seen:
         raise ConfigError(
-            f"device={config.device}, but torch sees no GPU in this process. In simulation give clients a share of it: the profile "
+            f"device={name}, but torch sees {seen or 'no'} GPU in this process. In simulation give clients a share of one: the profile "
             "local-simulation-gpu, or --federation-config 'options.backend.client-resources.num-gpus=0.2'"
         )
     return chosen

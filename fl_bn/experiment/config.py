@@ -1,33 +1,25 @@
-"""The run config: one frozen value, with every key's meaning, unit and range beside it.
-
-The same keys, in kebab-case, stand in ``[tool.flwr.app.config]`` of pyproject.toml and can be overridden with
-``flwr run . --run-config "rounds=10 method='hbn'"``; ``fl-bn run`` and ``fl-bn compare`` take them as options.
-"""
+"""The run config: one frozen value, checked, and the objects that its keys make together. The keys are in ``run_keys``."""
 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fl_bn.data.partition import KINDS
 from fl_bn.exchange.grpc.service import Certificates
-from fl_bn.exchange.session import POLICIES
-from fl_bn.exchange.settings import CARRIERS, ExchangeSettings
-from fl_bn.experiment.keys import RULE_NAMES, Value, above, at_least, between, kebab, key, known_rule
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.experiment.keys import Value, kebab
+from fl_bn.experiment.run_keys import RunKeys
 from fl_bn.flower.population import round_half_up
 from fl_bn.flower.rounds import Rounds
 from fl_bn.methods import METHODS, Method, attacked, freeze
-from fl_bn.methods.fedtan import SCHEDULES as FEDTAN_SCHEDULES
-from fl_bn.robust.attacks import ATTACKS, ON
-from fl_bn.training.aggregation import SERVER_OPTIMIZERS
 from fl_bn.training.defence import Defence
-from fl_bn.training.settings import OPTIMIZERS, SCHEDULES, UPDATES, LocalTraining, learning_rate
+from fl_bn.training.settings import LocalTraining, learning_rate
 
+SITES = "sites"  # the data set that every client brings for itself
 FREEZING = ("fixbn", "fedtan2")  # by default after half of the rounds
 FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
 
@@ -37,134 +29,8 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(RunKeys):
     """Everything that decides a run. Raises ConfigError for a value out of range."""
-
-    # method
-    method: str = key("fixbn", "how normalisation is federated", tuple(METHODS))
-    freeze_after: int = key(
-        -1, "last round before the statistics freeze, any method; -1: never (fixbn, fedtan2: half of the rounds)", ">= -1", at_least(-1)
-    )
-    groups: int = key(2, "gn: groups per layer", ">= 1", at_least(1))
-    fbn_momentum: float = key(0.0, "fbn: weight of one batch in the running statistics; 0: each layer's own", "0..1", between(0, 1))
-    hbn_lam: float = key(
-        0.0, "hbn: weight of a round's pooled moments in the global statistics; 0: 1 if fraction is 1, else 0.01", "0..1", between(0, 1)
-    )
-    hbn_stat_samples: int = key(0, "hbn: samples of the statistics pass; 0: all of the client's", "0 or >= 2", lambda v: v == 0 or v >= 2)
-    hbn_lower_layers: str = key("hybrid", "hbn: what lower layers normalise with in the statistics pass", ("shared", "hybrid"))
-    fedtan_schedule: str = key(
-        "merged", "fedtan and its kin: layer-wise exchanges per round of L layers: merged 2L, paper 3L; equal results", FEDTAN_SCHEDULES
-    )
-    # model and data
-    model: str = key(
-        "digits-cnn",
-        "digits-cnn, simple-cnn, mlp, resnet20, a torchvision classifier, or package.module:function",
-        "see fl_bn.models",
-    )
-    dataset: str = key("digits", "digits, digits-plain, cifar10, cifar100, mnist, svhn, usps, or npz (give data-path)", "see fl_bn.data")
-    data_path: str = key("", "folder of a public data set, or npz files separated by commas (each a domain)", "path")
-    image_size: int = key(0, "side of the images in pixels; 0: as they are", "0..4096", between(0, 4096))
-    partition: str = key("classes", "how the training data are split over the clients", KINDS)
-    partition_parameter: float = key(
-        1.0, "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused", ">= 0", at_least(0)
-    )
-    share_label_counts: bool = key(
-        True, "clients tell the server their number of samples per class, for the picture labels.png", "true, false"
-    )
-    calibrate: int = key(0, "statistics-only exchanges before round 1", ">= 0", at_least(0))
-    # federation
-    clients: int = key(10, "clients in the population; in simulation equal to options.num-supernodes", ">= 1", at_least(1))
-    fraction: float = key(1.0, "fraction of the clients that train in a round", "(0, 1]", lambda v: 0 < v <= 1)
-    rounds: int = key(100, "training rounds", ">= 1", at_least(1))
-    client_weights: str = key(
-        "samples", "weight of a client in the average: the different samples it trained on this round, or equal", ("samples", "uniform")
-    )
-    min_replies: float = key(
-        0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1", between(0, 1)
-    )
-    max_failed_rounds: int = key(3, "failed rounds in a row that stop the run", ">= 1", at_least(1))
-    round_timeout: float = key(600.0, "deadline and time to live of every message, seconds", "> 0", above(0))
-    wait_timeout: float = key(120.0, "how long the server waits for all clients before round 1, seconds", ">= 0", at_least(0))
-    # layer-wise exchange (fedtan, fedtan2, fedavg-alg2)
-    exchange: str = key(
-        "auto",
-        "how the layer-wise exchange is carried: grpc, replay (Flower messages, any cohort size, slow), local (fl-bn run); auto: local, "
-        "else grpc if the cohort can run at once, else replay",
-        CARRIERS,
-    )
-    exchange_policy: str = key(
-        "abort", "for a client that dies or is late: abort fails the round for all, shrink goes on with weights over the others", POLICIES
-    )
-    exchange_timeout: float = key(30.0, "how long one exchange waits for the last client, seconds", "> 0", above(0))
-    exchange_join_timeout: float = key(30.0, "how long the others wait for another client to join a round, seconds", "> 0", above(0))
-    exchange_host: str = key("127.0.0.1", "grpc: the name by which clients reach the ServerApp's machine", "host name or address")
-    exchange_bind: str = key("", "grpc: address to listen on; empty: loopback if exchange-host is, else all", "address")
-    exchange_port: int = key(0, "grpc: port to listen on; 0: any free one", "0..65535", between(0, 65535))
-    exchange_certificate: str = key("", "grpc: the service's certificate, PEM, valid for exchange-host; empty: plaintext", "path")
-    exchange_key: str = key("", "grpc: its private key, PEM", "path")
-    exchange_authority: str = key("", "grpc: the certificate authority's certificate, PEM; clients get it with their train message", "path")
-    exchange_insecure: bool = key(False, "grpc: plaintext beyond this machine (where Flower is insecure, too)", "true, false")
-    # Byzantine clients, and the defence against them
-    byzantine: int = key(0, "clients that attack: the last ones; the training data are split over the others", ">= 0", at_least(0))
-    attack: str = key(
-        "none",
-        "what they do, knowing all honest replies (label-flip: to their own data); -optimised: the strength that harms most",
-        ("none", *ATTACKS),
-    )
-    attack_on: str = key("both", "what they lie about: their BN statistics, their updates, or both", ON)
-    attack_strength: float = key(
-        0.0,
-        "foe: epsilon; alie: z; gaussian: standard deviation; mimic: whom; 0: 0.5, the textbook's z, 1, the first",
-        "finite",
-        math.isfinite,
-    )
-    statistics_rule: str = key("mean", "how the server combines the clients' BN statistics", RULE_NAMES, known_rule)
-    update_rule: str = key("mean", "how it combines their updates", RULE_NAMES, known_rule)
-    declared_byzantine: int = key(
-        -1,
-        "Byzantine clients that the rules withstand; -1: byzantine",
-        ">= -1",
-        at_least(-1),
-    )
-    # local training
-    local_epochs: int = key(0, "passes over the client's data per round; 0: local-steps count", ">= 0", at_least(0))
-    local_steps: int = key(5, "batches per client and round; 0: local-epochs count", ">= 0", at_least(0))
-    batch_size: int = key(16, "samples per batch; a last batch of one is merged into the one before", ">= 2", at_least(2))
-    update: str = key(
-        "weights", "clients send weights, or one batch's gradient that the server steps with (DSGD; needs local-steps=1)", UPDATES
-    )
-    optimizer: str = key("sgd", "the clients' optimiser", OPTIMIZERS)
-    learning_rate: float = key(0.05, "the optimiser's step size in round 1", "> 0", above(0))
-    learning_rate_schedule: str = key(
-        "step", "constant; step: times decay after 50 % and 75 % of the rounds; exponential: times decay per round", SCHEDULES
-    )
-    learning_rate_decay: float = key(0.3, "the schedule's factor", "(0, 1]", lambda v: 0 < v <= 1)
-    momentum: float = key(
-        0.9,
-        "the optimiser's momentum, fresh every round (EMA form, kept over rounds, for update=gradients)",
-        "0..1, below 1",
-        lambda v: 0 <= v < 1,
-    )
-    weight_decay: float = key(1e-4, "L2 penalty", ">= 0", at_least(0))
-    # server
-    server_optimizer: str = key("sgd", "steps on the pseudo-gradient of the weights; sgd with rate 1 is FedAvg", tuple(SERVER_OPTIMIZERS))
-    server_learning_rate: float = key(
-        1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", above(0)
-    )
-    server_momentum: float = key(0.0, "the server optimiser's momentum (sgd only)", "0..1, below 1", lambda v: 0 <= v < 1)
-    # evaluation, machine and output
-    evaluate_every: int = key(5, "rounds between evaluations; the last round is always evaluated", ">= 1", at_least(1))
-    seed: int = key(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0", at_least(0))
-    device: str = key(
-        "auto",
-        "where clients train: auto (a GPU if there is one), cpu, cuda, cuda:0 ...",
-        "torch device",
-        lambda v: v in ("auto", "cpu") or v.startswith("cuda"),
-    )
-    threads: int = key(1, "CPU threads per process", ">= 1", at_least(1))
-    output: str = key("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
-    name: str = key("", "the run folder's name; empty: time, method, data and seed", "a file name")
-    pictures: bool = key(True, "draw pictures and write TensorBoard events at the end", "true, false")
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -184,6 +50,11 @@ class RunConfig:
                 f"{self.method} weighs clients by the batches they drew, or its first step would not be the centralised one: "
                 f"client-weights must be samples, but got {self.client_weights!r}"
             )
+        if self.resume and not (self.checkpoint_every and self.output):
+            raise ConfigError("resume needs the output and the checkpoint-every that the run to go on with had")
+        if self.min_cohort > (size := max(1, round_half_up(self.fraction * self.clients))):
+            raise ConfigError(f"min-cohort must not exceed a cohort, {size} of clients={self.clients}, but got {self.min_cohort}")
+        self._check_sites()
         try:
             self._check_byzantine()
             self.local_training(), self.build_method(), self.schedule()
@@ -246,9 +117,27 @@ class RunConfig:
             raise ConfigError(f"byzantine must leave an honest client of clients={self.clients}, but got {self.byzantine}")
         self.defence().check(max(1, round_half_up(self.fraction * self.clients)))
 
+    def _check_sites(self) -> None:
+        shape = {"classes": self.classes, "channels": self.channels}
+        if self.dataset == SITES:
+            missing = [name for name, value in {**shape, "image-size": self.image_size}.items() if not value]
+            if missing:
+                raise ConfigError(f"dataset={SITES!r}: the server has no data to read the model's shape from: give {', '.join(missing)}")
+            if self.byzantine:
+                raise ConfigError(f"dataset={SITES!r} has real clients: attacks are for data that the run config names")
+        elif any(shape.values()):
+            raise ConfigError(f"classes and channels are for dataset={SITES!r}: {self.dataset} has its own")
+
     def local_training(self) -> LocalTraining:
         return LocalTraining(
-            self.batch_size, self.local_epochs, self.local_steps, self.optimizer, self.momentum, self.weight_decay, self.update
+            self.batch_size,
+            self.local_epochs,
+            self.local_steps,
+            self.optimizer,
+            self.momentum,
+            self.weight_decay,
+            self.update,
+            self.precision,
         )
 
     def exchange_settings(self) -> ExchangeSettings:
@@ -295,4 +184,7 @@ class RunConfig:
             calibrate=self.calibrate,
             rate=self.schedule(),
             exchange=exchange,
+            min_cohort=self.min_cohort,
+            at_clients=self.dataset == SITES,
+            checkpoint_every=self.checkpoint_every,
         )

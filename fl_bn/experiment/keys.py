@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any
@@ -39,6 +40,10 @@ def known_rule(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def known_device(name: str) -> bool:
+    return name in ("auto", "cpu") or re.fullmatch(r"cuda(:\d+)?", name) is not None
 
 
 def kebab(name: str) -> str:

@@ -26,8 +26,9 @@ from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.flower import schema
-from fl_bn.flower.client_state import ClientState
+from fl_bn.flower.client_state import ClientState, FileState, Kept, MemoryState
 from fl_bn.flower.codec import Header, Payload, encode_moments, flatten, signature, to_numpy, to_tensors, unflatten
+from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.transcript import Transcript, detach, request_payload
 from fl_bn.methods import Method, Phase, Report
 from fl_bn.moments import Moments
@@ -41,7 +42,11 @@ BATCHES, DROPOUT, SUBSET = range(3)  # what a seeded generator is for
 
 @dataclass(frozen=True)
 class Site:
-    """What one client has: its index among ``clients``, its data, its device, and a folder of its own for what it saves."""
+    """What one client has: its index among ``clients``, its data, its device.
+
+    ``folder``: for the model that it saves at the end. ``state``: for what it keeps between rounds, below a folder of the run's name;
+    without one that is in Flower's ``context.state``, as long as the simulation or the SuperNode lives.
+    """
 
     client: int
     clients: int
@@ -50,6 +55,7 @@ class Site:
     device: torch.device
     folder: Path | None = None
     label_counts: tuple[int, ...] | None = None
+    state: Path | None = None
 
 
 class BatchNormClient(NumPyClient):
@@ -63,7 +69,7 @@ class BatchNormClient(NumPyClient):
         self.method, self.settings, self.site, self.seed = method, settings, site, seed
         self.model = copy.deepcopy(model).to(site.device)
         self.signature = signature(model, method)
-        self.state = ClientState(state, self.signature)
+        self._context_state = state
         self._roles = roles(model)
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +91,9 @@ class BatchNormClient(NumPyClient):
         phase, round = Phase(config["phase"]), int(config["round"])
         payload = unflatten(parameters, config["layout"])
         connect = partial(_connect, config, detach(payload, config))
-        kept = self._load(payload, config)
+        state = self._state(config)
+        kept = state.read(before=round + (phase is Phase.MEASURE))
+        self._load(payload, config, kept)
         if phase is Phase.MEASURE:
             arrays, layout = flatten({"moments": self._moments(self._measure(round, phase))})
             return arrays, len(self.site.train), {"layout": layout}
@@ -104,12 +112,15 @@ class BatchNormClient(NumPyClient):
         arrays, layout = flatten(reply)
         metrics: dict[str, Any] = {"layout": layout, "loss": result.loss, "steps": result.steps, "waited": waited}
         metrics |= self._local_drift()
-        self._keep(result)
+        if sections := self._to_keep(result):
+            metrics["kept"] = kept.round
+            state.write(round, sections)
         return arrays, result.samples, metrics
 
     def evaluate(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Loss and accuracy on this client's test data, with its own local tensors; ``save``: file name under the site's folder."""
-        self._load(unflatten(parameters, config["layout"]), config)
+        kept = self._state(config).read(before=int(config["round"]) + 1)
+        self._load(unflatten(parameters, config["layout"]), config, kept)
         loss, accuracy = evaluate(self.model, self.site.test)
         if (name := str(config.get("save", ""))) and self.site.folder is not None:
             path = self.site.folder / Path(name).name / "clients" / f"client-{self.site.client}.safetensors"
@@ -121,15 +132,19 @@ class BatchNormClient(NumPyClient):
         """Join the exchange and leave it again: the server wants to know whether all of a cohort can be there at once."""
         _connect(config, [], 1).close()
 
-    def _load(self, payload: Payload, config: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-        """Load the shared tensors received and the local tensors kept; return what was kept."""
+    def _state(self, config: Mapping[str, Any]) -> ClientState:
+        lineage = Lineage.of(config)
+        if self.site.state is None or not lineage.run:
+            return MemoryState(self._context_state, self.signature)
+        return FileState(self.site.state, lineage, self.site.client, self.signature)
+
+    def _load(self, payload: Payload, config: Mapping[str, Any], kept: Kept) -> None:
+        """Load the shared tensors received and the local tensors kept."""
         Header(self.method.name, str(config["phase"]), int(config["round"]), self.signature).check(_header(config))
         schema.instruction(self.model, self.method).check(payload)
-        kept = self.state.read()
         tensors = {name: t for section in payload.values() for name, t in to_tensors(section).items()}
-        self.model.load_state_dict(tensors | kept.get("local", {}), strict=False)
+        self.model.load_state_dict(tensors | kept.get("local"), strict=False)
         self._before = running_statistics(self.model)
-        return kept
 
     def _measure(self, round: int, phase: Phase) -> dict[str, Moments]:
         rng = seeded(self.seed, self.site.client, round, SUBSET, phase is Phase.MEASURE)
@@ -139,7 +154,7 @@ class BatchNormClient(NumPyClient):
         return statistics_pass(self.model, self.site.train, how, rng)
 
     def _train(
-        self, round: int, phase: Phase, learning_rate: float, kept: Mapping[str, dict[str, Tensor]], connect: Callable[[int], Exchange]
+        self, round: int, phase: Phase, learning_rate: float, kept: Kept, connect: Callable[[int], Exchange]
     ) -> tuple[LocalResult, float]:
         """The result, and the seconds spent waiting for others."""
         settings, site = self.settings, self.site
@@ -186,13 +201,13 @@ class BatchNormClient(NumPyClient):
             return {}
         return {"drift": drift.largest, "drift-layer": list(after).index(drift.layer), "min-var": drift.min_var, "growth": drift.growth}
 
-    def _keep(self, result: LocalResult) -> None:
+    def _to_keep(self, result: LocalResult) -> dict[str, dict[str, Tensor]]:
         state = self.model.state_dict()
         local = {name: state[name] for name, role in self._roles.items() if role in self.method.local}
         sections = {"local": local} if local else {}
         if result.gradients and self.settings.momentum > 0:
             sections["momentum"] = result.gradients
-        self.state.write(sections)
+        return sections
 
 
 def _connect(config: Mapping[str, Any], transcript: Transcript, batch: int) -> Exchange:

@@ -1,37 +1,126 @@
-"""What a client keeps between its rounds: local tensors and optimiser momentum, in Flower's ``context.state``."""
+"""What a client keeps between its rounds: local tensors and optimiser momentum, in Flower's ``context.state`` or in files.
+
+``context.state`` lives in the memory of the simulation or of the SuperNode. Files outlive both, and a run that is resumed finds in
+them the state of the round it goes back to.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common import Array
+from flwr.common.logger import log
 from torch import Tensor
 
+from fl_bn import durable
 from fl_bn.flower.codec import to_numpy, to_tensors
+from fl_bn.flower.lineage import Lineage
+
+Sections = Mapping[str, Mapping[str, Tensor]]
 
 
-class ClientState:
-    """Named sections of tensors that never leave the client.
+@dataclass(frozen=True)
+class Kept:
+    """Named sections of tensors, and the round they were kept in; 0 and empty before the client's first."""
 
-    ``write`` replaces all sections at once, as the last statement of a round: where training fails, deployment does not roll
-    ``context.state`` back.
-    """
+    round: int
+    sections: Mapping[str, dict[str, Tensor]]
+
+    def get(self, section: str) -> dict[str, Tensor]:
+        return self.sections.get(section, {})
+
+
+NOTHING = Kept(0, {})
+
+
+class ClientState(Protocol):
+    """Sections of tensors that never leave the client, by round."""
+
+    def read(self, before: int) -> Kept:
+        """What was kept last before round ``before``."""
+
+    def write(self, round: int, sections: Sections) -> None:
+        """Keep ``sections`` after ``round``, all at once. The last statement of a round: where training fails, nobody rolls back."""
+
+
+class MemoryState:
+    """The newest state alone, in Flower's ``context.state``."""
 
     def __init__(self, state: RecordDict, signature: str) -> None:
         self._state, self._signature = state, signature
 
-    def read(self) -> dict[str, dict[str, Tensor]]:
-        """The sections kept by this client for this model and method; empty before its first round."""
+    def read(self, before: int) -> Kept:
         owner = self._state.config_records.get("kept-for")
         if owner is None or owner.get("signature") != self._signature:
-            return {}
+            return NOTHING
         records = self._state.array_records
-        return {section: to_tensors({k: a.numpy() for k, a in records[section].items()}) for section in records}
+        sections = {section: to_tensors({k: a.numpy() for k, a in records[section].items()}) for section in records}
+        return Kept(int(owner["round"]), sections)  # type: ignore[arg-type]
 
-    def write(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def write(self, round: int, sections: Sections) -> None:
         for section in list(self._state.array_records):
             del self._state[section]
         for section, tensors in sections.items():
             self._state[section] = ArrayRecord({k: Array(a) for k, a in to_numpy(tensors).items()})
-        self._state["kept-for"] = ConfigRecord({"signature": self._signature})
+        self._state["kept-for"] = ConfigRecord({"signature": self._signature, "round": round})
+
+
+class FileState:
+    """One file per round, below ``folder``, of one client in one run; those that nobody can go back to are deleted.
+
+    A file that is damaged, or of another client, model or method, is renamed, said in the log, and not used.
+    """
+
+    def __init__(self, folder: Path, lineage: Lineage, client: int, signature: str) -> None:
+        self.folder, self.lineage = folder / lineage.run / f"client-{client}", lineage
+        self._owner = {"run": lineage.run, "client": str(client), "signature": signature}
+
+    def read(self, before: int) -> Kept:
+        for round, attempt, path in self._files():
+            if round < before and self.lineage.counts(round, attempt) and (sections := self._load(path)) is not None:
+                return Kept(round, sections)
+        return NOTHING
+
+    def write(self, round: int, sections: Sections) -> None:
+        tensors = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
+        path = self.folder / f"round-{round:06}.{self.lineage.attempt}{durable.SUFFIX}"
+        durable.save_tensors(
+            path, tensors, {**self._owner, "round": str(round), "what": "the tensors that one fl-bn client keeps to itself"}
+        )
+        needed = True
+        for kept, attempt, old in self._files():
+            on_the_line = self.lineage.counts(kept, attempt)
+            if not needed or not on_the_line and attempt <= self.lineage.attempt:
+                old.unlink(missing_ok=True)
+            needed = needed and not (on_the_line and kept <= self.lineage.durable)
+
+    def _files(self) -> list[tuple[int, int, Path]]:
+        """(round, attempt, path) of every state, the newest first."""
+        names = {path: re.fullmatch(rf"round-(\d+)\.(\d+){re.escape(durable.SUFFIX)}", path.name) for path in self.folder.glob("round-*")}
+        return sorted(((int(name[1]), int(name[2]), path) for path, name in names.items() if name), reverse=True)
+
+    def _load(self, path: Path) -> dict[str, dict[str, Tensor]] | None:
+        try:
+            tensors, about = durable.load_tensors(path)
+            for key, expected in self._owner.items():
+                if about.get(key) != expected:
+                    raise durable.Damaged(f"{path}: expected a state for {key} {expected!r}, but it is for {about.get(key)!r}")
+        except durable.Damaged as problem:
+            log(
+                logging.WARNING,
+                "%s. Set aside as %s; the client goes on from an older state, if it has one",
+                problem,
+                durable.set_aside(path).name,
+            )
+            return None
+        sections: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            section, _, key = name.partition("/")
+            sections.setdefault(section, {})[key] = tensor
+        return sections

@@ -146,6 +146,10 @@ def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
+def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
+    return to_tensors({name: array.numpy() for name, array in record.items()})
+
+
 def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, np.ndarray]:
     """Three arrays per layer: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in the model's ``dtype``. Count 0: it did not run."""
     arrays: dict[str, np.ndarray] = {}

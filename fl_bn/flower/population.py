@@ -15,6 +15,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fl_bn.flower.client_app import HELLO
+from fl_bn.flower.posting import send_and_receive
 
 
 class RunFailed(RuntimeError):
@@ -67,6 +68,16 @@ class Population:
                 )
             time.sleep(0.2)
 
+    def wait_for(self, least: int) -> None:
+        """Give ``least`` clients ``wait`` seconds to come (back)."""
+        self.greet()
+        end = time.monotonic() + self.wait
+        if len(self.clients) < least:
+            log(logging.WARNING, "%d clients are here, but a round needs %d: waiting for up to %.0f s", len(self.clients), least, self.wait)
+        while len(self.clients) < least and time.monotonic() < end:
+            time.sleep(1.0)
+            self.greet()
+
     def greet(self, strict: bool = False) -> None:
         """Ask every node not seen before who it is; forget clients whose node is gone.
 
@@ -74,11 +85,13 @@ class Population:
             RunFailed: with ``strict``, where a node answers with an error (its data cannot be read, say).
         """
         online = set(self.grid.get_node_ids())
+        if gone := sorted(i for i, c in self.clients.items() if c.node not in online):
+            log(logging.WARNING, "clients %s are offline", gone)
         self.clients = {i: c for i, c in self.clients.items() if c.node in online}
         self._refused -= {node for node, index in self._doubles.items() if index not in self.clients}
         new = online - {c.node for c in self.clients.values()} - self._refused
         messages = [Message(RecordDict(), node, HELLO, ttl=self.timeout, group_id="0") for node in sorted(new)]
-        for reply in self.grid.send_and_receive(messages, timeout=min(self.timeout, max(self.wait, 1.0))) if messages else ():
+        for reply in send_and_receive(self.grid, messages, min(self.timeout, max(self.wait, 1.0))):
             node = reply.metadata.src_node_id
             if reply.has_error():
                 if strict:

@@ -17,9 +17,11 @@ def constant_rate(round: int, rounds: int) -> float:
 class Rounds:
     """How the server runs rounds.
 
-    ``fraction`` of the clients train per round; ``min_replies`` of a cohort (fraction) must be usable, or the round changes nothing and
-    counts as failed; after ``max_failed`` failed rounds in a row the run stops. ``timeout`` (s) is the deadline of every message, ``wait``
-    (s) how long the server waits for ``clients`` before round 1. Every ``evaluate_every`` rounds and after the last there is an evaluation.
+    ``fraction`` of the clients train per round; ``min_replies`` of a cohort (fraction), and ``min_cohort`` clients, must be usable, or the
+    round changes nothing and counts as failed; after ``max_failed`` failed rounds in a row the run stops. ``timeout`` (s) is the deadline
+    of every message, ``wait`` (s) how long the server waits for ``clients`` before round 1, and for ``min_cohort`` of them before any
+    other. Every ``evaluate_every`` rounds and after the last there is an evaluation, with ``at_clients`` on the clients' own test data.
+    Every ``checkpoint_every`` rounds there is a checkpoint; 0: never.
     ``client_weights``: ``samples`` or ``uniform``. ``rate(round, rounds)``: the learning rate. ``exchange``: how
     FedTAN's layer-wise exchange is carried. ``max_steps``: local steps that the server asks for, so that nobody may claim more; 0: unknown.
     """
@@ -38,12 +40,19 @@ class Rounds:
     rate: Callable[[int, int], float] = constant_rate
     exchange: ExchangeSettings = ExchangeSettings()
     max_steps: int = 0
+    min_cohort: int = 1
+    at_clients: bool = False
+    checkpoint_every: int = 0
 
     def __post_init__(self) -> None:
         if self.clients < 1 or self.evaluate_every < 1 or self.max_failed < 1:
             raise ValueError(f"clients, evaluate_every and max_failed must be at least 1, but got {self}")
         if not 0 < self.fraction <= 1 or not 0 <= self.min_replies <= 1:
             raise ValueError(f"fraction must be in (0, 1] and min_replies in [0, 1], but got {self.fraction} and {self.min_replies}")
+        if not 1 <= self.min_cohort <= self.clients or self.checkpoint_every < 0:
+            raise ValueError(
+                f"min_cohort must be 1..{self.clients} and checkpoint_every >= 0, but got {self.min_cohort} and {self.checkpoint_every}"
+            )
         if self.timeout <= 0 or self.wait < 0:
             raise ValueError(f"timeout must be > 0 s and wait >= 0 s, but got {self.timeout} and {self.wait}")
         if self.update not in UPDATES:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fl_bn.conversion import convert
 from fl_bn.flower import schema
-from fl_bn.flower.codec import Header, Payload, decode_moments, signature, tensor_name, to_numpy, to_tensors
+from fl_bn.flower.codec import Header, Payload, decode_moments, signature, tensor_name, tensors_of, to_numpy, to_tensors
 from fl_bn.flower.replies import Contribution
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running
@@ -45,7 +45,16 @@ class SharedModel:
         return ArrayRecord({name: Array(array) for name, array in named.items()})
 
     def load(self, arrays: ArrayRecord) -> None:
-        self.model.load_state_dict(to_tensors({name: array.numpy() for name, array in arrays.items()}), strict=False)
+        self.model.load_state_dict(tensors_of(arrays), strict=False)
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where ``tensors`` are not exactly what is shared, by name, shape and dtype."""
+        mine = tensors_of(self.arrays())
+        for name in mine.keys() | tensors.keys():
+            ours, theirs = (f"{tuple(t[name].shape)} {t[name].dtype}" if name in t else "nothing" for t in (mine, tensors))
+            if ours != theirs:
+                raise ValueError(f"{name}: the run shares {ours}, but the checkpoint has {theirs}")
+        self.model.load_state_dict(tensors, strict=False)
 
     def statistics(self) -> dict[str, Running]:
         """Shared running statistics by layer; empty where they stay home."""

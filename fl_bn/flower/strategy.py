@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
@@ -16,12 +16,16 @@ from torch import nn
 
 from fl_bn.flower import schema
 from fl_bn.flower.adversary import corrupt
+from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.client_app import STATISTICS
 from fl_bn.flower.codec import Header, count_tensors, to_records
+from fl_bn.flower.evaluation import evaluation_at_clients
 from fl_bn.flower.exchanges import Exchanges
 from fl_bn.flower.ledger import enter
 from fl_bn.flower.normalisation import describe_layers, describe_round, watch
 from fl_bn.flower.population import Client, Population, RunFailed
+from fl_bn.flower.posting import send_and_receive
+from fl_bn.flower.recovery import Recovery
 from fl_bn.flower.replies import read_replies, section_bytes
 from fl_bn.flower.round_record import RoundRecord
 from fl_bn.flower.rounds import Rounds
@@ -38,7 +42,8 @@ class BatchNormStrategy(Strategy):
 
     ``model`` is any torch network, unconverted; its tensors are the start of the run. ``optimizer`` steps on the pseudo-gradient of
     the shared weights (default: the average itself). ``observer`` gets every ``RoundRecord``; ``evaluate`` maps the global model to
-    metrics. ``save_clients``: name of the folder in which clients with models of their own save them at the end, none if empty.
+    metrics. ``save_clients``: name of the run's folder, in which clients with models of their own save them at the end, none if empty.
+    ``keep_checkpoint`` stores a ``Checkpoint`` and returns the oldest round that the run can still go back to.
     ``defence``: robust rules for statistics and updates, against how many Byzantine clients; the statistics' rule serves the layer-wise
     exchange (FedTAN), too.
 
@@ -56,6 +61,7 @@ class BatchNormStrategy(Strategy):
         observer: Callable[[RoundRecord], None] = lambda record: None,
         save_clients: str = "",
         defence: Defence = NO_DEFENCE,
+        keep_checkpoint: Callable[[Checkpoint], int] | None = None,
     ) -> None:
         if rounds.client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
             raise ValueError(
@@ -68,7 +74,8 @@ class BatchNormStrategy(Strategy):
         self.population: Population | None = None
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self._sent: list[Message] = []
-        self.defence = defence
+        self.defence, self.at_clients = defence, method.personal or rounds.at_clients
+        self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint)
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average)
 
     # The parts of a round, as Flower names them
@@ -76,6 +83,7 @@ class BatchNormStrategy(Strategy):
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One train message per client of the cohort, in client order."""
         phase, rate = self.method.phase(server_round, self.num_rounds), self.rounds.rate(server_round, self.num_rounds)
+        self._clients(grid).wait_for(self.rounds.min_cohort)
         self.cohort = self._clients(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round)
         if owing := self.exchanges.owing(grid):
             log(logging.WARNING, "round %s: clients %s are left out until they answer an earlier round", server_round, sorted(owing))
@@ -98,9 +106,11 @@ class BatchNormStrategy(Strategy):
         if phase is Phase.EXCHANGE:
             contributions = self.exchanges.taking_part(contributions, refused)
         enter(record, self.cohort, contributions, refused, self.exchanges)
-        if len(contributions) < max(1.0, self.rounds.min_replies * len(self.cohort)):
-            usable = f"{len(contributions)} of {len(self.cohort)}"
-            log(logging.WARNING, "round %s: only %s replies could be used, nothing changes", server_round, usable)
+        self.recovery.check(server_round, contributions)
+        needed = max(float(self.rounds.min_cohort), self.rounds.min_replies * len(self.cohort))
+        if len(contributions) < needed:
+            usable = f"{len(contributions)} of {len(self.cohort)} replies could be used, but {math.ceil(needed)} are needed"
+            log(logging.WARNING, "round %s: only %s: nothing changes", server_round, usable)
             return None, None
         try:
             defence.check(len(contributions))
@@ -118,31 +128,20 @@ class BatchNormStrategy(Strategy):
         return shared.arrays(), MetricRecord({"loss": record.loss, "samples": sum(c.samples for c in contributions)})
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """One evaluate message per client, for methods whose clients evaluate models of their own; none for the others."""
-        if not self.method.personal or not self._due(server_round):
+        """One evaluate message per client, where clients have models, or test data, of their own; none otherwise."""
+        if not self.at_clients or not self._due(server_round):
             return []
         self.shared.load(arrays)
-        save = self.save_clients if server_round == self.num_rounds else ""
+        save = self.save_clients if server_round == self.num_rounds and self.method.personal else ""
         header = self.shared.header(server_round, Phase.TRAIN)
         return self._messages("evaluate", header, self._clients(grid).everyone(), {**config, "save": save})
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean, standard deviation and minimum of the clients' accuracies, each client counted once."""
-        if not self.method.personal or not self._due(server_round) or self.population is None:
+        if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
         header = self.shared.header(server_round, Phase.TRAIN)
-        contributions, refused, _ = read_replies(replies, self.population.everyone(), schema.Schema({}), header, self._sent)
-        for index, reason in refused.items():
-            log(logging.WARNING, "client %s did not evaluate: %s", index, reason)
-        measured = {c.client.index: c.metrics for c in contributions if 0 <= c.metrics.get("accuracy", -1) <= 1 and "loss" in c.metrics}
-        if not measured:
-            return None
-        self.record.client_evaluation = {index: {k: m[k] for k in ("loss", "accuracy")} for index, m in measured.items()}
-        accuracy = np.array([m["accuracy"] for m in measured.values()])
-        loss = float(np.mean([m["loss"] for m in measured.values()]))
-        return MetricRecord(
-            {"accuracy": float(accuracy.mean()), "accuracy-std": float(accuracy.std()), "accuracy-min": float(accuracy.min()), "loss": loss}
-        )
+        return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent)
 
     def summary(self) -> None:
         """Log the policy, and every normalisation layer by type."""
@@ -160,8 +159,9 @@ class BatchNormStrategy(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
+        resume: Checkpoint | None = None,
     ) -> Result:
-        """Run ``num_rounds`` rounds from ``initial_arrays`` (default: the model's own tensors).
+        """Run ``num_rounds`` rounds from ``initial_arrays`` (default: the model's own tensors), or those after the one of ``resume``.
 
         The result's arrays are what was evaluated last. Flower's own loop (``Strategy.start``) runs with this strategy, too, but knows
         neither the length of a run, on which calendars and schedules depend, nor the exchange before an evaluation: use this one.
@@ -173,8 +173,12 @@ class BatchNormStrategy(Strategy):
         timeout = self.rounds.timeout if timeout is None else timeout
         arrays = self.shared.arrays() if initial_arrays is None else initial_arrays
         self.summary()
+        if resume is not None:
+            self.recovery.go_back(resume, num_rounds, self.shared, self.optimizer)
+            arrays = self.shared.arrays()
+        configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         try:
-            return self._rounds(grid, arrays, timeout, train_config or ConfigRecord(), evaluate_config or ConfigRecord(), evaluate_fn)
+            return self._rounds(grid, arrays, timeout, *configs, evaluate_fn, resume)
         finally:
             self.exchanges.stop()
 
@@ -186,19 +190,19 @@ class BatchNormStrategy(Strategy):
         train_config: ConfigRecord,
         evaluate_config: ConfigRecord,
         evaluate_fn: EvaluateFn | None,
+        resume: Checkpoint | None,
     ) -> Result:
-        result, failed = Result(), 0
-        for _ in range(self.rounds.calibrate if self.shared.statistics() else 0):
+        result, failed = Result(), 0 if resume is None else resume.failed
+        for _ in range(self.rounds.calibrate if self.shared.statistics() and resume is None else 0):
             arrays = self._measured(0, arrays, grid, timeout)
         self._clients(grid)
-        for server_round in range(1, self.num_rounds + 1):
+        for server_round in range(1 if resume is None else resume.round + 1, self.num_rounds + 1):
             begin = time.perf_counter()
-            self._clients(grid).greet()
             messages = self.configure_train(server_round, arrays, train_config, grid)
             if Phase(self.record.phase) is Phase.EXCHANGE:
                 replies: Iterable[Message] = self.exchanges.round(grid, self.cohort, messages, timeout)
             else:
-                replies = grid.send_and_receive(messages, timeout=timeout)
+                replies = send_and_receive(grid, messages, timeout)
             new, metrics = self.aggregate_train(server_round, replies)
             if new is not None and metrics is not None:
                 arrays, failed, result.train_metrics_clientapp[server_round] = new, 0, metrics
@@ -211,6 +215,7 @@ class BatchNormStrategy(Strategy):
                 self._evaluate(server_round, result, evaluate_config, evaluate_fn, grid, timeout)
             self.record.seconds = time.perf_counter() - begin
             self._tell()
+            self.recovery.after_round(server_round, self.num_rounds, arrays, self.optimizer, failed)
             if failed >= self.rounds.max_failed:
                 raise RunFailed(
                     f"{failed} rounds in a row had too few usable replies; the warnings above say why (values that are not finite mean "
@@ -225,7 +230,7 @@ class BatchNormStrategy(Strategy):
         """
         self.shared.load(arrays)
         everyone, header = self._clients(grid).everyone(), self.shared.header(server_round, Phase.MEASURE)
-        replies = grid.send_and_receive(self._messages(STATISTICS, header, everyone, {}), timeout=timeout)
+        replies = send_and_receive(grid, self._messages(STATISTICS, header, everyone, {}), timeout)
         expected = schema.reply(self.shared.model, self.method, Phase.MEASURE)
         contributions, refused, wrong = read_replies(self._overheard(replies), everyone, expected, header, self._sent)
         for index, reason in refused.items():
@@ -242,12 +247,11 @@ class BatchNormStrategy(Strategy):
         self, server_round: int, result: Result, config: ConfigRecord, evaluate_fn: EvaluateFn | None, grid: Grid, timeout: float
     ) -> None:
         arrays = result.arrays
-        messages = list(self.configure_evaluate(server_round, arrays, config, grid))
-        replies = grid.send_and_receive(messages, timeout=timeout) if messages else []
+        replies = send_and_receive(grid, self.configure_evaluate(server_round, arrays, config, grid), timeout)
         if (at_clients := self.aggregate_evaluate(server_round, replies)) is not None:
             result.evaluate_metrics_clientapp[server_round] = at_clients
             self.record.evaluation = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
-        elif self.evaluate is not None and not self.method.personal:
+        elif self.evaluate is not None and not self.at_clients:
             self.shared.load(arrays)
             self.record.evaluation = self.evaluate(self.shared.model)
             result.evaluate_metrics_serverapp[server_round] = MetricRecord(dict(self.record.evaluation))
@@ -268,7 +272,7 @@ class BatchNormStrategy(Strategy):
 
     def _messages(self, kind: str, header: Header, clients: Sequence[Client], config: Mapping[str, Any]) -> list[Message]:
         content = to_records(self.shared.payload(), header)
-        content["config"] = ConfigRecord(dict(config))
+        content["config"] = ConfigRecord({**config, **self.recovery.lineage.to_config()})
         group, ttl = str(header.round), self.rounds.timeout
         self._sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
         return self._sent

@@ -82,17 +82,44 @@ class ServerOptimizer:
 
     def step(self, weights: Named, gradient: Named, learning_rate_factor: float = 1.0) -> dict[str, Tensor]:
         """Weights after one step along ``gradient`` (the names of ``gradient`` only), in float64."""
-        if self._optimizer is None:
-            self._parameters = {name: nn.Parameter(weights[name].double().clone()) for name in gradient}
-            self._optimizer = self._make(list(self._parameters.values()))
-            self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        optimizer = self._optimizer or self._start({name: weights[name] for name in gradient})
         for name, parameter in self._parameters.items():
             parameter.data.copy_(weights[name])
             parameter.grad = gradient[name].double()
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * learning_rate_factor
-        self._optimizer.step()
+        optimizer.step()
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    def _start(self, weights: Named) -> Optimizer:
+        self._parameters = {name: nn.Parameter(weight.double().clone()) for name, weight in weights.items()}
+        self._optimizer = self._make(list(self._parameters.values()))
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        return self._optimizer
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What it remembers between steps (momentum, moments, counts), by ``buffer/weight``; empty for plain SGD and before the first."""
+        if self._optimizer is None:
+            return {}
+        state = {name: self._optimizer.state[parameter] for name, parameter in self._parameters.items()}
+        return {
+            f"{key}/{name}": torch.as_tensor(value).clone()
+            for name, buffers in state.items()
+            for key, value in buffers.items()
+            if value is not None
+        }
+
+    def restore(self, buffers: Named) -> None:
+        """Go on from another's ``buffers``."""
+        names = dict.fromkeys(entry.partition("/")[2] for entry in buffers)
+        shapes = {entry.partition("/")[2]: tensor for entry, tensor in buffers.items() if tensor.dim() or entry.partition("/")[0] != "step"}
+        if not names:
+            self._optimizer = None
+            return
+        optimizer = self._start({name: torch.zeros_like(shapes[name]) for name in names})
+        for entry, tensor in buffers.items():
+            key, _, name = entry.partition("/")
+            optimizer.state[self._parameters[name]][key] = tensor.clone()
 
 
 SERVER_OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adam": Adam, "adagrad": Adagrad}

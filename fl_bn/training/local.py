@@ -107,7 +107,8 @@ def train(
             x, y = samples.batch(index, like)
             optimizer.zero_grad()
             with exchanging(model, exchange) if exchange is not None and result.steps == 0 else nullcontext():
-                batch_loss = loss(model(x), y)
+                with torch.autocast(like.device.type, torch.bfloat16, enabled=settings.precision == "mixed"):
+                    batch_loss = loss(model(x), y)
                 batch_loss.backward()
             if settings.update == "weights":
                 optimizer.step()

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 OPTIMIZERS = ("sgd", "adam")
 UPDATES = ("weights", "gradients")
+PRECISIONS = ("float32", "mixed")
 SCHEDULES = ("constant", "step", "exponential")
 
 
@@ -20,7 +21,8 @@ class LocalTraining:
 
     Exactly one of ``epochs`` (passes over its own data) and ``steps`` (batches) is positive. ``momentum`` is the optimiser's.
     ``update``: send new ``weights``, or one batch's ``gradients`` that the server steps with (DSGD; then ``momentum`` is in EMA form
-    and its buffer stays on the client between rounds).
+    and its buffer stays on the client between rounds). ``precision``: ``mixed`` computes in bfloat16 where torch's autocast does; weights,
+    gradients, batch statistics and all that travels stay as they are.
     """
 
     batch_size: int
@@ -30,6 +32,7 @@ class LocalTraining:
     momentum: float = 0.0
     weight_decay: float = 0.0
     update: str = "weights"
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
         if self.batch_size < 2:
@@ -46,6 +49,8 @@ class LocalTraining:
             raise ValueError(f"weight_decay must not be negative, but got {self.weight_decay}")
         if self.update not in UPDATES:
             raise ValueError(f"update must be one of {', '.join(UPDATES)}, but got {self.update!r}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, but got {self.precision!r}")
         if self.update == "gradients" and (self.steps != 1 or self.optimizer != "sgd"):
             raise ValueError(
                 "update='gradients' is one batch, one gradient, one round (DSGD): set local steps to 1, local epochs to 0 and optimizer "

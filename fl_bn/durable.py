@@ -1,0 +1,100 @@
+"""Files that are whole or absent: written beside, synced, renamed; with a checksum, so that a damaged one is found and set aside.
+
+A file is safetensors (open it with any reader), whose metadata say what it is (``about``) and hold a SHA-256 of the whole file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+SUFFIX = ".safetensors"
+UNFINISHED, STALE = ".unfinished-", 3600.0  # prefix of a file being written; seconds after which its writer must be dead
+CHECKSUM, BLANK = "sha256", "0" * 64
+
+
+class Damaged(ValueError):
+    """A file is cut short, altered, or not of the kind it should be."""
+
+
+def write(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Put ``data`` at ``path`` durably: after a crash at any moment the file holds all of it, or what it held before.
+
+    ``mode``: of the file, less the process's umask; by default its owner alone reads it.
+
+    Raises:
+        OSError: the disk is full, say. What was there stays; nothing is left beside it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f"{UNFINISHED}*"):
+        if time.time() - left.stat().st_mtime > STALE:
+            left.unlink(missing_ok=True)
+    beside = path.parent / f"{UNFINISHED}{secrets.token_hex(8)}"
+    try:
+        with open(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable, as far as the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
+    """``tensors`` and what they are, at ``path``, durably. Raises OSError as ``write`` does."""
+    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, {**about, CHECKSUM: BLANK})
+    digest, blank = hashlib.sha256(data).hexdigest().encode(), BLANK.encode()
+    head = data.index(blank)
+    write(path, data[:head] + digest + data[head + len(blank) :])
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """``(tensors, about)`` of a file of ``save_tensors``.
+
+    Raises:
+        Damaged: it is not whole.
+        OSError: it cannot be read.
+    """
+    data = path.read_bytes()
+    try:
+        about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        digest = about.pop(CHECKSUM)
+        if not isinstance(digest, str) or len(digest) != len(BLANK):
+            raise KeyError(CHECKSUM)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"{path}: expected a safetensors file with a checksum of its own, but its header cannot be read") from error
+    if hashlib.sha256(data.replace(digest.encode(), BLANK.encode(), 1)).hexdigest() != digest:
+        raise Damaged(f"{path}: its checksum is not that of its {len(data)} bytes: it was cut short or altered")
+    try:
+        return load(data), about
+    except SafetensorError as error:
+        raise Damaged(f"{path}: {error}") from error
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file that is no use so that it is not read again, but not lost; its new name."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside

@@ -1,0 +1,174 @@
+"""Every key of the run config, with its default, meaning, unit and values: nothing else.
+
+The same keys, in kebab-case, stand in ``[tool.flwr.app.config]`` of pyproject.toml and can be overridden with
+``flwr run . --run-config "rounds=10 method='hbn'"``; ``fl-bn run`` and ``fl-bn compare`` take them as options.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fl_bn.data.partition import KINDS
+from fl_bn.exchange.session import POLICIES
+from fl_bn.exchange.settings import CARRIERS
+from fl_bn.experiment.keys import RULE_NAMES, above, at_least, between, key, known_device, known_rule
+from fl_bn.methods import METHODS
+from fl_bn.methods.fedtan import SCHEDULES as FEDTAN_SCHEDULES
+from fl_bn.robust.attacks import ATTACKS, ON
+from fl_bn.training.aggregation import SERVER_OPTIMIZERS
+from fl_bn.training.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
+
+
+@dataclass(frozen=True)
+class RunKeys:
+    """The keys as fields; ``RunConfig`` checks them and says what they make together."""
+
+    # method
+    method: str = key("fixbn", "how normalisation is federated", tuple(METHODS))
+    freeze_after: int = key(
+        -1, "last round before the statistics freeze, any method; -1: never (fixbn, fedtan2: half of the rounds)", ">= -1", at_least(-1)
+    )
+    groups: int = key(2, "gn: groups per layer", ">= 1", at_least(1))
+    fbn_momentum: float = key(0.0, "fbn: weight of one batch in the running statistics; 0: each layer's own", "0..1", between(0, 1))
+    hbn_lam: float = key(
+        0.0, "hbn: weight of a round's pooled moments in the global statistics; 0: 1 if fraction is 1, else 0.01", "0..1", between(0, 1)
+    )
+    hbn_stat_samples: int = key(0, "hbn: samples of the statistics pass; 0: all of the client's", "0 or >= 2", lambda v: v == 0 or v >= 2)
+    hbn_lower_layers: str = key("hybrid", "hbn: what lower layers normalise with in the statistics pass", ("shared", "hybrid"))
+    fedtan_schedule: str = key(
+        "merged", "fedtan and its kin: layer-wise exchanges per round of L layers: merged 2L, paper 3L; equal results", FEDTAN_SCHEDULES
+    )
+    # model and data
+    model: str = key(
+        "digits-cnn",
+        "digits-cnn, simple-cnn, mlp, resnet20, a torchvision classifier, or package.module:function",
+        "see fl_bn.models",
+    )
+    dataset: str = key(
+        "digits",
+        "digits, digits-plain, cifar10, cifar100, mnist, svhn, usps; npz or folder (give data-path); package.module:function; sites: every "
+        "client has its own, named in its node config, and the server none (give classes, channels, image-size)",
+        "see fl_bn.data",
+    )
+    classes: int = key(0, "dataset=sites: number of classes", ">= 0", at_least(0))
+    channels: int = key(0, "dataset=sites: channels of the images", ">= 0", at_least(0))
+    data_path: str = key("", "folder of a public data set, or npz files separated by commas (each a domain)", "path")
+    image_size: int = key(0, "side of the images in pixels; 0: as they are", "0..4096", between(0, 4096))
+    partition: str = key("classes", "how the training data are split over the clients", KINDS)
+    partition_parameter: float = key(
+        1.0, "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused", ">= 0", at_least(0)
+    )
+    share_label_counts: bool = key(
+        True, "clients tell the server their number of samples per class, for the picture labels.png", "true, false"
+    )
+    calibrate: int = key(0, "statistics-only exchanges before round 1", ">= 0", at_least(0))
+    # federation
+    clients: int = key(10, "clients in the population; in simulation equal to options.num-supernodes", ">= 1", at_least(1))
+    fraction: float = key(1.0, "fraction of the clients that train in a round", "(0, 1]", lambda v: 0 < v <= 1)
+    rounds: int = key(100, "training rounds", ">= 1", at_least(1))
+    client_weights: str = key(
+        "samples", "weight of a client in the average: the different samples it trained on this round, or equal", ("samples", "uniform")
+    )
+    min_replies: float = key(
+        0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1", between(0, 1)
+    )
+    min_cohort: int = key(
+        1, "clients that must be there for a round to start, and whose replies must be usable, else it changes nothing", ">= 1", at_least(1)
+    )
+    max_failed_rounds: int = key(3, "failed rounds in a row that stop the run", ">= 1", at_least(1))
+    round_timeout: float = key(600.0, "deadline and time to live of every message, seconds", "> 0", above(0))
+    wait_timeout: float = key(
+        120.0, "how long the server waits for all clients before round 1, and for min-cohort of them later, seconds", ">= 0", at_least(0)
+    )
+    checkpoint_every: int = key(0, "rounds between the server's checkpoints, from which resume goes on; 0: none", ">= 0", at_least(0))
+    resume: str = key(
+        "",
+        "go on from the last checkpoint: latest (the newest run in output that is not finished), or a run's folder name",
+        "latest or a name",
+    )
+    # layer-wise exchange (fedtan, fedtan2, fedavg-alg2)
+    exchange: str = key(
+        "auto",
+        "how the layer-wise exchange is carried: grpc, replay (Flower messages, any cohort size, slow), local (fl-bn run); auto: local, "
+        "else grpc if the cohort can run at once, else replay",
+        CARRIERS,
+    )
+    exchange_policy: str = key(
+        "abort", "for a client that dies or is late: abort fails the round for all, shrink goes on with weights over the others", POLICIES
+    )
+    exchange_timeout: float = key(30.0, "how long one exchange waits for the last client, seconds", "> 0", above(0))
+    exchange_join_timeout: float = key(30.0, "how long the others wait for another client to join a round, seconds", "> 0", above(0))
+    exchange_host: str = key("127.0.0.1", "grpc: the name by which clients reach the ServerApp's machine", "host name or address")
+    exchange_bind: str = key("", "grpc: address to listen on; empty: loopback if exchange-host is, else all", "address")
+    exchange_port: int = key(0, "grpc: port to listen on; 0: any free one", "0..65535", between(0, 65535))
+    exchange_certificate: str = key("", "grpc: the service's certificate, PEM, valid for exchange-host; empty: plaintext", "path")
+    exchange_key: str = key("", "grpc: its private key, PEM", "path")
+    exchange_authority: str = key("", "grpc: the certificate authority's certificate, PEM; clients get it with their train message", "path")
+    exchange_insecure: bool = key(False, "grpc: plaintext beyond this machine (where Flower is insecure, too)", "true, false")
+    # Byzantine clients, and the defence against them
+    byzantine: int = key(0, "clients that attack: the last ones; the training data are split over the others", ">= 0", at_least(0))
+    attack: str = key(
+        "none",
+        "what they do, knowing all honest replies (label-flip: to their own data); -optimised: the strength that harms most",
+        ("none", *ATTACKS),
+    )
+    attack_on: str = key("both", "what they lie about: their BN statistics, their updates, or both", ON)
+    attack_strength: float = key(
+        0.0,
+        "foe: epsilon; alie: z; gaussian: standard deviation; mimic: whom; 0: 0.5, the textbook's z, 1, the first",
+        "finite",
+        math.isfinite,
+    )
+    statistics_rule: str = key("mean", "how the server combines the clients' BN statistics", RULE_NAMES, known_rule)
+    update_rule: str = key("mean", "how it combines their updates", RULE_NAMES, known_rule)
+    declared_byzantine: int = key(
+        -1,
+        "Byzantine clients that the rules withstand; -1: byzantine",
+        ">= -1",
+        at_least(-1),
+    )
+    # local training
+    local_epochs: int = key(0, "passes over the client's data per round; 0: local-steps count", ">= 0", at_least(0))
+    local_steps: int = key(5, "batches per client and round; 0: local-epochs count", ">= 0", at_least(0))
+    batch_size: int = key(16, "samples per batch; a last batch of one is merged into the one before", ">= 2", at_least(2))
+    update: str = key(
+        "weights", "clients send weights, or one batch's gradient that the server steps with (DSGD; needs local-steps=1)", UPDATES
+    )
+    optimizer: str = key("sgd", "the clients' optimiser", OPTIMIZERS)
+    learning_rate: float = key(0.05, "the optimiser's step size in round 1", "> 0", above(0))
+    learning_rate_schedule: str = key(
+        "step", "constant; step: times decay after 50 % and 75 % of the rounds; exponential: times decay per round", SCHEDULES
+    )
+    learning_rate_decay: float = key(0.3, "the schedule's factor", "(0, 1]", lambda v: 0 < v <= 1)
+    momentum: float = key(
+        0.9,
+        "the optimiser's momentum, fresh every round (EMA form, kept over rounds, for update=gradients)",
+        "0..1, below 1",
+        lambda v: 0 <= v < 1,
+    )
+    weight_decay: float = key(1e-4, "L2 penalty", ">= 0", at_least(0))
+    # server
+    server_optimizer: str = key("sgd", "steps on the pseudo-gradient of the weights; sgd with rate 1 is FedAvg", tuple(SERVER_OPTIMIZERS))
+    server_learning_rate: float = key(
+        1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", above(0)
+    )
+    server_momentum: float = key(0.0, "the server optimiser's momentum (sgd only)", "0..1, below 1", lambda v: 0 <= v < 1)
+    # evaluation, machine and output
+    evaluate_every: int = key(5, "rounds between evaluations; the last round is always evaluated", ">= 1", at_least(1))
+    seed: int = key(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0", at_least(0))
+    device: str = key(
+        "auto",
+        "where clients train: auto (a GPU if there is one), cpu, cuda, cuda:0 ...; a client's node config may say otherwise",
+        "torch device",
+        known_device,
+    )
+    precision: str = key(
+        "float32",
+        "of local training; mixed: bfloat16 where torch's autocast sees fit, batch statistics and all that travels float32",
+        PRECISIONS,
+    )
+    threads: int = key(1, "CPU threads per process", ">= 1", at_least(1))
+    output: str = key("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
+    name: str = key("", "the run folder's name; empty: time, method, data and seed", "a file name")
+    pictures: bool = key(True, "draw pictures and write TensorBoard events at the end", "true, false")

@@ -1,0 +1,34 @@
+"""What the clients' own evaluations say together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from flwr.app import Message, MetricRecord
+from flwr.common.logger import log
+
+from fl_bn.flower import schema
+from fl_bn.flower.codec import Header
+from fl_bn.flower.population import Client
+from fl_bn.flower.replies import read_replies
+from fl_bn.flower.round_record import RoundRecord
+
+
+def evaluation_at_clients(
+    record: RoundRecord, replies: Iterable[Message], clients: Sequence[Client], header: Header, sent: Iterable[Message]
+) -> MetricRecord | None:
+    """Mean, standard deviation and minimum of the clients' accuracies, each client counted once; each one's goes into ``record``."""
+    contributions, refused, _ = read_replies(replies, clients, schema.Schema({}), header, sent)
+    for index, reason in refused.items():
+        log(logging.WARNING, "client %s did not evaluate: %s", index, reason)
+    measured = {c.client.index: c.metrics for c in contributions if 0 <= c.metrics.get("accuracy", -1) <= 1 and "loss" in c.metrics}
+    if not measured:
+        return None
+    record.client_evaluation = {index: {k: m[k] for k in ("loss", "accuracy")} for index, m in measured.items()}
+    accuracy = np.array([m["accuracy"] for m in measured.values()])
+    loss = float(np.mean([m["loss"] for m in measured.values()]))
+    return MetricRecord(
+        {"accuracy": float(accuracy.mean()), "accuracy-std": float(accuracy.std()), "accuracy-min": float(accuracy.min()), "loss": loss}
+    )

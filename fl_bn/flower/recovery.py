@@ -1,0 +1,72 @@
+"""How a run goes on after its server died: checkpoints out, one back in, and clients that lost what they kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from flwr.app import ArrayRecord
+from flwr.common.logger import log
+
+from fl_bn.flower.checkpoint import Checkpoint, generators, set_generators
+from fl_bn.flower.codec import tensors_of
+from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.population import RunFailed
+from fl_bn.flower.replies import Contribution
+from fl_bn.flower.shared_model import SharedModel
+from fl_bn.training.aggregation import ServerOptimizer
+
+
+class Recovery:
+    """For one run of ``name``. ``store`` keeps a checkpoint every ``every`` rounds (0: never; after the last
+    there are the results); it returns the oldest round that the run can still go back to."""
+
+    def __init__(self, name: str, every: int = 0, store: Callable[[Checkpoint], int] | None = None) -> None:
+        self.lineage = Lineage.new(name)
+        self._every, self._store = every if store else 0, store
+        self._kept: dict[int, int] = {}  # the round in which each client last kept tensors of its own
+
+    def after_round(self, round: int, rounds: int, arrays: ArrayRecord, optimizer: ServerOptimizer, failed: int) -> None:
+        if self._store is None or not self._every:
+            self.lineage = replace(self.lineage, durable=round)
+        elif round % self._every == 0 and round < rounds:
+            state = Checkpoint(round, self.lineage, tensors_of(arrays), optimizer.buffers(), failed, self._kept, {}, generators())
+            self.lineage = replace(self.lineage, durable=self._store(state))
+
+    def go_back(self, checkpoint: Checkpoint, rounds: int, shared: SharedModel, optimizer: ServerOptimizer) -> None:
+        """Let everything be as after ``checkpoint``.
+
+        Raises:
+            RunFailed: it is not of this model, or of the last round.
+        """
+        if checkpoint.round >= rounds:
+            raise RunFailed(f"nothing is left to do: the checkpoint is of round {checkpoint.round}, and the run has {rounds}")
+        try:
+            shared.restore(checkpoint.arrays)
+        except ValueError as error:
+            raise RunFailed(f"the checkpoint is not of this model and method: {error}") from error
+        self.lineage, self._kept = checkpoint.lineage.resumed(checkpoint.round), dict(checkpoint.kept)
+        optimizer.restore(checkpoint.optimizer)
+        set_generators(checkpoint.generators)
+        log(logging.INFO, "going on after round %s of %s", checkpoint.round, rounds)
+
+    def check(self, round: int, contributions: Sequence[Contribution]) -> None:
+        """Say which clients trained from older tensors of their own than they kept before."""
+        for part in contributions:
+            if "kept" not in part.metrics:
+                continue
+            index, kept, known = part.client.index, int(part.metrics["kept"]), self._kept.get(part.client.index, 0)
+            if kept < known:
+                came = f"those of round {kept}" if kept else "none"
+                lost = "the later ones were lost with its process or disk (state-dir in the node config keeps them in files)"
+                log(
+                    logging.WARNING,
+                    "round %s: client %s kept tensors in round %s, but started from %s: %s",
+                    round,
+                    index,
+                    known,
+                    came,
+                    lost,
+                )
+            self._kept[index] = round
