@@ -13,11 +13,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fl_bn.deployment import cli as deployment
+from fl_bn.deployment.doctor_cli import doctor
+
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Batch normalisation that works in federated learning."
 )
+app.add_typer(deployment.kit, name="kit")
+for command in (deployment.start, deployment.register, deployment.submit, doctor):
+    app.command()(command)
 console = Console()
 
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to override, as for flwr run: \"rounds=10 method='hbn'\"")]

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache, partial
 
-from fl_bn.data import digits, npz, public
-from fl_bn.data.record import DataNotFound, Dataset, to_input
+import torch
+from torch import Tensor
+
+from fl_bn.data import digits, folder, npz, public
+from fl_bn.data.function import load_function
+from fl_bn.data.record import DataNotFound, Dataset
+from fl_bn.data.record import to_input as images_to_input
 
 __all__ = ["DATASETS", "DataNotFound", "Dataset", "load", "to_input"]
 
@@ -19,14 +24,16 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     "svhn": partial(public.load_public, "SVHN"),
     "usps": partial(public.load_public, "USPS"),
     "npz": npz.load_npz,
+    "folder": folder.load_folder,
 }
 
 
 def load(name: str, path: str = "", image_size: int = 0) -> Dataset:
-    """The data set ``name``, one of ``DATASETS``; read once per process, then shared.
+    """The data set ``name``, one of ``DATASETS`` or one's own function "package.module:function"; read once per process, then shared.
 
-    ``path`` is the files of ``npz``, or the folder of a public data set (``data`` where it is empty). ``image_size`` is
-    in pixels; 0 keeps the native size, any other resizes bilinearly with antialiasing.
+    ``path`` is the files of ``npz``, the folder of ``folder`` or of a public data set (``data`` where it is empty), or what
+    one's own function makes of it. ``image_size`` is in pixels; 0 keeps the native size, any other resizes bilinearly with
+    antialiasing.
 
     Raises:
         ValueError: for an unknown name, a negative size, or data that are not what they should be.
@@ -39,8 +46,18 @@ def load(name: str, path: str = "", image_size: int = 0) -> Dataset:
 # suffice, as one process rarely works on more.
 @lru_cache(maxsize=4)
 def _load(name: str, path: str, image_size: int) -> Dataset:
-    if name not in DATASETS:
-        raise ValueError(f"dataset must be one of {', '.join(DATASETS)}, but got {name!r}; 'npz' reads your own files")
+    if name not in DATASETS and ":" not in name:
+        raise ValueError(
+            f"dataset must be one of {', '.join(DATASETS)}, or your own function as package.module:function, but got {name!r}; "
+            "'npz' and 'folder' read your own files"
+        )
     if image_size < 0:
         raise ValueError(f"image_size must be positive, or 0 for the native size, but got {image_size}")
+    if ":" in name:
+        return load_function(name, path, image_size)
     return DATASETS[name](path, image_size)
+
+
+def to_input(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Network input of a data set's samples: uint8 images as -1..1, measurements (floats) as they are; both in ``dtype``."""
+    return x.to(dtype) if x.is_floating_point() else images_to_input(x, dtype)

@@ -124,9 +124,10 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
         run = dataset(config)
         classes, channels, size = run.classes, run.channels, run.image_size
     came = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
-    if tuple(data.x_train.shape[1:]) != (channels, size, size):
+    if (data.channels, data.image_size) != (channels, size):
         raise ConfigError(
-            f"{came}: the run takes images (C, H, W) of {(channels, size, size)}, but these are {tuple(data.x_train.shape[1:])}"
+            f"{came}: the run takes {channels} channels of {size} x {size} pixels, but these have {data.channels} of {data.image_size} x "
+            f"{data.image_size}"
         )
     if data.classes > classes:
         raise ConfigError(f"{came}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}")

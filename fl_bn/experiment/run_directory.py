@@ -60,7 +60,8 @@ class RunDirectory:
         if config.resume:
             return cls(config, run_to_resume(config), goes_on=True)
         root = Path(config.output)
-        stem = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{config.dataset}-seed{config.seed}".replace("/", "-")
+        data = config.dataset.replace("/", "-").replace(":", "-")
+        stem = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{data}-seed{config.seed}"
         path, n = root / stem, 1
         while path.exists():
             if config.name:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -15,6 +18,7 @@ from fl_bn.flower.codec import flatten, from_records, to_records, unflatten
 HELLO = "query.hello"
 STATISTICS = "query.statistics"
 RENDEZVOUS = "query.rendezvous"
+DEPLOYED = "flwr-clientapp"  # Flower's program that runs a ClientApp for one message
 
 
 def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
@@ -46,12 +50,30 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
         build(context).meet(_config(message, ""))
         return Message(RecordDict(), reply_to=message)
 
-    app.train()(fit)
-    app.evaluate()(evaluate)
-    app.query("statistics")(fit)
-    app.query("hello")(hello)
-    app.query("rendezvous")(rendezvous)
+    app.train()(_within_its_time(fit))
+    app.evaluate()(_within_its_time(evaluate))
+    app.query("statistics")(_within_its_time(fit))
+    app.query("hello")(_within_its_time(hello))
+    app.query("rendezvous")(_within_its_time(rendezvous))
     return app
+
+
+def _within_its_time(handle: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
+    """``handle``; in a deployment, where each message has a process of its own, that process ends when nobody waits for it any longer.
+
+    One that hangs (on a dead network drive, say) would keep its client from every later round. Where it hung is printed to stderr.
+    """
+    if Path(sys.argv[0]).name != DEPLOYED:
+        return handle
+
+    def within(message: Message, context: Context) -> Message:
+        faulthandler.dump_traceback_later(message.metadata.ttl, exit=True)
+        try:
+            return handle(message, context)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    return within
 
 
 def _config(message: Message, layout: str) -> dict[str, Any]:

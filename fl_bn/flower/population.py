@@ -17,6 +17,8 @@ from flwr.serverapp import Grid
 from fl_bn.flower.client_app import HELLO
 from fl_bn.flower.posting import send_and_receive
 
+PASSING = {3, 4, 5, 8}  # Flower's error codes for a message, a node or a process of it that is gone: it may come back
+
 
 class RunFailed(RuntimeError):
     """The run cannot go on; the message says what to do."""
@@ -94,9 +96,17 @@ class Population:
         for reply in send_and_receive(self.grid, messages, min(self.timeout, max(self.wait, 1.0))):
             node = reply.metadata.src_node_id
             if reply.has_error():
-                if strict:
+                if reply.error.code in PASSING:
+                    log(
+                        logging.WARNING,
+                        "a node did not introduce itself, and is asked again: code %s: %s",
+                        reply.error.code,
+                        reply.error.reason,
+                    )
+                elif strict:
                     raise RunFailed(f"node {node} cannot take part: {reply.error.reason}")
-                self._refuse(node, str(reply.error.reason))
+                else:
+                    self._refuse(node, str(reply.error.reason))
             else:
                 self._admit(node, reply)
 

@@ -29,7 +29,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names() -> None:
-    names = ["digits", "digits-plain", "cifar10", "cifar100", "mnist", "svhn", "usps", "npz"]
+    names = ["digits", "digits-plain", "cifar10", "cifar100", "mnist", "svhn", "usps", "npz", "folder"]
     assert list(DATASETS) == names
     with pytest.raises(ValueError, match=r"one of digits, digits-plain, cifar10.*but got 'imagenet'"):
         load("imagenet")

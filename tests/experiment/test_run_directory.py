@@ -11,8 +11,9 @@ import pytest
 
 from fl_bn.experiment.config import RunConfig
 from fl_bn.experiment.environment import environment
+from fl_bn.experiment.history import CLIENT_COLUMNS, ROUND_COLUMNS, client_rows, round_row
 from fl_bn.experiment.pictures import draw_comparison, draw_labels, draw_run
-from fl_bn.experiment.run_directory import CLIENT_COLUMNS, ROUND_COLUMNS, RunDirectory, client_rows, round_row
+from fl_bn.experiment.run_directory import RunDirectory
 from fl_bn.experiment.summary import summary
 from fl_bn.flower.round_record import ClientRecord, RoundRecord
 from fl_bn.training.aggregation import Drift

@@ -1,0 +1,136 @@
+"""One's own data: a folder of images, with a folder for each class below ``train`` and ``test``."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
+
+SPLITS = ("train", "test")
+CLASSES = "classes.txt"
+_DEEP = ("I", "F")  # Pillow's modes of more than 8 bits a channel begin so; converting them would saturate, not scale
+
+Picture = NDArray[np.uint8]  # (H, W) grey or (H, W, 3)
+
+
+def load_folder(path: str, image_size: int) -> Dataset:
+    """``folder``: the images ``path/train/CLASS/*`` and ``path/test/CLASS/*``, in any format that Pillow reads.
+
+    The label of a class is the place of its name in ``path/classes.txt`` (one name per line) or, without that file, among
+    the sorted names of all class folders of both splits. Beware: sites that number their own folders so, number them
+    differently unless all have the same: where one has cat, dog, and another dog, fox, label 0 is cat here and dog there,
+    and they train one model to contradict itself without any error. **Sites of one run must share one classes.txt.**
+    A class folder may be empty or missing; one that classes.txt does not name is an error.
+
+    With ``image_size`` 0 all images must share one square size. Otherwise the largest centred square of each is resized
+    to it. Images stay grey (1 channel) if all are; else all have 3. Transparency is dropped and pixels are taken as
+    stored. Hidden files and folders (``.name``) are passed over; every other file of a class folder must be an image.
+
+    Raises:
+        DataNotFound: where ``path``, ``train`` or ``test`` is no folder.
+        ValueError: for no path, a split without images, a wrong classes.txt, a file that is no image of 8 bits a channel, or
+            for sizes that differ while ``image_size`` is 0.
+    """
+    if not path:
+        raise ValueError("dataset 'folder' needs a path: the folder that holds train/CLASS/* and test/CLASS/*")
+    root = Path(path)
+    for folder in (root, *(root / split for split in SPLITS)):
+        if not folder.is_dir():
+            raise DataNotFound(
+                f"dataset 'folder': there is no folder {str(folder)!r}; expected train/CLASS/* and test/CLASS/* below {path!r} "
+                f"(a relative path starts at the current folder, {str(Path.cwd())!r})"
+            )
+    classes = _classes(root)
+    listed = {split: _files(root / split, classes) for split in SPLITS}
+    files = [file for split in SPLITS for file, _ in listed[split]]
+    pictures = [_read(file) for file in files]
+    if image_size == 0:
+        _check_one_size(files, pictures)
+    channels = 1 if all(picture.ndim == 2 for picture in pictures) else 3
+    images = [_fit(picture, channels, image_size) for picture in pictures]
+    cut = len(listed["train"])
+    labels = {split: torch.tensor([label for _, label in listed[split]], dtype=torch.int64) for split in SPLITS}
+    return Dataset("folder", torch.cat(images[:cut]), labels["train"], torch.cat(images[cut:]), labels["test"], classes=len(classes))
+
+
+def _visible(folder: Path) -> list[Path]:
+    """What ``folder`` holds, sorted by name."""
+    return sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=lambda entry: entry.name)
+
+
+def _classes(root: Path) -> dict[str, int]:
+    """Class names and their labels."""
+    folders = [entry for split in SPLITS for entry in _visible(root / split) if entry.is_dir()]
+    file = root / CLASSES
+    if not file.exists():
+        return {name: label for label, name in enumerate(sorted({folder.name for folder in folders}))}
+    try:
+        names = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: expected one class name per line in UTF-8, but could not read it: {error}") from error
+    if not names:
+        raise ValueError(f"{file}: expected one class name per line, but the file is empty")
+    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ValueError(f"{file}: a class name may stand there once, but {', '.join(repeated)} does more often")
+    for folder in folders:
+        if folder.name not in names:
+            raise ValueError(f"{folder}: class {folder.name!r} is not in {file}, which names {', '.join(names)}; rename one or the other")
+    return {name: label for label, name in enumerate(names)}
+
+
+def _files(split: Path, classes: dict[str, int]) -> list[tuple[Path, int]]:
+    """Every image file of a split, with its label."""
+    found = [(file, classes[folder.name]) for folder in _visible(split) if folder.is_dir() for file in _visible(folder)]
+    if not found:
+        raise ValueError(f"{split}: expected images in a folder for each class, {split.name}/CLASS/*, but there are none")
+    return found
+
+
+def _read(file: Path) -> Picture:
+    """The pixels, grey (H, W) or in colour (H, W, 3)."""
+    try:
+        with Image.open(file) as image:
+            if image.mode.startswith(_DEEP):
+                raise ValueError(
+                    f"its pixels have more than 8 bits (Pillow's mode {image.mode}), and how to scale them is yours to say: save it with "
+                    "8, or write a data function, package.module:function"
+                )
+            if "transparency" in image.info:
+                return np.asarray(image.convert("RGBA").convert("RGB"))
+            return np.asarray(image if image.mode == "L" else image.convert("RGB"))
+    # Damaged files: Pillow's decoders let all of these through.
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        raise ValueError(
+            f"{file}: expected an image that Pillow reads, but {error}; remove it, or hide it by a name that begins with a dot"
+        ) from error
+
+
+def _check_one_size(files: list[Path], pictures: list[Picture]) -> None:
+    sizes = [picture.shape[:2] for picture in pictures]
+    usual, _ = Counter(sizes).most_common(1)[0]
+    for file, (height, width) in zip(files, sizes, strict=True):
+        if height != width:
+            raise ValueError(
+                f"{file}: images must be square, but this one is {height} high and {width} wide; set image-size (the largest centred "
+                "square of each image is then resized to it)"
+            )
+        if (height, width) != usual:
+            raise ValueError(
+                f"{file}: images must share one size, but this one has {height} pixels a side and most have {usual[0]}; set image-size"
+            )
+
+
+def _fit(picture: Picture, channels: int, image_size: int) -> Tensor:
+    """One image (1, channels, S, S) with S = ``image_size``, or of its own size if that is 0."""
+    side = min(picture.shape[:2])
+    top, left = (picture.shape[0] - side) // 2, (picture.shape[1] - side) // 2
+    image = resize(images_to_tensor(picture[None, top : top + side, left : left + side]), image_size)
+    return image.expand(-1, channels, -1, -1)

@@ -1,0 +1,163 @@
+"""One's own data from one's own function: images or measurements of any shape."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
+
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+@dataclass(frozen=True, eq=False)
+class Measurements(Dataset):
+    """A labelled set whose samples are floats of any shape, which the network takes as they are.
+
+    ``x_train`` and ``x_test`` are finite float32 (N, ...); the rest is as in ``Dataset``. A table (N, features) counts as
+    images of ``features`` channels and one pixel, which is what the model ``mlp`` makes of them.
+    """
+
+    @property
+    def image_size(self) -> int:
+        """Length of a sample's second axis; 1 where there is none."""
+        return self.x_train.shape[2] if self.x_train.ndim > 2 else 1
+
+    def _check_split(self, split: str, x: Tensor, y: Tensor, domain: Tensor | None) -> None:
+        if x.dtype != torch.float32 or x.ndim < 2 or x.shape[0] == 0:
+            raise ValueError(
+                f"dataset {self.name!r}: x_{split} must be float32 (N, ...) of at least one sample with at least one axis, "
+                f"but got {x.dtype} {tuple(x.shape)}"
+            )
+        if not bool(x.isfinite().all()):
+            row = int((~x.isfinite().flatten(1).all(1)).nonzero()[0])
+            raise ValueError(
+                f"dataset {self.name!r}: x_{split} must be finite, as one NaN or infinity makes every weight NaN, but sample {row} is not; "
+                "fill or drop what is missing"
+            )
+        self._check_indices(f"y_{split}", y, x.shape[0], self.classes)
+
+
+def load_function(name: str, path: str, image_size: int) -> Dataset:
+    """The data of the function ``name``, "package.module:function", which is called as ``function(path)``.
+
+    If it has a parameter called ``image_size``, that is given by name, too (0: as the data are). It returns ``x_train,
+    y_train, x_test, y_test`` as arrays or tensors. Labels are integers (N,) counting from 0; the number of classes is the
+    largest label, plus one. Samples are either
+
+    * floats (N, ...) of any shape, which reach the network as they are, in float32: scaling them is the function's
+      business. They are never resized: ``image_size`` must be 0 or theirs (1 for a table). Or
+    * uint8 images (N, H, W) or (N, H, W, C), square, with 1 or 3 channels; resized to ``image_size`` unless that is 0.
+
+    The function runs on the machine that holds the data, with all that whoever wrote it may do there.
+
+    Raises:
+        DataNotFound: where the function raises FileNotFoundError.
+        ValueError: for a function that is not there, that raises, or returns anything else.
+    """
+    function = _imported(name)
+    arrays = _checked_arrays(name, _called(name, function, path, image_size))
+    labels = {key: _labels(name, key, arrays[key]) for key in ("y_train", "y_test")}
+    samples = {key: _samples(name, key, arrays[key], image_size) for key in ("x_train", "x_test")}
+    floats = {key: x.is_floating_point() for key, x in samples.items()}
+    if len(set(floats.values())) > 1:
+        raise ValueError(f"data function {name!r}: x_train and x_test must be both floats or both uint8 images, but only one is")
+    classes = 1 + max((int(y.max()) for y in labels.values() if len(y)), default=0)
+    kind = Measurements if floats["x_train"] else Dataset
+    data = kind(name, samples["x_train"], labels["y_train"], samples["x_test"], labels["y_test"], classes=classes)
+    if image_size not in (0, data.image_size):
+        raise ValueError(
+            f"data function {name!r}: floats are not resized, so image-size must be 0 or theirs, {data.image_size}, but is {image_size}; "
+            "let the function take image_size and resize them itself"
+        )
+    return data
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not all(part.isidentifier() for part in [*module_name.split("."), function_name]):
+        raise ValueError(f"a data function must be named as package.module:function, but got {name!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a stranger's module: anything may happen in it
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"data function {name!r}: there is no module {error.name!r}; install its package, or put its folder on PYTHONPATH"
+            ) from error
+        raise ValueError(f"data function {name!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ValueError(
+            f"data function {name!r}: expected a function {function_name!r} in {module_name}, "
+            f"which has {', '.join(public) or 'no functions'}"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _called(name: str, function: Callable[..., Any], path: str, image_size: int) -> Any:
+    signature = inspect.signature(function)
+    arguments = {"image_size": image_size} if "image_size" in signature.parameters else {}
+    try:
+        signature.bind(path, **arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"data function {name!r} must be callable as function(path) or function(path, image_size=...), but {error}"
+        ) from error
+    try:
+        return function(path, **arguments)
+    except FileNotFoundError as error:
+        raise DataNotFound(f"data function {name!r} found no file for path {path!r}: {error}") from error
+    except Exception as error:  # a stranger's function: anything may happen in it
+        raise ValueError(f"data function {name!r} raised {type(error).__name__} for path {path!r}: {error}") from error
+
+
+def _checked_arrays(name: str, returned: Any) -> dict[str, np.ndarray[Any, Any]]:
+    if not isinstance(returned, tuple | list) or len(returned) != len(KEYS):
+        shown = f"{type(returned).__name__} of {len(returned)}" if isinstance(returned, tuple | list) else type(returned).__name__
+        raise ValueError(f"data function {name!r} must return {', '.join(KEYS)}, but returned {shown}")
+    arrays = {}
+    for key, value in zip(KEYS, returned, strict=True):
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+            value = (value.float() if value.is_floating_point() else value).numpy()  # numpy knows no bfloat16
+        if not isinstance(value, np.ndarray):
+            raise ValueError(f"data function {name!r}: {key} must be a numpy array or a torch tensor, but is {type(value).__name__}")
+        arrays[key] = value
+    for split in ("train", "test"):
+        x, y = arrays[f"x_{split}"], arrays[f"y_{split}"]
+        if x.ndim == 0 or y.shape != x.shape[:1]:
+            raise ValueError(
+                f"data function {name!r}: y_{split} must have a label for each sample of x_{split}, but they are {y.shape} and {x.shape}"
+            )
+    return arrays
+
+
+def _labels(name: str, key: str, y: np.ndarray[Any, Any]) -> Tensor:
+    if not np.issubdtype(y.dtype, np.integer):
+        raise ValueError(f"data function {name!r}: {key} must be integers, but is {y.dtype}; number the classes from 0")
+    if len(y) and y.min() < 0:
+        raise ValueError(f"data function {name!r}: {key} must count classes from 0, but holds {y.min()}")
+    return torch.from_numpy(y.astype(np.int64))
+
+
+def _samples(name: str, key: str, x: np.ndarray[Any, Any], image_size: int) -> Tensor:
+    """Floats as float32, images as uint8 (N, C, H, H)."""
+    if np.issubdtype(x.dtype, np.floating):
+        with np.errstate(over="ignore"):  # infinities are refused later
+            return torch.from_numpy(x.astype(np.float32))
+    if x.dtype != np.uint8:
+        raise ValueError(f"data function {name!r}: {key} must be floats, or images of uint8 (0..255), but is {x.dtype}")
+    if x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)) or x.shape[1] != x.shape[2] or len(x) == 0:
+        raise ValueError(
+            f"data function {name!r}: {key} of uint8 must be at least one square image, (N, H, H) or (N, H, H, C) with 1 or 3 channels C "
+            f"last, but is {x.shape}"
+        )
+    return resize(images_to_tensor(x), image_size)

@@ -1,0 +1,1 @@
+"""What ``fl-bn doctor`` looks at: one small function per check, each of which answers with a ``Finding``."""

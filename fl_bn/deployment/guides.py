@@ -1,0 +1,140 @@
+"""The pages that come with a kit: for who makes it, who runs the server, and who runs a site."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+INSTALL = """\
+In a copy of the repository, with Python 3.11 or newer on Linux (about 6 GB, most of it torch; no GPU is needed):
+
+    python3 -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e .
+
+Every command below needs this environment to be active (`. .venv/bin/activate`), and is typed in this folder."""
+
+
+def kit_readme(sites: Sequence[str]) -> str:
+    rows = "\n".join(f"| `sites/{site}/` | the IT person of {site}, over a channel that keeps it secret | `site.key` |" for site in sites)
+    return f"""# Kit
+
+One folder per machine. Each has a GUIDE.md that is all its reader needs, besides a copy of the repository.
+
+| folder | who gets it | its secret, which never goes anywhere else |
+|---|---|---|
+| `authority/` | nobody: keep it offline; it is needed only to renew the server's certificate | `ca.key` |
+| `server/` | the machine that sites connect to | `server.key` |
+{rows}
+
+`ca.key` can make servers that all sites trust; `server.key` is the server; a `site.key` is that site. Once a site has its folder, delete
+yours.
+
+1. `fl-bn kit verify .` here: all files fit together. Each folder can be verified by itself later, too.
+2. Hand out the folders. Every site fills in the data lines of its `site.toml`.
+3. On the server: `./start.sh`. Sites, in any order, before or after: `./start.sh`. They wait for each other.
+4. `fl-bn doctor .` in each folder says what is wrong where something is.
+5. On the server: `./run.sh --run-config "..."`.
+"""
+
+
+def server_guide(fleet: int, exchange: int) -> str:
+    return f"""# The server
+
+{INSTALL}
+
+## Start
+
+    fl-bn doctor .      # what is missing, and what to do about it
+    ./start.sh          # runs until Ctrl-C, and restarts what ends; at boot: deploy/systemd in the repository
+
+Open for the sites, incoming: TCP {fleet} (Flower) and, for FedTAN only, {exchange} (its exchange, while a run is on). Nothing else: whoever
+reaches `control` in server.toml can start runs, which is code on the sites' machines, and can let sites in; `serverappio` is plaintext.
+
+`logs/` has one file per program (40 MB each at most). The log says `A: registered` for each site, once, and a site that has connected is
+`Activated node_id=...` in `logs/superlink.log`.
+
+## Runs
+
+    ./run.sh --run-config "method='fedbn' rounds=40 dataset='sites' classes=10 channels=3 image-size=32"   # the sites' own data
+    ./run.sh --run-config "method='hbn' rounds=3"       # rehearsal: the run's own data, split over the sites that have set none
+    ./run.sh --run-config "resume='latest'"             # goes on where an interrupted run stopped
+
+It shows the run's log and exits with 0 only if the run completed. Ctrl-C leaves the log, not the run, and says how to stop that. A round
+takes at least some 5 s per message (Flower polls), and sites load Python and torch for each. All keys: docs/config.md in the repository.
+The number of clients, the folder for results and the exchange's certificate come from this folder.
+
+Results are in `results/`, a folder per run (`summary.md`, `rounds.csv`, `model.safetensors`, ...): copy it from there, it is complete when
+the log says `results: ...`.
+
+## Add a site
+
+1. There: `ssh-keygen -t ecdsa -b 384 -N "" -C NAME -f site.key && mv site.key.pub site.pub`. It also needs this folder's `ca.crt` and
+   `start.sh`, and another site's `site.toml` with its own name in it.
+2. Here: its `site.pub` as `sites/NAME.pub`, NAME at the *end* of `sites` in server.toml, restart `./start.sh`.
+3. Every site: `num-partitions` in site.toml is one more; the new site's `partition-id` is the last place; restart.
+
+A site that leaves: stop it, and remove it likewise. If its key was stolen, also tell the SuperLink: `flwr supernode ls` and `unregister`.
+
+## Keep
+
+`state/` (who is registered, runs, checkpoints) and `results/` belong in the backup; so does this folder, with `server.key`, encrypted.
+`fl-bn kit verify .` says until when the certificate is valid.
+
+## When it says ...
+
+* `Activation failed: No SuperNode found with the given public key`: a site whose key is not in `sites/`, or that came before it was
+  registered and tries again.
+* `could not be activated`: that site crashed, and is let in again after a minute.
+* `in use`: another server runs here, or other programs have ports of server.toml.
+"""
+
+
+def site_guide(site: str, fleet: str, exchange: str) -> str:
+    return f"""# Site {site}
+
+This machine trains on its own data and sends what it learnt to the server at {fleet}. {INSTALL}
+
+## Before the first start
+
+Fill in the data lines of `site.toml` (each line says what it means); paths may be relative to this folder:
+
+    dataset = "npz"           # or: folder (train/CLASS/*.png, test/CLASS/*.png), or package.module:function
+    data-path = "site.npz"    # arrays x_train y_train x_test y_test: uint8 images (N, height, width, channels), integer labels
+
+Left empty, this site trains on its share of a public data set: a rehearsal. Then:
+
+    fl-bn doctor .      # what is missing, and what to do about it
+
+Outgoing connections that the firewall must allow: TCP to {fleet}, and to {exchange} if FedTAN is used. No incoming ones.
+
+## Start, stop
+
+    ./start.sh          # runs until Ctrl-C or `kill`, and restarts what ends; at boot: deploy/systemd in the repository
+
+It is connected when the log (here, and in `logs/supernode.log`) says `SuperNode ID: ...`. Then it waits for runs: a round begins with
+`Receiving: train message` and ends with `Sent successfully`. Stopping takes some seconds, and is safe at any time: a round goes on without
+this site, or changes nothing.
+
+## What leaves this site, and what does not
+
+* fl-bn sends: the model's weights after training; means and variances inside the network (BatchNorm statistics), except what the run's
+  method keeps here; numbers of samples, also per class unless the run says `share-label-counts=false`; loss and accuracy; what went
+  wrong, in words; for FedTAN the statistics of single batches, which come close to the samples where batches are small.
+* It never sends images, single labels, or `site.key`.
+* That holds for fl-bn. The program that reads the data comes from the server with each run (Flower works so): who may start runs there
+  decides what runs here. Agree on who that is, and give this service a user of its own that can read its data and nothing else, as
+  deploy/systemd does.
+
+## When it says ...
+
+* `No SuperNode found with the given public key`: the server does not know this site. Send its operator `site.pub` (never `site.key`).
+* `Connection attempt failed`: the server is down, or a firewall is in between; with `CERTIFICATE_VERIFY_FAILED`: it is not the server
+  that `ca.crt` vouches for. `fl-bn doctor .` says more. It retries by itself.
+* `could not be activated`: after a crash the server counts this site as connected for a minute. Wait, it retries. If that does not
+  end, another machine uses this site's key.
+* `the run is for clients=4, but ... num-partitions=3`: sites were added or removed. Ask the operator for the new lines of site.toml.
+* `FolderError`, `DataNotFound`, `ConfigError`: a line of site.toml, or a file that it names, is wrong. The message says which.
+
+## Keep
+
+`state/` has what must survive this machine (layers that stay here under FedBN and its kin, momentum): back it up, and keep it as secret
+as the data. `site.key` is this site: mode 0600, backed up only encrypted. If it may have been copied, tell the operator at once.
+"""

@@ -1,0 +1,277 @@
+"""Kills and cuts in docker-compose.yml's federation while it trains: what happened, how long it took, and was anything lost.
+
+    python -m tests.deployment.docker_drills                                  # every drill twice, some 40 minutes on two cores
+    python -m tests.deployment.docker_drills --repetitions 1 --only cut       # one of them
+    python -m tests.deployment.docker_drills --output drills                  # drills.csv and drills.md
+
+Needs the image to be of the same source as this checkout, which it builds first. The measure is that of tests/deployment/drills.py: the final model, and what each site keeps, must be bit for bit those of a run in one
+process in which exactly the same replies were missing; after a resume none may be missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_bn.deployment.commands import flower_config
+from tests.deployment import drills
+from tests.deployment.docker_federation import ROOT, SITES, DockerFailed, DockerFederation, command, no_docker
+from tests.deployment.drills import Case, Outcome
+
+METHODS = ("fedbn", "hbn", "fedtan")
+COLUMNS = ("drill", "method", "moment", "what", "seconds", "missing", "lost")
+RESULTS = "/kit/server/results"
+
+
+class Snapshot:
+    """What was fetched from the containers, laid out as the kit of a federation of processes, for the comparisons of ``drills``."""
+
+    sites = list(SITES)
+
+    def __init__(self, federation: DockerFederation, folder: Path) -> None:
+        self.kit, self._federation = folder, federation
+
+    def fetch(self) -> None:
+        self._federation.fetch(_made(self.kit / "server" / "results"))
+        for place, site in enumerate(SITES, 1):
+            state = _made(self.kit / "sites" / site / "state")
+            command("docker", "cp", f"{self._federation.container(f'clientapp-{place}')}:/state/.", str(state))
+
+    def result(self, name: str) -> Path:
+        return self.kit / "server" / "results" / name
+
+    def log(self, part: str, program: str) -> str:
+        return self._federation.logs(program, tail=2000)
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One run that is to be disturbed."""
+
+    federation: DockerFederation
+    case: Case
+    config: dict[str, Any]
+    outcome: Outcome
+
+    @property
+    def site(self) -> int:
+        """Whom it hits: 1, 2 or 3."""
+        return 1 + self.case.repetition % 3
+
+    def rounds(self) -> int:
+        """How many rounds the server has finished."""
+        lines = self.federation.inside("serverapp", "sh", "-c", f"cat {RESULTS}/{self.config['name']}/rounds.csv || true")
+        return sum(line[:1].isdigit() for line in lines.splitlines())
+
+    def has_checkpoint(self) -> bool:
+        return "round-" in self.federation.inside("serverapp", "sh", "-c", f"ls {RESULTS}/{self.config['name']}/checkpoints || true")
+
+    @contextmanager
+    def started(self) -> Iterator[subprocess.Popen[str]]:
+        """The run, at a random moment after its first round."""
+        process = self.federation.start_run(flower_config(self.config))
+        said: list[str] = []
+        drain = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
+        drain.start()
+        try:
+            begin = time.monotonic()
+            while not self.rounds():
+                if process.poll() is not None or time.monotonic() - begin > 300:
+                    raise DockerFailed("no round was finished:\n" + "".join(said[-30:]))
+                time.sleep(1)
+            time.sleep(self.case.rng.uniform(0, 25))
+            self.outcome.moment = f"after round {self.rounds()} of {self.config['rounds']}"
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            drain.join(5)
+            for container in command("docker", "ps", "-q", "--filter", f"name={self.federation.project}_run_run").split():
+                command("docker", "rm", "--force", container, check=False)  # its log's reader; the run itself does not need it
+
+    def goes_on(self, process: subprocess.Popen[str], what: str) -> None:
+        """The run must end by itself; what is missing of it must be missing in one process, too, for the same model."""
+        try:
+            code = process.wait(900)
+        except subprocess.TimeoutExpired:
+            self.outcome.what = f"{what}; the run hangs"
+            return
+        self.outcome.what = f"{what}; the run {'completed' if code == 0 else f'failed ({code})'}"
+        if code == 0:
+            self._snapshot().fetch()
+            drills._compare_with_gaps(self.case, self.config, self.outcome)
+
+    def resumes(self, what: str) -> None:
+        """Submitted again, it must end as if nothing had happened."""
+        there = self.has_checkpoint()
+        self.federation.run(flower_config({**self.config, "resume": "latest"} if there else self.config), timeout=900)
+        self.outcome.what = f"{what}; resumed and completed" if there else f"{what}; no checkpoint yet, submitted anew"
+        self._snapshot().fetch()
+        drills._compare(self.case, self.config, self.outcome)
+
+    def _snapshot(self) -> Snapshot:
+        snapshot = self.case.federation
+        assert isinstance(snapshot, Snapshot)
+        return snapshot
+
+
+def supernode(drill: Drill) -> None:
+    """`docker kill` a SuperNode; `docker start` it at once: the SuperLink refuses it until it has missed the dead one."""
+    name = f"supernode-{drill.site}"
+    with drill.started() as process:
+        container = drill.federation.container(name)
+        command("docker", "kill", container)
+        command("docker", "start", container)
+        drill.goes_on(process, f"{name} killed and started at once")
+    back = drill.federation.wait_healthy(name, f"clientapp-{drill.site}")
+    drill.outcome.what += (
+        f" ({_restarts(drill.federation, name)} refused starts before it was let in)" if back < 170 else ", but stays away"
+    )
+
+
+def crash(drill: Drill) -> None:
+    """A SuperNode's process dies; nobody but the engine starts it again."""
+    name = f"supernode-{drill.site}"
+    with drill.started() as process:
+        command("docker", "exec", drill.federation.container(name), "sh", "-c", "kill -9 -1", check=False)
+        drill.goes_on(process, f"{name} crashed, restarted by the engine")
+    drill.federation.wait_healthy(name, f"clientapp-{drill.site}")
+
+
+def serverapp(drill: Drill) -> None:
+    """`docker kill` the ServerApp, `docker start` it, submit again with resume='latest'."""
+    with drill.started():
+        container = drill.federation.container("serverapp")
+        command("docker", "kill", container)
+        command("docker", "start", container)
+        drill.federation.wait_healthy("serverapp")
+        drill.resumes("serverapp killed and started")
+
+
+def superlink(drill: Drill) -> None:
+    """`docker kill` the SuperLink, `docker start` it: its state is in a database, so that the run goes on."""
+    with drill.started() as process:
+        container = drill.federation.container("superlink")
+        command("docker", "kill", container)
+        command("docker", "start", container)
+        drill.goes_on(process, "superlink killed and started")
+    drill.federation.wait_healthy()
+
+
+def cut(drill: Drill) -> None:
+    """`docker network disconnect` a site's SuperNode and ClientApp for a minute."""
+    network = drill.federation.network("sites")
+    containers = [drill.federation.container(f"{role}-{drill.site}") for role in ("supernode", "clientapp")]
+    with drill.started() as process:
+        for container in containers:
+            command("docker", "network", "disconnect", network, container)
+        time.sleep(60)
+        seen = drill.federation.health(f"supernode-{drill.site}")
+        for container in containers:
+            command("docker", "network", "connect", network, container)
+        drill.goes_on(process, f"site-{drill.site} cut off for 60 s (its SuperNode: {seen})")
+    drill.federation.wait_healthy()
+
+
+def everything(drill: Drill) -> None:
+    """`docker kill` all containers, start them again, submit again with resume='latest'."""
+    with drill.started():
+        drill.federation.compose("kill")
+        drill.federation.up()
+        drill.resumes("all containers killed and started")
+
+
+DRILLS: dict[str, Callable[[Drill], None]] = {
+    "supernode": supernode,
+    "crash": crash,
+    "serverapp": serverapp,
+    "superlink": superlink,
+    "cut": cut,
+    "everything": everything,
+}
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _restarts(federation: DockerFederation, service: str) -> int:
+    return int(command("docker", "inspect", "--format", "{{.RestartCount}}", federation.container(service)))
+
+
+def perform(federation: DockerFederation, name: str, repetition: int) -> Outcome:
+    """One repetition of a drill, on a healthy federation."""
+    federation.wait_healthy()
+    with tempfile.TemporaryDirectory() as folder:
+        snapshot: Any = Snapshot(federation, Path(folder) / "fetched")
+        case = Case(snapshot, Path(folder), repetition, random.Random(f"docker {name} {repetition}"))
+        method = "fedbn" if name in ("supernode", "crash") else METHODS[repetition % 3]
+        values = {"rounds": 5, "evaluate-every": 5, "round-timeout": 180.0, "name": f"{name}-seed{repetition}", "max-failed-rounds": 4}
+        outcome = Outcome(name, repetition, method, "")
+        begin = time.monotonic()
+        try:
+            DRILLS[name](Drill(federation, case, case.config(method, **values), outcome))
+        except Exception as error:
+            outcome.notes.append(f"the drill itself failed: {type(error).__name__}: {error}"[:2000])
+        outcome.seconds = time.monotonic() - begin
+        return outcome
+
+
+def row(outcome: Outcome) -> dict[str, str]:
+    lost = f"nothing: identical {outcome.identical}" if outcome.ok else f"? {'; '.join(outcome.notes)}"
+    words = (DRILLS[outcome.drill].__doc__ or "").split(";")[0].rstrip(".")
+    values = (words, outcome.method, outcome.moment, outcome.what, f"{outcome.seconds:.0f}", outcome.missing or "none", lost)
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+    lines = ["| event | method | when | what happened | seconds | replies missing | lost |", "|---|---|---|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row[column].replace('|', '/') for column in COLUMNS)} |" for row in rows)]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Kills and cuts in docker-compose.yml's federation.")
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=list(DRILLS), default=list(DRILLS))
+    parser.add_argument("--output", default="", help="write OUTPUT.csv and OUTPUT.md")
+    parser.add_argument("--as-built", action="store_true", help="take the image as it is")
+    parser.add_argument("--compose", default="docker-compose", help="the compose command")
+    given = parser.parse_args()
+    if reason := no_docker():
+        print(f"docker-compose.yml cannot be started here: {reason}", file=sys.stderr)
+        return 2
+    outcomes: list[Outcome] = []
+    with DockerFederation("fl-bn-drills", given.compose) as federation:
+        if not given.as_built:
+            federation.build()
+        federation.up()
+        for repetition in range(given.repetitions):
+            for name in given.only:
+                outcomes.append(perform(federation, name, repetition))
+                print(row(outcomes[-1]), flush=True)
+                if given.output:
+                    rows = [row(outcome) for outcome in outcomes]
+                    (ROOT / f"{given.output}.md").write_text(markdown(rows))
+                    with (ROOT / f"{given.output}.csv").open("w", newline="") as file:
+                        writer = csv.DictWriter(file, COLUMNS)
+                        writer.writeheader()
+                        writer.writerows(rows)
+    print(markdown([row(outcome) for outcome in outcomes]))
+    return 0 if all(outcome.ok for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""docker-compose.yml, started for real by a test or a drill: build, start, run, fetch, remove.
+
+python -m tests.deployment.docker_federation "method='hbn' model='mlp' rounds=2 local-steps=2"     # all of it, with times
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).parents[2]
+SITES = ("site-1", "site-2", "site-3")
+SERVICES = ("superlink", "serverapp", *(f"{role}-{i}" for i in (1, 2, 3) for role in ("supernode", "clientapp")))
+
+
+class DockerFailed(RuntimeError):
+    """A command failed; the message has its last lines."""
+
+
+def no_docker() -> str:
+    """Why docker-compose.yml cannot be started here; empty: it can."""
+    for program in ("docker", "docker-compose"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    engine = subprocess.run(["docker", "info"], capture_output=True, text=True, check=False)
+    if engine.returncode:
+        return "no Docker engine answers"
+    if not _present(base_image()) and not _pulled(base_image()) and (os.getuid() or shutil.which("debootstrap") is None):
+        return f"no registry has {base_image()}, and tests/deployment/base_image.sh needs root and debootstrap to make it"
+    return ""
+
+
+def base_image() -> str:
+    """The image that the Dockerfile starts from."""
+    lines = (ROOT / "deploy/docker/Dockerfile").read_text().splitlines()
+    return next(line.removeprefix("ARG BASE=") for line in lines if line.startswith("ARG BASE="))
+
+
+def _present(image: str) -> bool:
+    return not subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False).returncode
+
+
+def _pulled(image: str) -> bool:
+    return not subprocess.run(["docker", "pull", "--quiet", image], capture_output=True, check=False).returncode
+
+
+def command(*words: str, timeout: float = 600.0, check: bool = True) -> str:
+    """stdout and stderr of a command in the repository. Raises DockerFailed for a non-zero exit or after ``timeout`` seconds."""
+    try:
+        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        tail = (error.stdout or b"").decode(errors="replace")[-3000:]
+        raise DockerFailed(f"`{shlex.join(words)}` was not done after {timeout:.0f} s:\n{tail}") from error
+    if check and done.returncode:
+        raise DockerFailed(f"`{shlex.join(words)}` exited with {done.returncode}:\n{done.stdout[-3000:]}")
+    return done.stdout
+
+
+class DockerFederation:
+    """The services, networks and volumes of one compose project named ``project``; leaving the ``with`` block removes all of them.
+
+    ``compose`` is the compose command, e.g. ``docker-compose`` or ``docker compose``. ``keep``: leave all as it is.
+    """
+
+    def __init__(self, project: str = "fl-bn-test", compose: str = "docker-compose", keep: bool = False) -> None:
+        self.project, self.keep = project, keep
+        self._compose = [*shlex.split(compose), "--project-name", project]
+
+    def __enter__(self) -> DockerFederation:
+        if not _present(base_image()) and not _pulled(base_image()):
+            command("sh", "tests/deployment/base_image.sh", timeout=3600)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            print(self.compose("ps", check=False), self.logs(), sep="\n", file=sys.stderr)
+        if not self.keep:
+            self.compose("down", "--volumes", "--remove-orphans", check=False)
+
+    def compose(self, *words: str, timeout: float = 600.0, check: bool = True) -> str:
+        return command(*self._compose, *words, timeout=timeout, check=check)
+
+    def build(self) -> None:
+        self.compose("build", "kit", timeout=1800)
+
+    def up(self) -> None:
+        """Starts everything; returns when every service is healthy. Raises DockerFailed after three minutes."""
+        self.compose("up", "-d")
+        self.wait_healthy()
+
+    def wait_healthy(self, *services: str, within: float = 180.0) -> float:
+        """Seconds until all (or these) services are healthy. Raises DockerFailed after ``within`` seconds."""
+        begin = time.monotonic()
+        while ill := [name for name in services or SERVICES if self.health(name) != "healthy"]:
+            if time.monotonic() - begin > within:
+                raise DockerFailed(f"not healthy after {within:.0f} s: {', '.join(ill)}\n{self.logs(*ill)}")
+            time.sleep(1)
+        return time.monotonic() - begin
+
+    def run(self, config: str, timeout: float = 600.0) -> str:
+        """The log of a run, submitted as a user does. Raises DockerFailed where it failed."""
+        return self.compose("run", "--rm", "run", config, timeout=timeout)
+
+    def start_run(self, config: str) -> subprocess.Popen[str]:
+        """The same, in the background."""
+        words = [*self._compose, "run", "--rm", "run", config]
+        return subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def fetch(self, folder: Path) -> Path:
+        """Copies all run directories into ``folder``."""
+        command("docker", "cp", f"{self.container('serverapp')}:/kit/server/results/.", str(folder))
+        return folder
+
+    def container(self, service: str) -> str:
+        """The id of a service's container, running or not. Raises DockerFailed where there is none."""
+        found = self.compose("ps", "--all", "-q", service).split()
+        if not found:
+            raise DockerFailed(f"{service} has no container")
+        return found[0]
+
+    def state(self, service: str) -> dict[str, object]:
+        return dict(json.loads(command("docker", "inspect", "--format", "{{json .State}}", self.container(service))))
+
+    def health(self, service: str) -> str:
+        """healthy, unhealthy, starting; or the container's status where it does not run."""
+        state = self.state(service)
+        health = state.get("Health")
+        return str(health["Status"]) if isinstance(health, dict) and state["Running"] else str(state["Status"])
+
+    def inside(self, service: str, *words: str, check: bool = True) -> str:
+        return command("docker", "exec", self.container(service), *words, check=check)
+
+    def logs(self, *services: str, tail: int = 40) -> str:
+        return self.compose("logs", "--no-color", f"--tail={tail}", *services, check=False)
+
+    def network(self, name: str) -> str:
+        return f"{self.project}_{name}"
+
+
+def main(config: str, compose: str = "docker-compose") -> None:
+    """All of it once, printing how long each step takes."""
+
+    def timed(step: str, begin: float) -> None:
+        print(f"{step:<6} {time.monotonic() - begin:6.1f} s", flush=True)
+
+    with DockerFederation(compose=compose) as federation, tempfile.TemporaryDirectory() as folder:
+        for step in ("build", "up"):
+            begin = time.monotonic()
+            getattr(federation, step)()
+            timed(step, begin)
+        begin = time.monotonic()
+        print(federation.run(config))
+        timed("run", begin)
+        begin = time.monotonic()
+        federation.fetch(Path(folder))
+        timed("fetch", begin)
+        print(*sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*")), sep="\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,211 @@
+"""A deployed federation on loopback: a kit, and every part of it a real process under TLS with authenticated nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file
+
+from fl_bn.deployment.commands import flower_config
+from fl_bn.deployment.kit import Plan, create
+from fl_bn.flower import run_in_process
+
+ROOT = Path(__file__).parents[2]
+FL_BN = (sys.executable, "-m", "fl_bn.cli")
+SMALL: dict[str, Any] = {  # a run of seconds in one process; deployed, each round is mostly Flower's own pace
+    "model": "mlp", "clients": 3, "partition": "dirichlet", "partition-parameter": 1.0, "rounds": 3, "local-steps": 2, "evaluate-every": 3,
+    "pictures": False, "wait-timeout": 120.0, "round-timeout": 120.0, "exchange-join-timeout": 60.0,
+}  # fmt: skip
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, below those that the kernel gives to outgoing connections."""
+    ports: list[int] = []
+    start = 12000 + (os.getpid() * 37 + int(time.time() * 10)) % 15000
+    for port in range(start, start + 4000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise RuntimeError("no free ports")
+
+
+def processes(*words: str) -> list[int]:
+    """Processes in whose command line all ``words`` occur."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if line and all(word in line for word in words):
+            found.append(int(entry.parent.name))
+    return sorted(found)
+
+
+def wait_until(what: str, done: Callable[[], Any], timeout: float = 60.0, pause: float = 0.1) -> Any:
+    end = time.monotonic() + timeout
+    while not (result := done()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what}: not within {timeout:g} s")
+        time.sleep(pause)
+    return result
+
+
+class Federation:
+    """Use as a context manager: all processes end with it. ``sites``: names; ``lines``: of a site's TOML, by site and key;
+    ``small_disks``: results and states lie on file systems of 64 MB each (root only)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        sites: Sequence[str] = ("a", "b", "c"),
+        lines: Mapping[str, Mapping[str, Any]] | None = None,
+        small_disks: bool = False,
+    ) -> None:
+        self.kit, self.sites = folder / "kit", list(sites)
+        fleet, self.exchange, control, self.serverappio, *nodes = free_ports(4 + len(sites))
+        create(Plan("127.0.0.1", list(sites), fleet_port=fleet, exchange_port=self.exchange), self.kit)
+        self.fleet, self.nodes = fleet, dict(zip(sites, nodes, strict=True))
+        self.edit(
+            "server", {"control": f"127.0.0.1:{control}", "serverappio": f"127.0.0.1:{self.serverappio}", "fleet": f"127.0.0.1:{fleet}"}
+        )
+        for site, port in self.nodes.items():
+            self.edit(f"sites/{site}", {"clientappio": f"127.0.0.1:{port}", "device": "cpu", **(lines or {}).get(site, {})})
+        self.environment: dict[str, dict[str, str]] = {}  # by part, beside this process's own
+        for site in sites:
+            self.mood(site).write_text("")
+            self.environment[f"sites/{site}"] = {"FL_BN_MOOD": str(self.mood(site))}
+        self._mounts = [self.kit / "server/results", *(self.kit / "sites" / site / "state" for site in sites)] if small_disks else []
+        for mount in self._mounts:
+            mount.mkdir(parents=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", str(mount)], check=True)
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def edit(self, part: str, values: Mapping[str, Any]) -> None:
+        """Change lines of ``server`` or ``sites/NAME``."""
+        file = next((self.kit / part).glob("*.toml"))
+        text = file.read_text()
+        for key, value in values.items():
+            shown = f'"{value}"' if isinstance(value, str) else str(value)
+            text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {shown}", text)
+            assert count == 1, f"{file} has no line {key}"
+        file.write_text(text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for part in list(self._running):
+            self.stop(part)
+        for mount in self._mounts:
+            subprocess.run(["umount", "--lazy", str(mount)], check=False)
+
+    def mood(self, site: str) -> Path:
+        """The file that says what ails the site's data, in runs with ``moody``'s."""
+        return self.kit.parent / f"mood-{site}"
+
+    # Parts: "server", "sites/a", ...
+
+    def start(self, *parts: str) -> None:
+        for part in parts:
+            output = (self.kit / part / "start.out").open("ab")
+            self._running[part] = subprocess.Popen(
+                [*FL_BN, "start", str(self.kit / part)],
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **self.environment.get(part, {})},
+            )
+
+    def start_all(self) -> None:
+        """The server, then the sites once it has registered their keys."""
+        self.start("server")
+        wait_until("registration", lambda: self.log("server", "register").count("registered") >= len(self.sites))
+        self.start(*(f"sites/{site}" for site in self.sites))
+        for site in self.sites:
+            wait_until(f"site {site} is connected", lambda site=site: "SuperNode ID" in self.log(f"sites/{site}", "supernode"))
+
+    def stop(self, part: str, how: int = signal.SIGTERM) -> None:
+        process = self._running.pop(part)
+        process.send_signal(how)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def log(self, part: str, program: str) -> str:
+        file = self.kit / part / "logs" / f"{program}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def find(self, program: str, site: str = "") -> list[int]:
+        """Processes of ``superlink``, ``serverapp`` (of a run), ``supernode`` or ``clientapp`` (of a message)."""
+        words = {
+            "superlink": ("flower-superlink", str(self.kit)),
+            "serverapp": ("flwr-serverapp", f":{self.serverappio}"),
+            "supernode": ("flower-supernode", str(self.kit / "sites" / site)),
+            "clientapp": ("flwr-clientapp", f":{self.nodes.get(site, 0)}"),
+        }
+        return processes(*words[program])
+
+    # Runs
+
+    def submit(self, config: Mapping[str, Any]) -> subprocess.Popen[str]:
+        argv = [*FL_BN, "submit", str(self.kit / "server"), "--run-config", flower_config(config)]
+        return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+    def run(self, config: Mapping[str, Any], timeout: float = 600.0) -> str:
+        """The log of a run that must complete."""
+        process = self.submit(config)
+        try:
+            out, _ = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+        if process.returncode:
+            raise RuntimeError(f"the run failed ({process.returncode}):\n{out}")
+        return out
+
+    def result(self, name: str) -> Path:
+        return self.kit / "server" / "results" / name
+
+
+def in_process(config: Mapping[str, Any], folder: Path) -> Path:
+    """The run directory of the same run in this process."""
+    shutil.rmtree(folder, ignore_errors=True)
+    path = run_in_process({**config, "output": str(folder), "device": "cpu", "resume": ""})
+    assert path is not None
+    return path
+
+
+def differing(one: Path, other: Path) -> list[str]:
+    """Tensors of two safetensors files that are not the same bits."""
+    a, b = load_file(one), load_file(other)
+    return sorted(name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name]))
+
+
+def personal(federation: Federation, name: str) -> dict[str, Path]:
+    """By site, the model that its client saved at the end of the run ``name``."""
+    found = {}
+    for index, site in enumerate(federation.sites):
+        path = federation.kit / "sites" / site / "state" / name / "clients" / f"client-{index}.safetensors"
+        if path.exists():
+            found[site] = path
+    return found

@@ -1,0 +1,267 @@
+"""Command lines, against the parsers of the pinned Flower; registration and submission, against its own checks and a stand-in for it."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from flwr.cli.build import build_fab_from_disk, build_fab_from_files
+from flwr.cli.config_utils import load_and_validate, validate_certificate_in_federation_config, validate_federation_in_project_config
+from flwr.common.args import try_obtain_root_certificates, try_obtain_server_certificates
+from flwr.common.config import parse_config_args
+from flwr.server.app import _parse_args_run_superlink
+from flwr.supercore.cli.flower_superexec import _parse_args as parse_superexec
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_setup_client_authentication
+
+from fl_bn.deployment import control as control_module
+from fl_bn.deployment import submit as submit_module
+from fl_bn.deployment.commands import commands, environment, flower_config, local, node_config, prepare, superlink
+from fl_bn.deployment.control import Control, ControlError, control_of, register_sites
+from fl_bn.deployment.folders import FolderError, ServerFolder, SiteFolder
+from fl_bn.deployment.kit import Plan, create
+from fl_bn.deployment.submit import COMPLETED, project_of, run_config, submit
+from fl_bn.experiment.config import ConfigError
+from fl_bn.experiment.overrides import parse_overrides
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    """In a folder whose name shells and configs stumble over."""
+    create(Plan("fl.example.org", ["A", "B"], exchange_port=9195), tmp_path / "St. Mary's kit")
+    return tmp_path / "St. Mary's kit"
+
+
+@pytest.fixture
+def server(kit: Path) -> ServerFolder:
+    return ServerFolder.read(kit / "server")
+
+
+def test_flower_accepts_the_superlink(kit: Path, server: ServerFolder) -> None:
+    command = superlink(server)
+    args = _parse_args_run_superlink().parse_args(command.argv[1:])
+    assert command.argv[0].endswith("flower-superlink")
+    assert (args.insecure, args.enable_supernode_auth, args.isolation) == (False, True, "process")
+    assert (args.fleet_api_address, args.control_api_address, args.serverappio_api_address) == (
+        "0.0.0.0:9092",
+        "127.0.0.1:9093",
+        "127.0.0.1:9091",
+    )
+    assert (args.database, args.storage_dir) == (str(kit / "server/state/superlink.db"), str(kit / "server/state/superlink-files"))
+    read = try_obtain_server_certificates(args)
+    assert read == tuple((kit / "server" / name).read_bytes() for name in ("ca.crt", "server.crt", "server.key"))
+
+
+def test_flower_accepts_the_serverapp_s_superexec(kit: Path, server: ServerFolder) -> None:
+    _, command, registration = commands(server)
+    args = parse_superexec().parse_args(command.argv[1:])
+    assert (args.plugin_type, args.appio_api_address, args.insecure) == ("serverapp", "127.0.0.1:9091", True)
+    assert command.cwd == kit / "server"
+    assert (registration.argv[1:], registration.once, command.once) == (("register", str(kit / "server")), True, False)
+
+
+def test_flower_accepts_the_supernode_and_reads_its_node_config(kit: Path) -> None:
+    text = (
+        (kit / "sites/B/site.toml")
+        .read_text()
+        .replace('dataset = ""', 'dataset = "npz"')
+        .replace('data-path = ""', 'data-path = "my data.npz"')
+    )
+    (kit / "sites/B/site.toml").write_text(text)
+    site = SiteFolder.read(kit / "sites/B")
+    (command,) = commands(site)
+    args = _parse_args_run_supernode().parse_args(command.argv[1:])
+    assert (args.superlink, args.isolation, args.clientappio_api_address) == ("fl.example.org:9092", "subprocess", "127.0.0.1:9094")
+    assert args.insecure is False
+    assert try_obtain_root_certificates(args, args.superlink) == (kit / "sites/B/ca.crt").read_bytes()
+    assert _try_setup_client_authentication(args) is not None
+    expected = {"partition-id": 1, "num-partitions": 2, "site": "B", "device": "auto", "dataset": "npz"}
+    paths = {"state-dir": str(kit / "sites/B/state"), "data-path": str(kit / "sites/B/my data.npz")}
+    assert parse_config_args([args.node_config]) == node_config(site) == expected | paths
+
+
+def test_a_site_without_data_of_its_own_names_none(kit: Path) -> None:
+    assert not {"dataset", "data-path"} & set(node_config(SiteFolder.read(kit / "sites/A")))
+
+
+def test_each_role_has_its_own_flower_home_and_no_telemetry(kit: Path, server: ServerFolder) -> None:
+    prepare(server)
+    assert (kit / "server/state").stat().st_mode & 0o777 == 0o700
+    for command, state in (
+        (superlink(server), kit / "server/state"),
+        (commands(SiteFolder.read(kit / "sites/A"))[0], kit / "sites/A/state"),
+    ):
+        told = environment(command.env)
+        assert told["FLWR_HOME"].startswith(str(state))
+        assert told["FLWR_TELEMETRY_ENABLED"] == "0"
+        assert Path(told["PATH"].split(":")[0], "flower-superexec").exists(), "Flower starts it by name"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"a": 1, "b": 0.5, "c": 1e-9, "d": True, "e": "x"},
+        {"a": "St. Mary's", "b": 'say "a"', "c": "", "d": "k=v w='1'", "e": r"back\slash", "f": "äß"},
+    ],
+)
+def test_configs_come_back_as_they_were(values: dict[str, Any]) -> None:
+    text = flower_config(values)
+    assert parse_config_args([text]) == values
+    assert parse_overrides(text) == values
+
+
+@pytest.mark.parametrize("value", ["both \" and '", "\\ and '", "two\nlines"])
+def test_configs_refuse_what_they_would_change(value: str) -> None:
+    with pytest.raises(ValueError, match="key: Flower's configs cannot carry"):
+        flower_config({"key": value})
+
+
+@pytest.mark.parametrize(
+    ("address", "reached"),
+    [("0.0.0.0:1", "127.0.0.1:1"), ("[::]:1", "[::1]:1"), ("127.0.0.1:1", "127.0.0.1:1"), ("control:1", "control:1")],
+)
+def test_where_this_machine_reaches_a_service(address: str, reached: str) -> None:
+    assert local(address) == reached
+
+
+def test_flower_reads_the_project_that_the_control_api_is_asked_through(kit: Path, server: ServerFolder) -> None:
+    with control_of(server) as control:
+        config, errors, _ = load_and_validate(control.project / "pyproject.toml", check_module=False)
+        assert errors == []
+        assert config is not None
+        _, federation = validate_federation_in_project_config("deployment", config)
+        assert federation["address"] == control.address == "127.0.0.1:9093"
+        assert validate_certificate_in_federation_config(control.project, federation) == (False, (kit / "server/ca.crt").read_bytes())
+    assert not control.project.exists()
+
+
+def test_pyproject_s_federation_takes_the_kit_s_addresses_and_the_kit_stays_out_of_what_is_sent(kit: Path) -> None:
+    config = tomli.loads((ROOT / "pyproject.toml").read_text())
+    at = flower_config({"address": "control:1", "root-certificates": str(kit / "ca.crt")})
+    _, federation = validate_federation_in_project_config("deployment", config, [at])
+    assert federation == {"address": "control:1", "root-certificates": str(kit / "ca.crt")}
+    own = {name: (ROOT / name).read_bytes() for name in ("pyproject.toml", ".gitignore")}
+    sent = zipfile.ZipFile(io.BytesIO(build_fab_from_files({**own, "kit/server/server.toml": b"", "kit.py": b""}))).namelist()
+    assert "kit.py" in sent
+    assert "kit/server/server.toml" not in sent
+
+
+def test_what_is_submitted_is_what_flower_would_send_without_environments_and_kits(tmp_path: Path) -> None:
+    create(Plan("fl.example.org", ["A"]), tmp_path / "project/my-kit")
+    (tmp_path / "project/pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    for name in ("server_app/app.py", "mine/net.py", "docs/guide.md", "env/pyvenv.cfg", "env/lib/torch.py", ".git/x.py", "data/big.npz"):
+        (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "project" / name).write_text("")
+    with submit_module._staged(tmp_path / "project") as app:
+        names = {path.relative_to(app).as_posix() for path in app.rglob("*") if path.is_file()}
+        sent = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app))).namelist()
+    assert names == {"pyproject.toml", "server_app/app.py", "mine/net.py", "docs/guide.md"}
+    assert {"server_app/app.py", "mine/net.py"} <= set(sent)
+
+
+def test_run_config_follows_from_the_folder_and_the_user_wins(kit: Path, server: ServerFolder) -> None:
+    config = run_config(server, "method='fedtan' rounds=2 exchange-port=1")
+    assert (config["clients"], config["output"], config["method"], config["rounds"]) == (2, str(kit / "server/results"), "fedtan", 2)
+    assert (config["exchange-host"], config["exchange-port"]) == ("fl.example.org", 1)
+    files = {"certificate": "server.crt", "key": "server.key", "authority": "ca.crt"}
+    assert all(config[f"exchange-{name}"] == str(kit / "server" / file) for name, file in files.items())
+    for wrong in ("method='hbm'", "round=2", "rounds"):
+        with pytest.raises(ConfigError):
+            run_config(server, wrong)
+
+
+def test_which_project_is_submitted(tmp_path: Path, server: ServerFolder) -> None:
+    assert project_of(server) == ROOT
+    text = (server.path / "server.toml").read_text().replace('app = ""', f'app = "{tmp_path}"')
+    (server.path / "server.toml").write_text(text)
+    with pytest.raises(FolderError, match=r"no pyproject\.toml"):
+        project_of(ServerFolder.read(server.path))
+
+
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """``flwr``, as a shell script."""
+    path = tmp_path / "flwr"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(control_module, "program", lambda name: str(path))
+
+
+def test_registration_waits_for_the_superlink_and_may_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ServerFolder
+) -> None:
+    answers = {
+        "0": {"success": False, "error-message": "Connection to the SuperLink is unavailable."},
+        "1": {"success": True, "node-id": 7},
+        "2": {"success": False, "error-message": "\n❌ The provided public key is already in use by another SuperNode.\n"},
+    }
+    for name, answer in answers.items():
+        (tmp_path / name).write_text(json.dumps(answer))
+    stand_in(tmp_path, monkeypatch, f'cd "{tmp_path}"; n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) > n; cat $n')
+    assert list(register_sites(server, wait=30)) == [("A", True), ("B", False)]
+    (tmp_path / "n").write_text("0")
+    with pytest.raises(ControlError, match=r"127\.0\.0\.1:9093.*unavailable"):
+        list(register_sites(server, wait=-1))
+    server.public_key("B").unlink()
+    with pytest.raises(FileNotFoundError, match=r"B\.pub is missing"):
+        list(register_sites(server))
+
+
+def test_an_answer_that_is_no_json_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, "echo no such option >&2; exit 2")
+    with pytest.raises(ControlError, match=r"h:1.*no such option"):
+        Control("h:1", tmp_path, tmp_path).ask("ls")
+
+
+def test_a_log_is_the_run_s_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ServerFolder) -> None:
+    preamble = ["Loading project configuration... ", "Success", "Creating a new `.gitignore` with `.credentials` entry..."]
+    own = ["one", "", "Success"]
+    (tmp_path / "out").write_text("".join(f"{line}\n" for line in preamble + own))
+    stand_in(tmp_path, monkeypatch, f'cat "{tmp_path}/out"; echo Connection lost >&2')
+    with control_of(server) as control, control.log("7") as said:
+        assert [line.rstrip("\n") for line in said] == own
+
+
+class Breaking:
+    """A SuperLink whose log breaks off twice, and which is then away for a moment."""
+
+    address = "h:1"
+
+    def __init__(self, last: str) -> None:
+        self.logs = iter([["a", "b"], ["a", "b", "c"], ["a", "b", "c"]])
+        self.answers: Iterator[Any] = iter([ControlError("away"), "running", last])
+
+    @contextmanager
+    def log(self, run: str) -> Iterator[Iterator[str]]:
+        yield iter(next(self.logs))
+
+    def status(self, run: str) -> str:
+        answer = next(self.answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    def start_run(self, app: Path, config: str) -> str:
+        assert (app / "client_app/app.py").exists()
+        assert parse_config_args([config])["clients"] == 2
+        return "7"
+
+
+@pytest.mark.parametrize("last", [COMPLETED, "finished:failed", "finished:stopped"])
+def test_submit_says_each_line_once_and_how_the_run_ended(server: ServerFolder, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    @contextmanager
+    def control_of(server: ServerFolder, address: str) -> Iterator[Breaking]:
+        yield Breaking(last)
+
+    monkeypatch.setattr(submit_module, "control_of", control_of)
+    monkeypatch.setattr(submit_module.time, "sleep", lambda seconds: None)
+    said: list[str] = []
+    assert submit(server, "rounds=1", say=said.append) is (last == COMPLETED)
+    assert said == ["run 7 is submitted to h:1", "a", "b", "away; trying again", "c", f"run 7: {last}"]

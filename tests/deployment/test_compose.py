@@ -1,0 +1,325 @@
+"""docker-compose.yml and the image, read without an engine: Flower accepts every command line, and deploy/docker/README.md is kept to."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import fnmatch
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import typer
+import yaml
+from flwr.common.config import parse_config_args
+from flwr.server.app import _parse_args_run_superlink
+from flwr.supercore.cli.flower_superexec import _parse_args as _parse_args_superexec
+from flwr.supercore.grpc_health import run_health_server_grpc_no_tls
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
+
+from fl_bn.cli import app
+from tests.deployment.docker_federation import ROOT, SERVICES, SITES, base_image
+
+Compose = dict[str, Any]
+ONCE = ("kit", "register", "run")
+IMAGE = "/opt/fl-bn/"  # where the image has the repository
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "flower-superlink": _parse_args_run_superlink,
+    "flower-superexec": _parse_args_superexec,
+    "flower-supernode": _parse_args_run_supernode,
+}
+
+
+def read(name: str = "docker-compose.yml") -> Compose:
+    loaded: Compose = yaml.safe_load((ROOT / name).read_text())
+    return loaded
+
+
+@pytest.fixture
+def compose() -> Compose:
+    return copy.deepcopy(read())
+
+
+def argv(service: Compose) -> list[str]:
+    return [*service.get("entrypoint", []), *service.get("command", [])]
+
+
+def volumes(service: Compose) -> dict[str, tuple[str, str]]:
+    """``volume -> (path, mode)``."""
+    split = [(entry + ":rw").split(":")[:3] for entry in service.get("volumes", [])]
+    return {name: (path, mode) for name, path, mode in split}
+
+
+def networks(service: Compose) -> set[str]:
+    return set(service.get("networks", ()))
+
+
+def aliases(service: Compose, network: str) -> list[str]:
+    named = service["networks"]
+    return named[network].get("aliases", []) if isinstance(named, dict) else []
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    """As the program's own parser reads its command line; SystemExit or click's UsageError where it refuses."""
+    program, *rest = words
+    if program in PARSERS:
+        return PARSERS[program]().parse_args(rest)
+    if program == "fl-bn":
+        command: Any = typer.main.get_command(app)
+        while hasattr(command, "commands"):
+            command, rest = command.commands[rest[0]], rest[1:]
+        command.make_context("fl-bn", rest)
+        return argparse.Namespace()
+    assert program in ("sh", "python"), f"no parser for {program}"
+    assert rest[0].startswith(IMAGE)
+    assert (ROOT / rest[0].removeprefix(IMAGE)).exists()
+    return argparse.Namespace()
+
+
+def services_of(kind: str) -> Iterator[tuple[str, Compose]]:
+    return ((f"{kind}-{place}", read()["services"][f"{kind}-{place}"]) for place in (1, 2, 3))
+
+
+@pytest.mark.parametrize("name", read()["services"])
+def test_every_command_line_is_accepted_by_the_program_s_own_parser(name: str) -> None:
+    service = read()["services"][name]
+    parsed(argv(service))
+    if "healthcheck" in service:
+        parsed(service["healthcheck"]["test"][1:])
+
+
+@pytest.mark.parametrize("wrong", ["--no-such-flag=1", "--isolation=container"])
+def test_a_wrong_command_line_is_refused(compose: Compose, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Negative control."""
+    with pytest.raises(SystemExit):
+        parsed([*argv(compose["services"]["superlink"]), wrong])
+    assert wrong.split("=")[0] in capsys.readouterr().err
+
+
+def test_tls_and_authentication_are_on() -> None:
+    superlink = parsed(argv(read()["services"]["superlink"]))
+    assert superlink.enable_supernode_auth
+    assert not superlink.insecure
+    assert all((superlink.ssl_certfile, superlink.ssl_keyfile, superlink.ssl_ca_certfile))
+    assert superlink.isolation == "process"
+    assert superlink.database.startswith("/state/")
+    assert superlink.storage_dir.startswith("/state/")
+    for _, service in services_of("supernode"):
+        node = parsed(argv(service))
+        assert not node.insecure
+        assert node.root_certificates == "/kit/site/ca.crt"
+        assert node.auth_supernode_private_key == "/kit/site/site.key"
+        assert node.isolation == "process"
+
+
+def test_node_configs_number_the_sites_as_the_kit_does() -> None:
+    assert read()["services"]["kit"]["environment"]["SITES"] == ",".join(SITES)
+    for place, (_, service) in enumerate(services_of("supernode")):
+        node = parsed(argv(service))
+        wanted = {"partition-id": place, "num-partitions": 3, "site": SITES[place], "state-dir": "/state", "device": "auto"}
+        assert parse_config_args([node.node_config]) == wanted
+
+
+def faults(compose: Compose) -> list[str]:
+    """What in a compose file breaks a promise."""
+    found = []
+    services, internal = compose["services"], {name for name, net in compose["networks"].items() if (net or {}).get("internal")}
+    for name, service in services.items():
+        hardened = {
+            "user": "10001:10001",
+            "read_only": True,
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges:true"],
+            "tmpfs": ["/tmp"],
+            "image": "fl-bn",
+        }
+        found += [f"{name}: {key} is not {value}" for key, value in hardened.items() if service.get(key) != value]
+        found += [f"{name}: has {key}" for key in ("privileged", "cap_add", "devices", "pid", "ipc") if key in service]
+        found += [f"{name}: mounts the host's {volume}" for volume in volumes(service) if volume not in compose["volumes"]]
+        if set(service["logging"]["options"]) != {"max-size", "max-file"}:
+            found.append(f"{name}: its log grows without bound")
+        if (service.get("restart"), "healthcheck" in service) != ((None, False) if name in ONCE else ("unless-stopped", True)):
+            found.append(f"{name}: restart or health check")
+        found += _faults_of_volumes(name, service) + _faults_of_networks(name, service, internal)
+    for address in ("control_api_address", "serverappio_api_address"):
+        host = getattr(parsed(argv(services["superlink"])), address).split(":")[0]
+        if host not in aliases(services["superlink"], "server"):
+            found.append(f"superlink: {address} is on {host}, which is no name in the network `server` alone")
+    return found
+
+
+def _faults_of_volumes(name: str, service: Compose) -> list[str]:
+    """Who may see which volume, and may he write; every volume that he has must be here."""
+    number = name[-1]
+    allowed = {
+        "kit": {"authority": "rw", "server": "rw", **dict.fromkeys(SITES, "rw")},
+        "superlink": {"server": "ro", "superlink": "rw"},
+        "register": {"server": "ro"},
+        "serverapp": {"server": "ro", "results": "rw"},
+        f"supernode-{number}": {f"site-{number}": "ro"},
+        f"clientapp-{number}": {f"state-{number}": "rw"},
+        "run": {"server": "ro"},
+    }[name]
+    mounted = {volume: mode for volume, (_, mode) in volumes(service).items()}
+    return [] if mounted == allowed else [f"{name}: mounts {mounted}, not {allowed}"]
+
+
+def _faults_of_networks(name: str, service: Compose, internal: set[str]) -> list[str]:
+    number = name[-1]
+    allowed: set[str] = {
+        "kit": set[str](),
+        "superlink": {"public", "sites", "server"},
+        "serverapp": {"public", "sites", "server"},
+        "register": {"server"},
+        "run": {"server"},
+        f"supernode-{number}": {"sites", f"site-{number}"},
+        f"clientapp-{number}": {"sites", f"site-{number}"},
+    }[name]
+    found = [] if networks(service) == allowed else [f"{name}: is in {networks(service)}, not {allowed}"]
+    if name == "kit" and service.get("network_mode") != "none":
+        found.append("kit: has a network")
+    found += [f"{name}: {network} leads out of this machine" for network in allowed - internal - {"public"}]
+    if name.startswith("supernode"):
+        host = parsed(argv(service)).clientappio_api_address.split(":")[0]
+        if host not in aliases(service, f"site-{number}") or host in aliases(service, "sites"):
+            found.append(f"{name}: its plaintext port is on {host}, which is no name in the site's own network alone")
+    return found
+
+
+def test_the_promises_hold(compose: Compose) -> None:
+    assert faults(compose) == []
+    assert set(compose["services"]) == {*SERVICES, *ONCE}
+
+
+@pytest.mark.parametrize(
+    ("service", "change"),
+    [
+        ("superlink", {"user": "root"}),
+        ("serverapp", {"read_only": False}),
+        ("run", {"cap_drop": ["NET_RAW"]}),
+        ("kit", {"security_opt": []}),
+        ("kit", {"network_mode": "bridge"}),
+        ("clientapp-1", {"privileged": True}),
+        ("supernode-2", {"volumes": ["site-1:/kit/site:ro"]}),
+        ("supernode-3", {"volumes": ["site-3:/kit/site"]}),
+        ("clientapp-2", {"volumes": ["state-2:/state", "site-2:/kit/site:ro"]}),
+        ("serverapp", {"volumes": ["server:/kit/server:ro", "results:/kit/server/results", "authority:/kit/authority:ro"]}),
+        ("serverapp", {"volumes": ["server:/kit/server:ro", "/var/run/docker.sock:/var/run/docker.sock"]}),
+        ("clientapp-3", {"networks": ["sites", "site-3", "server"]}),
+        ("supernode-1", {"networks": {"sites": {"aliases": ["supernode"]}, "site-1": {}}}),
+        ("superlink", {"networks": {"public": {}, "sites": {"aliases": ["control"]}, "server": {}}}),
+        ("superlink", {"logging": {"driver": "json-file", "options": {}}}),
+        ("supernode-1", {"restart": "no"}),
+    ],
+)
+def test_a_broken_promise_is_found(compose: Compose, service: str, change: Compose) -> None:
+    """Negative control."""
+    compose["services"][service] |= change
+    assert any(fault.startswith(service) for fault in faults(compose))
+
+
+def test_the_gpu_override_adds_only_a_gpu() -> None:
+    override = read("docker-compose.gpu.yml")["services"]
+    assert set(override) == {"serverapp", *(name for name, _ in services_of("clientapp"))}
+    wanted = {"deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]}}}}
+    assert all(service == wanted for service in override.values())
+
+
+def dockerfile() -> str:
+    return (ROOT / "deploy/docker/Dockerfile").read_text()
+
+
+def test_the_image_is_what_a_user_with_a_registry_builds() -> None:
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm", base_image()), "pinned to a patch release"
+    assert re.findall(r"^FROM (\S+)", dockerfile(), re.MULTILINE) == ["${BASE}", "${BASE}"]
+    assert "/wheels" not in dockerfile()
+    assert "USER 10001:10001" in dockerfile()
+    assert "FLWR_TELEMETRY_ENABLED=0" in dockerfile()
+
+
+def test_the_image_has_a_folder_of_the_user_s_for_every_mount_point(compose: Compose) -> None:
+    """Else the engine makes it, for root, and nobody can write there."""
+    made = re.search(r"install -d -o fl-bn -g fl-bn -m 0700 ([^&]*?)\n\n", dockerfile())
+    assert made is not None
+    paths = {path for service in compose["services"].values() for path, _ in volumes(service).values()}
+    assert paths <= set(made[1].replace("\\", " ").split())
+
+
+def test_the_engine_is_sent_what_the_image_needs_and_no_keys() -> None:
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    kept = {rule[1:] for rule in rules if rule.startswith("!")}
+    assert all((ROOT / path).exists() for path in kept)
+    assert kept >= {"constraints.txt", "pyproject.toml", "README.md", "LICENSE", "fl_bn", "server_app", "client_app"}
+    wanted = [words[1] for service in read()["services"].values() for words in [argv(service)] if words[0] == "sh"]
+    assert {path.removeprefix(IMAGE) for path in wanted} | {"deploy/docker/healthcheck.py"} <= kept
+    assert not any(fnmatch.fnmatch(path, pattern) for path in kept for pattern in ("kit*", "*.key", ".git*", "runs*"))
+
+
+def make_kit(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    scripts = Path(sys.executable).parent
+    env = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "KIT": str(folder), "SITES": ",".join(SITES), **environment}
+    words = ["sh", str(ROOT / "deploy/docker/kit.sh")]
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.slow
+def test_the_kit_is_made_once_and_checked_for_being_whole(tmp_path: Path) -> None:
+    folders = [tmp_path / "authority", tmp_path / "server", *(tmp_path / "sites" / site for site in SITES)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    first = make_kit(tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert (tmp_path / "server/results").is_dir()
+    keys = {path: path.read_bytes() for path in tmp_path.rglob("*.key")}
+    wanted = {"authority/ca.key", "server/server.key", *(f"sites/{site}/site.key" for site in SITES)}
+    assert {path.relative_to(tmp_path).as_posix() for path in keys} == wanted
+    assert {path.stat().st_mode & 0o777 for path in keys} == {0o600}
+    names = subprocess.run(["fl-bn", "kit", "verify", str(tmp_path / "server")], capture_output=True, text=True, check=False)
+    assert names.returncode == 0, names.stdout
+
+    again = make_kit(tmp_path)
+    assert (again.returncode, again.stdout) == (0, "the kit is there already\n")
+    assert {path: path.read_bytes() for path in keys} == keys
+
+    (tmp_path / "sites/site-2/site.key").unlink()
+    broken = make_kit(tmp_path)
+    assert broken.returncode == 1
+    assert "site-2's has no key" in broken.stderr
+
+
+def free_address() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+def healthcheck(*addresses: str) -> tuple[int, str]:
+    words = [sys.executable, str(ROOT / "deploy/docker/healthcheck.py"), *addresses]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_health_check_asks_the_process_and_the_way_to_its_server() -> None:
+    alive, dead = free_address(), free_address()
+    server: grpc.Server = run_health_server_grpc_no_tls(alive)
+    try:
+        assert healthcheck(alive) == (0, "ok\n")
+        assert healthcheck(alive, alive) == (0, "ok\n")
+        code, said = healthcheck(dead)
+        assert code == 1
+        assert f"health service at {dead} does not answer: UNAVAILABLE" in said
+        code, said = healthcheck(alive, dead)
+        assert code == 1
+        assert f"{dead} cannot be reached" in said
+    finally:
+        server.stop(None).wait()
+    assert healthcheck(alive)[0] == 1
+    assert healthcheck()[0] == 1

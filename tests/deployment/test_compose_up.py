@@ -1,0 +1,112 @@
+"""docker-compose.yml for real. Over three sites in containers the model is that of ``run_in_process``; walls stand."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fl_bn.experiment.config import RunConfig
+from fl_bn.experiment.overrides import parse_overrides
+from fl_bn.flower import run_in_process
+from tests.deployment.docker_federation import DockerFederation, command, no_docker
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
+QUICK = "model='mlp' rounds=2 local-steps=2 evaluate-every=1 pictures=false"
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=3); print('connected')"
+
+
+@pytest.fixture(scope="module")
+def federation() -> Iterator[DockerFederation]:
+    if reason := no_docker():
+        pytest.skip(f"docker-compose.yml is not started: {reason}")
+    with DockerFederation() as federation:
+        federation.build()
+        federation.up()
+        yield federation
+
+
+def final_model(runs: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(runs / name / "model.safetensors")
+
+
+@pytest.mark.parametrize("method", ["hbn", "fedtan"])
+def test_the_model_is_that_of_one_process(federation: DockerFederation, method: str, tmp_path: Path) -> None:
+    config = f"method='{method}' {QUICK}"
+    log = federation.run(f"{config} name='{method}'")
+    assert "finished:completed" in log
+    apart = final_model(federation.fetch(tmp_path), method)
+    one = {**parse_overrides(config), "clients": 3, "output": str(tmp_path), "name": "one", "device": "cpu"}
+    run_in_process(RunConfig.from_mapping(one).to_mapping())
+    together = final_model(tmp_path, "one")
+    assert apart.keys() == together.keys()
+    different = [name for name in apart if not torch.equal(apart[name], together[name])]
+    assert different == []
+    run_in_process(RunConfig.from_mapping({**one, "name": "other", "seed": 1}).to_mapping())
+    assert not all(torch.equal(apart[name], other) for name, other in final_model(tmp_path, "other").items()), "negative control"
+
+
+def test_a_failed_run_is_an_exit_code(federation: DockerFederation) -> None:
+    """A learning rate that no run survives."""
+    process = federation.start_run(f"method='fedavg' {QUICK} learning-rate=1e30 max-failed-rounds=1 name='fails'")
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 1, said
+
+
+def test_everything_runs_without_privileges(federation: DockerFederation) -> None:
+    for service in ("superlink", "serverapp", "supernode-1", "clientapp-1"):
+        status = federation.inside(service, "sh", "-c", "id -u; cat /proc/1/status; touch /opt/fl-bn/x || true")
+        assert status.startswith("10001\n")
+        assert "CapEff:\t0000000000000000" in status
+        assert "NoNewPrivs:\t1" in status
+        assert "Read-only file system" in status
+
+
+def reaches(federation: DockerFederation, service: str, host: str, port: int) -> bool:
+    return "connected" in federation.inside(service, "python", "-c", CONNECT, host, str(port), check=False)
+
+
+def address(federation: DockerFederation, service: str, network: str) -> str:
+    """A container's own address in a network, as an intruder would find it by scanning."""
+    key = federation.network(network)
+    return command(
+        "docker", "inspect", "--format", f'{{{{(index .NetworkSettings.Networks "{key}").IPAddress}}}}', federation.container(service)
+    ).strip()
+
+
+def test_sites_reach_what_they_need_and_nothing_else(federation: DockerFederation) -> None:
+    superlink = address(federation, "superlink", "sites")
+    assert reaches(federation, "supernode-1", "superlink", 9092)
+    assert reaches(federation, "clientapp-1", "supernode", 9094)
+    assert reaches(federation, "serverapp", "control", 9091)
+    assert not reaches(federation, "supernode-1", superlink, 9091), "ServerAppIo is plaintext"
+    assert not reaches(federation, "supernode-1", superlink, 9093), "whoever reaches the Control API may submit runs"
+    assert not reaches(federation, "clientapp-1", superlink, 9093)
+    for host in (address(federation, "supernode-2", "sites"), address(federation, "supernode-2", "site-2")):
+        assert not reaches(federation, "clientapp-1", host, 9094), "another site's ClientAppIo is plaintext"
+    published = federation.compose("port", "superlink", "9092").strip().rpartition(":")
+    with socket.create_connection((published[0], int(published[2])), timeout=3):
+        assert published[0] == "127.0.0.1", "for sites on other machines only when asked"
+
+
+def test_nobody_sees_another_s_key(federation: DockerFederation) -> None:
+    def keys(service: str) -> list[str]:
+        found = federation.inside(service, "find", "/", "-xdev", "-name", "*.key", check=False)
+        mounted = federation.inside(service, "find", "/kit", "/state", "-name", "*.key", check=False)
+        return sorted({line for line in (found + mounted).splitlines() if line.endswith(".key")})
+
+    assert keys("supernode-1") == ["/kit/site/site.key"]
+    assert keys("clientapp-1") == []
+    assert keys("superlink") == keys("serverapp") == ["/kit/server/server.key"]
+
+
+def test_starting_again_changes_nothing(federation: DockerFederation) -> None:
+    before = federation.inside("superlink", "sha256sum", "/kit/server/ca.crt", "/kit/server/server.key")
+    federation.up()
+    assert "the kit is there already" in federation.logs("kit")
+    assert "was registered already" in federation.logs("register")
+    assert federation.inside("superlink", "sha256sum", "/kit/server/ca.crt", "/kit/server/server.key") == before

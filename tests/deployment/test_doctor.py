@@ -1,0 +1,193 @@
+"""``fl-bn doctor`` as a whole: six broken set-ups and sound ones, the server's side, its lines, its JSON and its exit code."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fl_bn.cli import app
+from fl_bn.deployment.checks import machine
+from fl_bn.deployment.checks.finding import Finding
+from fl_bn.deployment.doctor import diagnose
+from tests.deployment import doctor_report, tls_servers
+from tests.deployment.broken import BROKEN, Setup, made
+
+MACHINES = {"memory", "time service", "gpu", "state-dir", "state", "results", "proxy", *machine.PACKAGES}  # may warn on this machine
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_asked_for_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names other than this machine's have no address, and no name server hears of them."""
+    real: Callable[..., Any] = socket.getaddrinfo
+
+    def answer(host: str, *rest: Any, **options: Any) -> Any:
+        if host not in ("localhost", "127.0.0.1", "0.0.0.0"):
+            raise socket.gaierror(-2, "Name or service not known")
+        return real(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+
+
+def failed(findings: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.text for finding in findings if finding.status == "fail"}
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    with made(tmp_path) as sound:
+        yield sound
+
+
+def test_a_sound_site_is_found_sound(setup: Setup) -> None:
+    findings = list(diagnose(setup.site))
+    assert [finding for finding in findings if finding.status != "ok" and finding.check not in MACHINES] == []
+    assert failed(findings) == {}
+    checks = {finding.check for finding in findings}
+    assert checks >= {check for _, check, _ in BROKEN.values()}  # all that the broken ones are told by are made
+    assert not list(setup.site.rglob(".fl-bn-doctor*"))
+    assert not (setup.site / "state").exists()
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_what_is_broken_is_the_one_thing_that_fails(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaking, check, words = BROKEN[name]
+    with made(tmp_path, breaking) as setup:
+        if setup.pythonpath.exists():
+            monkeypatch.syspath_prepend(setup.pythonpath)
+        found = failed(list(diagnose(setup.site)))
+    assert list(found) == [check]
+    assert words in found[check]
+
+
+@pytest.mark.slow
+def test_the_command_itself_says_so_in_a_process_of_its_own(tmp_path: Path) -> None:
+    for name, (breaking, check, words) in BROKEN.items():
+        code, lines = doctor_report.said(tmp_path / name.replace(" ", "-"), breaking)
+        assert doctor_report.found_out(code, lines, check, words), "\n".join(lines)
+    code, lines = doctor_report.said(tmp_path / "sound")
+    assert code == 0
+    assert not doctor_report.found_out(code, lines, "data", "")
+    assert str(tmp_path) not in "\n".join(lines)
+
+
+def test_the_runs_config_is_held_against_the_sites_data(setup: Setup) -> None:
+    form = "dataset='sites' classes=4 channels=3 image-size=20"
+    assert failed(list(diagnose(setup.site, form))) == {}
+    grey = failed(list(diagnose(setup.site, form.replace("channels=3", "channels=1"))))
+    assert list(grey) == ["data"]
+    assert "the run takes 1 channels" in grey["data"]
+    assert "these have 3" in grey["data"]
+    assert "labels up to 3" in failed(list(diagnose(setup.site, form.replace("classes=4", "classes=3"))))["data"]
+    assert "unknown config key 'batchsize'" in failed(list(diagnose(setup.site, "batchsize=3")))["run config"]
+    assert "cannot read" in failed(list(diagnose(setup.site, "batch-size")))["run config"]
+    setup.write_line("dataset", "")
+    assert "names no data" in failed(list(diagnose(setup.site, form)))["data"]
+    rehearsal = {finding.check: finding.text for finding in diagnose(setup.site)}
+    assert "a rehearsal with its share of the run's digits" in rehearsal["data"]
+    assert "num-partitions=2" in failed(list(diagnose(setup.site, "clients=3")))["data"]
+
+
+def test_what_the_kit_says_is_passed_on(setup: Setup) -> None:
+    (setup.site / "site.key").chmod(0o644)
+    (setup.site / "site.pub").write_bytes((setup.kit / "sites" / "B" / "site.pub").read_bytes())
+    texts = [finding.text for finding in diagnose(setup.site) if finding.status == "fail"]
+    assert len(texts) == 2
+    assert "site.key is readable by its owner only" in texts[0]
+    assert "site.key belongs to" in texts[1]
+
+
+def test_a_sound_server(tmp_path: Path) -> None:
+    kit = tls_servers.make_kit(tmp_path / "kit", tls_servers.free_port())
+    findings = list(diagnose(kit / "server"))
+    assert [finding for finding in findings if finding.status != "ok" and finding.check not in MACHINES] == []
+    assert {"fleet", "control", "serverappio", "exchange-port", "site keys", "expiry", "model"} <= {finding.check for finding in findings}
+
+
+def everyone(kit: Path) -> None:
+    (kit / "server" / "sites" / "B.pub").write_bytes((kit / "server" / "sites" / "A.pub").read_bytes())
+
+
+def elsewhere(kit: Path) -> None:
+    tls_servers.write_line(kit / "server" / "server.toml", "superlink", "no-such-host.invalid")
+
+
+def nobody(kit: Path) -> None:
+    (kit / "server" / "sites" / "B.pub").write_text("ssh-ed25519 nonsense")
+
+
+@pytest.mark.parametrize(
+    ("breaking", "overrides", "check", "words"),
+    [
+        (lambda kit: tls_servers.reissue(kit, ["localhost", "127.0.0.1"], begins=-9, ends=-2), "", "expiry", "expired 2 days ago"),
+        (lambda kit: tls_servers.reissue(kit, ["127.0.0.1"]), "", "kit", "server.crt is for superlink = localhost"),
+        (lambda kit: tls_servers.write_line(kit / "server" / "server.toml", "state", "ca.crt"), "", "state", "cannot be written"),
+        (elsewhere, "", "superlink name", "no-such-host.invalid has no address"),
+        (everyone, "", "site keys", "A and B have the same public key"),
+        (nobody, "", "site keys", "B.pub"),
+        (lambda kit: None, "clients=3", "clients", "clients=3, but server.toml names 2 sites"),
+        (lambda kit: None, "method='fbnn'", "run config", "method must be fedavg"),
+        (lambda kit: None, "model='no-such-net'", "model", "model must be one of"),
+        (lambda kit: None, "dataset='npz' data-path='gone.npz'", "data", "no file 'gone.npz'"),
+        (lambda kit: None, "device='cuda:77'", "gpu", "device=cuda:77 (run config), but torch sees"),
+        (lambda kit: (kit / "server" / "server.toml").write_text("superlink = 3"), "", "folder", "superlink must be a text in quotes"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_on_the_server(breaking: Callable[[Path], None], overrides: str, check: str, words: str, tmp_path: Path) -> None:
+    kit = tls_servers.make_kit(tmp_path / "kit", tls_servers.free_port())
+    breaking(kit)
+    findings = list(diagnose(kit / "server", overrides))
+    assert [finding for finding in findings if finding.status == "fail" and finding.check == check and words in finding.text] != []
+
+
+def test_ports_in_use_by_the_folders_own_programs_are_no_failure(tmp_path: Path) -> None:
+    import fcntl
+
+    with tls_servers.listen() as fleet:
+        kit = tls_servers.make_kit(tmp_path / "kit", tls_servers.port_of(fleet))
+        tls_servers.write_line(kit / "server" / "server.toml", "fleet", f"127.0.0.1:{tls_servers.port_of(fleet)}")
+        assert list(failed(list(diagnose(kit / "server")))) == ["fleet"]
+        (kit / "server" / "logs").mkdir()
+        with open(kit / "server" / "logs" / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            running = {finding.check: finding for finding in diagnose(kit / "server")}
+    assert running["fleet"].status == "ok"
+    assert "in use while `fl-bn start`" in running["fleet"].text
+
+
+def test_without_a_folder_only_the_machine_and_the_run_are_looked_at() -> None:
+    checks = [finding.check for finding in diagnose(None, "method='hbn'")]
+    assert checks == ["python", *machine.PACKAGES, "memory", "time service", "run config", "gpu", "data", "model"]
+
+
+def test_lines_json_and_exit_code(tmp_path: Path) -> None:
+    good = CliRunner().invoke(app, ["doctor", "--run-config", "method='hbn'"])
+    assert good.exit_code == 0, good.output
+    assert good.stdout.splitlines()[-1].endswith(" 0 fail")
+    assert all(line[:6] in ("ok    ", "warn  ") and ": " in line for line in good.stdout.splitlines()[:-1])
+    bad = CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"])
+    assert bad.exit_code == 1
+    found = json.loads(bad.stdout)
+    assert found[-1]["status"] == "fail"
+    assert found[-1]["check"] == "folder"
+    assert found[-1]["do"]
+    assert {tuple(entry) for entry in found} == {("status", "check", "text", "do")}
+
+
+def test_a_check_that_faints_is_a_failed_check_and_the_others_go_on(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faint(*_: object) -> Finding:
+        raise ZeroDivisionError("by nothing\nat all")
+
+    monkeypatch.setattr(machine, "memory", faint)
+    monkeypatch.setattr("fl_bn.deployment.doctor.kit_files", faint)
+    monkeypatch.setattr("fl_bn.deployment.checks.experiment.site_data", faint)
+    findings = list(diagnose(setup.site))
+    assert list(failed(findings)) == ["memory", "kit", "data"]
+    assert findings[-1].check == "model on data"
+    fainted = next(finding for finding in findings if finding.check == "memory")
+    assert str(fainted).startswith("fail  memory: this could not be checked: ZeroDivisionError: by nothing at all -> ")

@@ -1,0 +1,313 @@
+"""The doctor's checks one by one, each with what makes it say something else."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from fl_bn.deployment.checks import experiment, machine, network
+from fl_bn.deployment.checks.finding import Finding, guarded
+from fl_bn.deployment.folders import ServerFolder
+from fl_bn.experiment.config import RunConfig
+from fl_bn.training.local import Samples
+from fl_bn.training.settings import LocalTraining
+from tests.deployment import tls_servers
+
+
+def test_a_finding_says_what_to_do_unless_all_is_well() -> None:
+    with pytest.raises(ValueError, match="says what to do"):
+        Finding("warn", "disk", "it is full")
+    with pytest.raises(ValueError, match="says what to do"):
+        Finding("ok", "disk", "it is empty", "fill it")
+    assert str(Finding("warn", "disk", "it is\nfull", "empty  it")) == "warn  disk: it is full -> empty it"
+    assert guarded("disk", lambda: Finding("ok", "disk", "fine")).status == "ok"
+
+
+def install(folder: Path, name: str, version: str) -> Path:
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "status", "words"),
+    [
+        ("flwr", "1.25.0", "ok", "needed: >=1.25,<1.26"),
+        ("flwr", "1.26.0", "fail", "1.26.0 is installed, but fl-bn needs >=1.25,<1.26"),
+        ("flwr", "1.24.9", "fail", "fl-bn needs"),
+        ("flwr", "1.25.3", "warn", "1.25.3 is installed, but 1.25.0 was tested"),
+        ("torch", "2.7.1+cu128", "ok", "as tested"),
+        ("torch", "2.5.0", "fail", "fl-bn needs >=2.6"),
+        ("ray", "2.40.0", "warn", "a deployment does without"),
+        ("protobuf", "99.0", "ok", "99.0"),
+    ],
+)
+def test_versions(name: str, version: str, status: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(install(tmp_path / "packages", name, version))
+    (tmp_path / "constraints.txt").write_text("flwr==1.25.0\ntorch==2.7.1\n")
+    found = machine.package(name, tmp_path / "constraints.txt")
+    assert (found.status, words in found.text) == (status, True), str(found)
+    if name == "flwr" and version == "1.25.3":
+        assert machine.package(name, tmp_path / "none.txt").status == "ok"
+
+
+def test_a_package_that_is_missing_and_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.package("fl-bn-none").status == "fail"
+    assert machine.python().status == "ok"
+    monkeypatch.setattr("platform.python_version", lambda: "3.10.4")
+    found = machine.python()
+    assert (found.status, "3.10.4, but fl-bn needs >=3.11" in found.text) == ("fail", True)
+
+
+def no_gpu(monkeypatch: pytest.MonkeyPatch, driver: bool = False) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: "nvidia-smi" if driver else None)
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu(monkeypatch)
+    assert machine.gpu("cpu", "site.toml").status == "ok"
+    if not Path("/proc/driver/nvidia/version").exists():
+        assert "training is on the CPU" in machine.gpu("auto", "site.toml").text
+        assert machine.gpu("auto", "site.toml").status == "ok"
+    found = machine.gpu("cuda:1", "site.toml")
+    assert (found.status, "torch sees no GPU" in found.text) == ("fail", True), str(found)
+    no_gpu(monkeypatch, driver=True)
+    found = machine.gpu("auto", "site.toml")
+    assert (found.status, "an NVIDIA driver, but torch sees no GPU" in found.text) == ("warn", True), str(found)
+
+
+@pytest.mark.parametrize(("free", "status"), [(8 << 30, "ok"), (1 << 20, "warn")])
+def test_with_a_gpu(free: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without one: torch's answers are staged, the doctor's are not."""
+    allocated: list[str] = []
+    real: Callable[..., torch.Tensor] = torch.ones
+
+    def ones(*shape: int, device: str) -> torch.Tensor:
+        allocated.append(device)
+        return real(*shape)
+
+    for name, value in (("is_available", True), ("device_count", 2), ("get_device_name", "Some GPU"), ("mem_get_info", (free, 16 << 30))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch, "ones", ones)
+    found = machine.gpu("cuda:1", "site.toml")
+    assert (found.status, "Some GPU" in found.text, allocated) == (status, True, ["cuda:1"])
+    assert "torch sees only 2 GPUs" in machine.gpu("cuda:2", "site.toml").text
+
+
+def proc_of(folder: Path, available: int, limit: str = "max", used: int = 0) -> tuple[Path, Path]:
+    (folder / "meminfo").write_text(f"MemTotal: 16777216 kB\nMemAvailable: {available} kB\n")
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    return folder, folder
+
+
+def test_memory(tmp_path: Path) -> None:
+    assert machine.memory(*proc_of(tmp_path, 8 << 20)).text == "8.0 of 16.0 GB are free"
+    assert machine.memory(*proc_of(tmp_path, 500 << 10)).status == "warn"
+    container = machine.memory(*proc_of(tmp_path, 8 << 20, str(2 << 30), (2 << 30) - 1000))
+    assert (container.status, "of 2.0 GB" in container.text) == ("warn", True)
+    assert machine.memory(tmp_path, tmp_path / "none").status == "ok"
+
+
+class Usage(NamedTuple):
+    free: int
+
+
+def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"disk / ext4 rw\nmemory {tmp_path}/lost tmpfs rw\n")
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), real(handle)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(8 << 30))
+    fine = machine.storage("state", tmp_path / "state" / "deep", mounts)
+    assert (fine.status, "not made yet" in fine.text, len(synced)) == ("ok", True, 1), str(fine)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mounts"]
+    (tmp_path / "lost").mkdir()
+    lost = machine.storage("state", tmp_path / "lost", mounts)
+    assert (lost.status, "memory (tmpfs)" in lost.text) == ("warn", True), str(lost)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(8 << 20))
+    assert machine.storage("state", tmp_path, mounts).status == "warn"
+    assert machine.storage("state", mounts, mounts).status == "fail"
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    found = machine.storage("state", tmp_path, mounts)
+    assert (found.status, "No space left on device" in found.text) == ("fail", True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lost", "mounts"]
+
+
+def test_a_disk_that_forgets_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.storage("state", tmp_path).status != "fail"
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"")
+    assert "does not give back what was written" in machine.storage("state", tmp_path).text
+
+
+def test_ports() -> None:
+    with tls_servers.listen() as listening:
+        port = tls_servers.port_of(listening)
+        taken = network.port_free("fleet", f"127.0.0.1:{port}", "fleet in server.toml", running=False)
+        assert taken.status == "fail"
+        assert f"taken by process {os.getpid()} (" in taken.text
+        assert network.port_free("fleet", f"0.0.0.0:{port}", "fleet in server.toml", running=False).status == "fail"
+        assert network.port_free("fleet", f"127.0.0.1:{port}", "fleet in server.toml", running=True).status == "ok"
+    assert network.port_free("fleet", f"127.0.0.1:{port}", "fleet in server.toml", running=False).status == "ok"
+    assert network.holder(port) == ""
+    away = network.port_free("fleet", f"192.0.2.1:{port}", "fleet in server.toml", running=False)
+    assert (away.status, "192.0.2.1 is no address of this machine" in away.text) == ("fail", True)
+
+
+def test_a_port_whose_last_connection_has_just_ended_is_free() -> None:
+    with tls_servers.listen() as listening:
+        port = tls_servers.port_of(listening)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            assert network.holder(client.getsockname()[1]) == ""  # one end of a connection, but nobody listens there
+            listening.accept()[0].close()  # it closes first, and so waits
+    assert network.port_free("fleet", f"127.0.0.1:{port}", "fleet", running=False).status == "ok"
+
+
+def test_names_and_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert network.resolves("127.0.0.1", 1).text == "127.0.0.1"
+    assert network.leads_here("localhost", 1).status == "ok"
+
+    def answer(host: str, *_: Any, **__: Any) -> list[Any]:
+        if host == "gone":
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 1))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    assert network.resolves("away", 1).text == "away is 192.0.2.1"
+    assert network.leads_here("away", 1).status == "warn"
+    assert network.resolves("gone", 1).status == network.leads_here("gone", 1).status == "fail"
+
+
+def test_what_answers_what_refuses_and_what_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tls_servers.listen() as listening:
+        assert network.reachable("127.0.0.1", tls_servers.port_of(listening)).status == "ok"
+    refused = network.reachable("127.0.0.1", tls_servers.free_port())
+    assert (refused.status, "nothing listens" in refused.text) == ("warn", True)
+
+    def silent(*_: Any, **__: Any) -> Any:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", silent)
+    assert "no answer within 5 s" in network.reachable("192.0.2.1", 9092).text
+    assert network.reachable("192.0.2.1", 9092).status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("variables", "status"),
+    [
+        ({}, "ok"),
+        ({"https_proxy": "http://me:secret@proxy:3128"}, "warn"),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": "a.org, .example.org"}, "ok"),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": "ample.org"}, "warn"),
+    ],
+)
+def test_proxies_of_grpc(variables: dict[str, str], status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*network.PROXIES, *network.NO_PROXIES):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = network.proxy("fl.example.org")
+    assert (found.status, "secret" in str(found)) == (status, False)
+
+
+@pytest.mark.parametrize(("state", "status", "words"), [(0, "ok", "to 12 ms at worst"), (5, "warn", "no time service")])
+def test_the_kernels_word_on_the_clock(state: int, status: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        def adjtimex(self, buffer: Any) -> int:
+            buffer[24:32] = (12_000).to_bytes(8, "little")  # maxerror, microseconds
+            return state
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library())
+    found = network.time_service()
+    assert (found.status, words in found.text) == (status, True), str(found)
+
+
+def test_the_kernel_is_really_asked() -> None:
+    assert network.time_service().status in ("ok", "warn")
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, "ok"),
+        ({"fleet": "127.0.0.1:9092"}, "fail"),
+        ({"fleet": "127.0.0.1:9092", "superlink": "localhost"}, "ok"),
+        ({"control": "0.0.0.0:9093"}, "warn"),
+        ({"serverappio": "0.0.0.0:9091"}, "warn"),
+    ],
+)
+def test_who_reaches_the_server(changes: dict[str, str], status: str, tmp_path: Path) -> None:
+    kit = tls_servers.make_kit(tmp_path / "kit", 9092, host="fl.example.org")
+    for name, value in changes.items():
+        tls_servers.write_line(kit / "server" / "server.toml", name, value)
+    assert network.exposure(ServerFolder.read(kit / "server")).status == status
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "rounds", "status", "words"),
+    [
+        (0, 16, {"steps": 5}, "fail", "would have no training sample"),
+        (1, 16, {"steps": 5}, "fail", "which BatchNorm cannot train on"),
+        (3, 16, {"steps": 5}, "warn", "the smallest that is drawn has 3"),
+        (16, 16, {"epochs": 1}, "ok", "has 16"),
+        (17, 16, {"epochs": 1}, "ok", "the last sample joins the batch before it"),
+        (33, 16, {"epochs": 1}, "ok", "has 16 (the last sample joins"),
+        (18, 16, {"epochs": 1}, "warn", "has 2"),
+        (18, 16, {"steps": 1}, "ok", "has 16"),
+        (18, 16, {"steps": 2}, "warn", "has 2"),
+    ],
+)
+def test_the_smallest_batch(samples: int, size: int, rounds: dict[str, int], status: str, words: str) -> None:
+    found = experiment.smallest_batch(samples, LocalTraining(size, **rounds))  # type: ignore[arg-type]
+    assert (found.status, words in found.text) == (status, True), str(found)
+
+
+def test_models() -> None:
+    found = experiment.model_layers(RunConfig(method="fedbn"))
+    assert found.status == "ok"
+    assert "3 BatchNorm2d, 1 BatchNorm1d" in found.text
+    assert "stays at its client" in found.text
+    plain = experiment.model_layers(RunConfig(model="squeezenet1_1", dataset="sites", classes=4, channels=3, image_size=64))
+    assert (plain.status, "no BatchNorm layer" in plain.text) == ("warn", True), str(plain)
+    assert experiment.model_layers(RunConfig(model="resnet20:nothing")).status == "fail"
+
+
+def test_a_model_that_does_not_take_the_data() -> None:
+    config = RunConfig(model="mlp", dataset="sites", classes=4, channels=3, image_size=8)
+    good = Samples(torch.zeros(8, 3, 8, 8, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64))
+    assert experiment.model_on_data(config, good).text == "a batch (8, 3, 8, 8) gives (8, 4)"
+    bad = Samples(torch.zeros(8, 3, 9, 9, dtype=torch.uint8), good.y)
+    found = experiment.model_on_data(config, bad)
+    assert (found.status, "fails on a batch (8, 3, 9, 9)" in found.text) == ("fail", True)
+
+
+def test_what_a_site_holds() -> None:
+    x, y = torch.zeros(5, 3, 8, 8, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
+    found = experiment.site_data(Samples(x, y), Samples(x[:2], y[:2]), (4, 0, 1), "npz", "sites")
+    assert found.text == "own data (npz); 5 training and 2 test samples (3, 8, 8); training samples per class 0: 4, 2: 1; none of 1"
+
+
+def test_a_sites_own_form_is_taken_only_where_the_run_names_none(tmp_path: Path) -> None:
+    x, y = np.zeros((4, 8, 8), dtype=np.uint8), np.array([0, 1, 2, 1])
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    node = {"dataset": "npz", "data-path": str(tmp_path / "a.npz")}
+    assert experiment.own_form(node, {"clients": 2}) == {"clients": 2, "dataset": "sites", "classes": 3, "channels": 1, "image-size": 8}
+    assert experiment.own_form(node, {"image-size": 12})["image-size"] == 12
+    assert experiment.own_form(node, {"dataset": "digits"}) == {"dataset": "digits"}
+    assert experiment.own_form({}, {"clients": 2}) == {"clients": 2}

@@ -1,0 +1,251 @@
+"""The kit: certificates that TLS accepts, keys that Flower reads and nobody else, and a check that finds what is broken."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import ssl
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.cli.supernode.register import try_load_public_key
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supernode.cli.flower_supernode import _try_setup_client_authentication
+from typer.testing import CliRunner
+
+from fl_bn.cli import app
+from fl_bn.deployment import certificates
+from fl_bn.deployment.folders import ServerFolder, SiteFolder
+from fl_bn.deployment.kit import KitError, Plan, create
+from fl_bn.deployment.verify import verify
+
+PLAN = Plan("fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3", "alias"], fleet_port=21092, exchange_port=21095)
+PRIVATE = ("authority/ca.key", "server/server.key", "sites/A/site.key", "sites/B/site.key")
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    create(PLAN, tmp_path / "kit")
+    return tmp_path / "kit"
+
+
+def failures(folder: Path) -> list[str]:
+    return [str(check) for check in verify(folder) if not check.ok]
+
+
+def test_a_kit_is_complete_and_verifies(kit: Path) -> None:
+    server, site = ServerFolder.read(kit / "server"), SiteFolder.read(kit / "sites/B")
+    assert (server.superlink, server.exchange_host, server.fleet, server.exchange_port) == (
+        "fl.example.org",
+        "x.example.org",
+        "0.0.0.0:21092",
+        21095,
+    )
+    assert (server.sites, site.site, site.superlink) == (("A", "B"), "B", "fl.example.org:21092")
+    assert (site.partition_id, site.num_partitions) == (1, 2)
+    for name in ("README.md", "server/GUIDE.md", "server/start.sh", "server/run.sh", "sites/A/GUIDE.md", "sites/A/start.sh"):
+        assert (kit / name).stat().st_size > 100
+    assert all((kit / name).stat().st_mode & 0o100 for name in ("server/start.sh", "server/run.sh", "sites/A/start.sh"))
+    for folder in (kit, kit / "server", kit / "sites/A"):
+        assert len(verify(folder)) >= 4
+        assert failures(folder) == []
+
+
+def test_guides_fit_on_a_page_and_name_this_kit_s_hosts(kit: Path) -> None:
+    guide = (kit / "sites/A/GUIDE.md").read_text()
+    assert len(guide.splitlines()) <= 65
+    assert len((kit / "server/GUIDE.md").read_text().splitlines()) <= 65
+    assert "fl.example.org:21092" in guide
+    assert "x.example.org:21095" in guide
+
+
+def test_keys_are_their_owner_s_alone(kit: Path) -> None:
+    for name in PRIVATE:
+        assert (kit / name).stat().st_mode & 0o777 == 0o600
+        assert (kit / name).parent.stat().st_mode & 0o777 == 0o700
+    secrets = [(kit / name).read_bytes() for name in PRIVATE]
+    others = [path.read_bytes() for path in kit.rglob("*") if path.is_file() and path.relative_to(kit).as_posix() not in PRIVATE]
+    assert len(set(secrets)) == len(PRIVATE)
+    assert not any(b"PRIVATE" in content for content in others)
+
+
+def test_flower_reads_the_sites_keys(kit: Path) -> None:
+    pair = _try_setup_client_authentication(
+        argparse.Namespace(auth_supernode_private_key=str(kit / "sites/A/site.key"), auth_supernode_public_key=None)
+    )
+    assert pair is not None
+    assert public_key_to_bytes(pair[1]) == try_load_public_key(kit / "server/sites/A.pub")
+    assert public_key_to_bytes(pair[1]) != try_load_public_key(kit / "server/sites/B.pub")
+
+
+def handshake(server: Path, authority: Path, host: str) -> None:
+    """TLS in memory, by Python's own library: raises ssl.SSLError where a client would refuse."""
+    listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    listening.load_cert_chain(server / "server.crt", server / "server.key")
+    trusting = ssl.create_default_context(cafile=str(authority))
+    trusting.verify_flags |= ssl.VERIFY_X509_STRICT
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [trusting.wrap_bio(down, up, server_hostname=host), listening.wrap_bio(up, down, server_side=True)]
+    while ends:
+        for end in list(ends):
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            ends.remove(end)
+
+
+@pytest.mark.parametrize("host", ["fl.example.org", "x.example.org", "localhost", "127.0.0.1", "::1", "10.1.2.3", "alias"])
+def test_tls_accepts_the_server_by_each_of_its_names(kit: Path, host: str) -> None:
+    handshake(kit / "server", kit / "sites/A/ca.crt", host)
+
+
+def test_tls_refuses_another_name_and_another_authority(kit: Path, tmp_path: Path) -> None:
+    """Negative control."""
+    create(PLAN, tmp_path / "other")
+    with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
+        handshake(kit / "server", kit / "sites/A/ca.crt", "evil.example.org")
+    with pytest.raises(ssl.SSLCertVerificationError, match=r"signature|issuer|self.signed"):
+        handshake(kit / "server", tmp_path / "other/sites/A/ca.crt", "fl.example.org")
+
+
+class Elsewhen(datetime):
+    year_of_now = 2020
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return datetime(cls.year_of_now, 1, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("year", [2020, 2090])
+def test_certificates_of_another_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, year: int) -> None:
+    monkeypatch.setattr(Elsewhen, "year_of_now", year)
+    monkeypatch.setattr(certificates, "datetime", Elsewhen)
+    create(PLAN, tmp_path / "kit")
+    server, authority = [name for name in failures(tmp_path / "kit/server") if "server.crt" in name], failures(tmp_path / "kit/sites/A")
+    assert len(server) == 1
+    assert f"server.crt is valid from {'2019-12-31' if year == 2020 else '2089-12-31'}" in server[0]
+    assert len(authority) == 1 if year == 2090 or datetime.now(UTC).year >= 2030 else authority == []
+
+
+def of_another_kit(*names: str) -> Any:
+    def change(kit: Path) -> None:
+        create(PLAN, kit.parent / "other")
+        for name in names:
+            shutil.copy(kit.parent / "other" / name, kit / name)
+
+    return change
+
+
+def edited(name: str, old: str, new: str) -> Any:
+    def change(kit: Path) -> None:
+        text = (kit / name).read_text()
+        assert old in text
+        (kit / name).write_text(text.replace(old, new))
+
+    return change
+
+
+def without(name: str) -> Any:
+    return lambda kit: (kit / name).unlink()
+
+
+def readable(name: str) -> Any:
+    return lambda kit: (kit / name).chmod(0o644)
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "expected"),
+    [
+        (of_another_kit("server/server.crt", "server/server.key"), "server", ["server.crt is signed by"]),
+        (of_another_kit("server/server.key"), "server", ["server.key belongs to"]),
+        (of_another_kit("sites/A/site.key"), "sites/A", ["site.key belongs to"]),
+        (of_another_kit("sites/A/site.key", "sites/A/site.pub"), ".", ["A.pub is "]),
+        (of_another_kit("sites/B/ca.crt"), ".", ["sites/B/ca.crt is "]),
+        (of_another_kit("authority/ca.key"), ".", ["ca.key belongs to"]),
+        (edited("server/server.toml", '"fl.example.org"', '"moved.example.org"'), "server", ["is for superlink = moved.example.org"]),
+        (edited("server/server.toml", '"x.example.org"', '"10.9.9.9"'), "server", ["is for exchange-host = 10.9.9.9"]),
+        (edited("server/server.toml", "fleet =", "flet ="), "server", ["server.toml is complete"]),
+        (edited("sites/A/site.toml", "21092", "21192"), ".", ["A/site.toml: superlink"]),
+        (edited("sites/A/site.toml", "partition-id = 0", "partition-id = 1"), ".", ["A/site.toml: site, partition-id"]),
+        (edited("sites/A/site.toml", "partition-id =", "partition ="), "sites/A", ["site.toml is complete"]),
+        (readable("server/server.key"), "server", ["server.key is readable by its owner only"]),
+        (readable("sites/A/site.key"), "sites/A", ["site.key is readable by its owner only"]),
+        (readable("authority/ca.key"), ".", ["ca.key is readable by its owner only"]),
+        (without("server/sites/B.pub"), "server", ["B.pub is a public key"]),
+        (without("server/server.crt"), "server", ["server.crt is a certificate", "server.key belongs to"]),
+        (without("server/ca.crt"), "server", ["ca.crt is a certificate"]),
+        (without("sites/A/ca.crt"), "sites/A", ["ca.crt is a certificate"]),
+        (without("sites/A/site.key"), "sites/A", ["site.key is readable", "site.key belongs to"]),
+        (without("sites/A/site.toml"), ".", ["A/site.toml is complete"]),
+    ],
+)
+def test_what_is_broken_is_found_and_nothing_else(kit: Path, change: Any, where: str, expected: list[str]) -> None:
+    change(kit)
+    found = failures(kit / where)
+    assert len(found) == len(expected), found
+    for said, name in zip(found, expected, strict=True):
+        assert said.startswith("fail  ")
+        assert name in said
+        assert len(said.partition(name)[2].partition(": ")[2]) > 10, "what to do about it"
+
+
+def test_verify_says_every_check_and_fails_with_1(kit: Path) -> None:
+    runner = CliRunner()
+    intact = runner.invoke(app, ["kit", "verify", str(kit)])
+    assert intact.exit_code == 0
+    assert f"all {intact.output.count('ok    ')} checks passed" in intact.output
+    (kit / "server/server.key").chmod(0o640)
+    broken = runner.invoke(app, ["kit", "verify", str(kit)])
+    assert broken.exit_code == 1
+    assert broken.output.count("fail  ") == 1
+    assert "chmod 600" in broken.output
+    assert runner.invoke(app, ["kit", "verify", str(kit / "sites")]).exit_code == 1
+
+
+def test_keys_are_never_shown_nor_overwritten(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    kit = tmp_path / "kit"
+    make = ["kit", "create", "--superlink", "127.0.0.1", "--sites", "A,B", "--output", str(kit)]
+    runner = CliRunner()
+    shown = runner.invoke(app, make).output
+    before = [(kit / name).read_bytes() for name in PRIVATE]
+    again = runner.invoke(app, make)
+    assert again.exit_code == 2
+    assert "never overwritten" in again.output
+    assert [(kit / name).read_bytes() for name in PRIVATE] == before
+    for arguments in (["kit", "verify", str(kit)], ["start", str(kit / "server"), "--print"], ["start", str(kit / "sites/A"), "--print"]):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 0
+        shown += result.output
+    shown += again.output + "".join(capfd.readouterr())
+    lines = [line for content in before for line in content.decode().splitlines() if not line.startswith("-----")]
+    assert len(lines) > 8
+    assert not any(line in shown for line in lines)
+
+
+def test_empty_folders_may_be_there_already(tmp_path: Path) -> None:
+    """Volumes that are mounted below the kit."""
+    (tmp_path / "kit/server").mkdir(parents=True)
+    create(PLAN, tmp_path / "kit")
+    assert failures(tmp_path / "kit") == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"superlink": "fl.example.org:9092"}, "without a port"),
+        ({"superlink": "no such name"}, "a host must be"),
+        ({"also": ["10.0.0.1", "a/b"]}, "'a/b'"),
+        ({"sites": []}, "but got none"),
+        ({"sites": ["A", "a"]}, "a name of its own"),
+        ({"sites": ["../A"]}, "a site's name"),
+        ({"days": 0}, "days must be"),
+        ({"fleet_port": 70000}, "ports 1..65535"),
+    ],
+)
+def test_plans_that_cannot_be(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(KitError) as error:
+        Plan(**{"superlink": "fl.example.org", "sites": ["A", "B"]} | changed)
+    assert said in str(error.value)

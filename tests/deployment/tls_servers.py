@@ -1,0 +1,107 @@
+"""A kit whose server's certificate can be made anew with other names and dates, and a real TLS server that shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.oid import NameOID
+
+from fl_bn.deployment.certificates import alternative_name, read_certificate
+from fl_bn.deployment.kit import Plan, create
+
+
+def listen() -> socket.socket:
+    """A listening socket on a free port of this machine."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.settimeout(0.05)
+    return listening
+
+
+def port_of(listening: socket.socket) -> int:
+    return int(listening.getsockname()[1])
+
+
+def free_port() -> int:
+    with listen() as listening:
+        return port_of(listening)
+
+
+def make_kit(folder: Path, fleet_port: int, sites: Sequence[str] = ("A", "B"), host: str = "localhost") -> Path:
+    """A kit for this machine, with free ports."""
+    create(Plan(host, sites, fleet_port=fleet_port, exchange_port=free_port()), folder)
+    for file, lines in [
+        ("server/server.toml", ("control", "serverappio")),
+        *((f"sites/{site}/site.toml", ("clientappio",)) for site in sites),
+    ]:
+        for line in lines:
+            write_line(folder / file, line, f"127.0.0.1:{free_port()}")
+    return folder
+
+
+def write_line(file: Path, name: str, value: object) -> None:
+    """Give the line ``name`` of a TOML file another value."""
+    shown = f'"{value}"' if isinstance(value, (str, Path)) else value
+    lines = [f"{name} = {shown}" if line.partition(" =")[0] == name else line for line in file.read_text().splitlines()]
+    assert f"{name} = {shown}" in lines
+    file.write_text("\n".join(lines) + "\n")
+
+
+def reissue(kit: Path, hosts: Sequence[str], begins: float = -1, ends: float = 100, authority: str = "authority") -> None:
+    """Another certificate for the server's key, for ``hosts``, valid from ``begins`` to ``ends`` days from now, signed by the kit's CA."""
+    vouching = read_certificate(kit / authority / "ca.crt")
+    key = load_pem_private_key((kit / authority / "ca.key").read_bytes(), None)
+    server, now = read_certificate(kit / "server" / "server.crt"), datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "server")]))
+        .issuer_name(vouching.subject)
+        .public_key(server.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now + timedelta(days=begins))
+        .not_valid_after(now + timedelta(days=ends))
+        .add_extension(x509.SubjectAlternativeName([alternative_name(host) for host in hosts]), critical=False)
+        .sign(key, hashes.SHA256())  # type: ignore[arg-type]
+    )
+    (kit / "server" / "server.crt").write_bytes(certificate.public_bytes(Encoding.PEM))
+
+
+@contextlib.contextmanager
+def serving(listening: socket.socket, server: Path | None) -> Iterator[int]:
+    """Shakes hands on ``listening`` with the certificate in the folder ``server`` (None: answers in plain text), and closes."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if server is not None:
+        context.load_cert_chain(server / "server.crt", server / "server.key")
+        context.set_alpn_protocols(["h2"])
+    end = threading.Event()
+
+    def answer() -> None:
+        while not end.is_set():
+            try:
+                connection, _ = listening.accept()
+            except OSError:  # nobody came
+                continue
+            connection.settimeout(2)
+            with contextlib.suppress(OSError), connection:
+                if server is None:
+                    connection.sendall(b"220 hello, I speak plain text\r\n")
+                    connection.recv(1000)
+                else:
+                    with context.wrap_socket(connection, server_side=True) as tls:
+                        tls.recv(1)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield port_of(listening)
+    finally:
+        end.set()
+        thread.join()

@@ -1,0 +1,289 @@
+"""What a client keeps between rounds: in memory, in files; against a reference that plays out rounds, crashes and resumes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import RecordDict
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from torch import Tensor, nn
+
+from fl_bn import durable
+from fl_bn.flower.checkpoint import Checkpoint
+from fl_bn.flower.client_state import NOTHING, FileState, Kept, MemoryState
+from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.recovery import Recovery
+from fl_bn.flower.shared_model import SharedModel
+from fl_bn.methods import METHODS
+from fl_bn.training.aggregation import ServerOptimizer, server_optimizer
+
+RUN = Lineage("run/state-00000000")
+TENSORS = {
+    "local": {"norm.weight": torch.tensor([1.5, -2.0]), "norm.num_batches_tracked": torch.tensor(7)},
+    "momentum": {"a/b": torch.tensor([[0.1]], dtype=torch.float64)},
+}
+
+
+def one(value: float) -> dict[str, dict[str, Tensor]]:
+    return {"local": {"x": torch.tensor(value, dtype=torch.float64)}}
+
+
+def value(kept: Kept) -> tuple[int, float] | None:
+    """The round, and the number that was kept in it."""
+    return None if kept == NOTHING else (kept.round, float(kept.get("local")["x"]))
+
+
+def same(a: Kept, sections: dict[str, dict[str, Tensor]]) -> bool:
+    return a.sections.keys() == sections.keys() and all(
+        a.get(s).keys() == sections[s].keys()
+        and all(torch.equal(a.get(s)[k], t) and a.get(s)[k].dtype == t.dtype for k, t in sections[s].items())
+        for s in sections
+    )
+
+
+# In memory
+
+
+def test_memory_holds_the_newest_alone() -> None:
+    record = RecordDict()
+    state = MemoryState(record, "mine")
+    assert state.read(1) == NOTHING
+    state.write(1, TENSORS)
+    assert state.read(2).round == 1
+    assert same(state.read(2), TENSORS)
+    state.write(2, one(3.0))
+    assert value(MemoryState(record, "mine").read(3)) == (2, 3.0)  # a client is built anew for every message
+    assert set(record.array_records) == {"local"}
+
+
+def test_what_is_in_memory_for_another_model_or_method_is_not_used() -> None:
+    record = RecordDict()
+    MemoryState(record, "mine").write(1, one(1.0))
+    assert MemoryState(record, "another").read(2) == NOTHING
+    MemoryState(record, "another").write(2, one(2.0))
+    assert MemoryState(record, "mine").read(3) == NOTHING
+    assert MemoryState(RecordDict(), "mine").read(2) == NOTHING
+
+
+# In files
+
+
+def files(state: FileState) -> list[str]:
+    return sorted(path.name for path in state.folder.iterdir())
+
+
+def test_files_come_back_bit_for_bit_and_belong_to_one_client_alone(tmp_path: Path) -> None:
+    state = FileState(tmp_path, RUN, 3, "mine")
+    assert state.read(1) == NOTHING
+    state.write(1, TENSORS)
+    kept = FileState(tmp_path, RUN, 3, "mine").read(2)
+    assert kept.round == 1
+    assert same(kept, TENSORS)
+    assert FileState(tmp_path, RUN, 4, "mine").read(2) == NOTHING
+    assert FileState(tmp_path, Lineage("run/state-11111111"), 3, "mine").read(2) == NOTHING
+    (file,) = (tmp_path / "run" / "state-00000000" / "client-3").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600  # they are the client's own
+
+
+def test_a_client_reads_what_it_kept_before_a_round_not_in_it_or_after(tmp_path: Path) -> None:
+    state = FileState(tmp_path, RUN, 0, "mine")
+    for round in (2, 5):
+        state.write(round, one(round))
+    assert [value(state.read(before)) for before in (1, 2, 3, 5, 6, 99)] == [None, None, (2, 2.0), (2, 2.0), (5, 5.0), (5, 5.0)]
+
+
+def test_rounds_are_compared_as_numbers(tmp_path: Path) -> None:
+    state = FileState(tmp_path, RUN, 0, "mine")
+    for round in (9, 10, 999_999, 1_000_000):
+        state.write(round, one(round))
+        assert value(state.read(round + 1)) == (round, float(round))
+
+
+@pytest.mark.parametrize("durable_round", [0, 3, 4, 6])
+def test_states_that_nobody_can_go_back_to_are_deleted(durable_round: int, tmp_path: Path) -> None:
+    """The server can go back to ``durable`` and to any round after it, so the newest up to it must stay."""
+    for round in (1, 3, 4, 6, 7):
+        FileState(tmp_path, RUN, 0, "mine").write(round, one(round))
+    state = FileState(tmp_path, Lineage(RUN.run, durable=durable_round), 0, "mine")
+    state.write(8, one(8))
+    rounds = {0: [1, 3, 4, 6, 7, 8], 3: [3, 4, 6, 7, 8], 4: [4, 6, 7, 8], 6: [6, 7, 8]}[durable_round]
+    assert files(state) == [f"round-{round:06}.0.safetensors" for round in rounds]
+
+
+def test_without_checkpoints_there_are_never_more_than_two(tmp_path: Path) -> None:
+    for round in range(1, 8):
+        state = FileState(tmp_path, Lineage(RUN.run, durable=round - 1), 0, "mine")
+        state.write(round, one(round))
+        assert files(state) == [f"round-{r:06}.0.safetensors" for r in (round - 1, round) if r]
+
+
+def test_a_straggler_of_before_the_resume_harms_nobody(tmp_path: Path) -> None:
+    """A client of the server that died still trains round 6, while the one that goes on after round 4 is in round 5 already."""
+    old, new = Lineage(RUN.run, durable=4), Lineage(RUN.run, durable=4).resumed(4)
+    for round in (4, 5):
+        FileState(tmp_path, old, 0, "mine").write(round, one(round))
+    resumed = FileState(tmp_path, new, 0, "mine")
+    assert value(resumed.read(5)) == (4, 4.0)
+    resumed.write(5, one(50))
+    FileState(tmp_path, old, 0, "mine").write(6, one(6))
+    assert value(resumed.read(7)) == (5, 50.0)
+    resumed.write(6, one(60))
+    assert value(resumed.read(7)) == (6, 60.0)
+
+
+def newest(state: FileState) -> Path:
+    return max(state.folder.glob("round-*.safetensors"))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty", "no safetensors", "another client's", "another model's", "another run's"])
+def test_a_file_that_is_no_use_is_set_aside_and_the_one_before_it_read(damage: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    state = FileState(tmp_path, RUN, 0, "mine")
+    for round in (1, 2):
+        state.write(round, one(round))
+    assert value(state.read(3)) == (2, 2.0)  # control
+    data, path = newest(state).read_bytes(), newest(state)
+    strangers = {
+        "another client's": FileState(tmp_path / "x", RUN, 1, "mine"),
+        "another model's": FileState(tmp_path / "x", RUN, 0, "another"),
+        "another run's": FileState(tmp_path / "x", Lineage("run/state-11111111"), 0, "mine"),
+    }
+    if damage in strangers:
+        strangers[damage].write(2, one(2))
+        newest(strangers[damage]).replace(path)
+    else:
+        middle = bytes([data[-1] ^ 1])
+        path.write_bytes({"flipped": data[:-1] + middle, "short": data[:-3], "empty": b"", "no safetensors": b"x" * 99}[damage])
+    damaged = path.read_bytes()
+    assert value(state.read(3)) == (1, 1.0)
+    aside = path.with_name(f"{path.name}.set-aside-1")
+    assert aside.read_bytes() == damaged  # kept for who wants to look
+    assert not path.exists()
+    assert path.name in log.text
+    assert f"Set aside as {aside.name}; the client goes on from an older state" in log.text
+    assert value(state.read(3)) == (1, 1.0)
+    assert log.text.count("Set aside") == 1  # said once
+    state.write(2, one(20))
+    assert value(state.read(3)) == (2, 20.0)
+
+
+def test_where_all_are_damaged_there_is_nothing(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    state = FileState(tmp_path, RUN, 0, "mine")
+    for round in (1, 2):
+        state.write(round, one(round))
+        newest(state).write_bytes(b"")
+    assert state.read(3) == NOTHING
+    assert log.text.count("Set aside") == 2
+
+
+def test_a_full_disk_leaves_what_was_kept_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = FileState(tmp_path, RUN, 0, "mine")
+    state.write(1, one(1))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        state.write(2, one(2))
+    monkeypatch.undo()
+    assert value(state.read(3)) == (1, 1.0)
+    assert len(files(state)) == 1
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    state = FileState(tmp_path, Lineage(RUN.run, durable=98), 0, "mine")
+    state.write(98, one(98))
+    others = ["round-1.safetensors", "round-000001.0.safetensors.set-aside-1", "round-x.0.safetensors", "notes.txt", "round-000001.0.txt"]
+    for name in others:
+        (state.folder / name).write_text("mine")
+    state.write(99, one(99))
+    assert {*others} < {*files(state)}
+    assert value(state.read(100)) == (99, 99.0)
+
+
+# Against a reference
+
+SHARED = SharedModel(nn.Linear(1, 1), METHODS["gn"]())
+CLIENTS, ROUNDS = 3, 10**6
+
+
+def optimizer() -> ServerOptimizer:
+    return server_optimizer("sgd", 1.0)
+
+
+class Timelines(RuleBasedStateMachine):
+    """One server with its two last checkpoints, clients that take part or not, crashes at any moment, and a checkpoint that is damaged.
+
+    By hand: the rounds that led here, each with what every client kept in it. A crash forgets those after the checkpoint.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temporary = tempfile.TemporaryDirectory()
+        self.folder = Path(self.temporary.name)
+        self.checkpoints: list[Checkpoint] = []
+        self.line: list[dict[int, int]] = []
+        self.written = 0
+
+    @initialize(every=st.integers(1, 3))
+    def start(self, every: int) -> None:
+        self.every = every
+        self.recovery = Recovery("run", every, self.store)
+
+    def store(self, checkpoint: Checkpoint) -> int:
+        self.checkpoints = [*self.checkpoints, checkpoint][-2:]
+        return self.checkpoints[0].round
+
+    def train(self, clients: Sequence[int]) -> dict[int, int]:
+        """Everyone reads what it should, and some train."""
+        round, kept = len(self.line) + 1, {}
+        for client in range(CLIENTS):
+            config = self.recovery.lineage.to_config()  # as it travels
+            state = FileState(self.folder, Lineage.of(config), client, "mine")
+            known = [(number, then[client]) for number, then in enumerate(self.line, 1) if client in then]
+            assert value(state.read(round)) == (known[-1] if known else None)
+            if client in clients:
+                self.written += 1
+                state.write(round, one(self.written))
+                kept[client] = self.written
+                assert value(state.read(round + 1)) == (round, self.written)
+        return kept
+
+    @rule(clients=st.sets(st.integers(0, CLIENTS - 1)))
+    def round(self, clients: set[int]) -> None:
+        self.line.append(self.train(sorted(clients)))
+        self.recovery.after_round(len(self.line), ROUNDS, SHARED.arrays(), optimizer(), 0)
+
+    @precondition(lambda self: self.checkpoints)
+    @rule(clients=st.sets(st.integers(0, CLIENTS - 1)), damaged=st.booleans())
+    def crash(self, clients: set[int], damaged: bool) -> None:
+        """Some have trained in the round that never ends."""
+        if clients:
+            self.train(sorted(clients))
+        if damaged and len(self.checkpoints) > 1:
+            self.checkpoints.pop()
+        back = self.checkpoints[-1]
+        self.recovery = Recovery("run", self.every, self.store)
+        self.recovery.go_back(back, ROUNDS, SHARED, optimizer())
+        self.line = self.line[: back.round]
+
+    def teardown(self) -> None:
+        self.temporary.cleanup()
+
+
+@pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of files: nothing here cuts the power, and nothing draws."""
+    monkeypatch.setattr(durable.os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr("fl_bn.flower.recovery.generators", str)
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_clients_always_read_the_state_of_the_line_they_are_on() -> None:
+    run_state_machine_as_test(Timelines, settings=settings(max_examples=60, stateful_step_count=25))
