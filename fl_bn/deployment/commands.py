@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from fl_bn.deployment.folders import ServerFolder, SiteFolder
 
+WATCHED = Path(__file__).with_name("watched.py")  # notices where a SuperNode would hang
 Scalar = str | int | float | bool
 
 
@@ -98,7 +100,7 @@ def supernode(site: SiteFolder) -> Command:
         "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. It goes on "
         "trying; if that does not end, another machine uses this site's key",
     }
-    argv = (program("flower-supernode"), *_flat(options))
+    argv = (sys.executable, "-I", "-S", str(WATCHED), program("flower-supernode"), *_flat(options))
     return Command("supernode", argv, _environment(site.state_dir), site.path, hints=hints)
 
 

@@ -4,14 +4,15 @@
     python -m tests.deployment.docker_drills --repetitions 1 --only cut       # one of them
     python -m tests.deployment.docker_drills --output drills                  # drills.csv and drills.md
 
-Needs the image to be of the same source as this checkout, which it builds first. The measure is that of tests/deployment/drills.py: the final model, and what each site keeps, must be bit for bit those of a run in one
-process in which exactly the same replies were missing; after a resume none may be missing.
+The measure is that of tests/deployment/drills.py: the final model, and what each site keeps, must be bit for bit those of a run in one
+process in which exactly the same replies were missing; after a resume none may be missing. The image is built from this checkout first.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import logging
 import random
 import subprocess
 import sys
@@ -253,6 +254,7 @@ def main() -> int:
     if reason := no_docker():
         print(f"docker-compose.yml cannot be started here: {reason}", file=sys.stderr)
         return 2
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the runs in one process, some of which lose clients on purpose
     outcomes: list[Outcome] = []
     with DockerFederation("fl-bn-drills", given.compose) as federation:
         if not given.as_built:

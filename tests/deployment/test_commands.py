@@ -22,7 +22,7 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_
 
 from fl_bn.deployment import control as control_module
 from fl_bn.deployment import submit as submit_module
-from fl_bn.deployment.commands import commands, environment, flower_config, local, node_config, prepare, superlink
+from fl_bn.deployment.commands import WATCHED, commands, environment, flower_config, local, node_config, prepare, superlink
 from fl_bn.deployment.control import Control, ControlError, control_of, register_sites
 from fl_bn.deployment.folders import FolderError, ServerFolder, SiteFolder
 from fl_bn.deployment.kit import Plan, create
@@ -78,7 +78,8 @@ def test_flower_accepts_the_supernode_and_reads_its_node_config(kit: Path) -> No
     (kit / "sites/B/site.toml").write_text(text)
     site = SiteFolder.read(kit / "sites/B")
     (command,) = commands(site)
-    args = _parse_args_run_supernode().parse_args(command.argv[1:])
+    watched = command.argv.index(str(WATCHED))
+    args = _parse_args_run_supernode().parse_args(command.argv[watched + 2 :])
     assert (args.superlink, args.isolation, args.clientappio_api_address) == ("fl.example.org:9092", "subprocess", "127.0.0.1:9094")
     assert args.insecure is False
     assert try_obtain_root_certificates(args, args.superlink) == (kit / "sites/B/ca.crt").read_bytes()

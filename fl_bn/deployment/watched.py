@@ -1,0 +1,40 @@
+"""``python watched.py PROGRAM ARGUMENT...``: runs PROGRAM, passes its output on, and ends it when it says that it will hang.
+
+Flower 1.25's SuperNode waits for ever, online but deaf, once it got half a message, from a ServerApp that was killed while it sent one
+(``Failed to receive message``, then nothing). It is ended here, with exit code 1, for whoever keeps it running to start it again.
+
+Run by its path, not as a module, so that it costs little: the package around it would import torch.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+HANGS = b"Failed to receive message"
+GRACE = 10.0  # seconds to end in
+
+
+def main(argv: list[str]) -> int:
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: process.send_signal(number))
+    assert process.stdout is not None
+    deaf = False
+    for line in process.stdout:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+        if HANGS in line and not deaf:
+            deaf = True
+            print(f"{os.path.basename(argv[0])} got half a message and would wait for ever: it is ended, to be started again", flush=True)
+            process.terminate()
+            threading.Timer(GRACE, process.kill).start()
+    code = process.wait()
+    return 1 if deaf else code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # not waiting for the timer

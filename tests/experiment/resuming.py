@@ -1,0 +1,118 @@
+"""Runs that are stopped and gone on with, and all that a run's seed decides as comparable bits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from fl_bn.experiment.run_directory import LOCK, RunDirectory
+from fl_bn.flower import run_in_process
+from fl_bn.flower.round_record import RoundRecord
+from tests.experiment.small_data import small_config
+from tests.integration.runs import bits, table
+
+Values = dict[str, str | int | float | bool]
+ROUNDS = 5
+
+
+class Stopped(BaseException):
+    """What stops a run here; nobody catches it."""
+
+
+def network(classes: int, channels: int, image_size: int) -> nn.Module:
+    """Two normalised convolutions, of which the second sees what the first made of it, and dropout, which draws."""
+    layers = {
+        "first": nn.Conv2d(channels, 4, 3, padding=1, bias=False),
+        "norm": nn.BatchNorm2d(4),
+        "relu": nn.ReLU(),
+        "drop": nn.Dropout(0.2),
+        "second": nn.Conv2d(4, 4, 3, padding=1, bias=False),
+        "last-norm": nn.BatchNorm2d(4),
+        "flatten": nn.Flatten(),
+        "head": nn.Linear(4 * image_size**2, classes),
+    }
+    return nn.Sequential(OrderedDict(layers))
+
+
+def small_run(folder: Path, **overrides: str | int | float | bool) -> Values:
+    """A config that runs in a fraction of a second; ``_`` in names for ``-``."""
+    folder.mkdir(exist_ok=True)
+    values: Values = {
+        **small_config(folder),
+        "model": "tests.experiment.resuming:network",
+        "clients": 3,
+        "rounds": ROUNDS,
+        "local-steps": 2,
+        "partition": "iid",
+        "evaluate-every": 2,
+        "checkpoint-every": 1,
+        "pictures": False,
+        "learning-rate-schedule": "exponential",
+        "learning-rate-decay": 0.8,
+        "output": str(folder),
+        "name": "run",
+    }
+    return values | {name.replace("_", "-"): value for name, value in overrides.items()}
+
+
+@contextmanager
+def stopping_at(round: int, dies: bool = False) -> Iterator[None]:
+    """The run stops when ``round`` is over, before its checkpoint. ``dies``: nothing is tidied up, as if the process were killed."""
+    record, leave = RunDirectory.record, RunDirectory.__exit__
+
+    def stop(self: RunDirectory, entry: RoundRecord) -> None:
+        record(self, entry)
+        if entry.round == round:
+            raise Stopped
+
+    def leave_all(self: RunDirectory, kind: Any, error: Any, trace: Any) -> None:
+        if not isinstance(error, Stopped):
+            return leave(self, kind, error, trace)
+        assert self._lock is not None  # the kernel gives a dead process's lock back
+        self._lock.close()
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunDirectory, "record", stop)
+        if dies:
+            patch.setattr(RunDirectory, "__exit__", leave_all)
+        yield
+
+
+def stopped(values: Values, at: int, dies: bool = False) -> Path:
+    """The folder of a run that stopped at round ``at``."""
+    with stopping_at(at, dies), pytest.raises(Stopped):
+        run_in_process(values)
+    return Path(str(values["output"])) / str(values["name"])
+
+
+def run(values: Values, **overrides: str | int | float | bool) -> Path:
+    path = run_in_process(values | {name.replace("_", "-"): value for name, value in overrides.items()})
+    assert path is not None
+    return path
+
+
+def in_pieces(values: Values, stops: Sequence[int]) -> Path:
+    """A run that is stopped at every round of ``stops``, killed and tidied up by turns, and gone on with each time."""
+    for number, at in enumerate(stops):
+        stopped(values if number == 0 else values | {"resume": "run"}, at, dies=number % 2 == 0)
+    return run(values, resume="latest")
+
+
+def results(path: Path) -> dict[str, bytes]:
+    """All that a seed decides: every saved tensor, the rounds, the clients, and which files there are."""
+    found = bits(path)
+    for name in ("rounds.csv", "clients.csv"):
+        for row in table(path / name):
+            found[f"{name} {row['round']} {row.get('client')}"] = repr(
+                {k: v for k, v in row.items() if k not in ("seconds", "waited")}
+            ).encode()
+        found[f"{name} in all"] = str(len(table(path / name))).encode()
+    found["files"] = repr(sorted(file.name for file in path.iterdir() if file.name != LOCK)).encode()
+    return found

@@ -1,0 +1,205 @@
+"""A run that was stopped and gone on with is the run itself, bit for bit, whatever it was and wherever it stopped."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from fl_bn.experiment.checkpoints import Checkpoints
+from fl_bn.flower import BatchNormClient
+from fl_bn.flower.checkpoint import Checkpoint
+from fl_bn.methods import METHODS
+from fl_bn.training.aggregation import ServerOptimizer
+from tests.experiment.resuming import ROUNDS, Stopped, Values, in_pieces, results, run, small_run, stopped
+from tests.integration.runs import differences, table
+
+BYZANTINE = {"clients": 5, "byzantine": 1, "statistics_rule": "nnm+median", "update_rule": "nnm+median"}
+CASES: dict[str, Values] = {
+    **{name: {"method": name} for name in METHODS},
+    "server momentum": {"method": "fedavg", "server_momentum": 0.5},
+    "server adam": {"method": "fedbn", "server_optimizer": "adam", "server_learning_rate": 0.05},
+    "server adagrad": {"method": "silobn", "server_optimizer": "adagrad", "server_learning_rate": 0.05},
+    "gradients": {"method": "fbn", "update": "gradients", "local_steps": 1, "momentum": 0.9},
+    "gradients, server momentum": {"method": "fedbn", "update": "gradients", "local_steps": 1, "momentum": 0.9, "server_momentum": 0.5},
+    "a few of the clients": {"method": "fedbn", "clients": 5, "fraction": 0.4, "partition": "dirichlet"},
+    "a few of the clients, hbn": {"method": "hbn", "clients": 5, "fraction": 0.4},
+    "calibrated": {"method": "fbn", "calibrate": 2},
+    "frozen": {"method": "hbn", "freeze_after": 2},
+    "robust, alie": {"method": "fbn", "attack": "alie-optimised", **BYZANTINE},
+    "robust, gaussian": {"method": "fedavg", "attack": "gaussian", **BYZANTINE},
+    "robust, labels": {"method": "fedtan", "attack": "label-flip", **BYZANTINE},
+    "client adam": {"method": "hbn", "optimizer": "adam", "momentum": 0.0},
+    "epochs": {"method": "fixbn", "local_epochs": 1, "local_steps": 0, "client_weights": "uniform"},
+    "mixed precision": {"method": "silobn", "precision": "mixed"},
+}  # fmt: skip
+Whole = Callable[[str], dict[str, bytes]]
+SEVERAL = ("fedbn", "server adam", "gradients, server momentum", "a few of the clients", "robust, gaussian", "fedtan2")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """The results of a case that nobody stopped, and that made no checkpoints either."""
+
+    @lru_cache
+    def made(case: str) -> dict[str, bytes]:
+        return results(run(small_run(tmp_path_factory.mktemp("whole"), **CASES[case], checkpoint_every=0)))
+
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_in_pieces_is_the_run_itself(case: str, tmp_path: Path, whole: Whole) -> None:
+    """Twice interrupted, once killed and once with its results written; a checkpoint after every round, or every other."""
+    number = list(CASES).index(case)
+    values = small_run(tmp_path / "pieces", **CASES[case], checkpoint_every=1 + number % 2)
+    path = in_pieces(values, [(3, 4), (3, 5), (4, 5)][number // 2 % 3])
+    assert differences(whole(case), results(path)) == []
+    assert f"rounds.csv {ROUNDS} None" in whole(case)
+    assert "failed" not in (path / "summary.md").read_text()
+    assert f"- {ROUNDS} rounds of" in (path / "summary.md").read_text()
+    assert [file.name for file in path.parent.iterdir() if file.is_dir()] == ["run"]  # and nothing beside it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_wherever_it_stops(case: str, tmp_path: Path, whole: Whole) -> None:
+    for at in range(2, ROUNDS + 1):
+        values = small_run(tmp_path / f"at-{at}", **CASES[case])
+        assert differences(whole(case), results(in_pieces(values, [at]))) == [], at
+    values = small_run(tmp_path / "everywhere", **CASES[case])
+    assert differences(whole(case), results(in_pieces(values, range(2, ROUNDS + 1)))) == []
+
+
+def test_a_run_that_stops_in_the_middle_of_a_round(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three clients have trained and kept what they keep; the third is where it ends."""
+    values, fit = small_run(tmp_path / "pieces", method="fedbn"), BatchNormClient.fit
+
+    def stop(self: BatchNormClient, parameters: list, config: dict) -> object:  # type: ignore[type-arg]
+        if self.site.client == 2 and config["round"] == 4:
+            raise Stopped
+        return fit(self, parameters, config)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchNormClient, "fit", stop)
+        with pytest.raises(Stopped):
+            run(values)
+    kept = {path.parent.name: path.name for path in sorted((tmp_path / "pieces" / "run").glob("state-*/client-*/round-*"))}
+    assert [name.split("-")[1][:6] for name in kept.values()] == ["000004", "000004", "000003"]  # control: so it was
+    assert differences(whole("fedbn"), results(run(values, resume="latest"))) == []
+
+
+# Controls: what a checkpoint holds is needed
+
+
+def forget_the_optimizer(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerOptimizer, "restore", lambda self, buffers: None)
+
+
+def forget_the_clients(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    (states,) = Path(str(values["output"]), "run").glob("state-*")
+    shutil.rmtree(states)
+
+
+def forget_one_client(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    (state,) = Path(str(values["output"]), "run").glob("state-*/client-1")
+    shutil.rmtree(state)
+
+
+def forget_the_arrays(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fl_bn.flower.shared_model.SharedModel.restore", lambda self, tensors: None)
+
+
+def go_on_elsewhere(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = Checkpoints.newest
+
+    def another(self: Checkpoints) -> Checkpoint | None:
+        found = newest(self)
+        return found and replace(found, round=found.round - 1)
+
+    monkeypatch.setattr(Checkpoints, "newest", another)
+
+
+@pytest.mark.parametrize(
+    ("case", "forget"),
+    [
+        ("server momentum", forget_the_optimizer),
+        ("server adam", forget_the_optimizer),
+        ("server adagrad", forget_the_optimizer),
+        ("fedbn", forget_the_clients),
+        ("hbn", forget_one_client),
+        ("gradients", forget_the_clients),
+        ("a few of the clients", forget_the_clients),
+        ("gn", forget_the_arrays),
+        ("gn", go_on_elsewhere),
+        ("a few of the clients, hbn", go_on_elsewhere),
+    ],
+)
+def test_without_any_of_it_the_run_would_be_another(
+    case: str, forget: Callable[[Values, pytest.MonkeyPatch], None], whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = small_run(tmp_path / "pieces", **CASES[case])
+    stopped(values, 4)
+    forget(values, monkeypatch)
+    other = differences(whole(case), results(run(values, resume="run")))
+    assert any(name.startswith("model.safetensors/") and name.endswith(".weight") for name in other)
+
+
+@pytest.mark.parametrize("case", ["gn", "fixbn"])
+def test_methods_without_anything_at_their_clients_need_nothing_there(case: str, tmp_path: Path) -> None:
+    values = small_run(tmp_path / "pieces", **CASES[case])
+    assert not list(stopped(values, 4).glob("state-*"))
+
+
+# Damage
+
+
+def checkpoints(path: Path) -> list[Path]:
+    return sorted((path / "checkpoints").glob("round-*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("case", "damage"), [*((case, "flipped") for case in SEVERAL), *(("fedbn", damage) for damage in ("short", "empty", "of another kind"))]
+)
+def test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before_and_no_more(
+    case: str, damage: str, whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fl_bn.flower.log.LOGGER.propagate", True)
+    values = small_run(tmp_path / "pieces", **CASES[case])
+    path = stopped(values, 4, dies=True)
+    before, newest = checkpoints(path)
+    data = newest.read_bytes()
+    state = next(iter(path.glob("state-*/client-*/round-*")), None)
+    other = {"short": data[:-1], "empty": b"", "of another kind": state.read_bytes() if state else b"x"}
+    newest.write_bytes(other.get(damage, data[:-1] + bytes([data[-1] ^ 1])))
+    assert differences(whole(case), results(run(values, resume="latest"))) == []
+    assert f"Set aside as {newest.name}.set-aside-1; trying the checkpoint before it" in caplog.text
+    assert "going on after round 2 of 5" in caplog.text
+    assert before.name == "round-000002.safetensors"
+
+
+def test_a_checkpoint_that_is_damaged_after_a_resume_costs_no_more_either(whole: Whole, tmp_path: Path) -> None:
+    """The run went on after round 3 and died again: the checkpoint of round 2 is still there, and so must be what it needs."""
+    for case in ("fedbn", "a few of the clients"):
+        values = small_run(tmp_path / case.split()[0], **CASES[case])
+        path = stopped(values, 4, dies=True)
+        stopped(values | {"resume": "run"}, 4, dies=True)
+        assert [file.name for file in checkpoints(path)] == ["round-000002.safetensors", "round-000003.safetensors"]
+        checkpoints(path)[-1].write_bytes(b"")
+        assert differences(whole(case), results(run(values, resume="latest"))) == [], case
+
+
+def test_rows_of_rounds_that_never_were_are_cut(tmp_path: Path) -> None:
+    values = small_run(tmp_path / "pieces", method="gn", checkpoint_every=2)
+    path = stopped(values, 4, dies=True)
+    assert [row["round"] for row in table(path / "rounds.csv")] == ["1", "2", "3", "4"]
+    with (path / "rounds.csv").open("a") as file:
+        file.write("5,train,half a li")  # a line that a kill cut short
+    run(values, resume="run")
+    assert [row["round"] for row in table(path / "rounds.csv")] == ["1", "2", "3", "4", "5"]
+    assert len((path / "rounds.jsonl").read_text().splitlines()) == 5
+    assert len(table(path / "clients.csv")) == 15
