@@ -44,7 +44,7 @@ def _port(port: int) -> None:
 
 
 def _device(name: str) -> None:
-    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", name):
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):  # as the run config's device
         raise ValueError(f"must be auto, cpu, cuda, cuda:1, ..., but got {name!r}")
 
 

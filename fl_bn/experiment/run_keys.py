@@ -53,7 +53,11 @@ class RunKeys:
     )
     classes: int = key(0, "dataset=sites: number of classes", ">= 0", at_least(0))
     channels: int = key(0, "dataset=sites: channels of the images", ">= 0", at_least(0))
-    data_path: str = key("", "folder of a public data set, or npz files separated by commas (each a domain)", "path")
+    data_path: str = key(
+        "",
+        "folder of a public data set or of images, npz files separated by commas (each a domain), or what package.module:function takes",
+        "path",
+    )
     image_size: int = key(0, "side of the images in pixels; 0: as they are", "0..4096", between(0, 4096))
     partition: str = key("classes", "how the training data are split over the clients", KINDS)
     partition_parameter: float = key(

@@ -27,7 +27,7 @@ Batches = Iterable[np.ndarray]
 
 @dataclass(frozen=True)
 class Samples:
-    """Labelled images of one client: ``x`` uint8 (N, C, H, W), ``y`` int64 (N,)."""
+    """Labelled samples of one client: ``x`` uint8 images (N, C, H, W), or float32 (N, ...) as the network takes them; ``y`` int64 (N,)."""
 
     x: Tensor
     y: Tensor
@@ -36,7 +36,7 @@ class Samples:
         return len(self.y)
 
     def batch(self, index: np.ndarray, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, C, H, W) in the dtype of ``like``, and labels (B,), on its device."""
+        """Inputs (B, ...) in the dtype of ``like``, images as -1..1, and labels (B,), on its device."""
         chosen = torch.from_numpy(index)
         return to_input(self.x[chosen].to(like.device), like.dtype), self.y[chosen].to(like.device)
 
