@@ -9,7 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 from fl_bn.experiment.assembly import dataset, device, limit_threads, source_model
 from fl_bn.experiment.config import RunConfig
 from fl_bn.experiment.run_directory import RunDirectory
-from fl_bn.flower import BatchNormStrategy
+from fl_bn.flower import BatchNormStrategy, RunFailed
 from fl_bn.training.aggregation import server_optimizer
 from fl_bn.training.local import Samples, evaluate
 
@@ -18,6 +18,13 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
+    try:
+        run(grid, context)
+    except RuntimeError as error:  # torch's, out of memory, say: see RunFailed
+        raise RunFailed(f"{type(error).__name__}: {error}") from error
+
+
+def run(grid: Grid, context: Context) -> None:
     config = RunConfig.from_mapping(context.run_config)
     limit_threads(config.threads)
     model, target = source_model(config), device(config)

@@ -20,18 +20,24 @@ def main(argv: list[str]) -> int:
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: process.send_signal(number))
+    deaf = threading.Event()
+    reader = threading.Thread(target=copy, args=(process, os.path.basename(argv[0]), deaf), daemon=True)
+    reader.start()
+    code = process.wait()
+    reader.join(1)  # not longer: what it started may hold its output open
+    return 1 if deaf.is_set() else code if code >= 0 else 128 - code
+
+
+def copy(process: "subprocess.Popen[bytes]", name: str, deaf: threading.Event) -> None:
     assert process.stdout is not None
-    deaf = False
     for line in process.stdout:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
-        if HANGS in line and not deaf:
-            deaf = True
-            print(f"{os.path.basename(argv[0])} got half a message and would wait for ever: it is ended, to be started again", flush=True)
+        if HANGS in line and not deaf.is_set():
+            deaf.set()
+            print(f"{name} got half a message and would wait for ever: it is ended, to be started again", flush=True)
             process.terminate()
             threading.Timer(GRACE, process.kill).start()
-    code = process.wait()
-    return 1 if deaf else code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -20,8 +20,11 @@ from fl_bn.flower.posting import send_and_receive
 PASSING = {3, 4, 5, 8}  # Flower's error codes for a message, a node or a process of it that is gone: it may come back
 
 
-class RunFailed(RuntimeError):
-    """The run cannot go on; the message says what to do."""
+class RunFailed(Exception):
+    """The run cannot go on; the message says what to do.
+
+    No RuntimeError: Flower 1.25 takes these for its own, says that the run was rejected, and leaves it running.
+    """
 
 
 @dataclass(frozen=True)

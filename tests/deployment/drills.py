@@ -73,6 +73,8 @@ class Case:
     def config(self, method: str, **values: Any) -> dict[str, Any]:
         return {
             **SMALL,
+            "clients": len(self.federation.sites),
+            **self.data,
             "rounds": 4,
             "evaluate-every": 4,
             "method": method,

@@ -7,6 +7,7 @@ import copy
 import fnmatch
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -68,6 +69,10 @@ def aliases(service: Compose, network: str) -> list[str]:
 
 def parsed(words: list[str]) -> argparse.Namespace:
     """As the program's own parser reads its command line; SystemExit or click's UsageError where it refuses."""
+    watched = ["python", f"{IMAGE}fl_bn/deployment/watched.py"]
+    if words[:2] == watched:
+        assert (ROOT / watched[1].removeprefix(IMAGE)).exists()
+        words = words[2:]
     program, *rest = words
     if program in PARSERS:
         return PARSERS[program]().parse_args(rest)
@@ -230,6 +235,16 @@ def test_the_gpu_override_adds_only_a_gpu() -> None:
     assert set(override) == {"serverapp", *(name for name, _ in services_of("clientapp"))}
     wanted = {"deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]}}}}
     assert all(service == wanted for service in override.values())
+
+
+@pytest.mark.parametrize("files", [["docker-compose.yml"], ["docker-compose.yml", "docker-compose.gpu.yml"]], ids=["plain", "gpu"])
+@pytest.mark.parametrize("program", ["docker-compose", "docker compose"])
+def test_compose_itself_accepts_the_files(program: str, files: list[str]) -> None:
+    words = program.split()
+    if shutil.which(words[0]) is None or subprocess.run([*words, "version"], capture_output=True, check=False).returncode:
+        pytest.skip(f"{program} is not installed")
+    done = subprocess.run([*words, *(word for file in files for word in ("-f", file)), "config", "--quiet"], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def dockerfile() -> str:

@@ -36,6 +36,16 @@ def test_any_other_ends_by_itself_with_its_own_code(code: int) -> None:
     assert (process.returncode, out) == (code, "INFO :      Received successfully\n")
 
 
+def test_its_death_is_noticed_though_what_it_started_lives_on() -> None:
+    child = (
+        "import subprocess, os, signal; subprocess.Popen(['sleep', '20']); print('up', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    begin = time.monotonic()
+    process = subprocess.Popen([sys.executable, "-I", "-S", str(WATCHED), sys.executable, "-c", child], stdout=subprocess.DEVNULL)
+    assert process.wait(15) == 128 + signal.SIGKILL
+    assert time.monotonic() - begin < 15
+
+
 def test_sigterm_reaches_it_and_a_kill_shows_in_the_code() -> None:
     process = watched("up", 60)
     assert process.stdout is not None
