@@ -219,7 +219,7 @@ def perform(federation: DockerFederation, name: str, repetition: int) -> Outcome
     with tempfile.TemporaryDirectory() as folder:
         snapshot: Any = Snapshot(federation, Path(folder) / "fetched")
         case = Case(snapshot, Path(folder), repetition, random.Random(f"docker {name} {repetition}"))
-        method = "fedbn" if name in ("supernode", "crash") else METHODS[repetition % 3]
+        method = "fedbn" if name in ("supernode", "crash") else METHODS[(repetition + list(DRILLS).index(name)) % 3]
         values = {"rounds": 5, "evaluate-every": 5, "round-timeout": 180.0, "name": f"{name}-seed{repetition}", "max-failed-rounds": 4}
         outcome = Outcome(name, repetition, method, "")
         begin = time.monotonic()

@@ -6,83 +6,22 @@ were missing; after a resume none may be missing.
 
 from __future__ import annotations
 
-import csv
-import itertools
 import os
 import random
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from flwr.app import Context, Message
-from flwr.clientapp import ClientApp
-
-from client_app.app import app as CLIENT_APP
-from fl_bn.data.dataset import load
-from fl_bn.flower import run_in_process
-from tests.deployment.federation import SMALL, Federation, differing, in_process, personal, wait_until
+from tests.deployment.federation import Federation, wait_until
+from tests.deployment.outcomes import Case, Outcome, compare, compare_with_gaps, rounds_of, run_folders
 
 METHODS = ("fedbn", "hbn", "fedtan")
-
-
-@dataclass
-class Outcome:
-    """``identical``: to the uninterrupted run, or to one in which exactly the replies named in ``missing`` were; "" if it is neither."""
-
-    drill: str
-    repetition: int
-    method: str
-    moment: str
-    what: str = ""
-    missing: str = ""
-    identical: str = ""
-    seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.identical)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One repetition on a running federation; ``folder``: for the runs in one process that it is compared with."""
-
-    federation: Federation
-    folder: Path
-    repetition: int
-    rng: random.Random
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The digits as a file, which every process of a message reads faster than it makes them."""
-        path = self.folder / "digits.npz"
-        if not path.exists():
-            digits = load("digits-plain")
-            images = {f"x_{split}": x.permute(0, 2, 3, 1).numpy() for split, x in (("train", digits.x_train), ("test", digits.x_test))}
-            np.savez(path, **images, y_train=digits.y_train.numpy(), y_test=digits.y_test.numpy())
-        return {"dataset": "npz", "data-path": str(path)}
-
-    def config(self, method: str, **values: Any) -> dict[str, Any]:
-        return {
-            **SMALL,
-            "clients": len(self.federation.sites),
-            **self.data,
-            "rounds": 4,
-            "evaluate-every": 4,
-            "method": method,
-            "checkpoint-every": 1,
-            "server-momentum": 0.5,
-            "seed": self.repetition,
-            **values,
-        }
 
 
 def kill_supernode(case: Case) -> Outcome:
@@ -97,7 +36,7 @@ def kill_supernode(case: Case) -> Outcome:
     outcome.what = f"site {site} killed; run {'completed' if code == 0 else f'failed ({code})'}"
     wait_until(f"site {site} is back", lambda: len(_starts(case.federation, site)) > before, 180)
     if code == 0:
-        _compare_with_gaps(case, config, outcome)
+        compare_with_gaps(case, config, outcome)
     return outcome
 
 
@@ -124,25 +63,29 @@ def kill_superlink(case: Case) -> Outcome:
         code = run.wait(600)
     if code == 0:
         outcome.what = "the run went on by itself"
-        _compare(case, config, outcome)
+        compare(case, config, outcome)
     else:
         _resume(case, config, outcome, f"submit ended with {code}; ")
     return outcome
 
 
 def truncate_checkpoint(case: Case) -> Outcome:
-    """SIGKILL the ServerApp after its second checkpoint, cut the newest one short, resume."""
-    config = case.config("fedbn")
-    with _run(case, config, wait=False) as (run, _):
-        folder = wait_until("two checkpoints", lambda: _checkpointed(case, 2), 300)
-        os.kill(case.federation.find("serverapp")[-1], signal.SIGKILL)
-        newest = sorted((folder / "checkpoints").glob("round-*.safetensors"))[-1]
-        os.truncate(newest, case.rng.randrange(newest.stat().st_size))
-        outcome = Outcome("truncated checkpoint", case.repetition, "fedbn", f"{newest.name} cut short")
+    """SIGKILL the ServerApp once it has two checkpoints, cut the newest one short at a random byte, resume; and again."""
+    config = case.config("fedbn", rounds=2 * case.times + 3)
+    outcome = Outcome("truncated checkpoint", case.repetition, "fedbn", "when there are two checkpoints", times=case.times)
+    cut = 0
+    with ExitStack() as runs:
+        for _ in range(case.times):
+            run, _ = runs.enter_context(_run(case, {**config, "resume": "latest"} if cut else config, wait=False))
+            folder = wait_until("two checkpoints", lambda cut=cut: _checkpointed(case, 2, beyond=cut), 300)
+            os.kill(case.federation.find("serverapp")[-1], signal.SIGKILL)
+            newest = sorted((folder / "checkpoints").glob("round-*.safetensors"))[-1]
+            cut = int(newest.stem.removeprefix("round-"))
+            os.truncate(newest, case.rng.randrange(newest.stat().st_size))
+            run.send_signal(signal.SIGINT)
+            wait_until("the ServerApp is gone", lambda: not case.federation.find("serverapp"), 60)
         _resume(case, config, outcome)
-        run.send_signal(signal.SIGINT)
-    if not list(folder.glob("checkpoints/*.set-aside-1")) and "Set aside" not in case.federation.log("server", "serverapp"):
-        outcome.notes.append("nothing was set aside")
+    outcome.what = f"set aside, and resumed from the one before ({outcome.what})"
     return outcome
 
 
@@ -153,42 +96,21 @@ def client_raises(case: Case) -> Outcome:
 
 def client_hangs(case: Case) -> Outcome:
     """One site's process hangs for ever: the round goes on at the deadline, and the site is there again later."""
-    return _in_a_mood(case, "hang", "a client that never answers", "no reply before the deadline", **{"round-timeout": 40.0, "rounds": 6})
+    return _in_a_mood(case, "hang", "a client that never answers", "no reply before the deadline", **{"round-timeout": 40.0})
 
 
 def disk_full_at_a_site(case: Case) -> Outcome:
     """A site's state cannot be kept: neither is its reply sent, and the others go on."""
-    site = case.federation.sites[1]
-    config = case.config("fedbn", rounds=5, name=f"site-disk-{case.repetition}")
-    with _run(case, config, wait=False) as (run, _):
-        state = case.federation.kit / "sites" / site / "state"
-        wait_until("a round", lambda: _rounds_of(case, config) >= 1, 300)
-        with _full(state):
-            begin = _rounds_of(case, config)
-            wait_until("two rounds", lambda: _rounds_of(case, config) >= begin + 2 or run.poll() is not None, 300)
-        code = run.wait(600)
-    outcome = Outcome(
-        "disk full at a site", case.repetition, "fedbn", f"after round {begin}", f"run {'completed' if code == 0 else 'failed'}"
-    )
-    if "No space left on device" not in case.federation.log("server", "serverapp"):
-        outcome.notes.append("the server's log does not name the reason")
-    _compare_with_gaps(case, config, outcome)
-    return outcome
+    state = case.federation.kit / "sites" / case.federation.sites[1] / "state"
+    config = case.config("fedbn", name=f"site-disk-{case.repetition}")
+    return _episodes(case, config, "disk full at a site", "No space left on device", lambda: _full(state))
 
 
 def disk_full_at_the_server(case: Case) -> Outcome:
-    """The results' disk is full for some rounds: said in the log, and nothing is missing in the end."""
-    config = case.config("fedbn", rounds=5, name=f"server-disk-{case.repetition}")
-    with _run(case, config, wait=False) as (run, _):
-        wait_until("a round", lambda: _rounds_of(case, config) >= 1, 300)
-        with _full(case.federation.result("")):
-            wait_until("the log says so", lambda: "No space left" in case.federation.log("server", "serverapp"), 300)
-        code = run.wait(600)
-    outcome = Outcome("disk full at the server", case.repetition, "fedbn", "after round 1", f"run {'completed' if code == 0 else 'failed'}")
-    if _rounds_of(case, config) != 5:
-        outcome.notes.append(f"rounds.csv has {_rounds_of(case, config)} of 5 rounds")
-    _compare_with_gaps(case, config, outcome)
-    return outcome
+    """The results' disk is full for a while: said in the log, and nothing is missing in the end."""
+    config = case.config("fedbn", name=f"server-disk-{case.repetition}")
+    results = case.federation.result("")
+    return _episodes(case, config, "disk full at the server", "", lambda: _full(results))
 
 
 DRILLS: dict[str, Callable[[Case], Outcome]] = {
@@ -201,22 +123,48 @@ DRILLS: dict[str, Callable[[Case], Outcome]] = {
     "site-disk": disk_full_at_a_site,
     "server-disk": disk_full_at_the_server,
 }
+ONE_PER_RUN = ("supernode", "serverapp", "superlink")
 
 
 def _in_a_mood(case: Case, mood: str, drill: str, reason: str, **values: Any) -> Outcome:
-    config = case.config("fedbn", rounds=5, dataset="tests.deployment.moody:load", name=f"{mood}-{case.repetition}") | values
     file = case.federation.mood(case.federation.sites[1])
-    with _run(case, config, wait=False) as (run, _):
-        wait_until("a round", lambda: _rounds_of(case, config) >= 1, 300)
+
+    @contextmanager
+    def moody() -> Iterator[None]:
         file.write_text(mood)
         try:
-            wait_until("it was left out", lambda: reason in _text(case.federation.result(config["name"]) / "clients.csv"), 300)
+            yield
         finally:
             file.write_text("")
-        moment = f"after round {_rounds_of(case, config)}"
-        code = run.wait(600)
-    outcome = Outcome(drill, case.repetition, "fedbn", moment, f"run {'completed' if code == 0 else 'failed'}")
-    _compare_with_gaps(case, config, outcome)
+
+    config = case.config("fedbn", dataset="tests.deployment.moody:load", name=f"{mood}-{case.repetition}") | values
+    return _episodes(case, config, drill, reason, moody)
+
+
+def _episodes(case: Case, config: dict[str, Any], drill: str, reason: str, trouble: Callable[[], AbstractContextManager[None]]) -> Outcome:
+    """A run in which there is ``trouble`` for a while, ``case.times`` times. Each lasts until a client is refused for ``reason``, or, where
+    that is empty, until the server says that its disk is full."""
+    config = {**config, "rounds": 2 * case.times + 4, "evaluate-every": 1000}
+    csv_file = case.federation.result(config["name"]) / "clients.csv"
+
+    def seen() -> int:
+        return _text(csv_file).count(reason) if reason else case.federation.log("server", "serverapp").count("No space left")
+
+    with _run(case, config, wait=False) as (run, _):
+        wait_until("a round", lambda: _done(case, config) >= 1, 300)
+        for _ in range(case.times):
+            time.sleep(case.rng.uniform(0.0, 5.0))
+            before = seen()
+            with trouble():
+                wait_until("it shows", lambda before=before: seen() > before or run.poll() is not None, 400)
+            rounds = _done(case, config)
+            wait_until("a round without it", lambda rounds=rounds: _done(case, config) > rounds or run.poll() is not None, 400)
+        code = run.wait(3600)
+    what = f"said in {'clients.csv' if reason else 'the log'}, run {'completed' if code == 0 else f'failed ({code})'}"
+    outcome = Outcome(drill, case.repetition, "fedbn", "any time", what, times=case.times)
+    if _done(case, config) != config["rounds"]:
+        outcome.notes.append(f"rounds.csv has {_done(case, config)} of {config['rounds']} rounds")
+    compare_with_gaps(case, config, outcome, kept=(False,))
     return outcome
 
 
@@ -239,7 +187,7 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _rounds_of(case: Case, config: dict[str, Any]) -> int:
+def _done(case: Case, config: dict[str, Any]) -> int:
     return max(0, len(_text(case.federation.result(config["name"]) / "rounds.csv").splitlines()) - 1)
 
 
@@ -251,15 +199,16 @@ class _run:
 
     def __enter__(self) -> tuple[subprocess.Popen[str], str]:
         begin = time.monotonic()
-        self._runs = set(_run_folders(self._case))
+        self._runs = set(run_folders(self._case))
         self._process = self._case.federation.submit(self._config)
         self._drain = _drained(self._process)
         if not self._wait:
             return self._process, ""
-        wait_until("the run directory", lambda: set(_run_folders(self._case)) - self._runs, 180)
-        time.sleep(self._case.rng.uniform(0.0, 40.0))
-        rounds = _rounds(max(_run_folders(self._case), key=lambda p: p.stat().st_mtime))
-        return self._process, f"{time.monotonic() - begin:.1f} s after submission, {rounds} rounds done"
+        newest = wait_until("the run directory", lambda: set(run_folders(self._case)) - self._runs, 180).pop()
+        target = self._case.rng.randrange(self._config["rounds"])
+        wait_until(f"round {target}", lambda: rounds_of(newest) >= target or self._process.poll() is not None, 300)
+        time.sleep(self._case.rng.uniform(0.0, 12.0))
+        return self._process, f"{time.monotonic() - begin:.0f} s after submission, {rounds_of(newest)} rounds done"
 
     def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
@@ -269,37 +218,23 @@ class _run:
 
 
 def _drained(process: subprocess.Popen[str]) -> Any:
-    import threading
-
     assert process.stdout is not None
     thread = threading.Thread(target=process.stdout.read, daemon=True)
     thread.start()
     return thread
 
 
-def _run_folders(case: Case) -> list[Path]:
-    return [path for path in case.federation.result("").glob("*") if (path / "rounds.csv").exists()]
-
-
-def _checkpointed(case: Case, count: int) -> Path | None:
-    for folder in _run_folders(case):
-        if len(list((folder / "checkpoints").glob("round-*.safetensors"))) >= count:
+def _checkpointed(case: Case, count: int, beyond: int = 0) -> Path | None:
+    """A run with ``count`` checkpoints, the newest of a round after ``beyond``."""
+    for folder in run_folders(case):
+        found = sorted(int(path.stem.removeprefix("round-")) for path in (folder / "checkpoints").glob("round-*.safetensors"))
+        if len(found) >= count and found[-1] > beyond:
             return folder
     return None
 
 
-def _rounds(folder: Path) -> int:
-    return len((folder / "rounds.csv").read_text().splitlines()) - 1
-
-
 def _starts(federation: Federation, site: str) -> list[str]:
     return [line for line in federation.log(f"sites/{site}", "supernode").splitlines() if "SuperNode ID" in line]
-
-
-def _finished(case: Case, config: dict[str, Any]) -> Path:
-    """The newest run directory with a model, of this seed."""
-    done = [path for path in _run_folders(case) if (path / "model.safetensors").exists() and f"seed{config['seed']}" in path.name]
-    return max(done, key=lambda path: (path / "model.safetensors").stat().st_mtime)
 
 
 def _resume(case: Case, config: dict[str, Any], outcome: Outcome, what: str = "") -> None:
@@ -311,96 +246,17 @@ def _resume(case: Case, config: dict[str, Any], outcome: Outcome, what: str = ""
     out = case.federation.run(config)
     going_on = [line.split("INFO :")[-1].strip() for line in out.splitlines() if "going on after" in line]
     outcome.what = f"{what} ({going_on[0]})" if going_on else what
-    _compare(case, config, outcome)
+    compare(case, config, outcome)
 
 
-def _compare(case: Case, config: dict[str, Any], outcome: Outcome) -> None:
-    deployed, reference = _finished(case, config), in_process(config, case.folder / "reference")
-    wrong = differing(deployed / "model.safetensors", reference / "model.safetensors")
-    for site, path in personal(case.federation, deployed.name).items():
-        wrong += [f"{site}: {name}" for name in differing(path, reference / "clients" / path.name)]
-    outcome.identical = "" if wrong else "to the uninterrupted run"
-    outcome.notes += [f"differs in {', '.join(wrong[:5])}"] if wrong else []
-    _tidy(case, deployed)
-
-
-def _compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome) -> None:
-    """A reply may be missing because its client died before it kept the round's state, or after: one of these must be what happened."""
-    deployed = case.federation.result(config["name"])
-    gaps = _gaps(deployed, config["clients"])
-    outcome.missing = " ".join(f"client {client} in round {round}" for client, round in gaps)
-    closest = ["nothing compared"]
-    for kept in itertools.product((False, True), repeat=len(gaps)):
-        app = _with_gaps(dict(zip(gaps, kept, strict=True)))
-        folder = case.folder / "reference"
-        shutil.rmtree(folder, ignore_errors=True)
-        reference = run_in_process({**config, "output": str(folder), "device": "cpu", "min-replies": 0.0}, client_app=app)
-        assert reference is not None
-        wrong = differing(deployed / "model.safetensors", reference / "model.safetensors")
-        for site, path in personal(case.federation, deployed.name).items():
-            wrong += [f"{site}: {name}" for name in differing(path, reference / "clients" / path.name)]
-        if not wrong:
-            outcome.identical = "to the run without these replies" if gaps else "to the uninterrupted run"
-            break
-        closest = wrong if len(wrong) < len(closest) or closest == ["nothing compared"] else closest
-    if not outcome.identical:
-        outcome.notes.append(f"differs in {', '.join(closest[:5])}")
-    if "kept tensors in round" in case.federation.log("server", "serverapp"):
-        outcome.notes.append("the server noticed lost tensors")
-        outcome.identical = ""
-    _tidy(case, deployed)
-
-
-def _gaps(folder: Path, clients: int) -> list[tuple[int, int]]:
-    """(client, round) of every reply that was not used."""
-    with (folder / "clients.csv").open() as file:
-        used = {(int(row["client"]), int(row["round"])) for row in csv.DictReader(file) if row["samples"] and not row["refused"]}
-    rounds = _rounds(folder)
-    return [(client, round) for round in range(1, rounds + 1) for client in range(clients) if (client, round) not in used]
-
-
-def _with_gaps(gaps: dict[tuple[int, int], bool]) -> ClientApp:
-    """The ClientApp, whose reply is missing for some (client, round): before it trained, or (True) after it kept its state."""
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        header = message.content.config_records["header"]
-        gap = (int(context.node_config["partition-id"]), int(header["round"]))  # type: ignore[arg-type]
-        if gap in gaps and not gaps[gap]:
-            raise RuntimeError("killed before it trained")
-        reply = CLIENT_APP(message, context)
-        if gap in gaps:
-            raise RuntimeError("killed after it kept its state")
-        return reply
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return CLIENT_APP(message, context)
-
-    @app.query("hello")
-    def hello(message: Message, context: Context) -> Message:
-        return CLIENT_APP(message, context)
-
-    return app
-
-
-def _tidy(case: Case, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(case.folder / "reference", ignore_errors=True)
-
-
-def repetitions(federation: Federation, folder: Path, drill: str, numbers: range) -> Iterator[Outcome]:
-    for number in numbers:
-        begin = time.monotonic()
-        try:
-            outcome = DRILLS[drill](Case(federation, folder, number, random.Random(f"{drill} {number}")))
-        except Exception as error:
-            outcome = Outcome(drill, number, "", "", f"the drill itself failed: {type(error).__name__}: {error}"[:400])
-        outcome.seconds = time.monotonic() - begin
-        for left in _run_folders(Case(federation, folder, number, random.Random())):
-            shutil.rmtree(left, ignore_errors=True)
-        yield outcome
-
-
-__all__ = ["DRILLS", "Case", "Outcome", "repetitions"]
+def perform(federation: Federation, folder: Path, drill: str, number: int, times: int = 1) -> Outcome:
+    """The drill of that name, once; ``number`` decides its random moments. What goes wrong with the drill itself is an outcome, too."""
+    begin, case = time.monotonic(), Case(federation, folder, number, random.Random(f"{drill} {number}"), times)
+    try:
+        outcome = DRILLS[drill](case)
+    except Exception as error:
+        outcome = Outcome(drill, number, "", "", f"the drill itself failed: {type(error).__name__}: {error}"[:400], times=times)
+    outcome.seconds = time.monotonic() - begin
+    for left in run_folders(case):
+        shutil.rmtree(left, ignore_errors=True)
+    return outcome

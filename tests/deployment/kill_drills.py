@@ -1,4 +1,7 @@
-"""Every drill of ``drills``, many times, at random moments; a table of outcomes. Hours of waiting for Flower's own timeouts, little work.
+"""Every drill of ``drills``, many times, at random moments; a table of outcomes. More waiting for Flower's own timeouts than work.
+
+What can be done again in the same run (a client that raises, a full disk, ...) is done --repetitions times in one; of the kills each has
+a run of its own.
 
 python -m tests.deployment.kill_drills --repetitions 20 --jobs 3 --output kill-drills
 """
@@ -14,20 +17,19 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from tests.deployment.drills import DRILLS, Outcome, repetitions
+from tests.deployment.drills import DRILLS, ONE_PER_RUN, perform
 from tests.deployment.federation import Federation
+from tests.deployment.outcomes import Outcome
 
 COLUMNS = [spec.name for spec in fields(Outcome)]
 
 
 def worker(place: int, folder: Path, work: mp.Queue[Any], done: mp.Queue[Any]) -> None:
-    """Takes (drill, repetition) from ``work`` until there is None, all on one federation."""
+    """Takes (drill, repetition, times) from ``work`` until there is None, all on one federation."""
     with Federation(folder / f"federation-{place}", ("a", "b"), small_disks=os.geteuid() == 0) as federation:
         federation.start_all()
         while (item := work.get()) is not None:
-            drill, repetition = item
-            for outcome in repetitions(federation, folder / f"federation-{place}", drill, range(repetition, repetition + 1)):
-                done.put((drill, outcome))
+            done.put((item[0], perform(federation, folder / f"federation-{place}", *item)))
     done.put(None)
 
 
@@ -39,10 +41,10 @@ def table(outcomes: list[Outcome]) -> str:
         kinds: dict[str, int] = {}
         for o in mine:
             what = f"{o.what.partition(' (')[0]}: {('identical ' + o.identical) if o.identical else 'NOT identical'}"
-            kinds[what] = kinds.get(what, 0) + 1
+            kinds[what] = kinds.get(what, 0) + o.times
         said = "; ".join(f"{count} x {what}" for what, count in sorted(kinds.items(), key=lambda kind: -kind[1]))
-        seconds = sorted(o.seconds for o in mine)[len(mine) // 2]
-        lines.append(f"| {name} | {len(mine)} | {sum(o.ok for o in mine)} | {said} | {seconds:.0f} |")
+        seconds = sorted(o.seconds / o.times for o in mine)[len(mine) // 2]
+        lines.append(f"| {name} | {sum(o.times for o in mine)} | {sum(o.times for o in mine if o.ok)} | {said} | {seconds:.0f} |")
     return "\n".join(lines)
 
 
@@ -57,7 +59,10 @@ def main() -> int:
     chosen.output.mkdir(parents=True, exist_ok=True)
     context = mp.get_context("spawn")
     work, done = context.Queue(), context.Queue()
-    items = [(name, n) for n in range(chosen.first, chosen.first + chosen.repetitions) for name in chosen.only.split(",")]
+    once, often = range(chosen.first, chosen.first + chosen.repetitions), [(chosen.first, chosen.repetitions)]
+    names = chosen.only.split(",")
+    items = [(name, n, times) for name in names if name not in ONE_PER_RUN for n, times in often]
+    items += [(name, n, 1) for n in once for name in names if name in ONE_PER_RUN]
     for item in [*items, *([None] * chosen.jobs)]:
         work.put(item)
     workers = [context.Process(target=worker, args=(n, chosen.output.absolute(), work, done)) for n in range(chosen.jobs)]

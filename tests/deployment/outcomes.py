@@ -1,0 +1,167 @@
+"""What became of a drill, and how it is told: by comparing, bit for bit, with runs in one process."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from client_app.app import app as CLIENT_APP
+from fl_bn.data.dataset import load
+from fl_bn.flower import run_in_process
+from tests.deployment.federation import SMALL, Federation, differing, in_process, personal
+
+
+@dataclass
+class Outcome:
+    """``identical``: to the uninterrupted run, or to one in which exactly the replies named in ``missing`` were missing; "" if it is
+    neither. ``times``: how often it was done within the run."""
+
+    drill: str
+    repetition: int
+    method: str
+    moment: str
+    what: str = ""
+    missing: str = ""
+    identical: str = ""
+    seconds: float = 0.0
+    times: int = 1
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.identical)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run on a running federation; ``folder``: for the runs in one process that it is compared with; ``times``: how often what can be
+    done more than once in a run is done."""
+
+    federation: Federation
+    folder: Path
+    repetition: int
+    rng: random.Random
+    times: int = 1
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The digits as a file, which every process of a message reads faster than it makes them."""
+        path = self.folder / "digits.npz"
+        if not path.exists():
+            digits = load("digits-plain")
+            images = {f"x_{split}": x.permute(0, 2, 3, 1).numpy() for split, x in (("train", digits.x_train), ("test", digits.x_test))}
+            np.savez(path, **images, y_train=digits.y_train.numpy(), y_test=digits.y_test.numpy())
+        return {"dataset": "npz", "data-path": str(path)}
+
+    def config(self, method: str, **values: Any) -> dict[str, Any]:
+        return {
+            **SMALL,
+            "clients": len(self.federation.sites),
+            **self.data,
+            "rounds": 4,
+            "evaluate-every": 4,
+            "method": method,
+            "checkpoint-every": 1,
+            "server-momentum": 0.5,
+            "seed": self.repetition,
+            **values,
+        }
+
+
+def run_folders(case: Case) -> list[Path]:
+    return [path for path in case.federation.result("").glob("*") if (path / "rounds.csv").exists()]
+
+
+def rounds_of(folder: Path) -> int:
+    return len((folder / "rounds.csv").read_text().splitlines()) - 1
+
+
+def finished(case: Case, config: dict[str, Any]) -> Path:
+    """The newest run directory with a model, of this seed."""
+    done = [path for path in run_folders(case) if (path / "model.safetensors").exists() and f"seed{config['seed']}" in path.name]
+    return max(done, key=lambda path: (path / "model.safetensors").stat().st_mtime)
+
+
+def compare(case: Case, config: dict[str, Any], outcome: Outcome) -> None:
+    deployed, reference = finished(case, config), in_process(config, case.folder / "reference")
+    wrong = differing(deployed / "model.safetensors", reference / "model.safetensors")
+    for site, path in personal(case.federation, deployed.name).items():
+        wrong += [f"{site}: {name}" for name in differing(path, reference / "clients" / path.name)]
+    outcome.identical = "" if wrong else "to the uninterrupted run"
+    outcome.notes += [f"differs in {', '.join(wrong[:5])}"] if wrong else []
+    tidy(case, deployed)
+
+
+def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept: tuple[bool, ...] = (False, True)) -> None:
+    """A reply may be missing because its client died before it kept the round's state, or after: one of ``kept`` must be what happened."""
+    deployed = case.federation.result(config["name"])
+    gaps = gaps_of(deployed, config["clients"])
+    outcome.missing = " ".join(f"client {client} in round {round}" for client, round in gaps)
+    closest = ["nothing compared"]
+    for guess in itertools.product(kept, repeat=len(gaps)):
+        app = with_gaps(dict(zip(gaps, guess, strict=True)))
+        folder = case.folder / "reference"
+        shutil.rmtree(folder, ignore_errors=True)
+        reference = run_in_process({**config, "output": str(folder), "device": "cpu", "min-replies": 0.0}, client_app=app)
+        assert reference is not None
+        wrong = differing(deployed / "model.safetensors", reference / "model.safetensors")
+        for site, path in personal(case.federation, deployed.name).items():
+            wrong += [f"{site}: {name}" for name in differing(path, reference / "clients" / path.name)]
+        if not wrong:
+            outcome.identical = "to the run without these replies" if gaps else "to the uninterrupted run"
+            break
+        closest = wrong if len(wrong) < len(closest) or closest == ["nothing compared"] else closest
+    if not outcome.identical:
+        outcome.notes.append(f"differs in {', '.join(closest[:5])}")
+    if "kept tensors in round" in case.federation.log("server", "serverapp"):
+        outcome.notes.append("the server noticed lost tensors")
+        outcome.identical = ""
+    tidy(case, deployed)
+
+
+def gaps_of(folder: Path, clients: int) -> list[tuple[int, int]]:
+    """(client, round) of every reply that was not used."""
+    with (folder / "clients.csv").open() as file:
+        used = {(int(row["client"]), int(row["round"])) for row in csv.DictReader(file) if row["samples"] and not row["refused"]}
+    rounds = rounds_of(folder)
+    return [(client, round) for round in range(1, rounds + 1) for client in range(clients) if (client, round) not in used]
+
+
+def with_gaps(gaps: dict[tuple[int, int], bool]) -> ClientApp:
+    """The ClientApp, whose reply is missing for some (client, round): before it trained, or (True) after it kept its state."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        header = message.content.config_records["header"]
+        gap = (int(context.node_config["partition-id"]), int(header["round"]))  # type: ignore[arg-type]
+        if gap in gaps and not gaps[gap]:
+            raise RuntimeError("killed before it trained")
+        reply = CLIENT_APP(message, context)
+        if gap in gaps:
+            raise RuntimeError("killed after it kept its state")
+        return reply
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return CLIENT_APP(message, context)
+
+    @app.query("hello")
+    def hello(message: Message, context: Context) -> Message:
+        return CLIENT_APP(message, context)
+
+    return app
+
+
+def tidy(case: Case, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(case.folder / "reference", ignore_errors=True)
