@@ -13,6 +13,7 @@ from pathlib import Path
 from fl_bn.deployment.folders import ServerFolder, SiteFolder
 
 WATCHED = Path(__file__).with_name("watched.py")  # notices where a SuperNode would hang
+SUPERLINK = Path(__file__).parents[1] / "flower" / "superlink.py"  # Flower's, with a repair
 Scalar = str | int | float | bool
 
 
@@ -67,7 +68,10 @@ def superlink(server: ServerFolder) -> Command:
         "--serverappio-api-address": server.serverappio,
     }
     return Command(
-        "superlink", (program("flower-superlink"), "--enable-supernode-auth", *_flat(options)), _environment(server.state), server.path
+        "superlink",
+        (sys.executable, "-P", str(SUPERLINK), "--enable-supernode-auth", *_flat(options)),
+        _environment(server.state),
+        server.path,
     )
 
 

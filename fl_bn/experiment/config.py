@@ -186,5 +186,6 @@ class RunConfig(RunKeys):
             exchange=exchange,
             min_cohort=self.min_cohort,
             at_clients=self.dataset == SITES,
+            retry=self.retry_timeout,
             checkpoint_every=self.checkpoint_every,
         )

@@ -85,6 +85,12 @@ class RunKeys:
     wait_timeout: float = key(
         120.0, "how long the server waits for all clients before round 1, and for min-cohort of them later, seconds", ">= 0", at_least(0)
     )
+    retry_timeout: float = key(
+        120.0,
+        "how long a round waits for a client whose node or process died to come back and do it again, seconds; 0: goes on without it",
+        ">= 0",
+        at_least(0),
+    )
     checkpoint_every: int = key(0, "rounds between the server's checkpoints, from which resume goes on; 0: none", ">= 0", at_least(0))
     resume: str = key(
         "",

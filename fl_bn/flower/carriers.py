@@ -23,6 +23,7 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.client_app import RENDEZVOUS
 from fl_bn.flower.codec import WireError, header_of
 from fl_bn.flower.population import Client, RunFailed
+from fl_bn.flower.posting import copy_of
 from fl_bn.flower.transcript import attach, read_request
 
 POLL = 0.1  # seconds between looks for replies
@@ -158,7 +159,7 @@ class ReplayCarrier(Carrier):
         down = dict.fromkeys(messages, 0)
         self.messages, pending = 0, list(messages)
         while pending:
-            sent = {client: _copy(messages[client]) for client in pending}
+            sent = {client: copy_of(messages[client]) for client in pending}
             for client in pending:
                 down[client] += attach(sent[client].content, transcript)
             requests = self._requests(grid, sent, session, timeout, final)
@@ -215,12 +216,6 @@ def _simulation_hint(clients: int, cpus: int) -> str:
 def _keep(answers: dict[int, Answer], client: int, answer: Answer | ExchangeFailed) -> None:
     if isinstance(answer, Answer):
         answers[client] = answer
-
-
-def _copy(message: Message) -> Message:
-    """A message of its own identity with the same records."""
-    m = message.metadata
-    return Message(RecordDict(dict(message.content.items())), m.dst_node_id, m.message_type, ttl=m.ttl, group_id=m.group_id)
 
 
 def _configure(message: Message, values: Mapping[str, str | float | bytes]) -> None:

@@ -15,9 +15,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fl_bn.flower.client_app import HELLO
-from fl_bn.flower.posting import send_and_receive
-
-PASSING = {3, 4, 5, 8}  # Flower's error codes for a message, a node or a process of it that is gone: it may come back
+from fl_bn.flower.posting import PASSING, send_and_receive
 
 
 class RunFailed(Exception):

@@ -21,7 +21,8 @@ class Rounds:
     round changes nothing and counts as failed; after ``max_failed`` failed rounds in a row the run stops. ``timeout`` (s) is the deadline
     of every message, ``wait`` (s) how long the server waits for ``clients`` before round 1, and for ``min_cohort`` of them before any
     other. Every ``evaluate_every`` rounds and after the last there is an evaluation, with ``at_clients`` on the clients' own test data.
-    Every ``checkpoint_every`` rounds there is a checkpoint; 0: never.
+    ``retry`` (s): how long a round waits for a client whose node or process died to come back, to be asked again (not in FedTAN's
+    exchange). Every ``checkpoint_every`` rounds there is a checkpoint; 0: never.
     ``client_weights``: ``samples`` or ``uniform``. ``rate(round, rounds)``: the learning rate. ``exchange``: how
     FedTAN's layer-wise exchange is carried. ``max_steps``: local steps that the server asks for, so that nobody may claim more; 0: unknown.
     """
@@ -42,6 +43,7 @@ class Rounds:
     max_steps: int = 0
     min_cohort: int = 1
     at_clients: bool = False
+    retry: float = 0.0
     checkpoint_every: int = 0
 
     def __post_init__(self) -> None:
@@ -53,8 +55,8 @@ class Rounds:
             raise ValueError(
                 f"min_cohort must be 1..{self.clients} and checkpoint_every >= 0, but got {self.min_cohort} and {self.checkpoint_every}"
             )
-        if self.timeout <= 0 or self.wait < 0:
-            raise ValueError(f"timeout must be > 0 s and wait >= 0 s, but got {self.timeout} and {self.wait}")
+        if self.timeout <= 0 or self.wait < 0 or self.retry < 0:
+            raise ValueError(f"timeout must be > 0 s, wait and retry >= 0 s, but got {self.timeout}, {self.wait} and {self.retry}")
         if self.update not in UPDATES:
             raise ValueError(f"update must be one of {', '.join(UPDATES)}, but got {self.update!r}")
         if self.client_weights not in ("samples", "uniform"):

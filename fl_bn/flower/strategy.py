@@ -202,7 +202,7 @@ class BatchNormStrategy(Strategy):
             if Phase(self.record.phase) is Phase.EXCHANGE:
                 replies: Iterable[Message] = self.exchanges.round(grid, self.cohort, messages, timeout)
             else:
-                replies = send_and_receive(grid, messages, timeout)
+                replies = send_and_receive(grid, messages, timeout, self.rounds.retry)
             new, metrics = self.aggregate_train(server_round, replies)
             if new is not None and metrics is not None:
                 arrays, failed, result.train_metrics_clientapp[server_round] = new, 0, metrics
@@ -230,7 +230,7 @@ class BatchNormStrategy(Strategy):
         """
         self.shared.load(arrays)
         everyone, header = self._clients(grid).everyone(), self.shared.header(server_round, Phase.MEASURE)
-        replies = send_and_receive(grid, self._messages(STATISTICS, header, everyone, {}), timeout)
+        replies = send_and_receive(grid, self._messages(STATISTICS, header, everyone, {}), timeout, self.rounds.retry)
         expected = schema.reply(self.shared.model, self.method, Phase.MEASURE)
         contributions, refused, wrong = read_replies(self._overheard(replies), everyone, expected, header, self._sent)
         for index, reason in refused.items():
@@ -247,7 +247,7 @@ class BatchNormStrategy(Strategy):
         self, server_round: int, result: Result, config: ConfigRecord, evaluate_fn: EvaluateFn | None, grid: Grid, timeout: float
     ) -> None:
         arrays = result.arrays
-        replies = send_and_receive(grid, self.configure_evaluate(server_round, arrays, config, grid), timeout)
+        replies = send_and_receive(grid, self.configure_evaluate(server_round, arrays, config, grid), timeout, self.rounds.retry)
         if (at_clients := self.aggregate_evaluate(server_round, replies)) is not None:
             result.evaluate_metrics_clientapp[server_round] = at_clients
             self.record.evaluation = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}

@@ -159,7 +159,7 @@ class Federation:
     def find(self, program: str, site: str = "") -> list[int]:
         """Processes of ``superlink``, ``serverapp`` (of a run), ``supernode`` or ``clientapp`` (of a message)."""
         words = {
-            "superlink": ("flower-superlink", str(self.kit)),
+            "superlink": ("superlink.py", str(self.kit)),
             "serverapp": ("flwr-serverapp", f":{self.serverappio}"),
             "supernode": ("flower-supernode", str(self.kit / "sites" / site)),
             "clientapp": ("flwr-clientapp", f":{self.nodes.get(site, 0)}"),

@@ -22,7 +22,7 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_
 
 from fl_bn.deployment import control as control_module
 from fl_bn.deployment import submit as submit_module
-from fl_bn.deployment.commands import WATCHED, commands, environment, flower_config, local, node_config, prepare, superlink
+from fl_bn.deployment.commands import SUPERLINK, WATCHED, commands, environment, flower_config, local, node_config, prepare, superlink
 from fl_bn.deployment.control import Control, ControlError, control_of, register_sites
 from fl_bn.deployment.folders import FolderError, ServerFolder, SiteFolder
 from fl_bn.deployment.kit import Plan, create
@@ -47,8 +47,8 @@ def server(kit: Path) -> ServerFolder:
 
 def test_flower_accepts_the_superlink(kit: Path, server: ServerFolder) -> None:
     command = superlink(server)
-    args = _parse_args_run_superlink().parse_args(command.argv[1:])
-    assert command.argv[0].endswith("flower-superlink")
+    assert command.argv[1:3] == ("-P", str(SUPERLINK))
+    args = _parse_args_run_superlink().parse_args(command.argv[3:])
     assert (args.insecure, args.enable_supernode_auth, args.isolation) == (False, True, "process")
     assert (args.fleet_api_address, args.control_api_address, args.serverappio_api_address) == (
         "0.0.0.0:9092",
