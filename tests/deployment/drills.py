@@ -27,7 +27,7 @@ METHODS = ("fedbn", "hbn", "fedtan")
 def kill_supernode(case: Case) -> Outcome:
     """SIGKILL one SuperNode at a random moment of a FedBN run; it is started again, and has the layers it had."""
     site = case.rng.choice(case.federation.sites)
-    config = case.config("fedbn", rounds=5, **{"round-timeout": 150.0, "name": f"supernode-{case.repetition}"})
+    config = case.config("fedbn", **{"round-timeout": 150.0, "name": f"supernode-{case.repetition}"})
     before = len(_starts(case.federation, site))
     with _run(case, config) as (run, moment):
         os.kill(case.federation.find("supernode", site)[0], signal.SIGKILL)
@@ -244,7 +244,7 @@ def _resume(case: Case, config: dict[str, Any], outcome: Outcome, what: str = ""
     else:
         what += "no checkpoint yet: submitted anew"
     out = case.federation.run(config)
-    going_on = [line.split("INFO :")[-1].strip() for line in out.splitlines() if "going on after" in line]
+    going_on = [line[line.index("going on after") :] for line in out.splitlines() if "going on after" in line]
     outcome.what = f"{what} ({going_on[0]})" if going_on else what
     compare(case, config, outcome)
 

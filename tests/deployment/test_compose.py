@@ -36,6 +36,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "flower-superexec": _parse_args_superexec,
     "flower-supernode": _parse_args_run_supernode,
 }
+AROUND = {f"{IMAGE}fl_bn/deployment/watched.py": [], f"{IMAGE}fl_bn/flower/superlink.py": ["flower-superlink"]}  # scripts that run Flower's
 
 
 def read(name: str = "docker-compose.yml") -> Compose:
@@ -69,10 +70,10 @@ def aliases(service: Compose, network: str) -> list[str]:
 
 def parsed(words: list[str]) -> argparse.Namespace:
     """As the program's own parser reads its command line; SystemExit or click's UsageError where it refuses."""
-    watched = ["python", f"{IMAGE}fl_bn/deployment/watched.py"]
-    if words[:2] == watched:
-        assert (ROOT / watched[1].removeprefix(IMAGE)).exists()
-        words = words[2:]
+    for script, instead in AROUND.items():
+        if script in words:
+            assert (ROOT / script.removeprefix(IMAGE)).exists()
+            words = [*instead, *words[words.index(script) + 1 :]]
     program, *rest = words
     if program in PARSERS:
         return PARSERS[program]().parse_args(rest)

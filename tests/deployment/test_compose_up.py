@@ -16,7 +16,7 @@ from fl_bn.flower import run_in_process
 from tests.deployment.docker_federation import DockerFederation, command, no_docker
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
-QUICK = "model='mlp' rounds=2 local-steps=2 evaluate-every=1 pictures=false"
+QUICK = "model='mlp' rounds=2 local-steps=2 evaluate-every=1 pictures=false exchange-timeout=120.0 exchange-join-timeout=120.0"
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=3); print('connected')"
 
 
