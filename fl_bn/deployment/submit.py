@@ -29,6 +29,7 @@ def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
         "output": str(server.results),
         "exchange-host": server.exchange_host,
         "exchange-port": server.exchange_port,
+        "exchange-join-timeout": 120.0,  # at Flower's pace a slow machine starts half a minute after the others
         "exchange-certificate": str(server.certificate),
         "exchange-key": str(server.key),
         "exchange-authority": str(server.authority),

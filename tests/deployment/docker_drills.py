@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.deployment.commands import flower_config
-from tests.deployment import drills
 from tests.deployment.docker_federation import ROOT, SITES, DockerFailed, DockerFederation, command, no_docker
-from tests.deployment.drills import Case, Outcome
+from tests.deployment.outcomes import Case, Outcome, compare, compare_with_gaps
 
 METHODS = ("fedbn", "hbn", "fedtan")
 COLUMNS = ("drill", "method", "moment", "what", "seconds", "missing", "lost")
@@ -112,7 +111,7 @@ class Drill:
         self.outcome.what = f"{what}; the run {'completed' if code == 0 else f'failed ({code})'}"
         if code == 0:
             self._snapshot().fetch()
-            drills._compare_with_gaps(self.case, self.config, self.outcome)
+            compare_with_gaps(self.case, self.config, self.outcome)
 
     def resumes(self, what: str) -> None:
         """Submitted again, it must end as if nothing had happened."""
@@ -120,7 +119,7 @@ class Drill:
         self.federation.run(flower_config({**self.config, "resume": "latest"} if there else self.config), timeout=900)
         self.outcome.what = f"{what}; resumed and completed" if there else f"{what}; no checkpoint yet, submitted anew"
         self._snapshot().fetch()
-        drills._compare(self.case, self.config, self.outcome)
+        compare(self.case, self.config, self.outcome)
 
     def _snapshot(self) -> Snapshot:
         snapshot = self.case.federation
