@@ -36,7 +36,7 @@ class Lineage:
 
     def resumed(self, round: int) -> Lineage:
         """The same run, going on after ``round``."""
-        return replace(self, resumes=(*self.resumes, round), durable=round)
+        return replace(self, resumes=(*self.resumes, round))
 
     def counts(self, round: int, attempt: int) -> bool:
         """Whether what a client kept in ``round`` of ``attempt`` is on the line that led here."""
