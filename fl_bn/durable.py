@@ -5,12 +5,15 @@ A file is safetensors (open it with any reader), whose metadata say what it is (
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -34,10 +37,11 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
     Raises:
         OSError: the disk is full, say. What was there stays; nothing is left beside it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent)
     for left in path.parent.glob(f"{UNFINISHED}*"):
-        if time.time() - left.stat().st_mtime > STALE:
-            left.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # its writer lives, and was faster
+            if time.time() - left.stat().st_mtime > STALE:
+                left.unlink()
     beside = path.parent / f"{UNFINISHED}{secrets.token_hex(8)}"
     try:
         with open(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
@@ -56,16 +60,27 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
 
+def _make(folder: Path) -> None:
+    """Make ``folder`` and those above it, durably."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
     """``tensors`` and what they are, at ``path``, durably. Raises OSError as ``write`` does."""
-    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, {**about, CHECKSUM: BLANK})
-    digest, blank = hashlib.sha256(data).hexdigest().encode(), BLANK.encode()
-    head = data.index(blank)
-    write(path, data[:head] + digest + data[head + len(blank) :])
+    place = secrets.token_hex(len(BLANK) // 2)  # nothing else in the file looks like it
+    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, {**about, CHECKSUM: place})
+    head, rest = data.split(place.encode(), 1)
+    write(path, head + hashlib.sha256(head + BLANK.encode() + rest).hexdigest().encode() + rest)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -79,9 +94,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         digest = about.pop(CHECKSUM)
-        if not isinstance(digest, str) or len(digest) != len(BLANK):
+        if not re.fullmatch("[0-9a-f]{64}", digest):
             raise KeyError(CHECKSUM)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path}: expected a safetensors file with a checksum of its own, but its header cannot be read") from error
     if hashlib.sha256(data.replace(digest.encode(), BLANK.encode(), 1)).hexdigest() != digest:
         raise Damaged(f"{path}: its checksum is not that of its {len(data)} bytes: it was cut short or altered")

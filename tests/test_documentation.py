@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from fl_bn.experiment.config import RunConfig
+from fl_bn.experiment.history import CLIENT_COLUMNS, ROUND_COLUMNS
 from fl_bn.experiment.keys import table
 from fl_bn.experiment.overrides import parse_overrides
-from fl_bn.experiment.history import CLIENT_COLUMNS, ROUND_COLUMNS
 from fl_bn.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -57,15 +57,19 @@ def dataset(config: RunConfig) -> Dataset:
     return load(config.dataset, config.data_path, config.image_size)
 
 
+def shape(config: RunConfig) -> tuple[int, int, int]:
+    """What the run's model is made for: ``(classes, channels, image size)``."""
+    if config.dataset == SITES:
+        return config.classes, config.channels, config.image_size
+    data = dataset(config)
+    return data.classes, data.channels, data.image_size
+
+
 @lru_cache(maxsize=4)
 @_as_config_error()
 def source_model(config: RunConfig) -> nn.Module:
     """The network as the user wrote it, with the run's initial weights. Do not change it."""
-    if config.dataset == SITES:
-        classes, channels, size = config.classes, config.channels, config.image_size
-    else:
-        data = dataset(config)
-        classes, channels, size = data.classes, data.channels, data.image_size
+    classes, channels, size = shape(config)
     return build(config.model, classes=classes, channels=channels, image_size=size, seed=config.seed)
 
 
@@ -102,7 +106,7 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     train = Samples(data.x_train[part], data.y_train[part])
     if config.attack == LABEL_FLIP and client >= config.clients - config.byzantine:
         train = Samples(train.x, flip_labels(train.y, data.classes))
-    counts = label_counts(data.y_train.numpy(), [part.numpy()], max(data.classes, config.classes))[0]
+    counts = label_counts(data.y_train.numpy(), [part.numpy()], shape(config)[0])[0]
     test = Samples(data.x_test, data.y_test)
     if not own.dataset and config.partition == "domain" and data.domain_train is not None and data.domain_test is not None:
         mine = data.domain_test == data.domain_train[part[0]]
@@ -118,11 +122,7 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
         ConfigError: they are missing, malformed, or of another form than the run's model takes.
     """
     data = load(own.dataset, own.path, config.image_size)
-    if config.dataset == SITES:
-        classes, channels, size = config.classes, config.channels, config.image_size
-    else:
-        run = dataset(config)
-        classes, channels, size = run.classes, run.channels, run.image_size
+    classes, channels, size = shape(config)
     came = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
     if (data.channels, data.image_size) != (channels, size):
         raise ConfigError(

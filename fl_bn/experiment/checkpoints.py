@@ -76,7 +76,7 @@ def run_to_resume(config: RunConfig) -> Path:
     if config.name:
         runs = [run for run in runs if run.name == config.name]
     for run in runs:
-        if not _differences(run, config):
+        if not _differences(run, config) and Checkpoints(run, History(run)).newest() is not None:
             return run.resolve()
     if runs:
         raise ConfigError(f"resume='latest': the newest unfinished run, {runs[0].name}, was another one: {_differences(runs[0], config)}")
@@ -99,7 +99,7 @@ def _unfinished(root: Path) -> str:
 def _differences(run: Path, config: RunConfig) -> str:
     """The keys that decide numbers in which the two differ, in words; empty if none."""
     try:
-        values = tomllib.loads((run / CONFIG).read_text())
+        values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         return f"its {CONFIG} cannot be read: {error}"
     mine = config.to_mapping()

@@ -137,11 +137,12 @@ class History:
         Raises:
             Damaged: a file is shorter than that, or cannot be read.
         """
-        for file in self.FILES:
-            path, length = self.folder / file, int(lengths.get(file, 0))
+        paths = {self.folder / file: int(lengths.get(file, 0)) for file in self.FILES}
+        for path, length in paths.items():
             have = path.stat().st_size if path.exists() else 0
             if have < length:
                 raise Damaged(f"{path}: expected at least the {length} bytes of the checkpoint, but it has {have}")
+        for path, length in paths.items():
             if path.exists():
                 os.truncate(path, length)
         path = self.folder / "rounds.jsonl"

@@ -79,15 +79,19 @@ class RunDirectory:
         if self.path is None or self._history is None or self._checkpoints is None:
             return self
         self._lock = _locked(self.path)
-        if self._goes_on:
-            self.resumed = self._checkpoints.newest()
-            if self.resumed is None:
-                raise ConfigError(f"{self.path}: none of its checkpoints is whole: start the run anew")
-            self.records = self._history.cut(self.resumed.history)
-        else:
-            (self.path / CONFIG).write_text(to_toml(self.config.to_mapping()))
-            self._history.begin()
-        (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+        try:
+            if self._goes_on:
+                self.resumed = self._checkpoints.newest()
+                if self.resumed is None:
+                    raise ConfigError(f"{self.path}: none of its checkpoints is whole: start the run anew")
+                self.records = self._history.cut(self.resumed.history)
+            else:
+                (self.path / CONFIG).write_text(to_toml(self.config.to_mapping()), encoding="utf-8")
+                self._history.begin()
+            (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+        except BaseException:
+            self._unlock(self.path)
+            raise
         LOGGER.info("run directory: %s", self.path)
         return self
 
@@ -118,13 +122,16 @@ class RunDirectory:
                     f"resume={self.name!r}, if it has checkpoints"
                 ) from problem
         finally:
-            if self._lock is not None:
-                (self.path / LOCK).unlink(missing_ok=True)
-                self._lock.close()
+            self._unlock(self.path)
+
+    def _unlock(self, path: Path) -> None:
+        if self._lock is not None:
+            (path / LOCK).unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
 
     def _finish(self, path: Path, error: BaseException | None) -> None:
         assert self._history is not None
-        self._history.lengths()
         counts: dict[int, tuple[int, ...]] = {}
         if self.strategy is not None:
             self._save_model(self.strategy)
@@ -136,6 +143,7 @@ class RunDirectory:
             if counts and all(counts.values()):
                 draw_labels(counts, self.config, path / "labels.png")
             self._tensorboard()
+        self._history.lengths()
         if error is None:  # nobody will go back
             for folder in (path / FOLDER, *path.glob("state-*")):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -173,4 +181,4 @@ def _locked(path: Path) -> IO[str]:
 
 def to_toml(values: Mapping[str, Value]) -> str:
     """Flat TOML of scalars, sorted as given; JSON's strings, numbers and booleans are TOML's."""
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f") for name, value in values.items())

@@ -52,6 +52,13 @@ class Checkpoint:
         tensors, about = durable.load_tensors(path)
         if about.get("format") != FORMAT:
             raise durable.Damaged(f"{path}: expected {FORMAT}, but got {about.get('format', 'a file without a format')!r}")
+        try:
+            return cls._read(tensors, about)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise durable.Damaged(f"{path}: expected {FORMAT}, but cannot read it: {error!r}") from error
+
+    @classmethod
+    def _read(cls, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> Checkpoint:
         state = json.loads(about["state"])
         parts: dict[str, dict[str, Tensor]] = {"arrays": {}, "optimizer": {}}
         for name, tensor in tensors.items():

@@ -49,8 +49,11 @@ class ClientState(Protocol):
         """Keep ``sections`` after ``round``, all at once. The last statement of a round: where training fails, nobody rolls back."""
 
 
+PREVIOUS = "previous/"  # prefix of the sections kept before the newest
+
+
 class MemoryState:
-    """The newest state alone, in Flower's ``context.state``."""
+    """The newest state, and the one before for a client that is asked again, in Flower's ``context.state``."""
 
     def __init__(self, state: RecordDict, signature: str) -> None:
         self._state, self._signature = state, signature
@@ -59,16 +62,25 @@ class MemoryState:
         owner = self._state.config_records.get("kept-for")
         if owner is None or owner.get("signature") != self._signature:
             return NOTHING
-        records = self._state.array_records
-        sections = {section: to_tensors({k: a.numpy() for k, a in records[section].items()}) for section in records}
-        return Kept(int(owner["round"]), sections)  # type: ignore[arg-type]
+        for prefix in ("", PREVIOUS):
+            if 0 < (round := int(owner.get(f"{prefix}round", 0))) < before:  # type: ignore[arg-type]
+                records = {
+                    name.removeprefix(PREVIOUS): r
+                    for name, r in self._state.array_records.items()
+                    if name.startswith(PREVIOUS) == bool(prefix)
+                }
+                sections = {section: to_tensors({k: a.numpy() for k, a in record.items()}) for section, record in records.items()}
+                return Kept(round, sections)
+        return NOTHING
 
     def write(self, round: int, sections: Sections) -> None:
+        before = self.read(round)
         for section in list(self._state.array_records):
             del self._state[section]
-        for section, tensors in sections.items():
+        kept = dict(sections) | {f"{PREVIOUS}{section}": tensors for section, tensors in before.sections.items()}
+        for section, tensors in kept.items():
             self._state[section] = ArrayRecord({k: Array(a) for k, a in to_numpy(tensors).items()})
-        self._state["kept-for"] = ConfigRecord({"signature": self._signature, "round": round})
+        self._state["kept-for"] = ConfigRecord({"signature": self._signature, "round": round, f"{PREVIOUS}round": before.round})
 
 
 class FileState:
@@ -96,14 +108,14 @@ class FileState:
         needed = True
         for kept, attempt, old in self._files():
             on_the_line = self.lineage.counts(kept, attempt)
-            if not needed or not on_the_line and attempt <= self.lineage.attempt:
+            if not needed or (attempt in self.lineage.attempts and not on_the_line):
                 old.unlink(missing_ok=True)
             needed = needed and not (on_the_line and kept <= self.lineage.durable)
 
-    def _files(self) -> list[tuple[int, int, Path]]:
-        """(round, attempt, path) of every state, the newest first."""
-        names = {path: re.fullmatch(rf"round-(\d+)\.(\d+){re.escape(durable.SUFFIX)}", path.name) for path in self.folder.glob("round-*")}
-        return sorted(((int(name[1]), int(name[2]), path) for path, name in names.items() if name), reverse=True)
+    def _files(self) -> list[tuple[int, str, Path]]:
+        """(round, attempt, path) of every state, the newest round first."""
+        names = {path: re.fullmatch(rf"round-(\d+)\.(\w+){re.escape(durable.SUFFIX)}", path.name) for path in self.folder.glob("round-*")}
+        return sorted(((int(name[1]), name[2], path) for path, name in names.items() if name), reverse=True)
 
     def _load(self, path: Path) -> dict[str, dict[str, Tensor]] | None:
         try:

@@ -12,47 +12,62 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-NAME = re.compile(r"[A-Za-z0-9][\w. ()+,=@-]{0,199}/state-[0-9a-f]{8}")
+FOLDER = r"(?![.~ -])[^/\\\x00-\x1f\x7f]{1,255}"
+RESUME = re.compile(r"([0-9a-f]{8}):(\d+)", re.ASCII)
+FIRST = "0"
+NAME = re.compile(rf"{FOLDER}/state-[0-9a-f]{{8}}")
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """``run``: NAME/state-XXXXXXXX, never given twice; ``resumes``: the rounds after which the run was resumed, in order of time;
-    ``durable``: the last round the server can still go back to, so that states older than the newest up to it are of no use."""
+    """``run``: NAME/state-XXXXXXXX, never given twice; ``resumes``: of every resume that led here, in order of time, a token never given
+    twice and the round it went back to; ``durable``: the last round that every later resume can still go back to, so that states older
+    than the newest up to it are of no use."""
 
     run: str
-    resumes: tuple[int, ...] = ()
+    resumes: tuple[tuple[str, int], ...] = ()
     durable: int = 0
 
     @classmethod
     def new(cls, name: str) -> Lineage:
-        safe = re.sub(r"[^\w. ()+,=@-]", "-", name).lstrip("._ ()+,=@-")[:200]
-        return cls(f"{safe or 'run'}/state-{secrets.token_hex(4)}")
+        """``name``: of the run's folder; ``run`` if it could not be that of one."""
+        run = f"{name}/state-{secrets.token_hex(4)}"
+        return cls(run if NAME.fullmatch(run) else f"run/state-{secrets.token_hex(4)}")
 
     @property
-    def attempt(self) -> int:
-        """How often the run was resumed."""
-        return len(self.resumes)
+    def attempt(self) -> str:
+        """The token of the last resume: what is kept since then belongs to it. ``0`` in a run that was never resumed."""
+        return self.resumes[-1][0] if self.resumes else FIRST
+
+    @property
+    def attempts(self) -> list[str]:
+        return [FIRST, *(token for token, _ in self.resumes)]
 
     def resumed(self, round: int) -> Lineage:
-        """The same run, going on after ``round``."""
-        return replace(self, resumes=(*self.resumes, round))
+        """The same run, going on after ``round``. Two resumes from one checkpoint have nothing in common but what is in it."""
+        return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
-    def counts(self, round: int, attempt: int) -> bool:
+    def counts(self, round: int, attempt: str) -> bool:
         """Whether what a client kept in ``round`` of ``attempt`` is on the line that led here."""
-        return attempt <= self.attempt and all(round <= resumed for resumed in self.resumes[attempt:])
+        if attempt not in self.attempts:
+            return False
+        return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])
 
     def to_config(self) -> dict[str, str | int]:
-        return {"run": self.run, "resumes": ",".join(map(str, self.resumes)), "durable": self.durable}
+        resumes = ",".join(f"{token}:{round}" for token, round in self.resumes)
+        return {"run": self.run, "resumes": resumes, "durable": self.durable}
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Lineage:
         """From a message's config; one that names no run has none.
 
         Raises:
-            ValueError: the name could not be that of a folder below the client's own, or the rounds are no numbers.
+            ValueError: the name could not be that of a folder below the client's own, or the resumes are no tokens and rounds.
         """
-        run, resumes = str(config.get("run", "")), str(config.get("resumes", ""))
+        run, text = str(config.get("run", "")), str(config.get("resumes", ""))
         if run and not NAME.fullmatch(run):
             raise ValueError(f"expected a run NAME/state-XXXXXXXX, but the server calls it {run[:80]!r}")
-        return cls(run, tuple(int(part) for part in resumes.split(",") if part), int(config.get("durable", 0)))
+        resumes = [RESUME.fullmatch(part) for part in text.split(",") if part]
+        if not all(resumes):
+            raise ValueError(f"expected the run's resumes as TOKEN:ROUND,..., but the server has {text[:80]!r}")
+        return cls(run, tuple((found[1], int(found[2])) for found in resumes if found), int(config.get("durable", 0)))

@@ -47,6 +47,7 @@ class Population:
         self.grid, self.expected, self.signature, self.wait, self.timeout = grid, expected, signature, wait, timeout
         self.clients: dict[int, Client] = {}
         self._refused: set[int] = set()
+        self._gone: set[int] = set()
         self._doubles: dict[int, int] = {}  # refused node -> the index it claims, which another node serves
 
     def gather(self) -> None:
@@ -90,12 +91,16 @@ class Population:
         online = set(self.grid.get_node_ids())
         if gone := sorted(i for i, c in self.clients.items() if c.node not in online):
             log(logging.WARNING, "clients %s are offline", gone)
+            self._gone |= set(gone)
         self.clients = {i: c for i, c in self.clients.items() if c.node in online}
+        self._refused &= online
         self._refused -= {node for node, index in self._doubles.items() if index not in self.clients}
         new = online - {c.node for c in self.clients.values()} - self._refused
         messages = [Message(RecordDict(), node, HELLO, ttl=self.timeout, group_id="0") for node in sorted(new)]
-        for reply in send_and_receive(self.grid, messages, min(self.timeout, max(self.wait, 1.0))):
+        patience, silent = min(self.timeout, max(self.wait, 1.0)), set(new)
+        for reply in send_and_receive(self.grid, messages, patience):
             node = reply.metadata.src_node_id
+            silent -= {node} if node in new else new  # Flower's own errors do not say whose they are
             if reply.has_error():
                 if reply.error.code in PASSING:
                     log(
@@ -110,6 +115,8 @@ class Population:
                     self._refuse(node, str(reply.error.reason))
             else:
                 self._admit(node, reply)
+        for node in () if strict else silent:
+            self._refuse(node, f"it did not say within {patience:.0f} s who it is; it is asked again when it was offline")
 
     def _admit(self, node: int, reply: Message) -> None:
         hello: Mapping[str, Any] = reply.content.config_records.get("hello", {})
@@ -138,14 +145,17 @@ class Population:
             self._refuse(node, f"client {index} is already served by node {self.clients[index].node}")
         else:
             self.clients[index] = Client(index, node, samples, counts)
+            if index in self._gone:
+                self._gone.discard(index)
+                log(logging.INFO, "client %s is back", index)
 
     def _refuse(self, node: int, reason: str) -> None:
         self._refused.add(node)
         log(logging.WARNING, "node %s refused: %s", node, reason)
 
-    def cohort(self, fraction: float, seed: int, round: int) -> list[Client]:
-        """The clients of ``round``, by index: the same for the same seed, whatever the node ids."""
-        size = min(len(self.clients), max(1, round_half_up(fraction * len(self.clients))))
+    def cohort(self, fraction: float, seed: int, round: int, least: int = 1) -> list[Client]:
+        """The clients of ``round``, by index, ``least`` or more if there are: the same for the same seed, whatever the node ids."""
+        size = min(len(self.clients), max(least, round_half_up(fraction * len(self.clients))))
         chosen = sample_cohort(list(self.clients), size, random.Random(f"{seed}/{round}"))
         return [self.clients[index] for index in chosen]
 

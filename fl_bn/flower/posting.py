@@ -64,6 +64,8 @@ class _Post:
             if self.lost:
                 self._ask_again()
             self._say()
+        if self.waiting:
+            self._pull()
         return self.came + [lost.error for lost in self.lost]
 
     def _push(self, messages: list[Message]) -> None:

@@ -31,7 +31,7 @@ class Recovery:
         if self._store is None or not self._every:
             self.lineage = replace(self.lineage, durable=round)
         elif round % self._every == 0 and round < rounds:
-            state = Checkpoint(round, self.lineage, tensors_of(arrays), optimizer.buffers(), failed, self._kept, {}, generators())
+            state = Checkpoint(round, self.lineage, tensors_of(arrays), optimizer.buffers(), failed, dict(self._kept), {}, generators())
             self.lineage = replace(self.lineage, durable=self._store(state))
 
     def go_back(self, checkpoint: Checkpoint, rounds: int, shared: SharedModel, optimizer: ServerOptimizer) -> None:

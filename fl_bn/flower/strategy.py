@@ -84,7 +84,7 @@ class BatchNormStrategy(Strategy):
         """One train message per client of the cohort, in client order."""
         phase, rate = self.method.phase(server_round, self.num_rounds), self.rounds.rate(server_round, self.num_rounds)
         self._clients(grid).wait_for(self.rounds.min_cohort)
-        self.cohort = self._clients(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round)
+        self.cohort = self._clients(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round, self.rounds.min_cohort)
         if owing := self.exchanges.owing(grid):
             log(logging.WARNING, "round %s: clients %s are left out until they answer an earlier round", server_round, sorted(owing))
             self.cohort = [client for client in self.cohort if client.index not in owing]

@@ -8,6 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fl_bn.experiment.config import FEDTAN, ConfigError, RunConfig
 from fl_bn.experiment.keys import kebab, table
@@ -18,7 +20,15 @@ from fl_bn.methods import METHODS
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 KEYS = {kebab(spec.name): spec for spec in fields(RunConfig)}
 FILES = {"exchange-certificate", "exchange-key", "exchange-authority"}
-FREE = {"model", "dataset", "data-path", "output", "exchange-host", "exchange-bind"} | FILES  # any text: checked where they are used
+FREE = {
+    "model",
+    "dataset",
+    "data-path",
+    "output",
+    "exchange-host",
+    "exchange-bind",
+    "resume",
+} | FILES  # any text: checked where they are used
 WRONG: dict[str, list[object]] = {
     "freeze-after": [-2], "groups": [0], "fbn-momentum": [-0.1, 1.1], "hbn-lam": [-0.1, 1.5], "hbn-stat-samples": [-1, 1],
     "image-size": [-1, 5000], "partition-parameter": [-0.5], "calibrate": [-1], "clients": [0], "fraction": [0.0, 1.01],
@@ -26,9 +36,11 @@ WRONG: dict[str, list[object]] = {
     "local-epochs": [-1], "local-steps": [-1], "batch-size": [1], "learning-rate": [0.0], "learning-rate-decay": [0.0, 1.1],
     "momentum": [-0.1, 1.0], "weight-decay": [-1e-9], "server-learning-rate": [0.0], "server-momentum": [-0.1, 1.0],
     "evaluate-every": [0], "seed": [-1], "device": ["tpu", "gpu", ""], "threads": [0], "name": ["a/b", "..", " a"],
+    "retry-timeout": [-1.0], "classes": [-1], "channels": [-1], "min-cohort": [0, -1], "checkpoint-every": [-1],
     "byzantine": [-1], "attack-strength": [float("nan"), float("inf")], "declared-byzantine": [-2],
     "exchange-timeout": [0.0], "exchange-join-timeout": [-1.0], "exchange-port": [-1, 65536],
 }  # fmt: skip
+SHAPE = {"classes": 2, "channels": 1, "image_size": 4}
 
 
 def config(**values: object) -> RunConfig:
@@ -109,6 +121,14 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
             {"method": "fedtan", "exchange_host": "server.example"},
             "the exchange would be in plaintext at server.example: give exch",
         ),
+        ({"resume": "latest"}, "resume needs the output and the checkpoint-every that the run to go on with had"),
+        ({"resume": "latest", "checkpoint_every": 1, "output": ""}, "resume needs the output"),
+        ({"clients": 3, "min_cohort": 4}, "min-cohort must not exceed a cohort, 3 of clients=3, but got 4"),
+        ({"clients": 10, "fraction": 0.5, "min_cohort": 6}, "min-cohort must not exceed a cohort, 5 of clients=10, but got 6"),
+        ({"dataset": "sites"}, "dataset='sites': the server has no data .*: give classes, channels, image-size"),
+        ({"dataset": "sites", "classes": 2, "image_size": 4}, "give channels$"),
+        ({"dataset": "sites", **SHAPE, "byzantine": 1, "attack": "foe"}, "dataset='sites' has real clients"),
+        (SHAPE, "classes and channels are for dataset='sites': digits has its own"),
         ({"method": "fedtan", "exchange_bind": "0.0.0.0"}, "the exchange would be in plaintext at 0.0.0.0"),
     ],
 )
@@ -122,6 +142,13 @@ def test_round_trip_through_the_mapping_and_through_toml() -> None:
     assert RunConfig.from_mapping(made.to_mapping()) == made
     assert RunConfig.from_mapping(tomllib.loads(to_toml(made.to_mapping()))) == made
     assert made != RunConfig()
+
+
+@given(text=st.text(st.characters(codec="utf-8")))
+def test_every_text_survives_its_file(text: str) -> None:
+    """What cannot be read again cannot be gone on with."""
+    made = {"data-path": text, "rounds": 3}
+    assert tomllib.loads(to_toml(made)) == made
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -139,8 +166,13 @@ def test_options_reach_the_method_and_the_rounds() -> None:
     assert config(method="hbn", fraction=0.5).build_method().combine.keywords == {"lam": 0.01}  # type: ignore[attr-defined]
     assert config(method="fbn", fbn_momentum=0.3).build_method().combine.keywords == {"momentum": 0.3}  # type: ignore[attr-defined]
     rates = {"learning_rate": 0.05, "learning_rate_schedule": "step", "learning_rate_decay": 0.1}
-    policy = config(min_replies=0.25, calibrate=2, evaluate_every=7, client_weights="uniform", **rates).round_policy()
+    policy = config(
+        min_replies=0.25, calibrate=2, min_cohort=3, checkpoint_every=4, evaluate_every=7, client_weights="uniform", **rates
+    ).round_policy()
     assert (policy.min_replies, policy.calibrate, policy.evaluate_every, policy.client_weights) == (0.25, 2, 7, "uniform")
+    assert (policy.min_cohort, policy.checkpoint_every, policy.at_clients) == (3, 4, False)
+    assert config(dataset="sites", **SHAPE).round_policy().at_clients
+    assert config(precision="mixed").local_training().precision == "mixed"
     assert [policy.rate(round, 60) for round in (1, 30, 31, 46)] == pytest.approx([0.05, 0.05, 0.005, 0.0005])
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -38,7 +43,7 @@ CASES: dict[str, Values] = {
     "mixed precision": {"method": "silobn", "precision": "mixed"},
 }  # fmt: skip
 Whole = Callable[[str], dict[str, bytes]]
-SEVERAL = ("fedbn", "server adam", "gradients, server momentum", "a few of the clients", "robust, gaussian", "fedtan2")
+SEVERAL = ("fedbn", "server adam", "gradients, server momentum", "a few of the clients")
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +96,39 @@ def test_a_run_that_stops_in_the_middle_of_a_round(whole: Whole, tmp_path: Path,
     kept = {path.parent.name: path.name for path in sorted((tmp_path / "pieces" / "run").glob("state-*/client-*/round-*"))}
     assert [name.split("-")[1][:6] for name in kept.values()] == ["000004", "000004", "000003"]  # control: so it was
     assert differences(whole("fedbn"), results(run(values, resume="latest"))) == []
+
+
+PLAY = "import json, sys; from fl_bn.flower import run_in_process; run_in_process(json.loads(sys.argv[1]))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["fedbn", "server adam"])
+def test_a_process_that_is_killed_goes_on_as_if_nothing_had_happened(case: str, tmp_path: Path) -> None:
+    """SIGKILL at moments that nobody chose, again and again, until a process lives long enough to finish."""
+    rounds, draw, kills = 40, random.Random(case), 0
+    values = small_run(tmp_path / "runs", **CASES[case], rounds=rounds)
+    path, deadline = tmp_path / "runs" / "run", time.monotonic() + 280
+    while not (path / "model.safetensors").exists() or (path / "checkpoints").exists():
+        assert time.monotonic() < deadline
+        resume = {"resume": "run"} if list((path / "checkpoints").glob("round-*")) else {}
+        if not resume and path.exists():
+            shutil.rmtree(path)
+        process = subprocess.Popen([sys.executable, "-c", PLAY, json.dumps(values | resume)], stderr=subprocess.DEVNULL)
+        size, patience = lines(path), draw.randint(1, 12)
+        while process.poll() is None and (kills >= 3 or lines(path) < size + patience):
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.1))
+        if process.poll() is None:
+            process.kill()
+            kills += 1
+        process.wait()
+    assert kills == 3
+    whole = results(run(small_run(tmp_path / "whole", **CASES[case], rounds=rounds, checkpoint_every=0)))
+    assert differences(whole, results(path)) == []
+
+
+def lines(path: Path) -> int:
+    return (path / "rounds.jsonl").read_bytes().count(b"\n") if (path / "rounds.jsonl").exists() else 0
 
 
 # Controls: what a checkpoint holds is needed

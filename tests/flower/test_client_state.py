@@ -50,7 +50,7 @@ def same(a: Kept, sections: dict[str, dict[str, Tensor]]) -> bool:
 # In memory
 
 
-def test_memory_holds_the_newest_alone() -> None:
+def test_memory_holds_the_newest_and_the_one_before() -> None:
     record = RecordDict()
     state = MemoryState(record, "mine")
     assert state.read(1) == NOTHING
@@ -59,7 +59,20 @@ def test_memory_holds_the_newest_alone() -> None:
     assert same(state.read(2), TENSORS)
     state.write(2, one(3.0))
     assert value(MemoryState(record, "mine").read(3)) == (2, 3.0)  # a client is built anew for every message
-    assert set(record.array_records) == {"local"}
+    state.write(3, one(4.0))
+    assert set(record.array_records) == {"local", "previous/local"}
+
+
+def test_memory_too_reads_what_was_kept_before_a_round_not_in_it() -> None:
+    """A client that is asked again, since its reply was lost, starts from where it started."""
+    state = MemoryState(RecordDict(), "mine")
+    for round in (1, 2, 4):
+        state.write(round, one(round))
+    assert value(state.read(5)) == (4, 4.0)
+    assert value(state.read(4)) == (2, 2.0)
+    state.write(4, one(40))  # asked again
+    assert value(state.read(5)) == (4, 40.0)
+    assert value(state.read(4)) == (2, 2.0)
 
 
 def test_what_is_in_memory_for_another_model_or_method_is_not_used() -> None:
@@ -286,4 +299,4 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unsynced")
 def test_clients_always_read_the_state_of_the_line_they_are_on() -> None:
-    run_state_machine_as_test(Timelines, settings=settings(max_examples=60, stateful_step_count=25))
+    run_state_machine_as_test(Timelines, settings=settings(max_examples=40, stateful_step_count=25))

@@ -128,7 +128,7 @@ def test_a_restarted_client_takes_its_place_again_once_the_old_node_is_gone(clie
         for m in grid.sent
         if m.metadata.dst_node_id in (2, 77) and m.metadata.message_type == "train"
     }
-    assert served == {"1": 2, "2": 2, "3": 77}
+    assert served == {"1": 2, "2": 77, "3": 77}  # at once: who is there is asked before every round
 
 
 def test_a_run_whose_clients_all_leave_stops_with_a_sentence(clients: list[Samples]) -> None:
@@ -139,3 +139,105 @@ def test_a_run_whose_clients_all_leave_stops_with_a_sentence(clients: list[Sampl
 
     with pytest.raises(RunFailed, match="2 rounds in a row had too few usable replies"):
         run(FBN, clients, 9, grid=grid, policy={"max_failed": 2, "rate": lambda round, rounds: leave(round) or 0.1})
+
+
+# Leaving and coming back
+
+
+class ComingAndGoing(WatchedGrid):
+    """``gone``: the nodes that are offline. Time passes when the server sleeps, and what ``then`` says happens at its times."""
+
+    def __init__(self, clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(client_app(FBN, clients), len(clients))
+        self.gone, self.now, self.then = set[int](), 0.0, dict[float, set[int]]()
+        monkeypatch.setattr("fl_bn.flower.population.time.sleep", self.sleep)
+        monkeypatch.setattr("fl_bn.flower.population.time.monotonic", lambda: self.now)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for at in [at for at in self.then if at <= self.now]:
+            self.gone = self.then.pop(at)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node for node in super().get_node_ids() if node not in self.gone]
+
+    def leave(self, at: int, nodes: set[int], back: dict[float, set[int]]) -> Callable[[int, int], float]:
+        """A learning rate by whose way, before round ``at``, ``nodes`` go; seconds later others are ``back``'s."""
+
+        def rate(round: int, rounds: int) -> float:
+            if round == at:
+                self.gone, self.then = nodes, {self.now + seconds: gone for seconds, gone in back.items()}
+            return 0.1
+
+        return rate
+
+
+def accepted(ran: Run) -> list[list[int]]:
+    return [[c.client for c in record.accepted] for record in ran.records]
+
+
+def test_a_round_waits_until_enough_clients_are_back(
+    clients: list[Samples], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    grid = ComingAndGoing(clients, monkeypatch)
+    rate = grid.leave(2, {1, 2}, {30.0: {1}})
+    ran = run(FBN, clients, 3, grid=grid, policy={"min_cohort": 2, "wait": 60.0, "rate": rate})
+    assert accepted(ran) == [[0, 1, 2], [1, 2], [1, 2]]
+    assert all(record.aggregated for record in ran.records)
+    assert 30 <= grid.now <= 32
+    assert "clients [0, 1] are offline" in log.text
+    assert "1 clients are here, but a round needs 2: waiting for up to 60 s" in log.text
+
+
+def test_a_round_without_enough_clients_fails_by_name_and_the_next_may_have_them(
+    clients: list[Samples], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    grid = ComingAndGoing(clients, monkeypatch)
+    rate = grid.leave(2, {1, 2}, {70.0: set()})
+    ran = run(FBN, clients, 4, grid=grid, policy={"min_cohort": 2, "wait": 60.0, "rate": rate})
+    assert [record.aggregated for record in ran.records] == [True, False, True, True]
+    assert identical(ran.trajectory[1], ran.trajectory[2])
+    assert "round 2: only 1 of 1 replies could be used, but 2 are needed: nothing changes" in log.text
+    assert 70 <= grid.now <= 72
+
+
+def test_without_a_minimum_a_round_goes_on_with_who_is_there(clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = ComingAndGoing(clients, monkeypatch)
+    ran = run(FBN, clients, 3, grid=grid, policy={"wait": 60.0, "rate": grid.leave(2, {1, 2}, {})})
+    assert accepted(ran) == [[0, 1, 2], [2], [2]]
+    assert grid.now == 0
+
+
+def test_too_few_usable_replies_fail_a_round_though_all_are_there(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    def disturb(client: int, what: str) -> None:
+        if client and what == "train 2":
+            raise OSError("no")
+
+    ran = run(FBN, clients, 3, grid=WatchedGrid(client_app(FBN, clients, disturb=disturb), 3), policy={"min_cohort": 2, "min_replies": 0.0})
+    assert [record.aggregated for record in ran.records] == [True, False, True]
+    assert "round 2: only 1 of 3 replies could be used, but 2 are needed: nothing changes" in log.text
+
+
+def test_a_minimum_that_is_there_makes_a_round_whatever_the_fraction(tiny_clients: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of four clients is the minimum of two; two that are left are still two, not half of two."""
+    clients = tiny_clients((6, 4, 5, 3))
+    grid = ComingAndGoing(clients, monkeypatch)
+    policy = {"min_cohort": 2, "fraction": 0.5, "wait": 60.0, "rate": grid.leave(2, {1, 2}, {})}
+    ran = run(FBN, clients, 3, grid=grid, policy=policy)
+    assert [len(record.accepted) for record in ran.records] == [2, 2, 2]
+
+
+def test_who_goes_and_who_comes_back_is_said(
+    clients: list[Samples], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    grid = ComingAndGoing(clients, monkeypatch)
+
+    def rate(round: int, rounds: int) -> float:
+        grid.gone = {3: {2}, 5: set()}.get(round, grid.gone)
+        return 0.1
+
+    ran = run(FBN, clients, 6, grid=grid, policy={"rate": rate})
+    assert accepted(ran) == [[0, 1, 2], [0, 1, 2], [0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
+    assert log.text.count("clients [1] are offline") == 1
+    back = log.text.partition("clients [1] are offline")[2]
+    assert any("1" in line and "back" in line for line in back.splitlines())

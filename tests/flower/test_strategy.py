@@ -45,7 +45,7 @@ def test_a_client_that_raises_is_named_and_the_round_goes_on(clients: list[Sampl
 
 def test_a_failed_round_changes_no_bit(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     ran = run(FBN, clients, 3, grid=failing(clients, {0, 1}, {"train 2"}))
-    assert "round 2: only 1 of 3 replies could be used, nothing changes" in log.text
+    assert "round 2: only 1 of 3 replies could be used, but 2 are needed: nothing changes" in log.text
     assert [record.aggregated for record in ran.records] == [True, False, True]
     assert identical(ran.trajectory[2], ran.trajectory[1])
     assert not identical(ran.trajectory[3], ran.trajectory[2])
@@ -146,6 +146,10 @@ def test_the_named_strategies_bind_their_method() -> None:
         ({"fraction": 0.0}, r"fraction must be in \(0, 1\]"),
         ({"min_replies": 1.5}, r"min_replies in \[0, 1\]"),
         ({"timeout": 0.0}, "timeout must be > 0 s"),
+        ({"retry": -1.0}, "wait and retry >= 0 s"),
+        ({"min_cohort": 4}, "min_cohort must be 1..3 and checkpoint_every >= 0, but got 4 and 0"),
+        ({"min_cohort": 0}, "min_cohort must be 1..3"),
+        ({"checkpoint_every": -1}, "checkpoint_every >= 0, but got 1 and -1"),
         ({"client_weights": "steps"}, "client_weights must be 'samples' or 'uniform', but got 'steps'"),
     ],
 )

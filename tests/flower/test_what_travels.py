@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fl_bn.conversion import convert
 from fl_bn.data.dataset import to_input
+from fl_bn.flower.client_state import NOTHING, MemoryState
 from fl_bn.methods import METHODS
 from fl_bn.roles import Role, roles
 from fl_bn.training.local import Samples
@@ -145,10 +146,8 @@ def test_a_client_that_failed_keeps_what_it_had(clients: list[Samples]) -> None:
 
 
 def test_what_was_kept_for_another_method_is_not_used(clients: list[Samples]) -> None:
-    from fl_bn.flower.client_state import ClientState
-
     kept = run(METHODS["hbn"](), clients, 1).grid.states()[0]
     signature = str(kept.config_records["kept-for"]["signature"])
-    assert set(ClientState(kept, signature).read()) == {"local"}
-    assert ClientState(kept, "another").read() == {}
-    assert ClientState(RecordDict(), signature).read() == {}
+    assert set(MemoryState(kept, signature).read(2).sections) == {"local"}
+    assert MemoryState(kept, "another").read(2) == NOTHING
+    assert MemoryState(RecordDict(), signature).read(2) == NOTHING

@@ -1,0 +1,251 @@
+"""The files that grow by a round at a time: whole lines whatever the disk does, cut for a resume, and read back as they were."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_bn.durable import Damaged
+from fl_bn.experiment.config import RunConfig
+from fl_bn.experiment.history import CLIENT_COLUMNS, ROUND_COLUMNS, SECTIONS, History, client_rows, record_of, round_row
+from fl_bn.experiment.pictures import draw_run
+from fl_bn.experiment.summary import summary
+from fl_bn.flower.round_record import ClientRecord, RoundRecord
+from fl_bn.training.aggregation import Drift
+from tests.experiment.test_run_directory import records
+from tests.integration.runs import table
+from tests.test_durable import room_for
+
+
+def history(folder: Path, entries: list[RoundRecord]) -> History:
+    made = History(folder)
+    made.begin()
+    for entry in entries:
+        made.add(entry)
+    return made
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {file: (folder / file).read_text() for file in History.FILES}
+
+
+# Read back
+
+
+def line_of(record: RoundRecord) -> dict[str, object]:
+    """As rounds.jsonl has it."""
+    return json.loads(json.dumps({**round_row(record), "clients": client_rows(record)}))  # type: ignore[no-any-return]
+
+
+SPREAD = ("accuracy-std", "loss")
+NUMBERS = st.one_of(st.floats(0, 1e6), st.floats(allow_nan=True, allow_infinity=True))
+CLIENTS = st.builds(
+    ClientRecord,
+    client=st.integers(0, 5),
+    samples=st.integers(0, 99),
+    steps=st.integers(0, 9),
+    loss=NUMBERS,
+    bytes_down=st.integers(0, 10**9),
+    bytes_up=st.integers(0, 10**9),
+    exchanges=st.integers(0, 20),
+    waited=st.floats(0, 100),
+    distance=NUMBERS,
+    refused=st.sampled_from(["", 'no "reply", before\nthe deadline', "ünï"]),
+)
+EVALUATION = st.fixed_dictionaries({"accuracy": st.floats(0, 1), "loss": NUMBERS})
+RECORDS = st.builds(
+    RoundRecord,
+    round=st.integers(1, 10**6),
+    phase=st.sampled_from(["train", "frozen", "exchange"]),
+    learning_rate=st.floats(1e-9, 10),
+    clients=st.lists(CLIENTS, max_size=4, unique_by=lambda c: c.client).map(lambda cs: sorted(cs, key=lambda c: c.client)),
+    drift=st.none() | st.builds(Drift, NUMBERS, st.sampled_from(["", "norm"]), NUMBERS, NUMBERS),
+    bytes_down=st.dictionaries(st.sampled_from(SECTIONS), st.integers(0, 10**9)),
+    bytes_up=st.dictionaries(st.sampled_from(SECTIONS), st.integers(0, 10**9)),
+    exchanges=st.integers(0, 20),
+    carrier=st.sampled_from(["", "grpc", "local"]),
+    aggregated=st.booleans(),
+    seconds=st.floats(0, 1e5),
+    evaluation=st.just({}) | st.fixed_dictionaries({"accuracy": st.floats(0, 1)}, optional=dict.fromkeys(SPREAD, NUMBERS)),
+    client_evaluation=st.dictionaries(st.integers(0, 5), EVALUATION, max_size=4),
+)
+
+
+@settings(max_examples=120)
+@given(record=RECORDS)
+def test_a_line_read_back_says_the_same_line_again(record: RoundRecord) -> None:
+    line = line_of(record)
+    assert line_of(record_of(line)) == line
+
+
+def told_of(config: RunConfig, found: list[RoundRecord]) -> str:
+    return summary(config, found)
+
+
+def rounded(record: RoundRecord) -> RoundRecord:
+    """Times as the files have them."""
+    return replace(record, seconds=round(record.seconds, 4), clients=[replace(c, waited=round(c.waited, 4)) for c in record.clients])
+
+
+def rich() -> list[RoundRecord]:
+    """Every kind of round: those of ``records``, one of an exchange, one that diverged, and one without any client."""
+    exchange = RoundRecord(
+        4, "exchange", 0.02, [ClientRecord(0, 5, 2, 0.3, 100, 60, 4, 0.123456, 1.5), ClientRecord(1, 5, 2, 0.4, 100, 60, 4, 0.2, 30.0)]
+    )
+    exchange.carrier, exchange.exchanges, exchange.aggregated, exchange.seconds = "grpc", 4, True, 1.25
+    exchange.bytes_up = {"weights": 10, "exchange": 20}
+    exchange.drift = Drift(0.25, "norm", 0.5, 1.0)
+    exchange.evaluation = {"accuracy": 0.75, "loss": 0.5}
+    diverged = RoundRecord(
+        5, "train", 0.02, [ClientRecord(0, 5, 2, math.inf)], Drift(math.inf, "norm", math.nan, math.inf), aggregated=True
+    )
+    diverged.evaluation = {"accuracy": 0.1, "loss": math.nan}
+    return [*records(), exchange, diverged, RoundRecord(6, "train", 0.001)]
+
+
+@pytest.mark.parametrize("several", [slice(None), slice(1, 4), slice(3, 5), slice(2, 3)])
+def test_the_summary_of_what_is_read_back_is_the_same(several: slice) -> None:
+    config, found = RunConfig.from_mapping({"method": "fedtan"}), rich()[several]
+    back = [record_of(line_of(record)) for record in found]
+    assert told_of(config, back) == told_of(config, [rounded(record) for record in found])
+    assert told_of(config, back[:-1]) != told_of(config, found)  # control
+
+
+@pytest.mark.parametrize("several", [slice(0, 3), slice(3, 6)])
+def test_the_picture_of_what_is_read_back_is_the_same(several: slice, tmp_path: Path) -> None:
+    found = rich()[several]
+    back = [record_of(line_of(record)) for record in found]
+    for name, drawn in {"before": found, "after": back, "control": back[:-1]}.items():
+        draw_run(RunConfig(), drawn, tmp_path / f"{name}.png")
+    before, after, control = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("before", "after", "control"))
+    assert np.array_equal(before, after)
+    assert not np.array_equal(before, control)
+
+
+def test_what_is_read_back_is_the_record_but_for_what_no_file_has() -> None:
+    for record in rich()[3:4]:
+        back = record_of(line_of(record))
+        for spec in fields(RoundRecord):
+            if spec.name not in ("tensors_down", "tensors_up", "drift"):
+                assert getattr(back, spec.name) == getattr(rounded(record), spec.name), spec.name
+        assert back.far == record.far
+
+
+# Growing, and cutting
+
+
+def test_lengths_are_those_of_whole_lines(tmp_path: Path) -> None:
+    made = history(tmp_path, records())
+    assert made.lengths() == {file: (tmp_path / file).stat().st_size for file in History.FILES}
+    assert list(table(tmp_path / "rounds.csv")[0]) == list(ROUND_COLUMNS)
+    assert list(table(tmp_path / "clients.csv")[0]) == list(CLIENT_COLUMNS)
+
+
+@pytest.mark.parametrize("back_to", [0, 1, 2, 3])
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_cut_forgets_the_rounds_since_and_the_next_are_written_in_their_place(back_to: int, torn: bool, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    history(whole, rich())
+    made = history(parts, rich()[:back_to])
+    lengths = made.lengths()
+    for record in rich()[back_to : back_to + 2]:
+        made.add(record)
+    if torn:
+        for file in History.FILES:
+            with (parts / file).open("a") as tail:
+                tail.write('99,"half a li')
+    again = History(parts)
+    before = again.cut(lengths)
+    assert [line_of(record) for record in before] == [line_of(record) for record in rich()[:back_to]]
+    for record in rich()[back_to:]:
+        again.add(record)
+    assert contents(parts) == contents(whole)
+
+
+@pytest.mark.parametrize("file", History.FILES)
+def test_a_file_that_is_shorter_than_it_was_is_named_and_no_other_is_cut(file: str, tmp_path: Path) -> None:
+    made = history(tmp_path, records())
+    lengths = made.lengths()
+    made.add(rich()[3])
+    (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[: lengths[file] - 1])
+    before = contents(tmp_path)
+    with pytest.raises(
+        Damaged, match=rf"{file}: expected at least the {lengths[file]} bytes of the checkpoint, but it has {lengths[file] - 1}"
+    ):
+        History(tmp_path).cut(lengths)
+    assert contents(tmp_path) == before
+
+
+def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+    lengths = history(tmp_path, records()).lengths()
+    data = (tmp_path / "rounds.jsonl").read_bytes()
+    for wrong in (data.replace(b'"clients"', b'"cleints"', 1), data.replace(b"{", b"[", 1), b"\xff" + data[1:]):
+        (tmp_path / "rounds.jsonl").write_bytes(wrong)
+        with pytest.raises(Damaged, match=r"rounds.jsonl: expected one round per line, but cannot read it"):
+            History(tmp_path).cut(lengths)
+
+
+# A full disk
+
+
+def whole_lines(folder: Path) -> list[int]:
+    """How many rounds each file has; every line of it is whole."""
+    lines = [json.loads(line)["round"] for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    assert all((folder / file).read_bytes().endswith(b"\n") for file in History.FILES if (folder / file).stat().st_size)
+    assert all(None not in row.values() and None not in row for file in History.FILES[:2] for row in table(folder / file))
+    return [len(table(folder / "rounds.csv")), len({row["round"] for row in table(folder / "clients.csv")}), len(lines)]
+
+
+@pytest.mark.parametrize("more", [0, 1, 40, 60])
+def test_what_does_not_fit_on_the_disk_is_written_with_a_later_round(more: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``more`` bytes are left in each file: at most half a line."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    history(whole, rich())
+    made = history(parts, rich()[:2])
+    fits = (parts / "rounds.csv").stat().st_size + more
+    with room_for(fits):
+        for number, record in enumerate(rich()[2:5], 3):
+            made.add(record)
+            assert whole_lines(parts)[0] == 2
+            assert f"round {number} is not in the files of {parts} yet" in caplog.text
+            assert "Tried again after the next round" in caplog.text
+        with pytest.raises(OSError, match=r"disk is full|File too large"):
+            made.lengths()
+    made.add(rich()[5])
+    assert contents(parts) == contents(whole)
+    assert caplog.text.count("is not in the files") == 3
+
+
+def test_a_disk_that_fails_to_sync_writes_no_line_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    history(whole, rich())
+    made = history(parts, rich()[:2])
+
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fl_bn.experiment.history.os.fsync", fail)
+        made.add(rich()[2])
+    for record in rich()[3:]:
+        made.add(record)
+    assert contents(parts) == contents(whole)
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fl_bn.flower.log.LOGGER.propagate", True)

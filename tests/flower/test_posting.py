@@ -1,0 +1,320 @@
+"""Messages out, replies in, over a grid that takes its time and loses some."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Error, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
+from fl_bn.flower import posting as module
+from fl_bn.flower.posting import LOOK, PASSING, POLL, SAY, send_and_receive
+from fl_bn.flower.round_record import RoundRecord
+from fl_bn.methods import METHODS, Method
+from fl_bn.training.local import Samples
+from tests.flower.test_recovery import with_files
+from tests.in_process import WatchedGrid, client_app, identical, run
+from tests.networks import seeded_network
+
+Clients = Callable[..., list[Samples]]
+FBN = METHODS["fbn"]()
+
+
+class Clock:
+    """Time that passes when somebody sleeps, and never else."""
+
+    def __init__(self) -> None:
+        self.now, self.sleeps = 1000.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+class SlowGrid(Grid):
+    """As a SuperLink: replies can be had some seconds after the message, or never. ``late(message)``: when, None for never."""
+
+    def __init__(self, inner: InProcessGrid, clock: Clock, late: Callable[[Message], float | None] = lambda message: 0.0) -> None:
+        self.inner, self.clock, self.late = inner, clock, late
+        self.due: dict[str, tuple[float, Message]] = {}
+        self.pulls: list[set[str]] = []
+
+    def set_run(self, run_id: int) -> None:
+        self.inner.set_run(run_id)
+
+    @property
+    def run(self) -> Any:
+        return self.inner.run
+
+    def create_message(self, *args: Any, **options: Any) -> Message:
+        return self.inner.create_message(*args, **options)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self.inner.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        ids = list(self.inner.push_messages(messages))
+        for identity, message, reply in zip(ids, messages, self.inner.pull_messages(ids), strict=True):
+            if (late := self.late(message)) is not None:
+                self.due[identity] = (self.clock.now + late, reply)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        wanted = set(message_ids)
+        self.pulls.append(wanted)
+        ready = [identity for identity in wanted if identity in self.due and self.due[identity][0] <= self.clock.now]
+        return [self.due.pop(identity)[1] for identity in ready]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        raise AssertionError("Flower's own loop, which looks every 3 seconds, must not be used")
+
+
+@pytest.fixture
+def clients(tiny_clients: Clients) -> list[Samples]:
+    return tiny_clients((6, 4, 5))
+
+
+def inner(clients: list[Samples]) -> WatchedGrid:
+    return WatchedGrid(client_app(FBN, clients), len(clients))
+
+
+def hellos(grid: SlowGrid) -> list[Message]:
+    return [Message(RecordDict(), node, "query.hello", ttl=60.0, group_id="0") for node in grid.get_node_ids()]
+
+
+def sources(replies: Iterable[Message]) -> list[int]:
+    return sorted(reply.metadata.src_node_id for reply in replies)
+
+
+def test_nothing_is_sent_and_nothing_waited_for_where_there_are_no_messages(clock: Clock, clients: list[Samples]) -> None:
+    grid = SlowGrid(inner(clients), clock)
+    assert send_and_receive(grid, iter([]), 60.0) == []
+    assert grid.pulls == []
+
+
+def test_replies_are_taken_as_they_come_and_not_asked_for_again(clock: Clock, clients: list[Samples]) -> None:
+    grid = SlowGrid(inner(clients), clock, lambda message: 1.0 * message.metadata.dst_node_id)
+    replies = send_and_receive(grid, iter(hellos(grid)), 60.0)
+    assert sources(replies) == [1, 2, 3]
+    assert clock.now == pytest.approx(1003, abs=2 * POLL)  # and no longer than the last takes
+    assert [len(wanted) for wanted in grid.pulls] == sorted((len(wanted) for wanted in grid.pulls), reverse=True)
+    assert {len(wanted) for wanted in grid.pulls} == {1, 2, 3}
+    assert set(clock.sleeps) == {POLL}
+
+
+@pytest.mark.parametrize("timeout", [0.05, 1.0, 10.0])
+def test_what_is_late_or_lost_is_not_waited_for_beyond_the_deadline(timeout: float, clock: Clock, clients: list[Samples]) -> None:
+    grid = SlowGrid(inner(clients), clock, lambda message: {1: 0.0, 2: None, 3: 100.0}[message.metadata.dst_node_id])
+    assert sources(send_and_receive(grid, hellos(grid), timeout)) == [1]
+    assert timeout <= clock.now - 1000 <= timeout + POLL
+
+
+def test_a_reply_that_comes_with_the_deadline_counts(clock: Clock, clients: list[Samples]) -> None:
+    grid = SlowGrid(inner(clients), clock, lambda message: 1.0)
+    assert sources(send_and_receive(grid, hellos(grid), 1.0)) == [1, 2, 3]
+
+
+def test_messages_that_the_grid_did_not_take_are_not_waited_for(clock: Clock, clients: list[Samples]) -> None:
+    grid = SlowGrid(inner(clients), clock)
+    push = grid.push_messages
+    grid.push_messages = lambda messages: ["" if i == 1 else identity for i, identity in enumerate(push(messages))]  # type: ignore[method-assign]
+    assert sources(send_and_receive(grid, hellos(grid), 60.0)) == [1, 3]
+    assert clock.now == 1000.0
+
+
+def test_the_log_says_from_time_to_time_who_is_waited_for(clock: Clock, clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    grid = SlowGrid(inner(clients), clock, lambda message: {1: 0.0, 2: 1.5 * SAY, 3: None}[message.metadata.dst_node_id])
+    send_and_receive(grid, hellos(grid), 3.5 * SAY)
+    said = re.findall(r"query.hello: (\d) of 3 replies are here; the deadline is in (\d+) s", log.text)
+    assert [(count, pytest.approx(int(left), abs=1)) for count, left in said] == [
+        ("1", 2.5 * SAY),
+        ("2", 1.5 * SAY),
+        ("2", 0.5 * SAY),
+    ]
+    log.clear()
+    send_and_receive(SlowGrid(inner(clients), clock, lambda message: SAY / 2), hellos(grid), 3 * SAY)
+    assert "replies are here" not in log.text  # control: nothing to say
+
+
+# Asked again
+
+
+class Lossy(SlowGrid):
+    """Nodes that die: ``dies[node]``: how many of its messages end in Flower's error ``code``; ``offline(node, now)``: who is away."""
+
+    def __init__(self, inner: InProcessGrid, clock: Clock, dies: dict[int, int], code: int = 4) -> None:
+        super().__init__(inner, clock)
+        self.dies, self.code, self.kinds = dies, code, list[tuple[str, int]]()
+        self.offline: Callable[[int, float], bool] = lambda node, now: False
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node for node in super().get_node_ids() if not self.offline(node, self.clock.now - 1000)]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for identity, message in zip(ids, messages, strict=True):
+            node, kind = message.metadata.dst_node_id, message.metadata.message_type
+            self.kinds.append((kind, node))
+            if kind != "query.hello" and self.dies.get(node, 0) > 0:
+                self.dies[node] -= 1
+                error = Message(Error(self.code, "it died"), reply_to=message)
+                error.metadata.__dict__["_src_node_id"] = 99  # Flower itself answers, and not in the node's name
+                self.due[identity] = (self.clock.now + 1.0, error)
+        return ids
+
+
+def trains(grid: SlowGrid) -> list[Message]:
+    return [Message(RecordDict(), node, "query.rendezvous", ttl=500.0, group_id="7") for node in grid.inner.get_node_ids()]
+
+
+def outcome(replies: Iterable[Message]) -> dict[str, int]:
+    found = Counter("error" if reply.has_error() else "reply" for reply in replies)
+    return dict(found)
+
+
+@pytest.fixture
+def answering(clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> WatchedGrid:
+    """Clients that answer at once, without doing anything."""
+    monkeypatch.setattr("fl_bn.flower.client.BatchNormClient.meet", lambda self, config: None)
+    return inner(clients)
+
+
+@pytest.mark.parametrize("code", sorted(PASSING))
+def test_a_node_that_died_is_asked_again_once_it_is_back(
+    code: int, clock: Clock, answering: WatchedGrid, log: pytest.LogCaptureFixture
+) -> None:
+    grid = Lossy(answering, clock, {2: 1}, code)
+    grid.offline = lambda node, now: node == 2 and now < 20
+    sent = trains(grid)
+    replies = send_and_receive(grid, sent, 60.0, patience=30.0)
+    assert outcome(replies) == {"reply": 3}
+    assert 20 <= clock.now - 1000 <= 20 + LOOK + 2 * POLL
+    assert [message.metadata.dst_node_id for message in sent] == [1, 2, 3, 2]  # who reads the replies can tell whose they are
+    assert len({message.metadata.message_id for message in sent}) == 4
+    assert (sent[-1].metadata.message_type, sent[-1].metadata.group_id) == ("query.rendezvous", "7")
+    assert sent[-1].metadata.ttl <= 60 - 20
+    assert f"query.rendezvous: node 2 is lost (code {code}: it died); it has 30 s to come back" in log.text
+    assert "query.rendezvous: node 2 is back, and is asked again" in log.text
+
+
+def test_a_node_that_does_not_come_back_is_given_up_after_the_patience(clock: Clock, answering: WatchedGrid) -> None:
+    grid = Lossy(answering, clock, {2: 1})
+    grid.offline = lambda node, now: node == 2
+    replies = send_and_receive(grid, trains(grid), 600.0, patience=30.0)
+    assert outcome(replies) == {"reply": 2, "error": 1}
+    assert 31 <= clock.now - 1000 <= 31 + LOOK + 2 * POLL
+
+
+def test_a_node_that_dies_again_and_again_is_given_up_too(clock: Clock, answering: WatchedGrid) -> None:
+    """It is there whenever one looks, and dies of every message: the patience is for all of its deaths together."""
+    grid = Lossy(answering, clock, {2: 10**6})
+    replies = send_and_receive(grid, trains(grid), 600.0, patience=30.0)
+    assert outcome(replies) == {"reply": 2, "error": 1}
+    assert 30 <= clock.now - 1000 <= 31 + LOOK + 1 + 2 * POLL
+    asked = [node for _, node in grid.kinds].count(2)
+    assert 5 <= asked <= 30 / LOOK + 3
+
+
+def test_the_deadline_is_before_any_patience(clock: Clock, answering: WatchedGrid) -> None:
+    grid = Lossy(answering, clock, {2: 10**6})
+    grid.offline = lambda node, now: node == 2 and now < 5
+    replies = send_and_receive(grid, trains(grid), 10.0, patience=300.0)
+    assert outcome(replies)["reply"] == 2
+    assert clock.now - 1000 <= 10 + POLL
+    grid = Lossy(answering, clock, {2: 1})
+    grid.offline = lambda node, now: node == 2
+    assert outcome(send_and_receive(grid, trains(grid), 10.0, patience=300.0)) == {"reply": 2, "error": 1}
+
+
+@pytest.mark.parametrize(("code", "patience"), [(2, 30.0), (1, 30.0), (4, 0.0)])
+def test_errors_of_a_clients_own_and_all_without_patience_are_final(
+    code: int, patience: float, clock: Clock, answering: WatchedGrid
+) -> None:
+    grid = Lossy(answering, clock, {2: 1}, code)
+    assert outcome(send_and_receive(grid, trains(grid), 60.0, patience)) == {"reply": 2, "error": 1}
+    assert [node for _, node in grid.kinds] == [1, 2, 3]
+    assert clock.now - 1000 <= 1 + 2 * POLL
+
+
+@pytest.mark.parametrize(("name", "files"), [("fbn", False), ("fedbn", False), ("hbn", False), ("fedbn", True), ("hbn", True)])
+def test_a_run_whose_nodes_die_and_come_back_is_the_same_to_the_bit(
+    name: str, files: bool, clock: Clock, clients: list[Samples], tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """Each client has even trained when it is lost: what it kept of that round must not be what it starts from again."""
+    method = METHODS[name]()
+    grid = Lossy(with_files(method, clients, tmp_path) if files else WatchedGrid(client_app(method, clients), 3), clock, {2: 2, 3: 1})
+    *records, result = played(grid, method, retry=30.0)
+    plain = run(method, clients, 3)
+    assert identical({k: a.numpy() for k, a in result.arrays.items()}, plain.trajectory[3])  # type: ignore[attr-defined]
+    assert [record.loss for record in records] == [record.loss for record in plain.records]
+    assert log.text.count("is back, and is asked again") == 3
+    assert "but started from" not in log.text
+
+
+# Whole runs
+
+
+def played(grid: Grid, method: Method = FBN, **policy: Any) -> list[RoundRecord]:
+    records: list[RoundRecord] = []
+    rounds = Rounds(**{"clients": 3, "wait": 30.0, "timeout": 60.0, **policy})
+    strategy = BatchNormStrategy(seeded_network("cnn"), method, rounds, observer=records.append)
+    result = strategy.start(grid, num_rounds=3)
+    records.append(result)  # type: ignore[arg-type]
+    return records
+
+
+def test_a_run_over_a_slow_grid_is_the_same_to_the_bit(clock: Clock, clients: list[Samples]) -> None:
+    grid = SlowGrid(inner(clients), clock, lambda message: float(message.metadata.dst_node_id * 7 % 3))
+    *records, result = played(grid)
+    plain = run(FBN, clients, 3)
+    assert identical({k: a.numpy() for k, a in result.arrays.items()}, plain.trajectory[3])  # type: ignore[attr-defined]
+    assert [record.loss for record in records] == [record.loss for record in plain.records]
+
+
+def test_a_lost_reply_costs_its_client_the_round_and_no_more(clock: Clock, clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    def late(message: Message) -> float | None:
+        lost = message.metadata.message_type == "train" and message.metadata.group_id == "2" and message.metadata.dst_node_id == 3
+        return None if lost else 0.0
+
+    *records, _ = played(SlowGrid(inner(clients), clock, late))
+    assert [len(record.accepted) for record in records] == [3, 2, 3]
+    assert [c.refused for c in records[1].clients] == ["", "", "no reply before the deadline"]
+    assert "round 2: client 2's reply is not used: no reply before the deadline" in log.text
+    assert 60 <= sum(clock.sleeps) <= 60 + 2 * POLL  # the whole deadline, once
+
+
+def test_where_all_replies_are_lost_the_run_ends_with_a_sentence(clock: Clock, clients: list[Samples]) -> None:
+    grid = SlowGrid(inner(clients), clock, lambda message: None if message.metadata.message_type == "train" else 0.0)
+    with pytest.raises(RunFailed, match="2 rounds in a row had too few usable replies"):
+        played(grid, max_failed=2)
+    assert sum(clock.sleeps) == pytest.approx(120, abs=1)
+
+
+def test_a_new_node_that_says_nothing_does_not_hold_up_every_round(clock: Clock, clients: list[Samples]) -> None:
+    """It is online, but hangs: one wait for it is fair, one in every round is not."""
+    grid = SlowGrid(inner(clients), clock)
+    ids, silent = grid.inner.get_node_ids, 4
+    grid.inner._contexts[silent] = grid.inner._contexts[3]
+    grid.inner.get_node_ids = lambda: [node for node in ids() if node != silent or grid.pulls]  # type: ignore[method-assign]
+    grid.late = lambda message: None if message.metadata.dst_node_id == silent else 0.0
+    *records, _ = played(grid)
+    assert [len(record.accepted) for record in records] == [3, 3, 3]
+    assert sum(clock.sleeps) <= 30 + 2 * POLL
