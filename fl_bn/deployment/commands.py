@@ -14,6 +14,7 @@ from fl_bn.deployment.folders import ServerFolder, SiteFolder
 
 WATCHED = Path(__file__).with_name("watched.py")  # notices where a SuperNode would hang
 SUPERLINK = Path(__file__).parents[1] / "flower" / "superlink.py"  # Flower's, with a repair
+UNREACHABLE = "Connection attempt failed"  # Flower's words, also for a process of the site itself that has just ended
 Scalar = str | int | float | bool
 
 
@@ -97,7 +98,7 @@ def supernode(site: SiteFolder) -> Command:
         "--node-config": flower_config(node_config(site)),
     }
     hints = {
-        "Connection attempt failed": f"{site.superlink} does not answer, or not as the server that ca.crt vouches for. It goes on trying; "
+        UNREACHABLE: f"{site.superlink} does not answer, or not as the server that ca.crt vouches for. It goes on trying; "
         "`fl-bn doctor .` finds out which",
         "CERTIFICATE_VERIFY_FAILED": f"{site.superlink} is not the server that ca.crt vouches for: another server, or another kit's",
         "No SuperNode found with the given public key": "the server does not know this site's key: send its operator site.pub",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 INSTALL = """\
-In a copy of the repository, with Python 3.11 or newer on Linux (about 6 GB, most of it torch; no GPU is needed):
+In a copy of the repository, at the version that the server runs, with Python 3.11 or newer on Linux (some minutes, about 6 GB, most of it
+torch; no GPU is needed):
 
     python3 -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e .
 
-Every command below needs this environment to be active (`. .venv/bin/activate`), and is typed in this folder."""
+Every command below is typed in this folder, with this environment active: in a new terminal first `. REPOSITORY/.venv/bin/activate`, where
+REPOSITORY is the copy's folder. `fl-bn: not found` means that this was forgotten."""
 
 
 def kit_readme(sites: Sequence[str]) -> str:
@@ -71,7 +73,8 @@ the log says `results: ...`.
 2. Here: its `site.pub` as `sites/NAME.pub`, NAME at the *end* of `sites` in server.toml, restart `./start.sh`.
 3. Every site: `num-partitions` in site.toml is one more; the new site's `partition-id` is the last place; restart.
 
-A site that leaves: stop it, and remove it likewise. If its key was stolen, also tell the SuperLink: `flwr supernode ls` and `unregister`.
+A new key for a site: put its new `site.pub` at `sites/NAME.pub` and restart `./start.sh`. A site that leaves: stop it, and remove it likewise. The
+SuperLink still knows old keys: `flwr supernode ls . deployment` and `flwr supernode unregister`, in the repository with this kit at `kit/`.
 
 ## Keep
 
@@ -83,6 +86,7 @@ A site that leaves: stop it, and remove it likewise. If its key was stolen, also
 * `Activation failed: No SuperNode found with the given public key`: a site whose key is not in `sites/`, or that came before it was
   registered and tries again.
 * `could not be activated`: that site crashed, and is let in again after a minute.
+* `Public key already in use`: a restart, at which all sites are registered again: as it should be.
 * `in use`: another server runs here, or other programs have ports of server.toml.
 """
 
@@ -96,12 +100,14 @@ This machine trains on its own data and sends what it learnt to the server at {f
 
 Fill in the data lines of `site.toml` (each line says what it means); paths may be relative to this folder:
 
-    dataset = "npz"           # or: folder (train/CLASS/*.png, test/CLASS/*.png), or package.module:function
-    data-path = "site.npz"    # arrays x_train y_train x_test y_test: uint8 images (N, height, width, channels), integer labels
+    dataset = "npz"           # after every change of site.toml: stop and start again. Or: folder (train/CLASS/*.png, test/CLASS/*.png), or package.module:function
+    data-path = "site.npz"    # arrays x_train y_train x_test y_test: uint8 images (N, height, width[, channels]), integer labels
 
 Left empty, this site trains on its share of a public data set: a rehearsal. Then:
 
-    fl-bn doctor .      # what is missing, and what to do about it
+    fl-bn doctor .      # what is missing, and what to do about it; with the planned run: fl-bn doctor . --run-config "..."
+
+Send the operator what it says of your data (classes, channels, size of the images): all sites must agree on them.
 
 Outgoing connections that the firewall must allow: TCP to {fleet}, and to {exchange} if FedTAN is used. No incoming ones.
 
@@ -110,14 +116,16 @@ Outgoing connections that the firewall must allow: TCP to {fleet}, and to {excha
     ./start.sh          # runs until Ctrl-C or `kill`, and restarts what ends; at boot: deploy/systemd in the repository
 
 It is connected when the log (here, and in `logs/supernode.log`) says `SuperNode ID: ...`. Then it waits for runs: a round begins with
-`Receiving: train message` and ends with `Sent successfully`. Stopping takes some seconds, and is safe at any time: a round goes on without
-this site, or changes nothing.
+`Receiving: train message` and ends with `Sent successfully` (`query.hello` is the introduction, `evaluate` the test). Stopping takes some
+seconds, and is safe at any time: a run waits two minutes for this site (`retry-timeout`) and asks it again, then goes on without it.
+
+Where the method lets each site have a model of its own (FedBN), it is in `state/RUN/clients/` after the run.
 
 ## What leaves this site, and what does not
 
 * fl-bn sends: the model's weights after training; means and variances inside the network (BatchNorm statistics), except what the run's
   method keeps here; numbers of samples, also per class unless the run says `share-label-counts=false`; loss and accuracy; what went
-  wrong, in words; for FedTAN the statistics of single batches, which come close to the samples where batches are small.
+  wrong, in words, with names of files; for FedTAN the statistics of single batches, which come close to the samples where batches are small.
 * It never sends images, single labels, or `site.key`.
 * That holds for fl-bn. The program that reads the data comes from the server with each run (Flower works so): who may start runs there
   decides what runs here. Agree on who that is, and give this service a user of its own that can read its data and nothing else, as
@@ -131,7 +139,8 @@ this site, or changes nothing.
 * `could not be activated`: after a crash the server counts this site as connected for a minute. Wait, it retries. If that does not
   end, another machine uses this site's key.
 * `the run is for clients=4, but ... num-partitions=3`: sites were added or removed. Ask the operator for the new lines of site.toml.
-* `FolderError`, `DataNotFound`, `ConfigError`: a line of site.toml, or a file that it names, is wrong. The message says which.
+* `FolderError`, `DataNotFound`, `ConfigError`: a line of site.toml, or a file that it names, is wrong. The message says which; correct it, `fl-bn doctor .`,
+  start again, and ask the operator to submit the run again.
 
 ## Keep
 

@@ -18,7 +18,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
 
-from fl_bn.deployment.commands import Command, environment
+from fl_bn.deployment.commands import UNREACHABLE, Command, environment
 
 TETHER = Path(__file__).with_name("tether.py")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -138,7 +138,8 @@ class Program:
             text = line.decode("utf-8", "replace")
             self._output.write(self._command.name, text)
             for words, hint in self._command.hints.items():
-                if words in text and words not in self._hinted:
+                general = words == UNREACHABLE and bool(self._hinted)  # what was said before says more
+                if words in text and words not in self._hinted and not general and not self.done:
                     self._hinted.add(words)
                     self._say(f"said {words!r}: {hint}")
 
@@ -190,7 +191,9 @@ def supervise(commands: Sequence[Command], logs: Path, patience: Patience | None
 def _signals() -> Iterator[list[int]]:
     """The signals received so far that ask to end."""
     received: list[int] = []
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        wanted.append(signal.SIGHUP)
     before = [signal.signal(number, lambda number, frame: received.append(number)) for number in wanted]
     try:
         yield received

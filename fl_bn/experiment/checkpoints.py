@@ -67,7 +67,7 @@ def run_to_resume(config: RunConfig) -> Path:
     root = Path(config.output)
     if config.resume != "latest":
         named = root / config.resume
-        if not list((named / FOLDER).glob("round-*")):
+        if not list((named / FOLDER).glob(f"round-*{durable.SUFFIX}")):
             raise ConfigError(f"resume={config.resume!r}: {named} has no checkpoint: {_unfinished(root)}")
         if differing := _differences(named, config):
             raise ConfigError(f"resume={config.resume!r} was another run: {differing}. Give it the same run config")
@@ -76,7 +76,7 @@ def run_to_resume(config: RunConfig) -> Path:
     if config.name:
         runs = [run for run in runs if run.name == config.name]
     for run in runs:
-        if not _differences(run, config) and Checkpoints(run, History(run)).newest() is not None:
+        if not _differences(run, config):
             return run.resolve()
     if runs:
         raise ConfigError(f"resume='latest': the newest unfinished run, {runs[0].name}, was another one: {_differences(runs[0], config)}")
@@ -86,7 +86,8 @@ def run_to_resume(config: RunConfig) -> Path:
 def _with_checkpoints(root: Path) -> list[Path]:
     """Runs with checkpoints, the newest checkpoint first; a run that is finished has none left."""
     newest = {
-        path.parent.parent: path.stat().st_mtime for path in sorted(root.glob(f"*/{FOLDER}/round-*"), key=lambda p: p.stat().st_mtime)
+        path.parent.parent: path.stat().st_mtime
+        for path in sorted(root.glob(f"*/{FOLDER}/round-*{durable.SUFFIX}"), key=lambda p: p.stat().st_mtime)
     }
     return sorted(newest, key=newest.__getitem__, reverse=True)
 

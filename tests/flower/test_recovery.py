@@ -294,7 +294,7 @@ def test_nobody_is_named_where_nothing_was_lost(name: str, tmp_path: Path, tiny_
 def checkpoint() -> Checkpoint:
     return Checkpoint(
         7,
-        Lineage("run/state-00000000", (3, 5), 4),
+        Lineage("run/state-00000000", (("0a1b2c3d", 3), ("4e5f6071", 5)), 4),
         {"a.b": torch.tensor([1.5], dtype=torch.float64), "a/b": torch.tensor(3)},
         {"momentum_buffer/a/b": torch.ones(2), "step/a": torch.tensor(4.0)},
         2,
