@@ -73,8 +73,9 @@ the log says `results: ...`.
 2. Here: its `site.pub` as `sites/NAME.pub`, NAME at the *end* of `sites` in server.toml, restart `./start.sh`.
 3. Every site: `num-partitions` in site.toml is one more; the new site's `partition-id` is the last place; restart.
 
-A new key for a site: put its new `site.pub` at `sites/NAME.pub` and restart `./start.sh`. A site that leaves: stop it, and remove it likewise. The
-SuperLink still knows old keys: `flwr supernode ls . deployment` and `flwr supernode unregister`, in the repository with this kit at `kit/`.
+A new key for a site: put its new `site.pub` at `sites/NAME.pub` and restart `./start.sh`. A site that leaves: stop it, and remove it
+likewise. The SuperLink still knows old keys: `flwr supernode ls . deployment` and `flwr supernode unregister`, in the repository with this
+kit at `kit/`.
 
 ## Keep
 
@@ -100,14 +101,14 @@ This machine trains on its own data and sends what it learnt to the server at {f
 
 Fill in the data lines of `site.toml` (each line says what it means); paths may be relative to this folder:
 
-    dataset = "npz"           # after every change of site.toml: stop and start again. Or: folder (train/CLASS/*.png, test/CLASS/*.png), or package.module:function
+    dataset = "npz"           # or: folder (train/CLASS/*.png, test/CLASS/*.png), or package.module:function
     data-path = "site.npz"    # arrays x_train y_train x_test y_test: uint8 images (N, height, width[, channels]), integer labels
 
 Left empty, this site trains on its share of a public data set: a rehearsal. Then:
 
     fl-bn doctor .      # what is missing, and what to do about it; with the planned run: fl-bn doctor . --run-config "..."
 
-Send the operator what it says of your data (classes, channels, size of the images): all sites must agree on them.
+After every change of site.toml: stop and start again. Send the operator what it says of your data (classes, channels, size of the images): all sites must agree on them.
 
 Outgoing connections that the firewall must allow: TCP to {fleet}, and to {exchange} if FedTAN is used. No incoming ones.
 
@@ -125,7 +126,8 @@ Where the method lets each site have a model of its own (FedBN), it is in `state
 
 * fl-bn sends: the model's weights after training; means and variances inside the network (BatchNorm statistics), except what the run's
   method keeps here; numbers of samples, also per class unless the run says `share-label-counts=false`; loss and accuracy; what went
-  wrong, in words, with names of files; for FedTAN the statistics of single batches, which come close to the samples where batches are small.
+  wrong, in words, with names of files; for FedTAN the statistics of single batches, which come close to the samples where batches are
+  small.
 * It never sends images, single labels, or `site.key`.
 * That holds for fl-bn. The program that reads the data comes from the server with each run (Flower works so): who may start runs there
   decides what runs here. Agree on who that is, and give this service a user of its own that can read its data and nothing else, as
@@ -139,8 +141,8 @@ Where the method lets each site have a model of its own (FedBN), it is in `state
 * `could not be activated`: after a crash the server counts this site as connected for a minute. Wait, it retries. If that does not
   end, another machine uses this site's key.
 * `the run is for clients=4, but ... num-partitions=3`: sites were added or removed. Ask the operator for the new lines of site.toml.
-* `FolderError`, `DataNotFound`, `ConfigError`: a line of site.toml, or a file that it names, is wrong. The message says which; correct it, `fl-bn doctor .`,
-  start again, and ask the operator to submit the run again.
+* `FolderError`, `DataNotFound`, `ConfigError`: a line of site.toml, or a file that it names, is wrong. The message says which;
+  correct it, `fl-bn doctor .`, start again, and ask the operator to submit the run again.
 
 ## Keep
 
