@@ -108,7 +108,8 @@ Left empty, this site trains on its share of a public data set: a rehearsal. The
 
     fl-bn doctor .      # what is missing, and what to do about it; with the planned run: fl-bn doctor . --run-config "..."
 
-After every change of site.toml: stop and start again. Send the operator what it says of your data (classes, channels, size of the images): all sites must agree on them.
+After every change of site.toml: stop and start again. Send the operator what it says of your data (classes, channels, size of the images):
+all sites must agree on them.
 
 Outgoing connections that the firewall must allow: TCP to {fleet}, and to {exchange} if FedTAN is used. No incoming ones.
 
