@@ -125,15 +125,11 @@ class Federation:
 
     def start(self, *parts: str) -> None:
         for part in parts:
-            output = (self.kit / part / "start.out").open("ab")
-            self._running[part] = subprocess.Popen(
-                [*FL_BN, "start", str(self.kit / part)],
-                cwd=ROOT,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **self.environment.get(part, {})},
-            )
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), **self.environment.get(part, {})}
+            with (self.kit / part / "start.out").open("ab") as output:
+                self._running[part] = subprocess.Popen(
+                    [*FL_BN, "start", str(self.kit / part)], cwd=ROOT, stdout=output, stderr=output, start_new_session=True, env=environment
+                )
 
     def start_all(self) -> None:
         """The server, then the sites once it has registered their keys."""

@@ -16,7 +16,7 @@ from fl_bn.deployment.commands import environment
 from fl_bn.deployment.kit import Plan, create
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc.client import GrpcExchange
-from tests.deployment.federation import SMALL, Federation, differing, in_process, personal, wait_until
+from tests.deployment.federation import SMALL, Federation, differing, free_ports, in_process, personal, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 WAIT = 45.0  # seconds for a node to be refused
@@ -54,7 +54,13 @@ def supernode(federation: Federation, folder: Path, *options: str) -> tuple[int 
     output = folder / "out.txt"
     with output.open("wb") as target:
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name(argv[0])), *argv[1:], "--clientappio-api-address", "127.0.0.1:0", *options],
+            [
+                str(Path(sys.executable).with_name(argv[0])),
+                *argv[1:],
+                "--clientappio-api-address",
+                f"127.0.0.1:{free_ports(1)[0]}",
+                *options,
+            ],
             stdout=target,
             stderr=target,
             env=environment({"FLWR_HOME": str(folder), "FLWR_TELEMETRY_ENABLED": "0", "PYTHONUNBUFFERED": "1"}),
@@ -97,9 +103,10 @@ def test_strangers_are_refused(federation: Federation, tmp_path: Path) -> None:
 
 def test_a_join_without_token_is_refused_and_harms_nobody(federation: Federation, tmp_path: Path) -> None:
     config: dict[str, Any] = {**SMALL, "method": "fedtan", "name": "strangers", "rounds": 2}
+    before = federation.log("server", "serverapp").count("exchange: listening")
     process = federation.submit(config)
     try:
-        wait_until("the exchange", lambda: "exchange: listening" in federation.log("server", "serverapp").rpartition("strangers")[2], 120)
+        wait_until("the exchange", lambda: federation.log("server", "serverapp").count("exchange: listening") > before, 180)
         ca = (federation.kit / "server/ca.crt").read_bytes()
         for token in ("", "0" * 32):
             with pytest.raises(ExchangeFailed) as refused:

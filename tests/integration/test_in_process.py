@@ -45,6 +45,7 @@ def test_a_run_leaves_all_its_files(method: str, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rounds] == ["1", "2", "3"]
     assert [row["accuracy"] != "" for row in rounds] == [False, True, True]
+    assert [[str(client["client"]) for client in line.pop("clients")] for line in lines] == [["0", "1", "2"]] * 3
     for row, line in zip(rounds, lines, strict=True):
         assert {k: v for k, v in row.items() if v} == {k: str(v) for k, v in line.items() if v is not None}
     clients = table(path / "clients.csv")
@@ -104,7 +105,7 @@ def test_a_failing_run_raises_and_leaves_what_it_had(tmp_path: Path) -> None:
 
 def test_no_run_is_overwritten(tmp_path: Path) -> None:
     tiny(tmp_path, "gn")
-    with pytest.raises(FileExistsError, match="exists already: give another name, or remove it"):
+    with pytest.raises(FileExistsError, match="exists already: give another name, remove it, or go on with"):
         tiny(tmp_path, "gn")
 
 
