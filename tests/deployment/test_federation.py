@@ -92,7 +92,7 @@ def test_strangers_are_refused(federation: Federation, tmp_path: Path) -> None:
         "without a key": (authority, ("public key", "UNAUTHENTICATED", "authentication")),
         "with an unregistered key": ((*authority, *stranger), ("public key", "UNAUTHENTICATED")),
         "that trusts another CA": ((*other, *own_key), ("CERTIFICATE_VERIFY_FAILED", "certificate")),
-        "in plaintext": (("--insecure",), ("UNAVAILABLE", "Connection", "connection", "closed")),
+        "in plaintext": (("--insecure",), ("details =",)),
     }
     for name, (options, words) in cases.items():
         code, out = supernode(federation, tmp_path / name.replace(" ", "-"), *options)

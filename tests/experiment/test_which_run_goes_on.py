@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -174,6 +175,15 @@ def test_whatever_a_run_is_called_it_goes_on_and_clears_up_after_itself(name: st
     path = run(values, resume=name)
     assert differences(whole, results(path)) == []
     assert [entry.name for entry in path.parent.iterdir() if entry.is_dir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["-x", "~x", ".x", "a\\b", "a\nb"])
+def test_a_name_that_clients_would_not_take_is_refused_or_harmless(name: str, tmp_path: Path) -> None:
+    """Else its clients' states would be in a folder of another name, which nobody clears away, or the wrong run does."""
+    values = small_run(tmp_path / "runs", method="fedbn", name=name)
+    with suppress(ConfigError):
+        path = run(values)
+        assert [entry.name for entry in path.parent.iterdir() if entry.is_dir()] == [name]
 
 
 # Damage
