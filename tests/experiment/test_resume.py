@@ -43,6 +43,9 @@ CASES: dict[str, Values] = {
     "mixed precision": {"method": "silobn", "precision": "mixed"},
 }  # fmt: skip
 Whole = Callable[[str], dict[str, bytes]]
+QUICK = {
+    *METHODS, "server momentum", "server adagrad", "gradients, server momentum", "a few of the clients", "calibrated", "robust, gaussian",
+}  # fmt: skip
 SEVERAL = ("fedbn", "server adam", "gradients, server momentum", "a few of the clients")
 
 
@@ -57,7 +60,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return made
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
 def test_a_run_in_pieces_is_the_run_itself(case: str, tmp_path: Path, whole: Whole) -> None:
     """Twice interrupted, once killed and once with its results written; a checkpoint after every round, or every other."""
     number = list(CASES).index(case)

@@ -136,6 +136,16 @@ def test_without_checkpoints_there_are_never_more_than_two(tmp_path: Path) -> No
         assert files(state) == [f"round-{r:06}.0.safetensors" for r in (round - 1, round) if r]
 
 
+def test_states_of_rounds_that_never_were_are_deleted_with_the_next_that_is_kept(tmp_path: Path) -> None:
+    old = Lineage(RUN.run, durable=4)
+    for round in (4, 5, 6):
+        FileState(tmp_path, old, 0, "mine").write(round, one(round))
+    resumed = FileState(tmp_path, old.resumed(4), 0, "mine")
+    assert len(files(resumed)) == 3
+    resumed.write(5, one(50))
+    assert files(resumed) == ["round-000004.0.safetensors", f"round-000005.{resumed.lineage.attempt}.safetensors"]
+
+
 def test_a_straggler_of_before_the_resume_harms_nobody(tmp_path: Path) -> None:
     """A client of the server that died still trains round 6, while the one that goes on after round 4 is in round 5 already."""
     old, new = Lineage(RUN.run, durable=4), Lineage(RUN.run, durable=4).resumed(4)

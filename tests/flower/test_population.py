@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import pytest
 
-from fl_bn.flower import RunFailed
+from fl_bn.flower import BatchNormClient, RunFailed
 from fl_bn.flower.population import round_half_up, sample_cohort
 from fl_bn.methods import METHODS
 from fl_bn.training.local import Samples
@@ -241,3 +242,26 @@ def test_who_goes_and_who_comes_back_is_said(
     assert log.text.count("clients [1] are offline") == 1
     back = log.text.partition("clients [1] are offline")[2]
     assert any("1" in line and "back" in line for line in back.splitlines())
+
+
+def test_a_node_that_could_not_say_who_it_is_is_asked_again_once_it_was_offline(
+    clients: list[Samples], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """Restarted with the wrong path to its data, then with the right one."""
+    grid, properties = ComingAndGoing(clients, monkeypatch), BatchNormClient.get_properties
+    wrong: list[int] = []
+
+    def hello(self: BatchNormClient, config: Mapping[str, Any]) -> dict[str, Any]:
+        if self.site.client in wrong:
+            raise FileNotFoundError("no such data")
+        return properties(self, config)
+
+    def rate(round: int, rounds: int) -> float:
+        grid.gone = {2: {2}, 5: {2}}.get(round, set())
+        wrong[:] = [1] if round in (3, 4) else []
+        return 0.1
+
+    monkeypatch.setattr(BatchNormClient, "get_properties", hello)
+    ran = run(FBN, clients, 7, grid=grid, policy={"rate": rate})
+    assert accepted(ran) == [[0, 1, 2], [0, 2], [0, 2], [0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
+    assert log.text.count("node 2 refused: FileNotFoundError: no such data") == 1  # and not in every round

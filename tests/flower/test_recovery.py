@@ -137,7 +137,7 @@ def test_every_message_says_what_run_it_is_of_and_how_far_back_the_server_can_go
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [*((name, "sgd") for name in METHODS), *((name, kind) for name in ("fedavg", "hbn") for kind in ("adam", "adagrad"))],
+    [*((name, "sgd") for name in ("fbn", "fedbn", "hbn", "fedtan", "fixbn")), ("fedavg", "adam"), ("hbn", "adagrad"), ("silobn", "adam")],
 )
 def test_a_resumed_run_is_the_run_itself_round_by_round(name: str, optimizer: str, clients: list[Samples], tmp_path: Path) -> None:
     method = METHODS[name]()

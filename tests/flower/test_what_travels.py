@@ -101,6 +101,19 @@ def test_clients_with_models_of_their_own_evaluate_them_and_the_server_does_not(
     assert torch.equal(models[0]["1.weight"], models[1]["1.weight"]) == (name == "silobn")
 
 
+@pytest.mark.parametrize("name", ["fedbn", "silobn"])
+def test_a_client_evaluates_what_it_made_in_this_round_of_its_own_layers(name: str, clients: list[Samples], tmp_path: Path) -> None:
+    ran = [
+        run(METHODS[name](), clients, 3, grid=WatchedGrid(client_app(METHODS[name](), clients, folder=tmp_path), 3), save_clients="run"),
+        run(METHODS[name](), clients, 2),
+    ]
+    for client in range(3):
+        saved = load_file(tmp_path / "run" / "clients" / f"client-{client}.safetensors")
+        now, before = (state(r, client, "local") for r in ran)
+        assert identical({k: saved[k].numpy() for k in now}, now)
+        assert not identical(now, before)  # control
+
+
 def gradients(ran: Run, round: int) -> list[dict[str, np.ndarray]]:
     return [reply["gradients"] for reply in ran.grid.train(round, replies=True)]
 

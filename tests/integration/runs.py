@@ -50,6 +50,8 @@ def bits(path: Path) -> dict[str, bytes]:
     for line in (path / "rounds.jsonl").read_text().splitlines():
         row = json.loads(line)
         del row["seconds"], row["waited"], row["carrier"]
+        for client in row["clients"]:
+            client.pop("waited", None)
         found[f"round {row['round']}"] = json.dumps(row).encode()
     return found
 
