@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -13,6 +14,7 @@ from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.experiment.keys import Value, kebab
 from fl_bn.experiment.run_keys import RunKeys
+from fl_bn.flower.lineage import FOLDER
 from fl_bn.flower.population import round_half_up
 from fl_bn.flower.rounds import Rounds
 from fl_bn.methods import METHODS, Method, attacked, freeze
@@ -41,8 +43,8 @@ class RunConfig(RunKeys):
                 raise ConfigError(f"{kebab(spec.name)} must be of type {wanted.__name__}, but got {value!r}")
             if not spec.metadata["check"](value):
                 raise ConfigError(f"{kebab(spec.name)} must be {spec.metadata['allowed']}, but got {value!r}")
-        if self.name != self.name.strip() or "/" in self.name or self.name in (".", ".."):
-            raise ConfigError(f"name must be a plain file name, but got {self.name!r}")
+        if self.name and (self.name != self.name.strip() or not re.fullmatch(FOLDER, self.name)):
+            raise ConfigError(f"name must be a plain file name that starts with no '.', '-' or '~', but got {self.name!r}")
         if self.method in FREEZING and self.freeze_after > self.rounds:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
         if self.method in FEDTAN and self.client_weights != "samples":

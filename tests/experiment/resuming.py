@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from fl_bn.experiment.environment import environment
 from fl_bn.experiment.run_directory import LOCK, RunDirectory
 from fl_bn.flower import run_in_process
 from fl_bn.flower.round_record import RoundRecord
@@ -18,7 +19,7 @@ from tests.experiment.small_data import small_config
 from tests.integration.runs import bits, table
 
 Values = dict[str, str | int | float | bool]
-ROUNDS = 5
+ROUNDS, THE_SAME = 5, environment()
 
 
 class Stopped(BaseException):
@@ -88,12 +89,14 @@ def stopping_at(round: int, dies: bool = False) -> Iterator[None]:
 def stopped(values: Values, at: int, dies: bool = False) -> Path:
     """The folder of a run that stopped at round ``at``."""
     with stopping_at(at, dies), pytest.raises(Stopped):
-        run_in_process(values)
+        run(values)
     return Path(str(values["output"])) / str(values["name"])
 
 
 def run(values: Values, **overrides: str | int | float | bool) -> Path:
-    path = run_in_process(values | {name.replace("_", "-"): value for name, value in overrides.items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fl_bn.experiment.run_directory.environment", lambda: THE_SAME)  # takes as long as a round
+        path = run_in_process(values | {name.replace("_", "-"): value for name, value in overrides.items()})
     assert path is not None
     return path
 
