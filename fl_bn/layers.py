@@ -6,7 +6,7 @@ the unconverted network (only the mixing logit has no counterpart there). ``obse
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Self, TypeVar
@@ -105,10 +105,7 @@ class HybridBatchNorm(_SharedNorm):
             return self.normalise_shared(x)
         if x.numel() == x.shape[1]:
             raise ValueError(f"HybridBatchNorm needs more than 1 value per channel in training, but got {tuple(x.shape)}")
-        mean_C, var_C = channel_moments(x)
-        mix_C = torch.sigmoid(self.mixing_logit).to(mean_C.dtype)
-        mean_C = torch.lerp(self.running_mean.to(mean_C.dtype), mean_C, mix_C)
-        var_C = torch.lerp(self.running_var.to(var_C.dtype), var_C, mix_C)
+        mean_C, var_C = self.mixture(x)
         scale_C = torch.rsqrt(var_C + self.eps)
         if self.weight is not None:
             scale_C = scale_C * self.weight
@@ -117,6 +114,13 @@ class HybridBatchNorm(_SharedNorm):
             shift_C = shift_C + self.bias
         shape = (1, -1, *([1] * (x.dim() - 2)))
         return torch.addcmul(shift_C.view(shape), x.to(scale_C.dtype), scale_C.view(shape)).to(x.dtype)
+
+
+    def mixture(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance, both (C,), that a training batch ``x`` (B, C, *) is normalised with (equation 7)."""
+        mean_C, var_C = channel_moments(x)
+        mix_C = torch.sigmoid(self.mixing_logit).to(mean_C.dtype)
+        return torch.lerp(self.running_mean.to(mean_C.dtype), mean_C, mix_C), torch.lerp(self.running_var.to(var_C.dtype), var_C, mix_C)
 
 
 class InstanceNorm(nn.GroupNorm):
@@ -166,16 +170,29 @@ def freeze_statistics(model: nn.Module) -> None:
         layer.eval()
 
 
-@contextmanager
-def observe(model: nn.Module) -> Iterator[dict[str, list[Moments]]]:
-    """Record the moments of every BatchNorm layer's input during the ``with`` block: one ``Moments`` per forward pass.
+def inputs(layer: nn.Module, x: Tensor) -> Moments:
+    """Raw moments of a layer's input, whatever it normalises with."""
+    return Moments.of(x)
 
-    Raw moments of the input, whatever the layer normalises with. Summarise with ``pooled``.
+
+def normalisers(layer: nn.Module, x: Tensor) -> Moments:
+    """Mean and variance that a layer in training normalises ``x`` with: HBN's mixture, any other layer's own batch."""
+    if not isinstance(layer, HybridBatchNorm):
+        return Moments.of(x)
+    mean_C, var_C = layer.mixture(x.detach())
+    return Moments(x.numel() // x.shape[1], mean_C.detach().double(), var_C.detach().double())
+
+
+@contextmanager
+def observe(model: nn.Module, measure: Callable[[nn.Module, Tensor], Moments] = inputs) -> Iterator[dict[str, list[Moments]]]:
+    """Record the moments of every BatchNorm layer during the ``with`` block: one ``Moments`` per forward pass, by ``measure``.
+
+    Summarise with ``pooled``.
     """
     observed: dict[str, list[Moments]] = {name: [] for name in batch_norms(model)}
 
-    def hook(name: str, _: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        observed[name].append(Moments.of(*args, *named.values()))
+    def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        observed[name].append(measure(layer, *args, *named.values()))
 
     handles = [layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in batch_norms(model).items()]
     try:

@@ -130,7 +130,8 @@ def run(
     grid = grid or WatchedGrid(client_app(method, clients, settings, model=model), len(clients))
     ran = Run.__new__(Run)
     ran.records, ran.trajectory, ran.grid = [], {}, grid
-    rules = Rounds(**{"clients": len(clients), "update": settings.update, "wait": 0.0, **(policy or {})})
+    plain = {"clients": len(clients), "update": settings.update, "wait": 0.0, "calibrate": 0, "unit_scale": False}
+    rules = Rounds(**{**plain, **(policy or {})})
     ran.strategy = BatchNormStrategy(model or seeded_network("cnn"), method, rules, observer=ran.records.append, **options)
 
     def keep(round: int, arrays: ArrayRecord) -> None:

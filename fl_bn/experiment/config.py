@@ -16,7 +16,7 @@ from fl_bn.experiment.keys import Value, joins_of, kebab
 from fl_bn.experiment.run_keys import RunKeys
 from fl_bn.flower.lineage import FOLDER
 from fl_bn.flower.population import round_half_up
-from fl_bn.flower.rounds import Rounds
+from fl_bn.flower.rounds import AS_METHOD, Rounds
 from fl_bn.flower.secure_rounds import check_secure
 from fl_bn.methods import METHODS, Method, attacked, freeze
 from fl_bn.objectives import FedProx, FedSAM, Moon, Objective, Scaffold
@@ -52,7 +52,7 @@ class RunConfig(RunKeys):
                 raise ConfigError(f"{kebab(spec.name)} must be {spec.metadata['allowed']}, but got {value!r}")
         if self.name and (self.name != self.name.strip() or not re.fullmatch(FOLDER, self.name)):
             raise ConfigError(f"name must be a plain file name that starts with no '.', '-' or '~', but got {self.name!r}")
-        if self.rounds == 0 and self.calibrate == 0:
+        if self.rounds == 0 and self.calibrate in (0, AS_METHOD):
             raise ConfigError(
                 "rounds must be >= 1, but got 0: a run that does not train measures statistics alone (re-calibration), and needs "
                 "calibrate=-1, one exchange per BatchNorm layer or until nothing moves, and model-weights, the network they are of"
@@ -110,11 +110,12 @@ class RunConfig(RunKeys):
             "fedavg-alg2": {"schedule": self.fedtan_schedule},
             "gn": {"groups": self.groups},
             "gn-ws": {"groups": self.groups},
-            "fbn": {"momentum": self.fbn_momentum or None},
+            "fbn": {"tracking": self.fbn_tracking, "momentum": self.fbn_momentum or None, "report": self.fbn_report},
             "hbn": {
                 "lam": self.hbn_lam or (1.0 if self.fraction == 1 else 0.01),
                 "stat_samples": self.hbn_stat_samples,
                 "lower_layers": self.hbn_lower_layers,
+                "evaluate": self.hbn_evaluate,
             },
         }
         method = METHODS[self.method](**options.get(self.method, {}))
@@ -277,6 +278,7 @@ class RunConfig(RunKeys):
             max_steps=self.local_steps,
             seed=self.seed,
             calibrate=self.calibrate,
+            unit_scale=self.unit_scale,
             rate=self.schedule(),
             exchange=exchange,
             min_cohort=self.min_cohort,

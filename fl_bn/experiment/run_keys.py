@@ -29,8 +29,10 @@ from fl_bn.experiment.keys import (
     known_shifts,
 )
 from fl_bn.methods import METHODS
+from fl_bn.methods.fbn import REPORTS, TRACKING
 from fl_bn.methods.fedtan import SCHEDULES as FEDTAN_SCHEDULES
 from fl_bn.methods.fixbn import FROZEN
+from fl_bn.methods.hbn import EVALUATE
 from fl_bn.models import MODELS
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.robust.attacks import ATTACKS, ON
@@ -38,6 +40,10 @@ from fl_bn.training.clipping import CLIPS
 from fl_bn.training.momentum import MAINTAIN
 from fl_bn.training.server_optimizers import SERVER_OPTIMIZERS
 from fl_bn.training.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
+
+
+def weight(value: float) -> bool:
+    return 0 < value <= 1
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,28 @@ class RunKeys:
     )
     freeze_what: str = key("statistics", "fixbn: what freezes: the statistics, the affine parameters, or both", tuple(FROZEN))
     groups: int = key(2, "gn: groups per layer", ">= 1", at_least(1))
-    fbn_momentum: float = key(0.0, "fbn: weight of one batch in the running statistics; 0: each layer's own", "0..1", between(0, 1))
+    fbn_tracking: float = key(
+        TRACKING, "fbn: weight of a round's pooled moments in the shared statistics, at the first round's learning rate", "(0, 1]", weight
+    )
+    fbn_momentum: float = key(
+        0.0, "fbn: weight of one batch in the shared statistics, as in the paper's Algorithm 2; 0: fbn-tracking", "0..1", between(0, 1)
+    )
+    fbn_report: str = key(
+        "first",
+        "fbn: moments that clients report: of the first training batch, of a pass over their data before training, or of all batches",
+        tuple(REPORTS),
+    )
     hbn_lam: float = key(
         0.0, "hbn: weight of a round's pooled moments in the global statistics; 0: 1 if fraction is 1, else 0.01", "0..1", between(0, 1)
     )
     hbn_stat_samples: int = key(0, "hbn: samples of the statistics pass; 0: all of the client's", "0 or >= 2", lambda v: v == 0 or v >= 2)
     hbn_lower_layers: str = key("hybrid", "hbn: what lower layers normalise with in the statistics pass", ("shared", "hybrid"))
+    hbn_evaluate: str = key(
+        "auto",
+        "hbn: statistics that are evaluated and saved: exact, of the union of all data (an exchange per layer), or hybrid, as training "
+        "normalises (one exchange); auto: exact for hbn-lam=1, else hybrid",
+        EVALUATE,
+    )
     fedtan_schedule: str = key(
         "merged", "fedtan and its kin: layer-wise exchanges per round of L layers: merged 2L, paper 3L; equal results", FEDTAN_SCHEDULES
     )
@@ -109,7 +131,16 @@ class RunKeys:
         False, "fedbn, silobn: after the last round clients tell what they keep of BatchNorm; the average is for fl-bn adapt", "true, false"
     )
     calibrate: int = key(
-        0, "statistics-only exchanges before round 1; -1: one per BatchNorm layer, or until nothing moves", ">= -1", at_least(-1)
+        -2,
+        "statistics-only exchanges before round 1; -1: one per BatchNorm layer, or until nothing moves; -2: so for hbn, fbn and "
+        "freeze-after=0, else none (and none with dp-noise)",
+        ">= -2",
+        at_least(-2),
+    )
+    unit_scale: bool = key(
+        True,
+        "fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1",
+        "true, false",
     )
     # federation
     clients: int = key(10, "clients in the population; in simulation equal to options.num-supernodes", ">= 1", at_least(1))
@@ -119,7 +150,7 @@ class RunKeys:
     join_rounds: str = key(
         "", "clients that take part only from a later round, '4:10,5:20': client 4 from round 10", "CLIENT:ROUND,...", known_joins
     )
-    fraction: float = key(1.0, "fraction of the clients that train in a round", "(0, 1]", lambda v: 0 < v <= 1)
+    fraction: float = key(1.0, "fraction of the clients that train in a round", "(0, 1]", weight)
     rounds: int = key(
         100, "training rounds; 0, with calibrate: the statistics of model-weights are measured, and no more", ">= 0", at_least(0)
     )
@@ -220,7 +251,7 @@ class RunKeys:
         "constant; step: times decay after 50 % and 75 % of the rounds; exponential: times decay per round; cosine: to 0; milestones",
         SCHEDULES,
     )
-    learning_rate_decay: float = key(0.3, "the factor of step and exponential", "(0, 1]", lambda v: 0 < v <= 1)
+    learning_rate_decay: float = key(0.3, "the factor of step and exponential", "(0, 1]", weight)
     learning_rate_milestones: str = key(
         "", "milestones: share of the rounds:factor of the rate after it, separated by commas", "like 0.6:0.1, 0.8:0.01"
     )

@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,7 +31,7 @@ from fl_bn.flower.client_state import ClientState, FileState, Kept, MemoryState
 from fl_bn.flower.codec import Header, Payload, encode_moments, flatten, signature, to_numpy, to_tensors, unflatten
 from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.transcript import Transcript, detach, request_payload
-from fl_bn.methods import Method, Phase, Report
+from fl_bn.methods import INPUTS, NORMALISERS, Method, Phase, Report, StatisticsPass
 from fl_bn.moments import Moments
 from fl_bn.objectives import CONTROL
 from fl_bn.roles import Role, roles
@@ -112,10 +112,11 @@ class BatchNormClient(NumPyClient):
         companions = () if phase is Phase.MEASURE else companions_of(self.settings)
         self._load(payload, config, kept, companions)
         if phase is Phase.MEASURE:
-            arrays, layout = flatten({"moments": self._moments(self._measure(round, phase))})
+            arrays, layout = flatten({"moments": self._moments(self._measure(round, phase, self.asked(config)))})
             return arrays, len(self.site.train), {"layout": layout}
         try:
-            moments = self._measure(round, phase) if self.method.reports(phase) is Report.PASS else {}
+            reports = self.method.reports(phase)
+            moments = self._measure(round, phase, self.method.statistics_pass) if reports is Report.PASS else {}
             rate, counted = float(config["learning-rate"]), int(config.get("counted", kept.round))
             result, buffers, waited = self._train(round, phase, rate, kept, counted, payload, connect)
         except Unanswered as pending:
@@ -158,6 +159,10 @@ class BatchNormClient(NumPyClient):
         names = schema.kept_layers(self.model, self.method).sections[schema.KEPT]
         return list(to_numpy({name: kept.get(name, state[name]) for name in names}).values())
 
+    def asked(self, config: Mapping[str, Any]) -> StatisticsPass:
+        """The pass that the message of a statistics-only exchange asks for."""
+        return StatisticsPass.asked(str(config.get("measured", INPUTS)), self.method.statistics_pass.samples)
+
     def meet(self, config: Mapping[str, Any]) -> None:
         """Join the exchange and leave it again: the server wants to know whether all of a cohort can be there at once."""
         _connect(config, [], 1).close()
@@ -178,12 +183,10 @@ class BatchNormClient(NumPyClient):
         self.model.load_state_dict(tensors | kept.get("local"), strict=False)
         self._before = running_statistics(self.model)
 
-    def _measure(self, round: int, phase: Phase) -> dict[str, Moments]:
+    def _measure(self, round: int, phase: Phase, how: StatisticsPass) -> dict[str, Moments]:
         rng = seeded(self.seed, self.site.client, round, SUBSET, phase is Phase.MEASURE)
-        how = self.method.statistics_pass
-        if phase is Phase.MEASURE:  # what is evaluated normalises with the shared statistics in every layer
-            how = replace(how, lower_layers="shared")
-        return statistics_pass(self.model, self.site.train, how, rng)
+        size = {"batch_size": self.settings.batch_size} if how.measured == NORMALISERS else {}
+        return statistics_pass(self.model, self.site.train, how, rng, **size)
 
     def _train(
         self,

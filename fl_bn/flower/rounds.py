@@ -9,6 +9,9 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.training.companions import Companion
 from fl_bn.training.settings import UPDATES
 
+UNTIL_STILL = -1  # of ``calibrate``: one exchange per BatchNorm layer, or until nothing moves
+AS_METHOD = -2  # the same where the method wants it, else none
+
 
 def constant_rate(round: int, rounds: int) -> float:
     return 0.1
@@ -26,7 +29,9 @@ class Rounds:
     exchange). Every ``checkpoint_every`` rounds there is a checkpoint; 0: never.
     ``client_weights``: ``samples`` or ``uniform``. ``rate(round, rounds)``: the learning rate. ``exchange``: how
     FedTAN's layer-wise exchange is carried. ``calibrate``: statistics-only exchanges before round 1 (-1: one per BatchNorm layer, or until
-    nothing moves). ``max_steps``: local steps that the server asks for, so that nobody may claim more; 0: unknown.
+    nothing moves; -2: so where the method wants it). ``unit_scale``: after them, where training normalises with shared statistics from its
+    first batch on, weights are rescaled (``training.unit_scale``). ``max_steps``: local steps that the server asks for, so that nobody may
+    claim more; 0: unknown.
     ``companions``: what travels beside the weights (``training.companions.companions`` of the clients' settings).
     ``unseen``: after the last round clients are asked what they keep of BatchNorm, for the average that unseen clients get.
     ``at_start``: so many clients suffice for the run to start, 0: all; the others take part from the round before which they came.
@@ -43,7 +48,8 @@ class Rounds:
     client_weights: str = "samples"
     update: str = "weights"
     seed: int = 0
-    calibrate: int = 0
+    calibrate: int = AS_METHOD
+    unit_scale: bool = True
     rate: Callable[[int, int], float] = constant_rate
     exchange: ExchangeSettings = ExchangeSettings()
     max_steps: int = 0
@@ -65,8 +71,8 @@ class Rounds:
             raise ValueError(
                 f"min_cohort must be 1..{self.clients} and checkpoint_every >= 0, but got {self.min_cohort} and {self.checkpoint_every}"
             )
-        if self.calibrate < -1:
-            raise ValueError(f"calibrate must be >= 0, or -1 (until nothing moves), but got {self.calibrate}")
+        if self.calibrate < AS_METHOD:
+            raise ValueError(f"calibrate must be >= 0, -1 (until nothing moves) or -2 (as the method wants), but got {self.calibrate}")
         if self.timeout <= 0 or self.wait < 0 or self.retry < 0:
             raise ValueError(f"timeout must be > 0 s, wait and retry >= 0 s, but got {self.timeout}, {self.wait} and {self.retry}")
         if self.update not in UPDATES:
@@ -79,6 +85,10 @@ class Rounds:
             raise ValueError(
                 f"of {self.clients} clients {first} may take part in round 1: at_start must be 0..{first}, but got {self.at_start}"
             )
+
+    def pace(self, round: int, rounds: int) -> float:
+        """The learning rate of ``round`` as a share of the first round's."""
+        return self.rate(round, rounds) / self.rate(1, rounds)
 
     def starting(self, round: int) -> set[int]:
         """The clients that may take part in ``round``."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fl_bn.flower.codec import Payload, WireError, tensor_name
-from fl_bn.methods import Method, Phase, Report
+from fl_bn.methods import MOMENTS, Method, Phase, Report
 from fl_bn.roles import Role, batch_norms, roles
 from fl_bn.training.companions import Companion, accompanied
 
@@ -84,7 +84,7 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
             learnable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
             sections["gradients"] = {name: spec for name, spec in sections.pop("weights").items() if name in learnable}
         sections |= _accompanying(model, method, companions)
-    if report in (Report.BATCHES, Report.PASS):
+    if report in MOMENTS:
         sections["moments"] = {}
         for layer, module in batch_norms(model).items():
             if (mean := module.running_mean) is None:

@@ -92,16 +92,17 @@ def plan_of(client: BatchNormClient, message: Message) -> Plan:
     """What this client will do in the round of ``message``: the batches are drawn from the run's seed, so they can be counted before."""
     header = header_of(message.content)
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
-    measured = min(client.method.statistics_pass.samples or n, n)
     if phase is Phase.MEASURE:
-        return Plan(n, measured, 0)
+        asked = client.asked(message.content.config_records["config"])
+        return Plan(n, min(asked.samples or n, n), 0)
     rng = seeded(client.seed, client.site.client, header.round, BATCHES)
     try:
         batches = list(draw_batches(n, settings.batch_size, rng, epochs=settings.epochs, steps=settings.steps))
     except ClientTooSmall:
         return Plan(0, 0, 0)
-    trained = sum(map(len, batches))
-    return Plan(len(np.unique(np.concatenate(batches))), measured if client.method.report is Report.PASS else trained, len(batches))
+    behind = {Report.PASS: min(client.method.statistics_pass.samples or n, n), Report.FIRST: len(batches[0])}
+    passes = behind.get(client.method.report, sum(map(len, batches)))
+    return Plan(len(np.unique(np.concatenate(batches))), passes, len(batches))
 
 
 def check_setup(configs: Mapping[str, Any]) -> None:

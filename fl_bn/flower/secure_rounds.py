@@ -118,6 +118,7 @@ class SecureRounds:
         optimizer: ServerOptimizer,
         recovery: Recovery,
         timeout: float,
+        pace: float,
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """One round of training; what ``aggregate_train`` returns: ``(None, None)``, with a warning, where nothing changes.
 
@@ -142,7 +143,7 @@ class SecureRounds:
         self._report_cut(record.round, total, average)
         recovery.check(record.round, [_entry(part, loss, 0) for part in total.parts])
         record.aggregated = True
-        before, after = shared.statistics(), self._combined(total, moments)
+        before, after = shared.statistics(), self._combined(total, moments, pace)
         sent, _ = from_records(next(iter(messages)).content)
         if payload := update_of(average, sent.get("weights", {})):
             together = Contribution(cohort[0], payload, sum(p.plan.samples for p in total.parts), 1)
@@ -228,7 +229,7 @@ class SecureRounds:
                 what = "%d of %d clients had to cut their %s to the quantiser's range (secagg-clipping-range %g); their logs say where"
                 log(logging.WARNING, f"round %s: {what}", round, cut, len(total.parts), key, self.settings.clipping_range)
 
-    def _combined(self, total: Sum, moments: Mapping[str, Moments]) -> dict[str, Running]:
+    def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
         """The shared statistics after the round: the method's own rule of one report, by everyone."""
         shared, method = self.shared.statistics(), self.shared.method
         new, by_passes = dict(shared), method.report is not Report.RUNNING
@@ -237,7 +238,8 @@ class SecureRounds:
         for name, m in moments.items():
             if m.count >= 2:
                 momentum = self.shared.layers[name].momentum
-                new[name] = method.combine(LayerReports(shared[name], [m], 0.1 if momentum is None else momentum, steps))
+                reports = LayerReports(shared[name], [m], 0.1 if momentum is None else momentum, steps, pace=pace)
+                new[name] = method.combine(reports)
         return new
 
     def _state(self) -> None:

@@ -18,7 +18,9 @@ from fl_bn.roles import Role, batch_norms
 from fl_bn.training.aggregation import average, combine, pseudo_gradient, running_statistics
 from fl_bn.training.companions import Companion, accompanied
 from fl_bn.training.defence import Defence, undercut
+from fl_bn.training.recalibration import epsilons
 from fl_bn.training.server_optimizers import ServerOptimizer
+from fl_bn.training.unit_scale import rescaled
 
 
 class SharedModel:
@@ -67,6 +69,13 @@ class SharedModel:
 
     def load(self, arrays: ArrayRecord) -> None:
         self.model.load_state_dict(tensors_of(arrays), strict=False)
+
+    def unit_scaled(self, arrays: ArrayRecord, made: Mapping[str, str]) -> ArrayRecord:
+        """``arrays`` on unit scale, see ``unit_scale.rescaled``."""
+        self.load(arrays)
+        eps = epsilons(self.model)
+        self.model.load_state_dict(rescaled(self.model.state_dict(), self.statistics(), eps, made), strict=False)
+        return self.arrays()
 
     def restore(self, tensors: Mapping[str, Tensor], companions: Mapping[str, Tensor]) -> None:
         """``companions``: by ``section/name``. Raises ValueError where they are not exactly what is shared, by name, shape and dtype."""
@@ -117,8 +126,8 @@ class SharedModel:
         self._accompany(parts, weights)
         return distances
 
-    def combined(self, parts: Sequence[Contribution], phase: Phase, defence: Defence) -> dict[str, Running]:
-        """The shared statistics after this round's reports, float64."""
+    def combined(self, parts: Sequence[Contribution], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
+        """The shared statistics after this round's reports, float64. ``pace``: see ``LayerReports``."""
         shared, report = self.statistics(), self.method.reports(phase)
         if report is Report.NOTHING:
             return shared
@@ -126,7 +135,7 @@ class SharedModel:
             reports = [self._running(to_tensors(part.payload.get("statistics", {})), part.weight) for part in parts]
         else:
             reports = [decode_moments(part.payload["moments"]) for part in parts]
-        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence)
+        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence, pace)
 
     def undercut(self, parts: Sequence[Contribution], phase: Phase) -> dict[int, str]:
         """Contributions, by position, whose running variances no honest training can have left, with the reason."""

@@ -1,6 +1,7 @@
 """Statistics-only exchanges: all clients measure under the present weights, the server pools; pass p makes layers 1..p exact.
 
-Before round 1 (``calibrate``), before evaluations (HBN, static BN), and as a run of its own (``rounds=0``: re-calibration).
+Before round 1 (``calibrate``), before evaluations (HBN, static BN: ``Method.refresh``), and as a run of its own (``rounds=0``:
+re-calibration).
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.replies import Contribution, read_replies, section_bytes
 from fl_bn.flower.round_record import ClientRecord, RoundRecord
-from fl_bn.flower.rounds import Rounds
+from fl_bn.flower.rounds import AS_METHOD, UNTIL_STILL, Rounds
 from fl_bn.flower.secure_rounds import SecureRounds
 from fl_bn.flower.shared_model import SharedModel
-from fl_bn.methods import Phase
+from fl_bn.methods import INPUTS, NORMALISERS, Phase, Refresh
 from fl_bn.training.aggregation import Drift
 from fl_bn.training.defence import Defence, TooFew
 from fl_bn.training.recalibration import TOLERANCE, Pass, epsilons
 
 Messages = Callable[[str, Header, Sequence[Client], Mapping[str, Any]], list[Message]]
-UNTIL_STILL = -1  # of ``calibrate``: one exchange per BatchNorm layer, or until nothing moves
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,23 @@ class StatisticsExchange:
         self._messages, self._overheard = messages, overheard
         self.outcomes: list[Pass] = []
 
+    def calibration(self, rounds: int) -> int:
+        """Exchanges before round 1, or ``UNTIL_STILL``. With privacy each would cost, so only those that the run config asks for."""
+        if self.rounds.calibrate != AS_METHOD:
+            return self.rounds.calibrate
+        private = self.secure is not None and self.secure.accountant is not None
+        wanted = self.shared.method.calibrate or self.shared.method.starts_constant(rounds)
+        return UNTIL_STILL if wanted and not private else 0
+
     def calibrated(
-        self, arrays: ArrayRecord, population: Population, timeout: float, show: Callable[[Measured], None] | None = None
+        self, arrays: ArrayRecord, population: Population, timeout: float, most: int, show: Callable[[Measured], None] | None = None
     ) -> ArrayRecord:
-        """``arrays`` after the exchanges that ``calibrate`` asks for, which ``outcomes`` has then.
+        """``arrays`` after ``most`` exchanges, or as many as it takes (``UNTIL_STILL``), which ``outcomes`` has then.
 
         ``show``: these exchanges are all of the run. It is called with what they start from, and after each of them; each needs the clients
         that a round needs.
         """
-        most, tolerance, least = self.rounds.calibrate, 0.0, 0
+        tolerance, least = 0.0, 0
         if most == UNTIL_STILL:
             most, tolerance = len(self.shared.statistics()), TOLERANCE
         if show is not None:
@@ -87,34 +95,52 @@ class StatisticsExchange:
                 show(measured)
         return arrays
 
-    def synchronised(self, server_round: int, arrays: ArrayRecord, population: Population, timeout: float) -> ArrayRecord:
-        """``arrays`` with the statistics of its weights, by as many exchanges as the method makes before an evaluation."""
-        most = self.shared.method.passes or len(self.shared.layers)
-        for measured in self._passes(server_round, arrays, population, timeout, most):
-            arrays = measured.arrays
+    def refreshed(self, server_round: int, arrays: ArrayRecord, population: Population, timeout: float) -> ArrayRecord:
+        """``arrays`` with statistics of its weights, as the method wants them evaluated: exact, or as training normalises."""
+        refresh, made = self.shared.method.refresh, 0
+        most, what = (1, NORMALISERS) if refresh is Refresh.HYBRID else (len(self.shared.layers), INPUTS)
+        for measured in self._passes(server_round, arrays, population, timeout, most, measured=what):
+            arrays, made = measured.arrays, measured.outcome.number
+        said = "round %s: statistics for the evaluation: %s, by %d exchange%s with all clients"
+        log(logging.INFO, said, server_round, refresh.value, made, "s" * (made != 1))
         return arrays
 
     def _passes(
-        self, server_round: int, arrays: ArrayRecord, population: Population, timeout: float, most: int, tolerance: float = 0.0
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        population: Population,
+        timeout: float,
+        most: int,
+        tolerance: float = 0.0,
+        measured: str = INPUTS,
     ) -> Iterator[Measured]:
         """``most`` exchanges, fewer where one moves nothing by more than ``tolerance``: with 0 not a bit, so that more would not, either.
 
         Each measures under the statistics that the one before found; ``arrays`` itself is not touched.
         """
         for number in range(1, most + 1):
-            measured = self._measured(number, server_round, arrays, population, timeout, tolerance, number == most)
-            yield measured
-            if measured.last:
+            made = self._measured(number, server_round, arrays, population, timeout, tolerance, number == most, measured)
+            yield made
+            if made.last:
                 return
-            arrays = measured.arrays
+            arrays = made.arrays
 
     def _measured(
-        self, number: int, server_round: int, arrays: ArrayRecord, population: Population, timeout: float, tolerance: float, last: bool
+        self,
+        number: int,
+        server_round: int,
+        arrays: ArrayRecord,
+        population: Population,
+        timeout: float,
+        tolerance: float,
+        last: bool,
+        measured: str,
     ) -> Measured:
         begin, shared, everyone = time.perf_counter(), self.shared, population.everyone()
         shared.load(arrays)
         header, payload, before = shared.header(server_round, Phase.MEASURE), shared.payload(), shared.statistics()
-        sent = self._messages(STATISTICS, header, everyone, {})
+        sent = self._messages(STATISTICS, header, everyone, {"measured": measured})
         if self.secure is not None:
             contributions, refused = self.secure.measure(population.grid, sent, everyone, timeout)
             clients = len(contributions)

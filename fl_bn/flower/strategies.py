@@ -8,12 +8,12 @@ from torch import nn
 
 from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.strategy import BatchNormStrategy
-from fl_bn.methods.fbn import fbn
+from fl_bn.methods.fbn import TRACKING, fbn
 from fl_bn.methods.fedavg import fedavg
 from fl_bn.methods.fedbn import fedbn
 from fl_bn.methods.fedtan import fedavg_alg2, fedtan, fedtan2
 from fl_bn.methods.fixbn import fixbn
-from fl_bn.methods.hbn import hbn
+from fl_bn.methods.hbn import LAM, hbn
 from fl_bn.methods.silobn import silobn
 from fl_bn.training.defence import Defence
 
@@ -50,22 +50,39 @@ class HBNStrategy(BatchNormStrategy):
     """HBN: a learnable mix of batch and pooled global statistics; options as in ``methods.hbn``."""
 
     def __init__(
-        self, model: nn.Module, rounds: Rounds, *, lam: float = 1.0, stat_samples: int = 0, lower_layers: str = "hybrid", **options: Any
+        self,
+        model: nn.Module,
+        rounds: Rounds,
+        *,
+        lam: float = LAM,
+        stat_samples: int = 0,
+        lower_layers: str = "hybrid",
+        evaluate_with: str = "auto",
+        **options: Any,
     ) -> None:
-        super().__init__(model, hbn(lam, stat_samples, lower_layers), rounds, **options)
+        super().__init__(model, hbn(lam, stat_samples, lower_layers, evaluate_with), rounds, **options)
 
 
 class FBNStrategy(BatchNormStrategy):
-    """FBN: shared running statistics with the variance corrected; ``momentum`` None is each layer's own."""
+    """FBN: shared running statistics with the variance corrected; options as in ``methods.fbn``."""
 
-    def __init__(self, model: nn.Module, rounds: Rounds, *, momentum: float | None = None, **options: Any) -> None:
-        super().__init__(model, fbn(momentum), rounds, **options)
+    def __init__(
+        self,
+        model: nn.Module,
+        rounds: Rounds,
+        *,
+        tracking: float = TRACKING,
+        momentum: float | None = None,
+        report: str = "first",
+        **options: Any,
+    ) -> None:
+        super().__init__(model, fbn(tracking, momentum, report), rounds, **options)
 
 
 class RobustFBNStrategy(BatchNormStrategy):
     """FBN against ``f`` Byzantine clients (FBN, section 5): NNM, then the coordinate-wise median, on the statistics and on the updates.
 
-    The rules are those of ``robust.rule_named``, e.g. ``"nnm+trimmed-mean"``; ``momentum`` None is each layer's own.
+    The rules are those of ``robust.rule_named``, e.g. ``"nnm+trimmed-mean"``; the other options as in ``methods.fbn``.
     """
 
     def __init__(
@@ -76,10 +93,12 @@ class RobustFBNStrategy(BatchNormStrategy):
         f: int,
         statistics_rule: str = "nnm+median",
         update_rule: str = "nnm+median",
+        tracking: float = TRACKING,
         momentum: float | None = None,
+        report: str = "first",
         **options: Any,
     ) -> None:
-        super().__init__(model, fbn(momentum), rounds, defence=Defence(f, statistics_rule, update_rule), **options)
+        super().__init__(model, fbn(tracking, momentum, report), rounds, defence=Defence(f, statistics_rule, update_rule), **options)
 
 
 class FedTANStrategy(BatchNormStrategy):

@@ -33,12 +33,13 @@ from fl_bn.flower.secure_rounds import SecureRounds
 from fl_bn.flower.shared_model import SharedModel
 from fl_bn.flower.statistics_exchange import Measured, StatisticsExchange
 from fl_bn.flower.unseen import average_kept
-from fl_bn.methods import Method, Phase
+from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.training.aggregation import Drift, merge_drifts
 from fl_bn.training.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.training.recalibration import why_not
 from fl_bn.training.secure_settings import SecureAggregation
 from fl_bn.training.server_optimizers import ServerOptimizer, server_optimizer
+from fl_bn.training.unit_scale import producers
 
 WHY = "the warnings above say why (values that are not finite mean that training diverged: lower the learning rate)"
 NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or to a number of passes"
@@ -82,8 +83,6 @@ class BatchNormStrategy(Strategy):
         self._sent, self._down = list[Message](), self.shared.payload()
         self.defence, self.at_clients = defence, method.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average)
-        self.departures = Departures(self.shared.model, method)
-        self.secure = None if secure is None else SecureRounds(secure, self.shared, rounds, defence, self.departures.masked)
         self.departures = Departures(self.shared.model, method)
         self.secure = None if secure is None else SecureRounds(secure, self.shared, rounds, defence, self.departures.masked)
         accountant = None if self.secure is None else self.secure.accountant
@@ -131,7 +130,8 @@ class BatchNormStrategy(Strategy):
             log(logging.WARNING, "round %s: nothing changes, since %s", server_round, error)
             return None, None
         record.aggregated = True
-        before, after = shared.statistics(), shared.combined(contributions, phase, defence)
+        pace = self.rounds.pace(server_round, self.num_rounds)
+        before, after = shared.statistics(), shared.combined(contributions, phase, defence, pace)
         believed = not defence.active and (self.rounds.client_weights == "samples" or phase is Phase.EXCHANGE)
         weights = [float(c.weight) if believed else 1.0 for c in contributions]
         record.measure(shared.step(contributions, weights, self.optimizer, record.learning_rate, defence))
@@ -219,14 +219,17 @@ class BatchNormStrategy(Strategy):
                 self._evaluate(number, result, evaluate_config, evaluate_fn, grid, timeout)
             self._tell()
 
-        if self.shared.statistics() and resume is None and self.rounds.calibrate:
-            arrays = self.statistics.calibrated(arrays, self._clients(grid), timeout, None if self.num_rounds else show)
+        if self.shared.statistics() and resume is None and (most := self.statistics.calibration(self.num_rounds)):
+            arrays = self.statistics.calibrated(arrays, self._clients(grid), timeout, most, None if self.num_rounds else show)
+            if self.rounds.unit_scale and self.num_rounds and self.method.starts_constant(self.num_rounds):
+                arrays = self._unit_scaled(arrays)
         self._clients(grid)
         for server_round in range(1 if resume is None else resume.round + 1, self.num_rounds + 1):
             begin = time.perf_counter()
             messages = self.configure_train(server_round, arrays, train_config, grid)
             if self.secure is not None:
-                new, metrics = self.secure.train(grid, messages, self.cohort, self.record, self.optimizer, self.recovery, timeout)
+                pace = self.rounds.pace(server_round, self.num_rounds)
+                new, metrics = self.secure.train(grid, messages, self.cohort, self.record, self.optimizer, self.recovery, timeout, pace)
             elif Phase(self.record.phase) is Phase.EXCHANGE:
                 new, metrics = self.aggregate_train(server_round, self.exchanges.round(grid, self.cohort, messages, timeout))
             else:
@@ -237,8 +240,8 @@ class BatchNormStrategy(Strategy):
                 failed += 1
             result.arrays = arrays
             if self._due(server_round) and failed < self.rounds.max_failed:
-                if self.method.synchronise and Phase(self.record.phase) is not Phase.FROZEN:
-                    result.arrays = self.statistics.synchronised(server_round, result.arrays, self._clients(grid), timeout)
+                if self.method.refresh is not Refresh.NOTHING and Phase(self.record.phase) is not Phase.FROZEN:
+                    result.arrays = self.statistics.refreshed(server_round, result.arrays, self._clients(grid), timeout)
                 self._evaluate(server_round, result, evaluate_config, evaluate_fn, grid, timeout)
             if self.rounds.unseen and self.method.personal and server_round == self.num_rounds:
                 clients, lineage = self._clients(grid), self.recovery.lineage
@@ -264,6 +267,16 @@ class BatchNormStrategy(Strategy):
             result.evaluate_metrics_serverapp[server_round] = MetricRecord(dict(self.record.evaluation))
         if evaluate_fn is not None and (here := evaluate_fn(server_round, arrays)) is not None:
             result.evaluate_metrics_serverapp[server_round] = here
+
+    def _unit_scaled(self, arrays: ArrayRecord) -> ArrayRecord:
+        """``arrays`` with weights and statistics on unit scale; as they are, with a warning, where the network cannot be traced."""
+        try:
+            made = producers(self.source)
+        except ValueError as error:
+            log(logging.WARNING, "the initial weights keep their scale, so mind the learning rate: %s", error)
+            return arrays
+        log(logging.INFO, "unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(made), len(self.shared.layers))
+        return self.shared.unit_scaled(arrays, made)
 
     def _clients(self, grid: Grid) -> Population:
         if self.population is None:

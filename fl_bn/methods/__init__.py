@@ -11,7 +11,21 @@ from fl_bn.methods.fedwon import fedwon
 from fl_bn.methods.fixbn import fixbn
 from fl_bn.methods.fixup import fixup
 from fl_bn.methods.hbn import hbn
-from fl_bn.methods.method import LayerReports, Method, Phase, Report, StatisticsPass, attacked, freeze, replace_by_pooled
+from fl_bn.methods.method import (
+    INPUTS,
+    MEASURED,
+    MOMENTS,
+    NORMALISERS,
+    LayerReports,
+    Method,
+    Phase,
+    Refresh,
+    Report,
+    StatisticsPass,
+    attacked,
+    freeze,
+    replace_by_pooled,
+)
 from fl_bn.methods.normalisers import gn, instance, ln
 from fl_bn.methods.silobn import silobn
 from fl_bn.methods.single import single
@@ -39,4 +53,19 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fedavg-alg2": fedavg_alg2,
 }
 
-__all__ = ["METHODS", "LayerReports", "Method", "Phase", "Report", "StatisticsPass", "attacked", "freeze", "replace_by_pooled"]
+__all__ = [
+    "INPUTS",
+    "MEASURED",
+    "METHODS",
+    "MOMENTS",
+    "NORMALISERS",
+    "LayerReports",
+    "Method",
+    "Phase",
+    "Refresh",
+    "Report",
+    "StatisticsPass",
+    "attacked",
+    "freeze",
+    "replace_by_pooled",
+]

@@ -2,9 +2,12 @@
 
 Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al. (seed 003), Algorithm 2.
 
-The statistics of the round before are constants in training. Clients report the moments of all their training batches; the
-server pools them and takes one running step. With one local step this is Algorithm 2 exactly, also for unequal batches; with E local steps
-the momentum is that of E observations, 1 - (1 - b)^E.
+The statistics of the round before are constants in training. Clients report moments of their data; the server pools them and takes one
+running step. With ``momentum`` and one local step this is Algorithm 2 exactly, also for unequal batches.
+
+Constants that follow the weights too fast let the scale of activations grow from round to round: the gradient does not know that the
+statistics will cancel its step. So by default the server follows slowly, by ``tracking`` per round, whatever the number of local steps, and
+slower as the learning rate falls: weights that move less need statistics that move less. With several of these only the first batch of a round is seen by the shared weights; the others belong to a local model.
 
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """
@@ -15,14 +18,34 @@ from fl_bn.layers import FederatedBatchNorm
 from fl_bn.methods.method import LayerReports, Method, Report
 from fl_bn.moments import Running, ema, pool
 
-
-def combine(reports: LayerReports, momentum: float | None) -> Running:
-    b = reports.momentum if momentum is None else momentum
-    return ema(reports.shared, pool(reports.parts, reports.average), 1 - (1 - b) ** reports.steps)
+REPORTS = {"first": Report.FIRST, "pass": Report.PASS, "all": Report.BATCHES}
+TRACKING = 0.01
 
 
-def fbn(momentum: float | None = None) -> Method:
-    """``momentum``: weight of one batch in the running statistics, in (0, 1]; None is each layer's own (torch's default 0.1)."""
-    if momentum is not None and not 0 < momentum <= 1:
-        raise ValueError(f"fbn's momentum must be in (0, 1], but got {momentum}")
-    return Method("fbn", layer=FederatedBatchNorm.from_batch_norm, report=Report.BATCHES, combine=partial(combine, momentum=momentum))
+def combine(reports: LayerReports, tracking: float, momentum: float | None, report: Report) -> Running:
+    weight = tracking * reports.pace
+    if momentum is not None:  # of one batch, of which the report has so many
+        weight = 1 - (1 - momentum) ** (reports.steps if report is Report.BATCHES else 1)
+    return ema(reports.shared, pool(reports.parts, reports.average), weight)
+
+
+def fbn(tracking: float = TRACKING, momentum: float | None = None, report: str = "first") -> Method:
+    """FBN.
+
+    ``tracking``: weight of a round's pooled moments in the shared statistics, in (0, 1]. ``momentum``: instead, the weight of one batch,
+    as in Algorithm 2. ``report``: the moments of the ``first`` training batch, of a ``pass`` over the client's data before training, or
+    of ``all`` training batches.
+    """
+    for name, value in {"tracking": tracking, "momentum": momentum}.items():
+        if value is not None and not 0 < value <= 1:
+            raise ValueError(f"fbn's {name} must be in (0, 1], but got {value}")
+    if report not in REPORTS:
+        raise ValueError(f"fbn's report must be one of {', '.join(REPORTS)}, but got {report!r}")
+    return Method(
+        "fbn",
+        layer=FederatedBatchNorm.from_batch_norm,
+        report=REPORTS[report],
+        combine=partial(combine, tracking=tracking, momentum=momentum, report=REPORTS[report]),
+        calibrate=True,
+        constant=True,
+    )

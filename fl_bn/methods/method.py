@@ -30,7 +30,19 @@ class Report(Enum):
     NOTHING = "nothing"
     RUNNING = "running statistics after training"
     BATCHES = "moments of the training batches"
+    FIRST = "moments of the first training batch"
     PASS = "moments of a pass before training"
+
+
+MOMENTS = (Report.BATCHES, Report.FIRST, Report.PASS)
+
+
+class Refresh(Enum):
+    """How the shared statistics are brought up to the weights before these are evaluated and saved."""
+
+    NOTHING = "nothing"  # they are evaluated as they were trained with
+    EXACT = "exact"  # passes in evaluation mode, pass p makes layers 1..p those of the union of all data
+    HYBRID = "hybrid"  # one pass in training mode: the moments of what every layer normalises with
 
 
 @dataclass(frozen=True)
@@ -38,18 +50,30 @@ class StatisticsPass:
     """A pass over a client's data that measures every BatchNorm layer's input: no gradient, no change of state.
 
     ``samples`` of a seeded random subset, 0 for all. ``lower_layers`` are normalised with the ``shared`` statistics, as in evaluation
-    (the merge is then exact in every layer), or as in training (``hybrid``; exact in the first layer). The recorded moments are raw
-    either way.
+    (the merge is then exact in every layer), or as in training (``hybrid``; exact in the first layer). ``measured`` are the layers'
+    ``inputs``, raw, or their ``normalisers``: mean and variance that a training batch is normalised with (``Refresh.HYBRID``).
     """
 
     samples: int = 0
     lower_layers: str = "shared"
+    measured: str = "inputs"
 
     def __post_init__(self) -> None:
         if self.samples < 0 or self.samples == 1:
             raise ValueError(f"stat_samples must be 0 (all local data) or at least 2, but got {self.samples}")
         if self.lower_layers not in ("shared", "hybrid"):
             raise ValueError(f"lower_layers must be 'shared' or 'hybrid', but got {self.lower_layers!r}")
+        if self.measured not in MEASURED:
+            raise ValueError(f"measured must be one of {', '.join(MEASURED)}, but got {self.measured!r}")
+
+    @classmethod
+    def asked(cls, measured: str, samples: int = 0) -> StatisticsPass:
+        """The pass of a statistics-only exchange, all clients' at once: of inputs over all data, as evaluation normalises them; of
+        normalisers as training has them, over ``samples``."""
+        return cls(samples, "hybrid", measured) if measured == NORMALISERS else cls(0, "shared", measured)
+
+
+INPUTS, NORMALISERS = MEASURED = ("inputs", "normalisers")
 
 
 @dataclass(frozen=True)
@@ -58,7 +82,7 @@ class LayerReports:
 
     ``shared``: the statistics sent down this round; ``parts``: one ``Moments`` per client, in partition order; ``momentum``: the
     layer's own; ``steps``: training batches per client (mean, weighted by their activations); ``average``: how n clients' values become
-    one.
+    one; ``pace``: the round's learning rate as a share of the first round's.
     """
 
     shared: Running
@@ -66,6 +90,7 @@ class LayerReports:
     momentum: float
     steps: float
     average: Average = weighted_mean
+    pace: float = 1.0
 
 
 def replace_by_pooled(reports: LayerReports) -> Running:
@@ -89,10 +114,10 @@ class Method:
 
     ``layer`` replaces each BatchNorm (None: torch's own stays); ``prepare`` then changes the rest of the (copied) network. Tensors with
     a role in ``local`` never leave their client and survive between its rounds. ``combine`` maps one layer's reports to its new shared
-    statistics. ``phase(round, rounds)`` is the calendar, rounds counted from 1. ``synchronise``: the shared statistics lag behind the
-    weights (HBN), so statistics-only exchanges precede each evaluation: ``passes`` of them, 0 for one per BatchNorm layer.
-    ``needs_running``: torch's BatchNorm will not do without running statistics. ``frozen``: what does not change in frozen rounds.
-    ``adversary``: clients that lie, in experiments.
+    statistics. ``phase(round, rounds)`` is the calendar, rounds counted from 1. ``refresh``: the shared statistics lag behind the
+    weights (HBN), so statistics-only exchanges precede each evaluation. ``calibrate``: training uses the shared statistics, so they are
+    measured before round 1; ``constant``: it normalises with nothing else (FBN). ``needs_running``: torch's BatchNorm will not do without running statistics.
+    ``frozen``: what does not change in frozen rounds. ``adversary``: clients that lie, in experiments.
     """
 
     name: str
@@ -102,8 +127,9 @@ class Method:
     report: Report = Report.NOTHING
     combine: Callable[[LayerReports], Running] = keep
     phase: Callable[[int, int], Phase] = always_train
-    synchronise: bool = False
-    passes: int = 1
+    refresh: Refresh = Refresh.NOTHING
+    calibrate: bool = False
+    constant: bool = False
     statistics_pass: StatisticsPass = StatisticsPass()
     needs_running: bool = False
     frozen: frozenset[Role] = frozenset({Role.STATISTIC})
@@ -118,6 +144,11 @@ class Method:
         if phase is Phase.FROZEN and Role.STATISTIC in self.frozen:
             return Report.NOTHING
         return Report.PASS if phase is Phase.MEASURE else self.report
+
+    def starts_constant(self, rounds: int) -> bool:
+        """Whether the first batch is normalised with shared statistics and nothing else."""
+        frozen = self.phase(1, rounds) is Phase.FROZEN and Role.STATISTIC in self.frozen
+        return self.shares(Role.STATISTIC) and (self.constant or frozen)
 
     @property
     def personal(self) -> bool:
@@ -136,7 +167,7 @@ def freeze(method: Method, after: int | None = None, what: frozenset[Role] = fro
         raise ValueError(f"what freezes must be the statistics, the affine parameters or both, but got {set(what)}")
     if after is not None and after < 0:
         raise ValueError(f"freeze after must be a round >= 0, but got {after}")
-    if Role.STATISTIC in what and method.synchronise and method.report is Report.NOTHING:
+    if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is Report.NOTHING:
         raise ValueError(f"{method.name} knows no statistics in training, so there are none to freeze: leave out freeze after")
     return replace(method, phase=partial(_freeze_phase, method.phase, after), needs_running=True, frozen=what)
 

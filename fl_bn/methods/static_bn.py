@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_bn.layers import _SharedNorm
-from fl_bn.methods.method import Method
+from fl_bn.methods.method import Method, Refresh
 
 
 class StaticBatchNorm(_SharedNorm):
@@ -27,4 +27,4 @@ class StaticBatchNorm(_SharedNorm):
 
 
 def static_bn() -> Method:
-    return Method("static-bn", layer=StaticBatchNorm.from_batch_norm, synchronise=True, passes=0)
+    return Method("static-bn", layer=StaticBatchNorm.from_batch_norm, refresh=Refresh.EXACT)

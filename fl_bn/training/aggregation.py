@@ -39,10 +39,11 @@ def combine(
     steps: Sequence[int],
     layers: Mapping[str, _BatchNorm | SharedStatisticsNorm],
     defence: Defence = NO_DEFENCE,
+    pace: float = 1.0,
 ) -> dict[str, Running]:
     """New shared statistics per layer by ``rule``, float64. A layer that no client ran in this round keeps its own.
 
-    ``reports`` and ``steps`` (training batches) are per client, in partition order.
+    ``reports`` and ``steps`` (training batches) are per client, in partition order. ``pace``: see ``LayerReports``.
     """
     new = dict(shared)
     if defence.active:
@@ -54,7 +55,7 @@ def combine(
             continue
         mean_steps = sum(report[name].count * step for report, step in zip(reports, steps, strict=True) if name in report) / total
         momentum = layers[name].momentum
-        new[name] = rule(LayerReports(shared[name], parts, 0.1 if momentum is None else momentum, mean_steps, defence.average))
+        new[name] = rule(LayerReports(shared[name], parts, 0.1 if momentum is None else momentum, mean_steps, defence.average, pace))
     return new
 
 

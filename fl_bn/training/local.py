@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from fl_bn.data.augment import Augment
 from fl_bn.data.dataset import to_input
 from fl_bn.exchange.call import Exchange
-from fl_bn.layers import HybridBatchNorm, freeze_statistics, observe, pooled
-from fl_bn.methods import Method, Phase, Report, StatisticsPass
+from fl_bn.layers import HybridBatchNorm, freeze_statistics, inputs, normalisers, observe, pooled
+from fl_bn.methods import NORMALISERS, Method, Phase, Report, StatisticsPass
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.models.head import head_of
 from fl_bn.moments import Moments
@@ -135,7 +135,7 @@ def train(
 
     round = _begin(settings, model, method, trained, samples, loss_of, kept, control or {}, counted)
     with ExitStack() as stack:
-        if method.reports(phase) is Report.BATCHES:
+        if method.reports(phase) in (Report.BATCHES, Report.FIRST):
             observed = stack.enter_context(observe(model))
         for index in batches:
             x, y = samples.batch(index, like, augment)
@@ -146,6 +146,8 @@ def train(
                 clip(trained.values(), settings.clip, settings.clip_limit, head[1].parameters() if head else ())
             if settings.update == "weights":
                 optimizer.step()
+            if method.reports(phase) is Report.FIRST:
+                stack.close()  # the batches to come are seen by a local model, of which nothing is reported
             seen[index] = True
             count += len(index)
             result.steps += 1
@@ -230,21 +232,28 @@ def _step_local(model: nn.Module, method: Method, gradients: Mapping[str, Tensor
 def statistics_pass(
     model: nn.Module, samples: Samples, how: StatisticsPass, rng: np.random.Generator, batch_size: int = 256
 ) -> dict[str, Moments]:
-    """Moments of every BatchNorm layer's input over (a seeded random subset of) ``samples``, in evaluation mode.
+    """Moments that ``how`` asks for, of every BatchNorm layer over (a seeded random subset of) ``samples``, in evaluation mode.
 
-    Changes nothing: no gradient, no random number but from ``rng``, no statistic, the mode of every module as before.
+    Changes nothing: no gradient, no random number but from ``rng``, no statistic, the mode of every module as before. Normalisers depend
+    on how data fall into batches: they are measured in random batches of about ``batch_size``, which should be that of training. A
+    normaliser needs two samples: of fewer nothing is measured.
     """
     training = {module: module.training for module in model.modules()}
     chosen = np.arange(len(samples))
     if 0 < how.samples < len(samples):
         chosen = np.sort(rng.choice(len(samples), how.samples, replace=False))
+    if how.measured == NORMALISERS:
+        rng.shuffle(chosen)
+        if len(chosen) < 2:
+            return {}
+        batch_size = min(batch_size, len(chosen))
     model.eval()
     if how.lower_layers == "hybrid":
         for layer in model.modules():
             layer.training = isinstance(layer, HybridBatchNorm)
     pieces = max(1, round(len(chosen) / batch_size))
     try:
-        with observe(model) as observed:
+        with observe(model, normalisers if how.measured == NORMALISERS else inputs) as observed:
             for index in np.array_split(chosen, pieces):
                 model(samples.batch(index, next(model.parameters()))[0])
     finally:

@@ -55,3 +55,25 @@ def global_statistics(μ_g: Array, σ2_g: Array, data: list[Array], λ: float) -
         M2 = M2 + m[i] * (σ2_i[i] + (μ_i[i] - μ) ** 2)
     σ2 = M2 / (M - 1)
     return (1 - λ) * μ_g + λ * μ, (1 - λ) * σ2_g + λ * σ2
+
+
+def hybrid_report(batches: list[Array], μ_g: Array, σ2_g: Array, p: Array) -> tuple[int, Array, Array]:
+    """What one client tells before an evaluation: the moments of the normaliser itself, over batches x (B, C, H, W) in training.
+
+    Every batch is m = B H W values with mean α μ_b + (1 - α) μ_g and variance α σ2_b + (1 - α) σ2_g; they are pooled by the law of total
+    variance.
+    """
+    α = np.array([1 / (1 + math.exp(-value)) for value in p])
+    m, μ, σ2 = [], [], []
+    for x in batches:
+        rows = np.array([x[b, :, h, w] for b in range(x.shape[0]) for h in range(x.shape[2]) for w in range(x.shape[3])])
+        μ_b = sum(rows) / len(rows)
+        σ2_b = sum((row - μ_b) ** 2 for row in rows) / len(rows)
+        m.append(len(rows))
+        μ.append(α * μ_b + (1 - α) * μ_g)
+        σ2.append(α * σ2_b + (1 - α) * σ2_g)
+    M = sum(m)
+    mean = sum(m[k] * μ[k] for k in range(len(m))) / M
+    within = sum(m[k] * σ2[k] for k in range(len(m))) / M
+    between = sum(m[k] * (μ[k] - mean) ** 2 for k in range(len(m))) / M
+    return M, mean, within + between

@@ -1,0 +1,142 @@
+"""Does the scale of activations run away? HBN and FBN over data, local steps and learning rates: growth of the deviations, accuracy.
+
+    python benchmarks/runaway.py --output benchmarks/results/runaway/after.csv --data ../shared/data
+    python benchmarks/runaway.py --table benchmarks/results/runaway        # before.csv and after.csv as one table
+
+One line per cell, written as it comes; cells that the file has are not run again. ``growth``: the largest factor by which a layer's
+deviation (geometric mean over channels) rose from its lowest earlier value, among the statistics that were evaluated. The keys are
+those of every version of fl-bn, so that PYTHONPATH may name an older checkout.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import logging
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+METHODS = ("fedavg", "hbn", "fbn")
+ROUNDS = {1: (100, 5), 5: (60, 3), 20: (30, 2)}  # by local steps: rounds, and rounds between evaluations
+RATES = (0.01, 0.05)
+DATA: dict[str, dict[str, Any]] = {
+    "digits, one class each": {"dataset": "digits", "partition": "classes", "partition-parameter": 1.0},
+    "digits, IID": {"dataset": "digits", "partition": "iid"},
+    "CIFAR-10 subset, two classes each": {
+        "dataset": "npz",
+        "data-path": "{data}/cifar10.npz",
+        "image-size": 16,
+        "samples-per-domain": 2000,
+        "partition": "classes",
+        "partition-parameter": 2.0,
+        "model": "simple-cnn",
+    },
+    "five domains": {
+        "dataset": "digits-five",
+        "data-path": "{data}",
+        "image-size": 16,
+        "samples-per-domain": 743,
+        "partition": "domain",
+        "clients": 5,
+    },
+}
+FIELDS = ("data", "method", "steps", "rate", "last", "best", "growth", "curve", "seconds")
+
+
+def cell(data: str, method: str, steps: int, rate: float, folder: str) -> dict[str, Any]:
+    """One run: its accuracy at the last and at the best evaluation (%), and the growth."""
+    from fl_bn.experiment.assembly import limit_threads, source_model
+    from fl_bn.experiment.config import RunConfig
+    from fl_bn.experiment.testing import test_metrics
+    from fl_bn.flower import BatchNormStrategy, InProcessGrid, RunFailed
+    from fl_bn.roles import batch_norms
+
+    from client_app.app import app
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    limit_threads(1)
+    rounds, every = ROUNDS[steps]
+    keys = {key: str(value).format(data=folder) if key == "data-path" else value for key, value in DATA[data].items()}
+    config = RunConfig.from_mapping(
+        {**keys, "method": method, "local-steps": steps, "learning-rate": rate, "rounds": rounds, "evaluate-every": every, "output": ""}
+    )
+    curve: list[float] = []
+    deviations: list[torch.Tensor] = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        metrics = test_metrics(config, model, torch.device("cpu"))
+        curve.append(round(100 * metrics["accuracy"], 1))
+        deviations.append(torch.stack([(layer.running_var.double() + layer.eps).log().mean() / 2 for layer in batch_norms(model).values()]))
+        return metrics
+
+    begin = time.perf_counter()
+    strategy = BatchNormStrategy(source_model(config), config.build_method(), config.round_policy(), evaluate=evaluate)
+    try:
+        strategy.start(InProcessGrid(app, config.clients, config.to_mapping()), num_rounds=rounds)
+    except RunFailed:
+        curve.append(float("nan"))
+    growth = 1.0
+    if deviations:
+        logs = torch.stack(deviations)
+        growth = float((logs - logs.cummin(0).values).max().exp())
+    best = max((value for value in curve if value == value), default=float("nan"))
+    values = (data, method, steps, rate, curve[-1], best, round(growth, 2), json.dumps(curve), round(time.perf_counter() - begin))
+    return dict(zip(FIELDS, values, strict=True))
+
+
+def read(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {tuple(row[field] for field in FIELDS[:4]): row for row in csv.DictReader(file)}
+
+
+def table(folder: Path) -> str:
+    """Markdown: a line per cell, before and after; what FedAvg reaches there."""
+    before, after = read(folder / "before.csv"), read(folder / "after.csv")
+    lines = [
+        "| data | method | steps | rate | before: last (best) | growth | after: last (best) | growth | FedAvg + BN: last |",
+        "|---|---|---:|---:|---|---:|---|---:|---:|",
+    ]
+    for key, row in after.items():
+        if row["method"] != "fedavg":
+            old, plain = before.get(key), after.get((key[0], "fedavg", *key[2:]))
+            was = "| - | - " if old is None else f"| {old['last']} ({old['best']}) | {old['growth']} "
+            now = f"| {row['last']} ({row['best']}) | {row['growth']} | {plain['last'] if plain else '-'} |"
+            lines.append(f"| {' | '.join(key)} {was}{now}")
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
+    data: Annotated[str, typer.Option(help="folder of cifar10.npz and the five domains' files")] = "../shared/data",
+    methods: Annotated[str, typer.Option(help="separated by commas")] = ",".join(METHODS),
+    jobs: Annotated[int, typer.Option(help="cells at a time")] = 1,
+    table_of: Annotated[Path | None, typer.Option("--table", help="folder of before.csv and after.csv: write table.md there")] = None,
+) -> None:
+    if table_of is not None:
+        (table_of / "table.md").write_text(table(table_of))
+    if output is None:
+        return
+    done = read(output)
+    wanted = [(*key, data) for key in itertools.product(DATA, methods.split(","), ROUNDS, RATES) if tuple(map(str, key)) not in done]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(jobs) as pool, output.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        if not done:
+            writer.writeheader()
+        for row in pool.map(cell, *zip(*wanted, strict=True)) if wanted else ():
+            writer.writerow(row)
+            file.flush()
+            print({field: row[field] for field in FIELDS if field != "curve"}, flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

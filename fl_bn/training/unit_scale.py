@@ -1,0 +1,98 @@
+"""Unit scale: before round 1, weights are rescaled so that every BatchNorm layer's input has a standard deviation of 1.
+
+Where training normalises with constants, a step of the weights is as large as the constants make it: a fresh network's activations are
+small, a small deviation divides them, and the gradient of the weights grows by as much. BatchNorm survives that, since its gradient is
+orthogonal to the weights; with constants the first rounds diverge. Weights and statistics divided by the same number leave the function of
+the network as it was (up to ``eps``), and its gradients of ordinary size: the start of LSUV (All You Need Is a Good Init, Mishkin and
+Matas, ICLR 2016), with statistics measured over all clients.
+
+Symbols: s -> deviation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
+
+from fl_bn.moments import Running
+from fl_bn.roles import batch_norms
+
+PRODUCERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers whose first axis of ``weight`` is the output channel."""
+HOMOGENEOUS: tuple[Any, ...] = (
+    nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, nn.Dropout2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+    F.relu, F.leaky_relu, F.dropout, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, torch.relu, "relu",
+)  # fmt: skip
+"""What passes a positive factor per channel on: modules by type, functions, and methods by name."""
+
+
+def producers(model: nn.Module) -> dict[str, str]:
+    """The layer whose output a BatchNorm layer alone consumes, by name, for every BatchNorm layer that has one.
+
+    Between the two there may be what passes a positive factor on (ReLU, pooling). Left out are layers that are used more than once,
+    share their weight with another, or are of another type than ``PRODUCERS``.
+
+    Raises:
+        ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
+    """
+    try:
+        graph = _Tracer().trace(model)
+    except Exception as error:  # torch.fx runs the user's forward with stand-ins, which may raise anything
+        raise ValueError(f"torch.fx cannot trace {type(model).__name__}: {type(error).__name__}: {error}") from error
+    modules = dict(model.named_modules())
+    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    uses = Counter(id(p) for module in modules.values() for p in module.parameters(recurse=False))
+    found = {}
+    for node in graph.nodes:
+        if node.op != "call_module" or node.target not in batch_norms(model) or calls[node.target] > 1:
+            continue
+        source = _source(node, modules)
+        if source is None or calls[source] > 1:
+            continue
+        layer = modules[source]
+        if type(layer) in PRODUCERS and not is_parametrized(layer) and all(uses[id(p)] == 1 for p in layer.parameters()):
+            found[str(node.target)] = source
+    return found
+
+
+@torch.no_grad()
+def rescaled(
+    state: Mapping[str, Tensor], statistics: Mapping[str, Running], eps: Mapping[str, float], made: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """The tensors that change, by name: of every layer in ``made`` (``producers``) weight, bias and statistics, divided by the deviation.
+
+    ``state``: the network's; ``statistics`` and ``eps``: of its BatchNorm layers. The variances become ``var / (var + eps)``, nearly 1.
+    """
+    new: dict[str, Tensor] = {}
+    for norm, source in made.items():
+        deviation = (statistics[norm].var.double() + eps[norm]).sqrt()
+        weight = state[f"{source}.weight"]
+        new[f"{source}.weight"] = (weight.double() / deviation.view(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
+        if (bias := state.get(f"{source}.bias")) is not None:
+            new[f"{source}.bias"] = (bias.double() / deviation).to(bias.dtype)
+        for name, value in (("running_mean", statistics[norm].mean / deviation), ("running_var", statistics[norm].var / deviation.square())):
+            new[f"{norm}.{name}"] = value.to(state[f"{norm}.{name}"].dtype)
+    return new
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, nn.modules.batchnorm._BatchNorm) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _source(norm: fx.Node, modules: Mapping[str, nn.Module]) -> str | None:
+    """The module whose output reaches ``norm`` alone, through homogeneous operations only."""
+    node = norm.all_input_nodes[0] if norm.all_input_nodes else None
+    while node is not None and len(node.users) == 1:
+        if node.op == "call_module" and type(modules[str(node.target)]) not in HOMOGENEOUS:
+            return str(node.target)
+        if node.op not in ("call_module", "call_function", "call_method") or (node.op != "call_module" and node.target not in HOMOGENEOUS):
+            return None
+        node = node.all_input_nodes[0] if node.all_input_nodes else None
+    return None

@@ -1,0 +1,145 @@
+"""Unit scale: the function stays, every rescaled layer's input has a deviation of 1, and what cannot be rescaled is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from fl_bn.conversion import convert
+from fl_bn.methods import METHODS
+from fl_bn.models import build
+from fl_bn.training.aggregation import running_statistics
+from fl_bn.training.local import Samples
+from fl_bn.training.recalibration import epsilons, recalibrate
+from fl_bn.training.unit_scale import producers, rescaled
+from tests.federation import union
+from tests.in_process import arrays_of, run
+from tests.networks import NETWORKS, seeded_network
+
+Clients = Callable[..., list[Samples]]
+
+
+def on_unit_scale(model: nn.Module) -> nn.Module:
+    changed = rescaled(model.state_dict(), running_statistics(model), epsilons(model), producers(model))
+    model.load_state_dict(changed, strict=False)
+    return model
+
+
+@pytest.mark.parametrize("name", ["plain", "cnn", "resnet"])
+def test_the_function_stays_and_the_deviations_become_one(name: str, tiny_clients: Clients) -> None:
+    clients = tiny_clients((6, 7, 5))
+    model = seeded_network(name, dtype=torch.float64).eval()
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.eps = 1e-12  # up to eps the function is the same
+    recalibrate(model, clients)
+    data = union(clients)
+    x = data.batch(np.arange(len(data)), torch.zeros((), dtype=torch.float64))[0]
+    before, weights = model(x).detach(), {k: t.clone() for k, t in model.state_dict().items()}
+    on_unit_scale(model)
+    assert (model(x) - before).abs().max() < 1e-9
+    for running in running_statistics(model).values():
+        assert (running.var - 1).abs().max() < 1e-9
+    now = running_statistics(model)
+    recalibrate(model, clients)  # the statistics are still those of the union
+    again = running_statistics(model)
+    assert all((now[k].mean - again[k].mean).abs().max() < 1e-9 and (now[k].var - again[k].var).abs().max() < 1e-9 for k in now)
+    assert any(not torch.allclose(weights[k], t) for k, t in model.state_dict().items())
+    # control: weights alone, without their statistics, are another function
+    model.load_state_dict(weights)
+    changed = rescaled(weights, running_statistics(model), epsilons(model), producers(model))
+    model.load_state_dict({k: t for k, t in changed.items() if "running" not in k}, strict=False)
+    assert (model(x) - before).abs().max() > 1e-3
+
+
+def test_which_layer_is_before_which() -> None:
+    assert producers(NETWORKS["cnn"]()) == {"1": "0", "5": "4"}
+    found = producers(NETWORKS["resnet"]())
+    assert found["body.0.downsample.1"] == "body.0.downsample.0"
+    assert len(found) == 5
+    assert len(producers(torchvision.models.resnet18())) == 20
+    behind_relu = producers(build("fbn-cnn", classes=10, channels=3, image_size=32, seed=0))
+    assert len(behind_relu) == 4  # Conv ReLU BN: a positive factor passes through ReLU
+
+
+class Shared(nn.Module):
+    """One convolution with two BatchNorm layers behind it, and a BatchNorm layer with nothing before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.conv, self.one, self.two = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.conv(self.first(x))
+        return self.one(made) + self.two(made)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(self.norm(self.conv(x))))
+
+
+class Depends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)) if float(x.mean()) > 0 else x
+
+
+def test_what_is_used_twice_stays_as_it_is() -> None:
+    assert producers(Shared()) == {}
+    assert producers(Twice()) == {}
+    tied = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    tied[2].weight = tied[0].weight
+    assert producers(tied) == {}
+    with pytest.raises(ValueError, match=r"torch\.fx cannot trace Depends"):
+        producers(Depends())
+
+
+def test_a_run_starts_on_unit_scale(tiny_clients: Clients) -> None:
+    clients = tiny_clients((6, 4, 5))
+    policy = {"calibrate": -2, "unit_scale": True}
+    ran = run(METHODS["fbn"](), clients, 1, policy=policy)
+    sent = ran.grid.train(1)[0]
+    for layer in ("1", "5"):
+        assert np.allclose(sent["statistics"][f"{layer}.running_var"], 1, atol=1e-2)
+    model = convert(seeded_network("cnn"), METHODS["fbn"]())
+    recalibrate(model, clients)
+    assert np.allclose(sent["weights"]["0.weight"], on_unit_scale_of(model)["0.weight"], rtol=1e-4, atol=1e-6)
+    off = run(METHODS["fbn"](), clients, 1, policy=policy | {"unit_scale": False}).grid.train(1)[0]  # control
+    assert np.array_equal(off["weights"]["0.weight"], seeded_network("cnn").state_dict()["0.weight"].numpy())
+    assert not np.allclose(off["statistics"]["1.running_var"], 1, atol=1e-2)
+    hybrid = run(METHODS["hbn"](), clients, 1, policy=policy).grid.train(1)[0]  # half of it is the batch's own
+    assert np.array_equal(hybrid["weights"]["0.weight"], off["weights"]["0.weight"])
+    assert not np.allclose(hybrid["statistics"]["1.running_var"], 1, atol=1e-2)
+
+
+def on_unit_scale_of(model: nn.Module) -> dict[str, np.ndarray]:
+    source = seeded_network("cnn")
+    state = {k: t for k, t in model.state_dict().items() if not k.endswith("num_batches_tracked")}
+    return {k: t.numpy() for k, t in rescaled(state, running_statistics(model), epsilons(model), producers(source)).items()}
+
+
+def test_a_network_that_cannot_be_traced_is_trained_as_it_is(tiny_clients: Clients, caplog: pytest.LogCaptureFixture) -> None:
+    class Untraceable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = seeded_network("cnn")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) if x.shape[0] > int(x.sum() * 0) else x
+
+    ran = run(METHODS["fbn"](), tiny_clients((6, 4)), 1, model=Untraceable(), policy={"calibrate": -2, "unit_scale": True})
+    assert np.array_equal(ran.grid.train(1)[0]["weights"]["body.0.weight"], seeded_network("cnn").state_dict()["0.weight"].numpy())
+    assert arrays_of(ran.result.arrays)
