@@ -52,13 +52,13 @@ FIELDS = ("data", "method", "steps", "rate", "last", "best", "growth", "curve", 
 
 def cell(data: str, method: str, steps: int, rate: float, folder: str) -> dict[str, Any]:
     """One run: its accuracy at the last and at the best evaluation (%), and the growth."""
+    from client_app.app import app
     from fl_bn.experiment.assembly import limit_threads, source_model
     from fl_bn.experiment.config import RunConfig
     from fl_bn.experiment.testing import test_metrics
     from fl_bn.flower import BatchNormStrategy, InProcessGrid, RunFailed
-    from fl_bn.roles import batch_norms
-
-    from client_app.app import app
+    from fl_bn.training.aggregation import running_statistics
+    from fl_bn.training.recalibration import epsilons
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     limit_threads(1)
@@ -73,7 +73,8 @@ def cell(data: str, method: str, steps: int, rate: float, folder: str) -> dict[s
     def evaluate(model: nn.Module) -> dict[str, float]:
         metrics = test_metrics(config, model, torch.device("cpu"))
         curve.append(round(100 * metrics["accuracy"], 1))
-        deviations.append(torch.stack([(layer.running_var.double() + layer.eps).log().mean() / 2 for layer in batch_norms(model).values()]))
+        statistics, eps = running_statistics(model), epsilons(model)
+        deviations.append(torch.stack([(running.var.double() + eps[name]).log().mean() / 2 for name, running in statistics.items()]))
         return metrics
 
     begin = time.perf_counter()

@@ -20,6 +20,7 @@ from fl_bn.flower.rounds import AS_METHOD, Rounds
 from fl_bn.flower.secure_rounds import check_secure
 from fl_bn.methods import METHODS, Method, attacked, freeze
 from fl_bn.objectives import FedProx, FedSAM, Moon, Objective, Scaffold
+from fl_bn.training.clipping import PATH
 from fl_bn.training.companions import companions
 from fl_bn.training.composition import check_composition
 from fl_bn.training.defence import Defence
@@ -198,6 +199,7 @@ class RunConfig(RunKeys):
             raise ConfigError(f"classes and channels are for dataset={SITES!r}: {self.dataset} has its own")
 
     def local_training(self) -> LocalTraining:
+        clip, limit = self._clip()
         return LocalTraining(
             self.batch_size,
             self.local_epochs,
@@ -210,9 +212,16 @@ class RunConfig(RunKeys):
             self.augment,
             self.build_objective(),
             self.maintain_momentum,
-            self.clip,
-            self.clip_limit,
+            clip,
+            limit,
         )
+
+    def _clip(self) -> tuple[str, float]:
+        """``auto``: where several local steps are normalised with constants from the start, nothing but a limit keeps a client near."""
+        if self.clip != "auto":
+            return self.clip, self.clip_limit
+        several = self.local_steps != 1 and not self.build_objective().travels
+        return ("round", PATH) if several and self.build_method().starts_constant(self.rounds) else ("none", self.clip_limit)
 
     def build_objective(self) -> Objective:
         made: dict[str, Callable[[], Objective]] = {

@@ -36,7 +36,7 @@ from fl_bn.methods.hbn import EVALUATE
 from fl_bn.models import MODELS
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.robust.attacks import ATTACKS, ON
-from fl_bn.training.clipping import CLIPS
+from fl_bn.training.clipping import CLIPS, PATH
 from fl_bn.training.momentum import MAINTAIN
 from fl_bn.training.server_optimizers import SERVER_OPTIMIZERS
 from fl_bn.training.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
@@ -263,11 +263,15 @@ class RunKeys:
     )
     weight_decay: float = key(1e-4, "L2 penalty", ">= 0", at_least(0))
     clip: str = key(
-        "none",
-        "of gradients: their norm over all parameters, each value, or per output unit by its weights' norm (adaptive: FedWon)",
-        CLIPS,
+        "auto",
+        "of gradients: their norm over all parameters, the same so that a round's steps without momentum move the weights by at most "
+        "clip-limit (round), each value, or per output unit by its weights' norm (adaptive: FedWon); auto: round with "
+        f"{PATH:g} for fbn and freeze-after=0 with several local steps, else none",
+        ("auto", *CLIPS),
     )
-    clip_limit: float = key(1.0, "clip: largest norm or value; adaptive: share of the weights' norm", "> 0", above(0))
+    clip_limit: float = key(
+        1.0, "clip: largest norm, path or value; adaptive: share of the weights' norm; auto: has its own", "> 0", above(0)
+    )
     # local objective
     objective: str = key("none", "what clients minimise beside the loss, or how they correct its gradient", OBJECTIVES)
     fedprox_mu: float = key(0.01, "fedprox: strength of mu/2 ||w - w_t||^2; 0: off", ">= 0", at_least(0))

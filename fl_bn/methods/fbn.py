@@ -6,8 +6,9 @@ The statistics of the round before are constants in training. Clients report mom
 running step. With ``momentum`` and one local step this is Algorithm 2 exactly, also for unequal batches.
 
 Constants that follow the weights too fast let the scale of activations grow from round to round: the gradient does not know that the
-statistics will cancel its step. So by default the server follows slowly, by ``tracking`` per round, whatever the number of local steps, and
-slower as the learning rate falls: weights that move less need statistics that move less. With several of these only the first batch of a round is seen by the shared weights; the others belong to a local model.
+statistics will cancel its step. So by default the server follows slowly, by ``tracking`` per round, whatever the number of local steps,
+and slower as the learning rate falls: weights that move less need statistics that move less. With several local steps only the first
+batch of a round is seen by the shared weights; the others belong to a local model.
 
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """

@@ -116,8 +116,8 @@ class Method:
     a role in ``local`` never leave their client and survive between its rounds. ``combine`` maps one layer's reports to its new shared
     statistics. ``phase(round, rounds)`` is the calendar, rounds counted from 1. ``refresh``: the shared statistics lag behind the
     weights (HBN), so statistics-only exchanges precede each evaluation. ``calibrate``: training uses the shared statistics, so they are
-    measured before round 1; ``constant``: it normalises with nothing else (FBN). ``needs_running``: torch's BatchNorm will not do without running statistics.
-    ``frozen``: what does not change in frozen rounds. ``adversary``: clients that lie, in experiments.
+    measured before round 1; ``constant``: it normalises with nothing else (FBN). ``needs_running``: torch's BatchNorm will not do without
+    running statistics. ``frozen``: what does not change in frozen rounds. ``adversary``: clients that lie, in experiments.
     """
 
     name: str

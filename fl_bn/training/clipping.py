@@ -1,4 +1,4 @@
-"""Gradient clipping: of the whole norm, of every value, or adaptive."""
+"""Gradient clipping: of the whole norm, by what a round may move, of every value, or adaptive."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-CLIPS = ("none", "norm", "value", "adaptive")
+CLIPS = ("none", "norm", "round", "value", "adaptive")
+PATH = 2.0
+"""``round``'s limit for networks that normalise with constants in training (FBN): measured, see the guide."""
 SMALLEST = 1e-3  # a weight's norm counts as at least this, or fresh zeros could never move
 
 
 def clip(parameters: Iterable[nn.Parameter], how: str, limit: float, head: Iterable[nn.Parameter] = ()) -> None:
-    """Clip the gradients in place: ``norm``, over all, and ``value`` to ``limit``; ``adaptive`` (see ``clip_adaptive``) leaves ``head``."""
+    """Clip the gradients in place: ``norm`` (or ``round``), over all, and ``value`` to ``limit``; ``adaptive`` (see ``clip_adaptive``)
+    leaves ``head``."""
     parameters = list(parameters)
-    if how == "norm":
+    if how in ("norm", "round"):
         nn.utils.clip_grad_norm_(parameters, limit)
     elif how == "value":
         nn.utils.clip_grad_value_(parameters, limit)
     elif how == "adaptive":
         left = {id(p) for p in head}
         clip_adaptive([p for p in parameters if id(p) not in left], limit)
+
+
+def norm_in_round(path: float, learning_rate: float, steps: int) -> float:
+    """The gradient norm with which ``steps`` steps, without momentum, move the weights by ``path`` at most: a client's drift is bounded."""
+    return path / (learning_rate * max(steps, 1))
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from fl_bn.models.head import head_of
 from fl_bn.moments import Moments
 from fl_bn.objectives import Finish, Round, Start, Step
 from fl_bn.roles import Role, roles
-from fl_bn.training.clipping import clip
+from fl_bn.training.clipping import clip, norm_in_round
 from fl_bn.training.metrics import Evaluation, confusion_counts, cross_entropy
 from fl_bn.training.settings import LocalTraining
 from fl_bn.training.unrecorded import Draws, unrecorded
@@ -128,6 +128,10 @@ def train(
     count = 0
     observed: dict[str, list[Moments]] = {}
     head = head_of(model) if settings.clip == "adaptive" else None
+    limit = settings.clip_limit
+    if settings.clip == "round":
+        batches = list(batches)
+        limit = norm_in_round(limit, learning_rate, len(batches))
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast(like.device.type, torch.bfloat16, enabled=settings.precision == "mixed"):
@@ -143,7 +147,7 @@ def train(
             with exchanging(model, exchange) if exchange is not None and result.steps == 0 else nullcontext():
                 batch_loss = round.gradient(_step(model, partial(loss_of, x, y), x, observed, objective.repeats))
             if settings.clip != "none":
-                clip(trained.values(), settings.clip, settings.clip_limit, head[1].parameters() if head else ())
+                clip(trained.values(), settings.clip, limit, head[1].parameters() if head else ())
             if settings.update == "weights":
                 optimizer.step()
             if method.reports(phase) is Report.FIRST:
