@@ -220,7 +220,7 @@ class RunConfig(RunKeys):
         """``auto``: where several local steps are normalised with constants from the start, nothing but a limit keeps a client near."""
         if self.clip != "auto":
             return self.clip, self.clip_limit
-        several = self.local_steps != 1 and not self.build_objective().travels
+        several = self.local_steps != 1 and self.optimizer == "sgd" and not self.build_objective().travels
         return ("round", PATH) if several and self.build_method().starts_constant(self.rounds) else ("none", self.clip_limit)
 
     def build_objective(self) -> Objective:

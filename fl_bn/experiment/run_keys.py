@@ -264,8 +264,8 @@ class RunKeys:
     weight_decay: float = key(1e-4, "L2 penalty", ">= 0", at_least(0))
     clip: str = key(
         "auto",
-        "of gradients: their norm over all parameters, the same so that a round's steps without momentum move the weights by at most "
-        "clip-limit (round), each value, or per output unit by its weights' norm (adaptive: FedWon); auto: round with "
+        "of gradients: their norm over all parameters, the same so that a round's SGD moves weights by at most clip-limit (round), each "
+        "value, or per output unit by its weights' norm (adaptive: FedWon); auto: round with "
         f"{PATH:g} for fbn and freeze-after=0 with several local steps, else none",
         ("auto", *CLIPS),
     )

@@ -20,7 +20,7 @@ from fl_bn.methods.method import LayerReports, Method, Report
 from fl_bn.moments import Running, ema, pool
 
 REPORTS = {"first": Report.FIRST, "pass": Report.PASS, "all": Report.BATCHES}
-TRACKING = 0.01
+TRACKING = 0.02
 
 
 def combine(reports: LayerReports, tracking: float, momentum: float | None, report: Report) -> Running:

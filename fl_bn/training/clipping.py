@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 CLIPS = ("none", "norm", "round", "value", "adaptive")
-PATH = 2.0
+PATH = 20.0
 """``round``'s limit for networks that normalise with constants in training (FBN): measured, see the guide."""
 SMALLEST = 1e-3  # a weight's norm counts as at least this, or fresh zeros could never move
 
@@ -26,9 +26,9 @@ def clip(parameters: Iterable[nn.Parameter], how: str, limit: float, head: Itera
         clip_adaptive([p for p in parameters if id(p) not in left], limit)
 
 
-def norm_in_round(path: float, learning_rate: float, steps: int) -> float:
-    """The gradient norm with which ``steps`` steps, without momentum, move the weights by ``path`` at most: a client's drift is bounded."""
-    return path / (learning_rate * max(steps, 1))
+def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float) -> float:
+    """The gradient norm with which ``steps`` steps of SGD move the weights by less than ``path``: a bound on a client's drift."""
+    return path * (1 - momentum) / (learning_rate * max(steps, 1))
 
 
 @torch.no_grad()

@@ -131,7 +131,7 @@ def train(
     limit = settings.clip_limit
     if settings.clip == "round":
         batches = list(batches)
-        limit = norm_in_round(limit, learning_rate, len(batches))
+        limit = norm_in_round(limit, learning_rate, len(batches), settings.momentum)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast(like.device.type, torch.bfloat16, enabled=settings.precision == "mixed"):

@@ -75,6 +75,8 @@ class LocalTraining:
             )
         if self.clip not in CLIPS or not 0 < self.clip_limit < math.inf:
             raise ValueError(f"clip must be one of {', '.join(CLIPS)}, its limit > 0 and finite, but got {self.clip!r}, {self.clip_limit}")
+        if self.clip == "round" and self.optimizer != "sgd":
+            raise ValueError(f"clip='round' bounds the path of SGD: set optimizer to sgd, or clip to norm, but got {self.optimizer!r}")
         self._check_maintain()
         self._check_objective()
 

@@ -76,8 +76,8 @@ def rescaled(
         new[f"{source}.weight"] = (weight.double() / deviation.view(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
         if (bias := state.get(f"{source}.bias")) is not None:
             new[f"{source}.bias"] = (bias.double() / deviation).to(bias.dtype)
-        for name, value in (("running_mean", statistics[norm].mean / deviation), ("running_var", statistics[norm].var / deviation.square())):
-            new[f"{norm}.{name}"] = value.to(state[f"{norm}.{name}"].dtype)
+        divided = {"running_mean": statistics[norm].mean / deviation, "running_var": statistics[norm].var / deviation.square()}
+        new |= {f"{norm}.{name}": value.to(state[f"{norm}.{name}"].dtype) for name, value in divided.items()}
     return new
 
 
