@@ -1,0 +1,106 @@
+"""What FBN's clients report, and how fast its statistics follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from fl_bn.conversion import convert
+from fl_bn.flower.codec import decode_moments
+from fl_bn.layers import observe
+from fl_bn.methods.fbn import fbn
+from fl_bn.methods.method import LayerReports
+from fl_bn.moments import Moments, Running
+from fl_bn.training.local import Samples, train
+from fl_bn.training.settings import LocalTraining
+from tests.federation import ONE_STEP
+from tests.in_process import run
+from tests.networks import seeded_network
+
+Clients = Callable[..., list[Samples]]
+BATCHES = [np.array([0, 1, 2]), np.array([3, 4]), np.array([5, 6, 7])]
+
+
+def reported(report: str, samples: Samples) -> dict[str, Moments]:
+    model = convert(seeded_network("plain", dtype=torch.float64), fbn(report=report))
+    return train(model, samples, BATCHES, ONE_STEP, 0.1, fbn(report=report)).moments
+
+
+def test_the_first_batch_is_seen_by_the_shared_weights(tiny_clients: Clients) -> None:
+    (samples,) = tiny_clients((8,))
+    model = convert(seeded_network("plain", dtype=torch.float64), fbn())
+    with torch.no_grad(), observe(model.train()) as seen:
+        model(samples.batch(BATCHES[0], next(model.parameters()))[0])
+    for name, (moments,) in seen.items():
+        first = reported("first", samples)[name]
+        assert first.count == moments.count
+        assert torch.equal(first.mean, moments.mean)
+        assert torch.equal(first.var, moments.var)
+        assert not torch.allclose(reported("all", samples)[name].mean, moments.mean, atol=1e-3)  # control
+    assert reported("pass", samples) == {}  # that of ``statistics_pass``
+
+
+def test_a_pass_is_made_before_training(tiny_clients: Clients) -> None:
+    clients = tiny_clients((6, 5))
+    ran = run(fbn(report="pass"), clients, 1)
+    for client, payload in zip(clients, ran.grid.train(1, replies=True), strict=True):
+        moments = decode_moments(payload["moments"])
+        assert {m.count for m in moments.values()} == {len(client) * 64}  # every sample once, 8 x 8 pixels
+    first = decode_moments(run(fbn(), clients, 1).grid.train(1, replies=True)[0]["moments"])
+    assert {m.count for m in first.values()} == {4 * 64}  # one batch of four
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "pace", "weight"),
+    [
+        ({}, 5.0, 1.0, 0.02),
+        ({}, 5.0, 0.3, 0.006),  # the learning rate stepped down: weights that move less need statistics that move less
+        ({"tracking": 0.5}, 1.0, 1.0, 0.5),
+        ({"momentum": 0.1}, 1.0, 0.3, 0.1),  # Algorithm 2: whatever the learning rate
+        ({"momentum": 0.1}, 3.0, 1.0, 0.1),  # one batch is reported
+        ({"momentum": 0.1, "report": "all"}, 3.0, 1.0, 1 - 0.9**3),
+    ],
+)
+def test_the_weight_of_a_round(options: dict[str, object], steps: float, pace: float, weight: float) -> None:
+    shared = Running(torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64))
+    part = Moments(11, torch.tensor([1.0, -2.0], dtype=torch.float64), torch.tensor([3.0, 0.5], dtype=torch.float64))
+    after = fbn(**options).combine(LayerReports(shared, [part], 0.1, steps, pace=pace))  # type: ignore[arg-type]
+    assert torch.allclose(after.mean, weight * part.mean, rtol=1e-12)
+    assert torch.allclose(after.var, (1 - weight) + weight * part.bessel(), rtol=1e-12)
+
+
+def test_a_run_tracks_as_its_learning_rate_says(tiny_clients: Clients) -> None:
+    clients = tiny_clients((6, 5))
+    rates = {"rate": lambda round, rounds: 0.1 if round == 1 else 0.025}
+    ran = run(fbn(tracking=0.4), clients, 2, policy=rates)
+    constant = run(fbn(tracking=0.4), clients, 2)
+    for round, ran_, weight in ((1, ran, 0.4), (2, ran, 0.1), (2, constant, 0.4)):
+        sent, after = ran_.grid.train(round)[0]["statistics"], ran_.trajectory[round]
+        parts = [decode_moments(p["moments"])["1"] for p in ran_.grid.train(round, replies=True)]
+        mean = sum(p.count * p.mean.numpy() for p in parts) / sum(p.count for p in parts)
+        assert np.allclose(after["1.running_mean"], (1 - weight) * sent["1.running_mean"] + weight * mean, atol=1e-6)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fbn's tracking must be in \(0, 1\], but got 0"):
+        fbn(tracking=0.0)
+    with pytest.raises(ValueError, match="fbn's report must be one of first, pass, all, but got 'last'"):
+        fbn(report="last")
+
+
+def test_a_round_s_path_is_bounded(tiny_clients: Clients) -> None:
+    (samples,) = tiny_clients((8,))
+    moved = {}
+    for path in (0.01, 100.0):
+        model = convert(seeded_network("plain", dtype=torch.float64), fbn())
+        before = {k: p.detach().clone() for k, p in model.named_parameters()}
+        settings = LocalTraining(batch_size=4, steps=3, momentum=0.9, clip="round", clip_limit=path)
+        train(model, samples, BATCHES, settings, 5.0, fbn())
+        moved[path] = float(torch.cat([(p.detach() - before[k]).flatten() for k, p in model.named_parameters()]).norm())
+    assert moved[0.01] < 0.01
+    assert moved[100.0] > 1  # control: unbounded, it is far away
+    with pytest.raises(ValueError, match="clip='round' bounds the path of SGD"):
+        LocalTraining(batch_size=4, steps=3, optimizer="adam", clip="round")
