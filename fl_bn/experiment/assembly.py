@@ -21,6 +21,7 @@ from fl_bn.experiment.config import SITES, ConfigError, RunConfig
 from fl_bn.experiment.keys import known_device, names_of
 from fl_bn.models import build
 from fl_bn.models.head import with_projection
+from fl_bn.models.standardise import standardised
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role
 from fl_bn.training.local import Samples, torch_seed
@@ -101,6 +102,8 @@ def source_model(config: RunConfig) -> nn.Module:
         stem=config.model_stem,
         weights=config.model_weights,
     )
+    if config.standardise != "none":
+        standardised(model, config.standardise, channels)
     if config.moon_projection:
         with torch_seed(config.seed, torch.device("cpu")):
             with_projection(model, config.moon_projection)

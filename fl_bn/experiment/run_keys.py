@@ -34,6 +34,7 @@ from fl_bn.methods.fedtan import SCHEDULES as FEDTAN_SCHEDULES
 from fl_bn.methods.fixbn import FROZEN
 from fl_bn.methods.hbn import EVALUATE
 from fl_bn.models import MODELS
+from fl_bn.models.standardise import STANDARDS
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.robust.attacks import ATTACKS, ON
 from fl_bn.training.clipping import CLIPS, PATH
@@ -119,6 +120,9 @@ class RunKeys:
     )
     hold_out: str = key("", "a domain that the run is trained and tested without, to adapt to afterwards (fl-bn adapt)", "a domain's name")
     augment: str = key("none", "random changes of training images, drawn once per batch", tuple(AUGMENTATIONS))
+    standardise: str = key(
+        "none", "images by the published mean and deviation of a data set; none: 0..255 becomes -1..1", ("none", *STANDARDS)
+    )
     partition: str = key("classes", "how the training data are split over the clients", KINDS)
     partition_parameter: float = key(
         1.0, "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused", ">= 0", at_least(0)

@@ -1,0 +1,38 @@
+"""Standardised inputs: by published constants of a data set, since a mean of the clients' own data would have to leave them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+STANDARDS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "mnist": ((0.1307,), (0.3081,)),
+}
+"""Mean and deviation per channel of pixels in 0..1, by data set."""
+
+
+def standardised(model: nn.Module, name: str, channels: int) -> nn.Module:
+    """``model``, which from now on subtracts the mean of ``name`` from its inputs (B, C, *) in -1..1 and divides by the deviation.
+
+    No tensor is added: the saved weights are those of a network that takes standardised inputs.
+
+    Raises:
+        ValueError: the constants are for another number of channels.
+    """
+    mean, deviation = STANDARDS[name]
+    if len(mean) != channels:
+        raise ValueError(f"standardise={name!r} has constants for {len(mean)} channels, but the images have {channels}")
+    model.register_forward_pre_hook(partial(_standardise, mean, deviation))
+    return model
+
+
+def _standardise(mean: tuple[float, ...], deviation: tuple[float, ...], model: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+    (x,) = args
+    shape = (1, -1, *([1] * (x.dim() - 2)))
+    centre, scale = (torch.tensor(v, dtype=x.dtype, device=x.device).view(shape) for v in (mean, deviation))
+    return (x / 2 + 0.5 - centre) / scale
