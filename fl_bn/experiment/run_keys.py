@@ -52,7 +52,7 @@ class RunKeys:
     """The keys as fields; ``RunConfig`` checks them and says what they make together."""
 
     # method
-    method: str = key("fixbn", "how normalisation is federated", tuple(METHODS))
+    method: str = key("fbn", "how normalisation is federated", tuple(METHODS))
     freeze_after: int = key(
         -1, "last round before the statistics freeze, any method; -1: never (fixbn, fedtan2: half of the rounds)", ">= -1", at_least(-1)
     )
@@ -251,7 +251,7 @@ class RunKeys:
     optimizer: str = key("sgd", "the clients' optimiser", OPTIMIZERS)
     learning_rate: float = key(0.05, "the optimiser's step size in round 1", "> 0", above(0))
     learning_rate_schedule: str = key(
-        "step",
+        "cosine",
         "constant; step: times decay after 50 % and 75 % of the rounds; exponential: times decay per round; cosine: to 0; milestones",
         SCHEDULES,
     )
