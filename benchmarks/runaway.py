@@ -26,6 +26,7 @@ from torch import nn
 METHODS = ("fedavg", "hbn", "fbn")
 ROUNDS = {1: (100, 5), 5: (60, 3), 20: (30, 2)}  # by local steps: rounds, and rounds between evaluations
 RATES = (0.01, 0.05)
+BASE = {"learning-rate-schedule": "step", "learning-rate-decay": 0.3, "momentum": 0.9, "output": ""}
 DATA: dict[str, dict[str, Any]] = {
     "digits, one class each": {"dataset": "digits", "partition": "classes", "partition-parameter": 1.0},
     "digits, IID": {"dataset": "digits", "partition": "iid"},
@@ -64,9 +65,8 @@ def cell(data: str, method: str, steps: int, rate: float, folder: str) -> dict[s
     limit_threads(1)
     rounds, every = ROUNDS[steps]
     keys = {key: str(value).format(data=folder) if key == "data-path" else value for key, value in DATA[data].items()}
-    config = RunConfig.from_mapping(
-        {**keys, "method": method, "local-steps": steps, "learning-rate": rate, "rounds": rounds, "evaluate-every": every, "output": ""}
-    )
+    axes = {"method": method, "local-steps": steps, "learning-rate": rate, "rounds": rounds, "evaluate-every": every}
+    config = RunConfig.from_mapping({**BASE, **keys, **axes})
     curve: list[float] = []
     deviations: list[torch.Tensor] = []
 
