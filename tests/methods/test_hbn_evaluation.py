@@ -1,4 +1,4 @@
-"""What HBN is evaluated with: the statistics of the union by L passes, or those that training normalises with. Training knows nothing of it."""
+"""What HBN is evaluated with: the union's statistics by L passes, or those that training normalises with. Training knows nothing of it."""
 
 from __future__ import annotations
 
