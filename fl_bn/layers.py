@@ -115,7 +115,6 @@ class HybridBatchNorm(_SharedNorm):
         shape = (1, -1, *([1] * (x.dim() - 2)))
         return torch.addcmul(shift_C.view(shape), x.to(scale_C.dtype), scale_C.view(shape)).to(x.dtype)
 
-
     def mixture(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance, both (C,), that a training batch ``x`` (B, C, *) is normalised with (equation 7)."""
         mean_C, var_C = channel_moments(x)

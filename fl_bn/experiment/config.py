@@ -199,7 +199,6 @@ class RunConfig(RunKeys):
             raise ConfigError(f"classes and channels are for dataset={SITES!r}: {self.dataset} has its own")
 
     def local_training(self) -> LocalTraining:
-        clip, limit = self._clip()
         return LocalTraining(
             self.batch_size,
             self.local_epochs,
@@ -212,8 +211,7 @@ class RunConfig(RunKeys):
             self.augment,
             self.build_objective(),
             self.maintain_momentum,
-            clip,
-            limit,
+            *self._clip(),
         )
 
     def _clip(self) -> tuple[str, float]:

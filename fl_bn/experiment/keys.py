@@ -28,6 +28,10 @@ def between(low: float, high: float) -> Callable[[float], bool]:
     return lambda value: low <= value <= high
 
 
+def weight(value: float) -> bool:
+    return 0 < value <= 1
+
+
 def above(bound: float) -> Callable[[float], bool]:
     return lambda value: value > bound
 

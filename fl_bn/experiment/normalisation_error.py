@@ -38,6 +38,7 @@ from fl_bn.training.settings import seeded
 
 CLIENTS, DIMENSIONS, SHOWN = 10, 2, 3.0
 HETEROGENEITY = (0.0, 0.25, 0.5, 1.0, 2.0, SHOWN, 4.0)
+MOMENTUM = 0.1  # of the statistics, torch's default
 ROUNDS = 60  # 0.9^60 = 0.2 % of the initial statistics is left
 CENTRALISED, RUNNING, NAIVE, FIXBN, FBN = "centralised", "centralised running", "naive", "fixbn", "fbn"
 
@@ -82,12 +83,13 @@ def normalised(heterogeneity: float, batch: int, rng: np.random.Generator, round
     def draw() -> Tensor:
         return torch.from_numpy(means + rng.normal(size=(CLIENTS, batch, DIMENSIONS)))
 
-    central, fedavg, fbn = (convert(_network(), METHODS[name]()) for name in ("fedavg", "fedavg", "fbn"))
+    algorithm_2 = METHODS["fbn"](momentum=MOMENTUM)
+    central, fedavg, fbn = (convert(_network(), method) for method in (METHODS["fedavg"](), METHODS["fedavg"](), algorithm_2))
     for _ in range(rounds):
         points = draw()
         central.train()(points.flatten(0, 1))
         _federated_round(fedavg, METHODS["fedavg"](), points)
-        _federated_round(fbn, METHODS["fbn"](), points)
+        _federated_round(fbn, algorithm_2, points)
     points = draw()
     freeze_statistics(fedavg)  # FixBN's second stage
     freeze_statistics(central)

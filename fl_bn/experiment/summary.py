@@ -81,8 +81,8 @@ def _composition(config: RunConfig) -> list[str]:
     said = [] if config.objective == "none" else [f"objective `{config.objective}`"]
     if config.maintain_momentum != "reset":
         said.append(f"momentum kept between rounds ({config.maintain_momentum})")
-    if config.clip != "none":
-        said.append(f"gradients clipped ({config.clip}, {config.clip_limit:g})")
+    if (training := config.local_training()).clip != "none":
+        said.append(f"gradients clipped ({training.clip}, {training.clip_limit:g})")
     if config.server_optimizer != "fedavg":
         said.append(f"server optimizer `{config.server_optimizer}` at {config.server_learning_rate:g}")
     if config.secure_aggregation:

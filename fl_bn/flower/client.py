@@ -130,7 +130,7 @@ class BatchNormClient(NumPyClient):
         reply = self._reply(phase, result, moments or result.moments, payload, buffers)
         arrays, layout = flatten(reply)
         metrics: dict[str, Any] = {"layout": layout, "loss": result.loss, "steps": result.steps, "waited": waited}
-        metrics |= self._local_drift()
+        metrics |= self._local_drift() | ({"batch": result.first} if reports is Report.FIRST else {})
         if sections := self._to_keep(result, buffers):
             metrics["kept"] = kept.round
             state.write(round, sections)

@@ -28,7 +28,7 @@ from fl_bn.flower.codec import WireError, header_of, nbytes
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Contribution
 from fl_bn.flower.round_record import Departure, RoundRecord
-from fl_bn.methods import Method, Phase, Report
+from fl_bn.methods import Method, Phase, Refresh, Report
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.roles import batch_norms
 
@@ -98,23 +98,42 @@ class Departures:
         if reply.has_error():
             return
         try:
-            phase = Phase(header_of(reply.content).phase)
+            header = header_of(reply.content)
+            phase = Phase(header.phase)
         except (WireError, ValueError):
             return
         metrics = reply.content.metric_records.get("metrics", MetricRecord())
         samples, steps = (_whole(metrics.get(name)) for name in ("samples", "steps"))
         for section, arrays in reply.content.array_records.items():
             values = _least_count(arrays) if section == "moments" else 0
-            what, behind = self._said(section, phase, client, samples, steps)
+            if section == "moments":
+                what, behind = self._said_of_moments(phase, header.round, client, metrics)
+            else:
+                what, behind = self._said(section, phase, samples, steps)
             behind = min(behind, values) if values else behind
             yield Departure(client.index, section, what, len(arrays), sum(map(_nbytes, arrays.values())), behind, values)
         numbers = sorted(name for name, value in metrics.items() if isinstance(value, int | float))
         if numbers and reply.content.array_records:
             yield Departure(client.index, "metrics", f"numbers: {', '.join(numbers)}", 0, 8 * len(numbers))
 
-    def _said(self, section: str, phase: Phase, client: Client, samples: int, steps: int) -> tuple[str, int]:
+    def _said_of_moments(self, phase: Phase, round: int, client: Client, metrics: MetricRecord) -> tuple[str, int]:
+        """What the moments of a reply of ``round`` are, in words, and how many samples are behind them."""
+        samples, steps, batch = (_whole(metrics.get(name)) for name in ("samples", "steps", "batch"))
+        report = self._method.reports(phase)
+        if report is Report.FIRST:
+            return "moments of the first batch", batch
+        if report is Report.BATCHES:
+            return f"moments of {_batches(steps)}, pooled", samples
+        subset = min(self._method.statistics_pass.samples or client.samples, client.samples)
+        if phase is not Phase.MEASURE:
+            return "moments of a pass before training", subset
+        if round > 0 and self._method.refresh is Refresh.HYBRID:
+            return "moments that training normalises with", subset
+        return "moments of a pass without training", client.samples
+
+    def _said(self, section: str, phase: Phase, samples: int, steps: int) -> tuple[str, int]:
         """What a section is, in words, and how many samples are behind one of its statistics; 0: it is none."""
-        batches = f"{steps} {'batch' if steps == 1 else 'batches'}"
+        batches = _batches(steps)
         if section == "statistics" and phase is Phase.EXCHANGE and steps == 1:
             return "running means and variances of the whole cohort's batch", 0
         if section == "statistics":
@@ -122,11 +141,6 @@ class Departures:
             if steps == 1:
                 return f"{said}, whose own can be computed back", samples
             return (f"{said}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (said, samples)
-        if section == "moments" and self._method.reports(phase) is Report.BATCHES:
-            return f"moments of {batches}, pooled", samples
-        if section == "moments":
-            limit, alone = self._method.statistics_pass.samples, "without training" if phase is Phase.MEASURE else "before training"
-            return f"moments of a pass {alone}", min(limit or client.samples, client.samples)
         if section == "steps":
             return "the optimiser's step counts", 0
         name = OTHERS.get(section, f"section {section}")
@@ -137,7 +151,7 @@ class Departures:
 
 def warning(departure: Departure, round: int) -> str:
     """One sentence, with what to do."""
-    if departure.section == "moments" and "pass" in departure.what:
+    if departure.section == "moments" and "batch" not in departure.what:
         advice = "raise hbn-stat-samples, or leave out clients with so few samples"
     else:
         advice = "raise batch-size, or leave out clients with so few samples"
@@ -145,6 +159,10 @@ def warning(departure: Departure, round: int) -> str:
     when = f"in round {round}" if round else "before round 1"
     few = f"{summary} of {departure.samples} sample{'s' * (departure.samples > 1)}"
     return f"client {departure.client}: {few} left it {when} ({departure.what}): values so few can be traced to a person; {advice}"
+
+
+def _batches(steps: int) -> str:
+    return f"{steps} {'batch' if steps == 1 else 'batches'}"
 
 
 def _whole(value: object) -> int:

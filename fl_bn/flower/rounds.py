@@ -86,9 +86,10 @@ class Rounds:
                 f"of {self.clients} clients {first} may take part in round 1: at_start must be 0..{first}, but got {self.at_start}"
             )
 
-    def pace(self, round: int, rounds: int) -> float:
-        """The learning rate of ``round`` as a share of the first round's."""
-        return self.rate(round, rounds) / self.rate(1, rounds)
+    def pace(self, learning_rate: float, rounds: int) -> float:
+        """``learning_rate`` as a share of the first round's; 1 where it is larger (a warm-up)."""
+        first = self.rate(1, rounds)
+        return 1.0 if learning_rate >= first else learning_rate / first
 
     def starting(self, round: int) -> set[int]:
         """The clients that may take part in ``round``."""

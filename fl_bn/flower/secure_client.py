@@ -38,7 +38,7 @@ from fl_bn.flower.sums import (
     references,
     to_vector,
 )
-from fl_bn.methods import Phase, Report
+from fl_bn.methods import NORMALISERS, Phase, Report
 from fl_bn.training.additive import beyond
 from fl_bn.training.privacy import clipped, noisy
 from fl_bn.training.secure_settings import LEAST, MODULUS
@@ -94,7 +94,8 @@ def plan_of(client: BatchNormClient, message: Message) -> Plan:
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
         asked = client.asked(message.content.config_records["config"])
-        return Plan(n, min(asked.samples or n, n), 0)
+        measured = min(asked.samples or n, n)
+        return Plan(0, 0, 0) if asked.measured == NORMALISERS and measured < 2 else Plan(n, measured, 0)
     rng = seeded(client.seed, client.site.client, header.round, BATCHES)
     try:
         batches = list(draw_batches(n, settings.batch_size, rng, epochs=settings.epochs, steps=settings.steps))

@@ -118,9 +118,9 @@ class SecureRounds:
         optimizer: ServerOptimizer,
         recovery: Recovery,
         timeout: float,
-        pace: float,
+        rounds: int,
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """One round of training; what ``aggregate_train`` returns: ``(None, None)``, with a warning, where nothing changes.
+        """One round of training of ``rounds``; what ``aggregate_train`` returns: ``(None, None)``, with a warning, where nothing changes.
 
         In ``record`` every client's loss is the cohort's mean, as that is all there is; NaN with privacy, which has no budget for it.
         """
@@ -143,7 +143,7 @@ class SecureRounds:
         self._report_cut(record.round, total, average)
         recovery.check(record.round, [_entry(part, loss, 0) for part in total.parts])
         record.aggregated = True
-        before, after = shared.statistics(), self._combined(total, moments, pace)
+        before, after = shared.statistics(), self._combined(total, moments, self.rounds.pace(record.learning_rate, rounds))
         sent, _ = from_records(next(iter(messages)).content)
         if payload := update_of(average, sent.get("weights", {})):
             together = Contribution(cohort[0], payload, sum(p.plan.samples for p in total.parts), 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from flwr.app import ArrayRecord
 from flwr.common import Array
+from flwr.common.logger import log
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
@@ -20,7 +22,7 @@ from fl_bn.training.companions import Companion, accompanied
 from fl_bn.training.defence import Defence, undercut
 from fl_bn.training.recalibration import epsilons
 from fl_bn.training.server_optimizers import ServerOptimizer
-from fl_bn.training.unit_scale import rescaled
+from fl_bn.training.unit_scale import producers, rescaled
 
 
 class SharedModel:
@@ -31,7 +33,7 @@ class SharedModel:
 
     def __init__(self, model: nn.Module, method: Method, companions: Sequence[Companion] = (), clients: int = 1) -> None:
         self.method, self._companions, self._clients = method, companions, clients
-        self.model = convert(model, method).cpu()
+        self._source, self.model = model, convert(model, method).cpu()
         self.signature = signature(self.model, method)
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -70,8 +72,14 @@ class SharedModel:
     def load(self, arrays: ArrayRecord) -> None:
         self.model.load_state_dict(tensors_of(arrays), strict=False)
 
-    def unit_scaled(self, arrays: ArrayRecord, made: Mapping[str, str]) -> ArrayRecord:
-        """``arrays`` on unit scale, see ``unit_scale.rescaled``."""
+    def unit_scaled(self, arrays: ArrayRecord) -> ArrayRecord:
+        """``arrays`` on unit scale, see ``unit_scale.rescaled``; as they are, with a warning, where the network cannot be traced."""
+        try:
+            made = producers(self._source)
+        except ValueError as error:
+            log(logging.WARNING, "the initial weights keep their scale, so mind the learning rate: %s", error)
+            return arrays
+        log(logging.INFO, "unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(made), len(self.layers))
         self.load(arrays)
         eps = epsilons(self.model)
         self.model.load_state_dict(rescaled(self.model.state_dict(), self.statistics(), eps, made), strict=False)

@@ -70,17 +70,18 @@ class StatisticsExchange:
         return UNTIL_STILL if wanted and not private else 0
 
     def calibrated(
-        self, arrays: ArrayRecord, population: Population, timeout: float, most: int, show: Callable[[Measured], None] | None = None
+        self, arrays: ArrayRecord, population: Population, timeout: float, rounds: int, show: Callable[[Measured], None]
     ) -> ArrayRecord:
-        """``arrays`` after ``most`` exchanges, or as many as it takes (``UNTIL_STILL``), which ``outcomes`` has then.
+        """``arrays`` as round 1 of ``rounds`` starts from: after the exchanges before it, which ``outcomes`` has then, and on unit scale
+        where training starts with constants.
 
-        ``show``: these exchanges are all of the run. It is called with what they start from, and after each of them; each needs the clients
-        that a round needs.
+        With 0 rounds these exchanges are all of the run: ``show`` is called with what they start from, and after each of them; each needs
+        the clients that a round needs.
         """
-        tolerance, least = 0.0, 0
+        most, tolerance, least = self.calibration(rounds), 0.0, 0
         if most == UNTIL_STILL:
             most, tolerance = len(self.shared.statistics()), TOLERANCE
-        if show is not None:
+        if rounds == 0:
             show(Measured(arrays, Pass(0, (), 0, False), RoundRecord(0, Phase.MEASURE.value, 0.0), False))
             least = max(1, self.rounds.min_cohort, math.ceil(self.rounds.min_replies * self.rounds.clients))
         for measured in self._passes(0, arrays, population, timeout, most, tolerance):
@@ -91,9 +92,10 @@ class StatisticsExchange:
                 )
             arrays = measured.arrays
             self.outcomes.append(measured.outcome)
-            if show is not None:
+            if rounds == 0:
                 show(measured)
-        return arrays
+        unit = self.rounds.unit_scale and rounds > 0 and most != 0 and self.shared.method.starts_constant(rounds)
+        return self.shared.unit_scaled(arrays) if unit else arrays
 
     def refreshed(self, server_round: int, arrays: ArrayRecord, population: Population, timeout: float) -> ArrayRecord:
         """``arrays`` with statistics of its weights, as the method wants them evaluated: exact, or as training normalises."""

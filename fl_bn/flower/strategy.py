@@ -39,7 +39,6 @@ from fl_bn.training.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.training.recalibration import why_not
 from fl_bn.training.secure_settings import SecureAggregation
 from fl_bn.training.server_optimizers import ServerOptimizer, server_optimizer
-from fl_bn.training.unit_scale import producers
 
 WHY = "the warnings above say why (values that are not finite mean that training diverged: lower the learning rate)"
 NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or to a number of passes"
@@ -130,7 +129,7 @@ class BatchNormStrategy(Strategy):
             log(logging.WARNING, "round %s: nothing changes, since %s", server_round, error)
             return None, None
         record.aggregated = True
-        pace = self.rounds.pace(server_round, self.num_rounds)
+        pace = self.rounds.pace(record.learning_rate, self.num_rounds)
         before, after = shared.statistics(), shared.combined(contributions, phase, defence, pace)
         believed = not defence.active and (self.rounds.client_weights == "samples" or phase is Phase.EXCHANGE)
         weights = [float(c.weight) if believed else 1.0 for c in contributions]
@@ -186,7 +185,7 @@ class BatchNormStrategy(Strategy):
             RunFailed: clients are missing at the start, too many rounds in a row failed, or there is nothing to measure.
         """
         self.num_rounds, self.population = num_rounds, None
-        if num_rounds == 0 and (reason := why_not(self.shared.model, self.method) or ("" if self.rounds.calibrate else NOTHING)):
+        if num_rounds == 0 and (reason := why_not(self.shared.model, self.method) or ("" if self.statistics.calibration(0) else NOTHING)):
             raise RunFailed(reason)
         timeout = self.rounds.timeout if timeout is None else timeout
         arrays = self.shared.arrays() if initial_arrays is None else initial_arrays
@@ -219,17 +218,15 @@ class BatchNormStrategy(Strategy):
                 self._evaluate(number, result, evaluate_config, evaluate_fn, grid, timeout)
             self._tell()
 
-        if self.shared.statistics() and resume is None and (most := self.statistics.calibration(self.num_rounds)):
-            arrays = self.statistics.calibrated(arrays, self._clients(grid), timeout, most, None if self.num_rounds else show)
-            if self.rounds.unit_scale and self.num_rounds and self.method.starts_constant(self.num_rounds):
-                arrays = self._unit_scaled(arrays)
-        self._clients(grid)
+        population = self._clients(grid)
+        if self.shared.statistics() and resume is None:
+            arrays = self.statistics.calibrated(arrays, population, timeout, self.num_rounds, show)
         for server_round in range(1 if resume is None else resume.round + 1, self.num_rounds + 1):
             begin = time.perf_counter()
             messages = self.configure_train(server_round, arrays, train_config, grid)
             if self.secure is not None:
-                pace = self.rounds.pace(server_round, self.num_rounds)
-                new, metrics = self.secure.train(grid, messages, self.cohort, self.record, self.optimizer, self.recovery, timeout, pace)
+                optimizer, recovery, rounds = self.optimizer, self.recovery, self.num_rounds
+                new, metrics = self.secure.train(grid, messages, self.cohort, self.record, optimizer, recovery, timeout, rounds)
             elif Phase(self.record.phase) is Phase.EXCHANGE:
                 new, metrics = self.aggregate_train(server_round, self.exchanges.round(grid, self.cohort, messages, timeout))
             else:
@@ -267,16 +264,6 @@ class BatchNormStrategy(Strategy):
             result.evaluate_metrics_serverapp[server_round] = MetricRecord(dict(self.record.evaluation))
         if evaluate_fn is not None and (here := evaluate_fn(server_round, arrays)) is not None:
             result.evaluate_metrics_serverapp[server_round] = here
-
-    def _unit_scaled(self, arrays: ArrayRecord) -> ArrayRecord:
-        """``arrays`` with weights and statistics on unit scale; as they are, with a warning, where the network cannot be traced."""
-        try:
-            made = producers(self.source)
-        except ValueError as error:
-            log(logging.WARNING, "the initial weights keep their scale, so mind the learning rate: %s", error)
-            return arrays
-        log(logging.INFO, "unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(made), len(self.shared.layers))
-        return self.shared.unit_scaled(arrays, made)
 
     def _clients(self, grid: Grid) -> Population:
         if self.population is None:

@@ -57,13 +57,14 @@ class Samples:
 class LocalResult:
     """What one client's training yields; the model holds the new weights.
 
-    ``loss``: mean over the samples of the training batches; ``samples``: different samples trained on; ``moments``: what the method
-    reports of its statistics, empty if none; ``gradients``: of update='gradients', by parameter name; ``finish``: what the objective
-    keeps and sends.
+    ``loss``: mean over the samples of the training batches; ``samples``: different samples trained on; ``first``: samples of the first
+    batch; ``moments``: what the method reports of its statistics, empty if none; ``gradients``: of update='gradients', by parameter name;
+    ``finish``: what the objective keeps and sends.
     """
 
     loss: float = 0.0
     samples: int = 0
+    first: int = 0
     steps: int = 0
     moments: dict[str, Moments] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -152,7 +153,7 @@ def train(
                 optimizer.step()
             if method.reports(phase) is Report.FIRST:
                 stack.close()  # the batches to come are seen by a local model, of which nothing is reported
-            seen[index] = True
+            seen[index], result.first = True, result.first or len(index)
             count += len(index)
             result.steps += 1
             total += batch_loss.detach().double() * len(index)

@@ -15,7 +15,8 @@ from fl_bn.experiment.config import FEDTAN, ConfigError, RunConfig
 from fl_bn.experiment.keys import kebab, table
 from fl_bn.experiment.overrides import parse_overrides
 from fl_bn.experiment.run_directory import to_toml
-from fl_bn.methods import METHODS
+from fl_bn.flower.rounds import AS_METHOD
+from fl_bn.methods import METHODS, Refresh, Report
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 KEYS = {kebab(spec.name): spec for spec in fields(RunConfig)}
@@ -33,8 +34,9 @@ FREE = {
     "hold-out",
 } | FILES  # any text: checked where they are used
 WRONG: dict[str, list[object]] = {
-    "freeze-after": [-2], "groups": [0], "fbn-momentum": [-0.1, 1.1], "hbn-lam": [-0.1, 1.5], "hbn-stat-samples": [-1, 1],
-    "image-size": [-1, 5000], "partition-parameter": [-0.5], "calibrate": [-2], "clients": [0], "fraction": [0.0, 1.01],
+    "freeze-after": [-2], "groups": [0], "fbn-momentum": [-0.1, 1.1], "fbn-tracking": [0.0, 1.1], "hbn-lam": [-0.1, 1.5],
+    "hbn-stat-samples": [-1, 1],
+    "image-size": [-1, 5000], "partition-parameter": [-0.5], "calibrate": [-3], "clients": [0], "fraction": [0.0, 1.01],
     "rounds": [-1, 0], "min-replies": [-0.1, 1.1], "max-failed-rounds": [0], "round-timeout": [0.0], "wait-timeout": [-1.0],
     "local-epochs": [-1], "local-steps": [-1], "batch-size": [1], "learning-rate": [0.0], "learning-rate-decay": [0.0, 1.1],
     "momentum": [-0.1, 1.0], "weight-decay": [-1e-9], "server-learning-rate": [0.0], "server-momentum": [-0.1, 1.0],
@@ -212,7 +214,25 @@ def test_options_reach_the_method_and_the_rounds() -> None:
     assert config(method="hbn", hbn_stat_samples=64, hbn_lower_layers="hybrid").build_method().statistics_pass.samples == 64
     assert config(method="hbn").build_method().combine.keywords == {"lam": 1.0}  # type: ignore[attr-defined]
     assert config(method="hbn", fraction=0.5).build_method().combine.keywords == {"lam": 0.01}  # type: ignore[attr-defined]
-    assert config(method="fbn", fbn_momentum=0.3).build_method().combine.keywords == {"momentum": 0.3}  # type: ignore[attr-defined]
+    for values, expected in (
+        ({}, (0.01, None, Report.FIRST)),
+        ({"fbn_momentum": 0.3}, (0.01, 0.3, Report.FIRST)),
+        ({"fbn_tracking": 0.2, "fbn_report": "all"}, (0.2, None, Report.BATCHES)),
+        ({"fbn_report": "pass"}, (0.01, None, Report.PASS)),
+    ):
+        made = config(method="fbn", **values).build_method()
+        assert made.combine.keywords == dict(zip(("tracking", "momentum", "report"), expected, strict=True))  # type: ignore[attr-defined]
+        assert made.report is expected[2]
+    for values, refresh in (
+        ({}, Refresh.EXACT),  # lam is 1
+        ({"fraction": 0.5}, Refresh.HYBRID),
+        ({"fraction": 0.5, "hbn_lam": 1.0}, Refresh.EXACT),
+        ({"fraction": 0.5, "hbn_evaluate": "exact"}, Refresh.EXACT),
+        ({"hbn_evaluate": "hybrid"}, Refresh.HYBRID),
+    ):
+        assert config(method="hbn", **values).build_method().refresh is refresh
+    assert (config().round_policy().calibrate, config().round_policy().unit_scale) == (AS_METHOD, True)
+    assert not config(unit_scale=False).round_policy().unit_scale
     rates = {"learning_rate": 0.05, "learning_rate_schedule": "step", "learning_rate_decay": 0.1}
     policy = config(
         min_replies=0.25, calibrate=2, min_cohort=3, checkpoint_every=4, evaluate_every=7, client_weights="uniform", **rates

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import pytest
@@ -119,6 +120,21 @@ def test_the_summary_counts_by_hand() -> None:
     assert "- in all 580 B of arrays in 0.2 s of rounds" in text  # 160 + 160 + 100 + 160
     assert "smallest running variance 0.01; largest drift of a mean after round 1: 0.5 sd (norm)" in text
     assert "- 1 replies could not be used" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, ""),  # hbn normalises with its batch, too: auto is none
+        ({"method": "fbn", "local-steps": 1}, ""),
+        ({"method": "fbn", "local-steps": 2}, "gradients clipped (round, 2)"),
+        ({"clip": "norm", "clip-limit": 0.5}, "gradients clipped (norm, 0.5)"),
+    ],
+)
+def test_the_summary_says_how_gradients_were_clipped(values: dict[str, Any], said: str) -> None:
+    text = summary(RunConfig.from_mapping({"method": "hbn", **values}), records())
+    assert said in text
+    assert ("clipped" in text) == bool(said)
 
 
 def test_the_environment_names_versions_and_commit() -> None:

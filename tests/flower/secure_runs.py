@@ -11,7 +11,7 @@ from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.methods import Method
+from fl_bn.methods import INPUTS, Method
 from fl_bn.training.local import Samples
 from fl_bn.training.secure_settings import SecureAggregation
 from tests.in_process import WatchedGrid, arrays_of, client_app
@@ -48,6 +48,7 @@ def measured(
     secure: SecureAggregation | None,
     start: Mapping[str, np.ndarray] | None = None,
     grid: WatchedGrid | None = None,
+    what: str = INPUTS,
 ) -> tuple[dict[str, np.ndarray], WatchedGrid]:
     """The shared tensors after one statistics-only exchange from ``start`` (default: the network's own)."""
     grid = grid or WatchedGrid(client_app(method, clients), len(clients))
@@ -55,7 +56,8 @@ def measured(
     arrays = server.shared.arrays()
     for name, array in (start or {}).items():
         arrays[name] = type(arrays[name])(array)
-    return arrays_of(server.statistics.synchronised(0, arrays, server._clients(grid), 60.0)), grid
+    (made,) = server.statistics._passes(0, arrays, server._clients(grid), 60.0, 1, measured=what)
+    return arrays_of(made.arrays), grid
 
 
 def masked_vectors(grid: WatchedGrid) -> list[np.ndarray]:

@@ -17,7 +17,11 @@ from tests.in_process import arrays_of, identical
 F = 2
 LIARS = [CLIENTS - 2, CLIENTS - 1]
 WITH_STATISTICS = ("fedavg", "fbn", "hbn")
-OPTIONS: dict[str, dict[str, Any]] = {"fixbn": {"freeze_after": 1}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fixbn": {"freeze_after": 1},
+    "fbn": {"momentum": 0.1, "report": "all"},  # Algorithm 2
+    "hbn": {"lam": 1.0},
+}
 
 statistics_methods = pytest.mark.parametrize("name", WITH_STATISTICS)
 rules = pytest.mark.parametrize("rule", RULES)

@@ -12,7 +12,8 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower import Rounds
 from fl_bn.flower.round_record import RoundRecord
 from fl_bn.flower.strategies import FBNStrategy, RobustFBNStrategy
-from fl_bn.methods import METHODS, Method, attacked
+from fl_bn.methods import METHODS, Method, Report, attacked
+from fl_bn.methods.fbn import TRACKING
 from fl_bn.methods.hbn import hbn
 from fl_bn.robust.attacks import ATTACKS, Attack
 from fl_bn.training.defence import NO_DEFENCE, Defence
@@ -110,10 +111,11 @@ def test_under_abort_a_liar_who_is_refused_fails_the_round_of_an_exchange(client
     assert run(attacked(METHODS["fedtan"](), "sign-flip", F), clients, 1, defence=both(F, "nnm+median")).records[0].aggregated  # control
 
 
-def test_the_exchange_before_an_evaluation_is_defended(clients: list[Samples]) -> None:
+@pytest.mark.parametrize("lam", [0.01, 1.0], ids=["hybrid", "exact"])
+def test_the_exchange_before_an_evaluation_is_defended(lam: float, clients: list[Samples]) -> None:
     """The weights are left alone, so what is measured under them can be compared."""
-    method = attacked(hbn(), FAR_AWAY, F, "statistics")
-    honest = run(hbn(), clients, 1, defence=Defence(F)).trajectory[1]
+    method = attacked(hbn(lam), FAR_AWAY, F, "statistics")
+    honest = run(hbn(lam), clients, 1, defence=Defence(F)).trajectory[1]
     robust = run(method, clients, 1, defence=Defence(F, "nnm+median")).trajectory[1]
     plain = run(method, clients, 1, defence=Defence(F)).trajectory[1]
     assert identical({k: honest[k] for k in honest if "running_" not in k}, {k: robust[k] for k in robust if "running_" not in k})
@@ -201,8 +203,10 @@ def test_robust_fbn_is_fbn_with_the_rules(clients: list[Samples]) -> None:
     assert (robust.method.name, robust.defence) == ("fbn", Defence(F, "nnm+median", "nnm+median"))
     mixed = RobustFBNStrategy(seeded_network("cnn"), rounds, f=2, statistics_rule="nnm+trimmed-mean", update_rule="krum", momentum=0.5)
     assert mixed.defence == Defence(2, "nnm+trimmed-mean", "krum")
-    assert mixed.method.combine.keywords == {"momentum": 0.5}  # type: ignore[attr-defined]
-    by_hand: Run = run(METHODS["fbn"](), clients, 2, defence=both(F, "nnm+median"))
+    expected = {"tracking": TRACKING, "momentum": 0.5, "report": Report.FIRST}
+    assert mixed.method.combine.keywords == expected  # type: ignore[attr-defined]
+    as_rounds = {"calibrate": rounds.calibrate, "unit_scale": rounds.unit_scale}
+    by_hand: Run = run(METHODS["fbn"](), clients, 2, policy=as_rounds, defence=both(F, "nnm+median"))
     ends = end(robust)
     assert identical(ends, by_hand.trajectory[2])
     assert not identical(ends, end(FBNStrategy(seeded_network("cnn"), rounds)))  # control

@@ -90,13 +90,31 @@ def test_where_the_last_batch_alone_counts(tiny_clients: Clients) -> None:
 def test_moments_of_a_pass_and_of_the_batches(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     ran = run(METHODS["hbn"](stat_samples=6), clients, 1)
     kinds = [(d.what, d.samples, d.values) for d in of(ran, 2, "moments")]
-    assert kinds == [("moments of a pass before training", 6, 6 * 64), ("moments of a pass without training", 6, 6 * 64)]
+    assert kinds == [("moments of a pass before training", 6, 6 * 64), ("moments that training normalises with", 6, 6 * 64)]
     assert "client 2: statistics of 6 samples left it in round 1 (moments of a pass before training)" in log.text
     assert "raise hbn-stat-samples" in log.text
     whole = run(METHODS["hbn"](), clients, 1)
-    assert of(whole, 2, "moments")[0].samples == 10
-    batches = run(METHODS["fbn"](), clients, 1)
-    assert [(d.what, d.samples, d.values) for d in of(batches, 2, "moments")] == [("moments of 2 batches, pooled", 8, 512)]
+    assert [d.samples for d in of(whole, 2, "moments")] == [10, 10]
+    exact = run(METHODS["hbn"](lam=1.0, stat_samples=6), clients, 1, policy={"calibrate": 1})  # two layers: two exchanges with all data
+    assert [(d.what, d.samples) for d in of(exact, 2, "moments")] == [
+        ("moments of a pass without training", 10),
+        ("moments of a pass before training", 6),
+        *[("moments of a pass without training", 10)] * 2,
+    ]
+    for report, expected in {
+        "first": ("moments of the first batch", 4, 256),
+        "pass": ("moments of a pass before training", 10, 640),
+        "all": ("moments of 2 batches, pooled", 8, 512),
+    }.items():
+        ran = run(METHODS["fbn"](report=report), clients, 1)
+        assert [(d.what, d.samples, d.values) for d in of(ran, 2, "moments")] == [expected]
+
+
+def test_the_first_batch_is_as_large_as_it_is_however_often_samples_come(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    ran = run(METHODS["fbn"](), clients, 1, settings=LocalTraining(batch_size=4, epochs=3))
+    assert [of(ran, client, "moments")[0].samples for client in range(3)] == [4, 4, 4]
+    assert "client 2: statistics of 4 samples left it in round 1 (moments of the first batch): " in log.text
+    assert "raise batch-size" in log.text
 
 
 def test_fedtans_exchange(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:

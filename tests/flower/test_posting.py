@@ -274,7 +274,8 @@ def test_a_run_whose_nodes_die_and_come_back_is_the_same_to_the_bit(
 
 def played(grid: Grid, method: Method = FBN, **policy: Any) -> list[RoundRecord]:
     records: list[RoundRecord] = []
-    rounds = Rounds(**{"clients": 3, "wait": 30.0, "timeout": 60.0, **policy})
+    plain = {"clients": 3, "wait": 30.0, "timeout": 60.0, "calibrate": 0, "unit_scale": False}  # as ``run`` has it
+    rounds = Rounds(**{**plain, **policy})
     strategy = BatchNormStrategy(seeded_network("cnn"), method, rounds, observer=records.append)
     result = strategy.start(grid, num_rounds=3)
     records.append(result)  # type: ignore[arg-type]

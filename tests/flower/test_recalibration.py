@@ -112,7 +112,7 @@ def test_until_nothing_moves_before_training_too(clients: list[Samples]) -> None
     assert any(not np.array_equal(a[k], two[k]) for k in a)  # control
 
 
-def test_synchronising_ends_where_nothing_moves(clients: list[Samples]) -> None:
+def test_refreshing_ends_where_nothing_moves(clients: list[Samples]) -> None:
     """Static BN makes one exchange per layer, 5 here; the fourth moves not a bit, so the fifth is not made."""
     kinds = [m.metadata.message_type for m in run(METHODS["static-bn"](), clients, 1, model=network("resnet")).grid.sent]
     assert kinds.count("query.statistics") == 4 * len(clients)
@@ -135,8 +135,10 @@ def test_without_shared_statistics_there_is_nothing_to_measure(method: str, mess
 def test_a_run_of_no_rounds_must_say_what_it_measures(clients: list[Samples]) -> None:
     with pytest.raises(RunFailed, match="a run of 0 rounds measures statistics alone: set calibrate to -1"):
         measured("fedavg", clients, seeded_network("cnn"), 0)
-    with pytest.raises(ValueError, match="calibrate must be >= 0, or -1 .*, but got -2"):
-        measured("fedavg", clients, seeded_network("cnn"), -2)
+    with pytest.raises(RunFailed, match="a run of 0 rounds measures statistics alone: set calibrate to -1"):
+        measured("fedavg", clients, seeded_network("cnn"), -2)  # fedavg wants none
+    with pytest.raises(ValueError, match=r"calibrate must be >= 0, -1 .* or -2 .*, but got -3"):
+        measured("fedavg", clients, seeded_network("cnn"), -3)
 
 
 def test_clients_that_do_not_answer(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from scipy.stats import kstest
 
 from fl_bn.flower import masks, schema
 from fl_bn.flower.sums import Plan, Weighting, additive, flags, layout, references, to_vector
-from fl_bn.methods import METHODS, Phase
+from fl_bn.methods import METHODS, NORMALISERS, Phase
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.hbn import hbn
 from fl_bn.moments import Running
@@ -64,6 +64,27 @@ def test_secure_statistics_are_the_plain_ones_up_to_the_bound(bits: int, clients
     assert relative <= 1
     if bits <= 16:  # control: with the bound of 64 times as many levels it would not hold
         assert relative > 1 / 64
+
+
+def test_what_training_normalises_with_can_be_summed_too(clients: list[Samples]) -> None:
+    near = at_rest(clients)
+    plain, _ = measured(hbn(), clients, None, near, what=NORMALISERS)
+    found, _ = measured(hbn(), clients, SecureAggregation(), near, what=NORMALISERS)
+    assert all(np.allclose(found[k], plain[k], rtol=2e-3, atol=1e-5) for k in plain)
+    inputs, _ = measured(hbn(), clients, None, near)
+    assert not np.allclose(found["5.running_var"], inputs["5.running_var"], rtol=2e-3, atol=1e-5)  # control
+
+
+def test_a_client_without_a_training_batch_has_no_part_in_the_sum_of_what_training_normalises_with(tiny_clients: Clients) -> None:
+    """One sample makes no batch; its counts of 0 would be unlike the others', and nobody's could be summed."""
+    few = tiny_clients((6, 1, 5, 7))
+    near = at_rest(few)
+    found, grid = measured(hbn(), few, SecureAggregation(), near, what=NORMALISERS)
+    plain, _ = measured(hbn(), few, None, near, what=NORMALISERS)
+    assert all(np.allclose(found[k], plain[k], rtol=2e-3, atol=1e-5) for k in plain)
+    assert len(masked_vectors(grid)) == 3
+    _, everyone = measured(hbn(), few, SecureAggregation(), near)  # control: as an input one sample counts
+    assert len(masked_vectors(everyone)) == 4
 
 
 @pytest.mark.parametrize("name", ["hbn", "static-bn", "fbn", "fedavg"])
@@ -146,6 +167,9 @@ def test_what_is_said_in_the_clear_are_counts(clients: list[Samples]) -> None:
     assert [(t["samples"], t["steps"]) for t in told] == [
         (c.samples, c.steps) for c in run(METHODS["fbn"](), clients, 1).records[0].clients
     ]
+    assert [t["passes"] for t in told] == [4, 4, 5]  # of the first batch; of 5 samples a batch of 4 would leave one alone
+    every = run(METHODS["fbn"](report="all"), clients, 1, secure=SecureAggregation())
+    assert [m.content.config_records["fitres.metrics"]["passes"] for m in first_answers(every.grid)] == [6, 8, 10]
     others = {k for m in ran.grid.received if m.has_content() for k in m.content} - {"hello"}
     assert others == {"secaggplus_configs", "plan", "fitres.metrics", "fitres.num_examples", "fitres.status", "fitres.parameters"}
 

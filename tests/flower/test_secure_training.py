@@ -57,14 +57,17 @@ def test_a_secure_run_is_the_plain_one_up_to_rounding(name: str, clients: list[S
         assert set(b.bytes_up) == {"masked"}
 
 
+ALGORITHM_2 = METHODS["fbn"](momentum=0.1, report="all")
+
+
 @pytest.mark.parametrize(("settings", "weights"), [(DSGD, "samples"), (EPOCHS, "samples"), (EPOCHS, "uniform")])
 def test_gradients_epochs_and_uniform_weights(settings: LocalTraining, weights: str, clients: list[Samples]) -> None:
     model = seeded_network("plain")
     policy = {"calibrate": 2, "rate": lambda round, rounds: 0.01}  # at 0.1 the variances grow by more than the quantiser's 64 times
     options = {"settings": settings, "model": model, "policy": policy | {"client_weights": weights}}
-    plain, secure = (run(METHODS["fbn"](), clients, 2, secure=s, **options) for s in (None, SecureAggregation(quantization_range=24)))  # type: ignore[arg-type]
+    plain, secure = (run(ALGORITHM_2, clients, 2, secure=s, **options) for s in (None, SecureAggregation(quantization_range=24)))  # type: ignore[arg-type]
     assert off(plain, secure, 2) < 1e-4
-    other = run(METHODS["fbn"](), clients, 2, settings=settings, model=model, policy=policy | {"client_weights": "uniform"})
+    other = run(ALGORITHM_2, clients, 2, settings=settings, model=model, policy=policy | {"client_weights": "uniform"})
     assert (off(other, secure, 2) < 1e-4) == (weights == "uniform")  # control
 
 
@@ -170,7 +173,7 @@ def test_clips_of_update_and_statistics_are_two(clients: list[Samples]) -> None:
     still = replace(PRIVACY, noise=1e-9)
 
     def moved(privacy: Privacy) -> tuple[float, float]:
-        ran = run(METHODS["fbn"](), clients, 1, policy={"client_weights": "uniform"}, secure=SecureAggregation(privacy=privacy))
+        ran = run(ALGORITHM_2, clients, 1, policy={"client_weights": "uniform"}, secure=SecureAggregation(privacy=privacy))
         before, after = next(s for s in ran.grid.train(1) if s), ran.trajectory[1]
         lengths = [
             np.sqrt(sum(float(np.square(after[k].astype("float64") - a).sum()) for k, a in before[section].items()))

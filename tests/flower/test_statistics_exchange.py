@@ -33,12 +33,15 @@ def local_tensors(ran: Run) -> list[dict[str, np.ndarray]]:
 
 def test_a_statistics_exchange_precedes_each_evaluation(clients: list[Samples]) -> None:
     assert run(hbn(), clients, 2).grid.kinds() == ["query.hello 0", "train 1", "query.statistics 1", "train 2", "query.statistics 2"]
+    for method, exchanges in ((hbn(), 1), (hbn(evaluate="exact"), 2), (hbn(lam=1.0), 2), (hbn(lam=1.0, evaluate="hybrid"), 1)):
+        sent = [m.metadata.message_type for m in run(method, clients, 1).grid.sent]
+        assert sent.count("query.statistics") == 3 * exchanges  # exact: one per BatchNorm layer
     seldom = run(hbn(), clients, 3, policy={"evaluate_every": 2}).grid.kinds()
     assert seldom == ["query.hello 0", "train 1", "train 2", "query.statistics 2", "train 3", "query.statistics 3"]
     assert run(METHODS["fbn"](), clients, 2).grid.kinds() == ["query.hello 0", "train 1", "train 2"]  # control: they do not lag
 
 
-@pytest.mark.parametrize("method", [hbn(), hbn(stat_samples=3), hbn(lam=0.3, lower_layers="hybrid")], ids=["hbn", "subset", "hybrid"])
+@pytest.mark.parametrize("method", [hbn(), hbn(stat_samples=3), hbn(lam=1.0, lower_layers="hybrid")], ids=["hbn", "subset", "exact"])
 def test_evaluating_changes_no_bit_of_the_training(method, clients: list[Samples]) -> None:  # type: ignore[no-untyped-def]
     often, seldom = (run(method, clients, 4, policy={"evaluate_every": every, "fraction": 0.7}) for every in (1, 4))
     for round in range(1, 5):

@@ -13,6 +13,7 @@ from fl_bn.flower import BatchNormStrategy, FedAvgBNStrategy, FixBNStrategy, HBN
 from fl_bn.flower.round_record import RoundRecord
 from fl_bn.methods import METHODS, freeze
 from fl_bn.training.local import Samples
+from fl_bn.training.secure_settings import SecureAggregation
 from fl_bn.training.server_optimizers import server_optimizer
 from tests.in_process import FULL_BATCH, WatchedGrid, arrays_of, client_app, identical, run
 from tests.networks import seeded_network
@@ -112,7 +113,7 @@ def test_the_loop_of_flowers_base_class_gives_the_same_bits(name: str, clients: 
 
 def test_a_run_can_start_from_given_arrays(clients: list[Samples]) -> None:
     first = run(FBN, clients, 2)
-    strategy = BatchNormStrategy(seeded_network("cnn", seed=5), FBN, Rounds(3, wait=0.0))
+    strategy = BatchNormStrategy(seeded_network("cnn", seed=5), FBN, Rounds(3, wait=0.0, calibrate=0))
     grid = WatchedGrid(client_app(FBN, clients), 3)
     strategy.start(grid, first.result.arrays, num_rounds=1)
     (sent, *_) = grid.train(1)
@@ -156,6 +157,23 @@ def test_the_named_strategies_bind_their_method() -> None:
 def test_rounds_refuse_what_is_out_of_range(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rounds(**{"clients": 3, **wrong})
+
+
+def test_the_pace_of_a_round_falls_with_the_learning_rate_and_is_1_in_a_warm_up() -> None:
+    falling = Rounds(3, rate=lambda round, rounds: 0.2 / round)
+    assert [falling.pace(0.2 / round, 4) for round in (1, 2, 4)] == pytest.approx([1, 0.5, 0.25])
+    rising = Rounds(3, rate=lambda round, rounds: 0.1 * (round - 1))
+    assert [rising.pace(0.1 * (round - 1), 4) for round in (1, 2, 4)] == [1, 1, 1]
+
+
+def test_a_slower_round_moves_the_shared_statistics_less(clients: list[Samples]) -> None:
+    """Of the same reports: the second round's rate is a tenth of the first's, and so is what its moments weigh."""
+    policy = {"rate": lambda round, rounds: 1e-9 if round == 1 else 1e-10}  # the weights stay where they are
+    for secure in (None, SecureAggregation(quantization_range=24)):
+        ran = run(METHODS["fbn"](tracking=0.5), clients, 2, settings=FULL_BATCH, policy=policy, secure=secure)
+        one, two = (ran.trajectory[round]["1.running_mean"] for round in (1, 2))
+        measured = 2 * one  # the start is 0
+        assert np.allclose(two, one + 0.05 * (measured - one), rtol=1e-3, atol=1e-5)
 
 
 def test_a_float64_model_stays_float64(clients: list[Samples]) -> None:

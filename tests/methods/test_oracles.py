@@ -48,11 +48,11 @@ def test_fbn_algorithm_2(rng: np.random.Generator, sizes: tuple[int, ...], momen
     if printed:
         np.testing.assert_allclose(fbn_oracle.algorithm_2(u, s, data, momentum), want, rtol=1e-12)
     got = reports(u, s, data, momentum)
-    assert off(METHODS["fbn"]().combine(got), want) < 1e-12
-    assert off(METHODS["fbn"](momentum=momentum).combine(got), want) < 1e-12
+    method = METHODS["fbn"](momentum=momentum)
+    assert off(method.combine(got), want) < 1e-12
     assert not off(ema(got.shared, plain_average(got.parts), momentum), want) < 1e-12
     uniform = [Moments(1000, part.mean, part.var) for part in got.parts]  # 1/n each: right for equal batches, but for Bessel
-    assert not off(METHODS["fbn"]().combine(LayerReports(got.shared, uniform, momentum, 1.0)), want) < 1e-12
+    assert not off(method.combine(LayerReports(got.shared, uniform, momentum, 1.0)), want) < 1e-12
 
 
 def test_hbn_forward_equations_7_and_9(rng: np.random.Generator) -> None:

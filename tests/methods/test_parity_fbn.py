@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn.methods import METHODS, LayerReports
-from fl_bn.methods.fbn import combine
 from fl_bn.moments import Moments, Running, ema, plain_average, pool
 from fl_bn.roles import Role, batch_norms
 from fl_bn.training.local import Samples, train
@@ -22,6 +21,8 @@ from tests.federation import Federation, Rule, largest_deviation, union
 from tests.networks import seeded_network
 
 SIZES, ROUNDS, RATE, EXACT = (3, 7, 5), 5, 0.1, 1e-11
+MOMENTUM = 0.1  # torch's default
+ALGORITHM_2 = METHODS["fbn"](momentum=MOMENTUM)
 Clients = Callable[..., list[Samples]]
 
 
@@ -59,7 +60,7 @@ def run(network: str, clients: list[Samples], rule: Rule | None, weights: list[f
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    federation = Federation(model, METHODS["fbn"](), clients, rule)
+    federation = Federation(model, ALGORITHM_2, clients, rule)
     x, y = together.batch(np.arange(len(together)), torch.zeros((), dtype=torch.float64))
     first = next(iter(batch_norms(reference)))
     worst = [0.0, 0.0, 0.0]
@@ -98,7 +99,7 @@ def test_layer_1_equals_batch_norm_on_the_union_of_the_batches(tiny_clients: Cli
     x, _ = union(clients).batch(np.arange(sum(SIZES)), torch.zeros((), dtype=torch.float64))
     deviation = {}
     for name, rule in (("fbn", None), ("plain", plain), ("uniform", uniform)):
-        federation = Federation(seeded_network("plain", dtype=torch.float64), METHODS["fbn"](), clients, rule)
+        federation = Federation(seeded_network("plain", dtype=torch.float64), ALGORITHM_2, clients, rule)
         norm, worst = nn.BatchNorm2d(4, dtype=torch.float64), 0.0
         for number in range(1, ROUNDS + 1):
             norm(federation.server[0](x))
@@ -118,7 +119,8 @@ def statistics_of(layer: nn.Module) -> tuple[Tensor, Tensor]:
 def test_several_local_steps(tiny_clients: Clients) -> None:
     """E = 5: the moments reported are those of every batch seen, and the momentum is that of five observations."""
     clients, settings = tiny_clients((10, 20, 15)), LocalTraining(4, steps=5)
-    federation = Federation(seeded_network("plain", dtype=torch.float64), METHODS["fbn"](), clients)
+    method = METHODS["fbn"](momentum=MOMENTUM, report="all")
+    federation = Federation(seeded_network("plain", dtype=torch.float64), method, clients)
     before = {k: t.clone() for k, t in federation.server.state_dict().items()}
     index = [np.array_split(np.arange(len(c)), 5) for c in clients]
     inputs: dict[str, list[Tensor]] = {"1": [], "5": []}
@@ -158,7 +160,7 @@ def record(seen: list[Tensor], _: nn.Module, args: tuple[Tensor]) -> None:
 def test_variance_stays_positive_whatever_is_reported() -> None:
     shared = Running(torch.zeros(2), torch.ones(2))
     nothing = [Moments(4, torch.zeros(2), torch.zeros(2))] * 3
-    assert (combine(LayerReports(shared, nothing, 0.1, 5.0), None).var >= 0.9**5 - 1e-12).all()
+    assert (METHODS["fbn"](momentum=0.1, report="all").combine(LayerReports(shared, nothing, 0.1, 5.0)).var >= 0.9**5 - 1e-12).all()
 
 
 @pytest.mark.parametrize("momentum", [0.0, -0.1, 1.5])

@@ -23,7 +23,7 @@ Clients = Callable[..., list[Samples]]
 
 
 def after_passes(network: str, method: Method, clients: list[Samples], passes: int = 1) -> Federation:
-    """Statistics-only exchanges with all clients: what synchronises the shared statistics with the weights."""
+    """Statistics-only exchanges with all clients: what brings the shared statistics up to the weights."""
     federation = Federation(seeded_network(network, dtype=torch.float64), method, clients)
     for number in range(passes):
         reports = [federation.measure(federation.client(i), i, number) for i in range(len(clients))]
@@ -82,9 +82,9 @@ def of_union_throughout(network: str, clients: list[Samples]) -> dict[str, Runni
 def test_merged_statistics_are_those_of_the_concatenated_data_in_every_layer(network: str, tiny_clients: Clients) -> None:
     clients = tiny_clients(SIZES)
     want = of_concatenated(network, clients)
-    shared = off(after_passes(network, METHODS["hbn"](lower_layers="shared"), clients), want)
+    shared = off(after_passes(network, METHODS["hbn"](lam=1.0, lower_layers="shared"), clients), want)
     assert max(shared.values()) < EXACT, shared
-    first, *deeper = off(after_passes(network, METHODS["hbn"](lower_layers="hybrid"), clients), want).values()
+    first, *deeper = off(after_passes(network, METHODS["hbn"](lam=1.0, lower_layers="hybrid"), clients), want).values()
     assert first < EXACT
     assert not min(deeper) < EXACT  # control: batch statistics below make the merge exact in layer 1 alone
 
@@ -96,7 +96,7 @@ def test_as_many_passes_as_layers_reach_the_statistics_of_the_union(name: str, t
     want = of_union_throughout("plain", clients)
     assert len(want) == depth
     layers = METHODS[name]().layer
-    method = Method(name, layer=layers, report=Report.PASS, combine=METHODS["hbn"]().combine)
+    method = Method(name, layer=layers, report=Report.PASS, combine=METHODS["hbn"](lam=1.0).combine)
     enough = off(after_passes("plain", method, clients, depth), want)
     assert max(enough.values()) < EXACT, enough
     first, second = off(after_passes("plain", method, clients, depth - 1), want).values()

@@ -136,7 +136,7 @@ def test_combine_keeps_layers_that_nobody_ran_and_weighs_steps_by_count() -> Non
 
     def rule(reports: LayerReports) -> Running:
         seen.append(reports)
-        return METHODS["fbn"]().combine(reports)
+        return METHODS["fbn"](momentum=reports.momentum, report="all").combine(reports)
 
     def part(count: int) -> Moments:
         return Moments(count, torch.ones(1).double(), torch.ones(1).double())

@@ -33,7 +33,7 @@ def cohorts(draw: st.DrawFn, least: int = 2) -> tuple[np.ndarray, np.ndarray, li
 def combined(u: np.ndarray, s: np.ndarray, batches: list[np.ndarray], momentum: float, average: Average) -> Running:
     parts = [Moments.of(torch.from_numpy(x)) for x in batches]
     shared = Running(torch.from_numpy(u), torch.from_numpy(s))
-    return METHODS["fbn"]().combine(LayerReports(shared, parts, momentum, 1.0, average))
+    return METHODS["fbn"](momentum=momentum).combine(LayerReports(shared, parts, momentum, 1.0, average))
 
 
 def off(got: Running, want: tuple[np.ndarray, np.ndarray], batches: list[np.ndarray]) -> float:
