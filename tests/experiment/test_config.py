@@ -17,6 +17,7 @@ from fl_bn.experiment.overrides import parse_overrides
 from fl_bn.experiment.run_directory import to_toml
 from fl_bn.flower.rounds import AS_METHOD
 from fl_bn.methods import METHODS, Refresh, Report
+from fl_bn.methods.fbn import TRACKING
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 KEYS = {kebab(spec.name): spec for spec in fields(RunConfig)}
@@ -215,10 +216,10 @@ def test_options_reach_the_method_and_the_rounds() -> None:
     assert config(method="hbn").build_method().combine.keywords == {"lam": 1.0}  # type: ignore[attr-defined]
     assert config(method="hbn", fraction=0.5).build_method().combine.keywords == {"lam": 0.01}  # type: ignore[attr-defined]
     for values, expected in (
-        ({}, (0.01, None, Report.FIRST)),
-        ({"fbn_momentum": 0.3}, (0.01, 0.3, Report.FIRST)),
+        ({}, (TRACKING, None, Report.FIRST)),
+        ({"fbn_momentum": 0.3}, (TRACKING, 0.3, Report.FIRST)),
         ({"fbn_tracking": 0.2, "fbn_report": "all"}, (0.2, None, Report.BATCHES)),
-        ({"fbn_report": "pass"}, (0.01, None, Report.PASS)),
+        ({"fbn_report": "pass"}, (TRACKING, None, Report.PASS)),
     ):
         made = config(method="fbn", **values).build_method()
         assert made.combine.keywords == dict(zip(("tracking", "momentum", "report"), expected, strict=True))  # type: ignore[attr-defined]

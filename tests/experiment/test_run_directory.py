@@ -18,6 +18,7 @@ from fl_bn.experiment.run_directory import RunDirectory
 from fl_bn.experiment.summary import summary
 from fl_bn.flower.round_record import ClientRecord, RoundRecord
 from fl_bn.training.aggregation import Drift
+from fl_bn.training.clipping import PATH
 
 
 def records() -> list[RoundRecord]:
@@ -127,7 +128,7 @@ def test_the_summary_counts_by_hand() -> None:
     [
         ({}, ""),  # hbn normalises with its batch, too: auto is none
         ({"method": "fbn", "local-steps": 1}, ""),
-        ({"method": "fbn", "local-steps": 2}, "gradients clipped (round, 2)"),
+        ({"method": "fbn", "local-steps": 2}, f"gradients clipped (round, {PATH:g})"),
         ({"clip": "norm", "clip-limit": 0.5}, "gradients clipped (norm, 0.5)"),
     ],
 )

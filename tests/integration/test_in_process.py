@@ -96,7 +96,15 @@ def test_the_saved_model_loads_into_the_plain_network_and_has_the_accuracy_of_th
 
 
 def test_a_failing_run_raises_and_leaves_what_it_had(tmp_path: Path) -> None:
-    values = {**TINY, "output": str(tmp_path), "name": "wild", "learning-rate": 1e30, "max-failed-rounds": 2, "pictures": True}
+    values = {
+        **TINY,
+        "method": "fixbn",
+        "output": str(tmp_path),
+        "name": "wild",
+        "learning-rate": 1e30,
+        "max-failed-rounds": 2,
+        "pictures": True,
+    }
     with pytest.raises(RunFailed, match="2 rounds in a row had too few usable replies"):
         run_in_process(values)
     path = tmp_path / "wild"
