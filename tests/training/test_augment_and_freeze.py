@@ -76,8 +76,8 @@ def test_before_the_freeze_nothing_is_frozen() -> None:
 
 
 def test_the_config_key_is_fixbns_alone() -> None:
-    assert RunConfig(freeze_what="both").build_method().frozen == {Role.STATISTIC, Role.AFFINE}
-    for values in ({"method": "fedavg"}, {"update": "gradients", "local_steps": 1}):
+    assert RunConfig(method="fixbn", freeze_what="both").build_method().frozen == {Role.STATISTIC, Role.AFFINE}
+    for values in ({}, {"method": "fedavg"}, {"method": "fixbn", "update": "gradients", "local_steps": 1}):
         with pytest.raises(ConfigError, match="freeze-what='both' is for method='fixbn' with update='weights'"):
             RunConfig(freeze_what="both", **values)  # type: ignore[arg-type]
 
