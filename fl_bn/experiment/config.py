@@ -19,6 +19,9 @@ from fl_bn.flower.population import round_half_up
 from fl_bn.flower.rounds import AS_METHOD, Rounds
 from fl_bn.flower.secure_rounds import check_secure
 from fl_bn.methods import METHODS, Method, attacked, freeze
+from fl_bn.methods.fbn import TRACKING as FBN_TRACKING
+from fl_bn.methods.hbn import PARTIAL
+from fl_bn.methods.hbn import TRACKING as HBN_TRACKING
 from fl_bn.objectives import FedProx, FedSAM, Moon, Objective, Scaffold
 from fl_bn.training.clipping import PATH
 from fl_bn.training.companions import companions
@@ -111,9 +114,10 @@ class RunConfig(RunKeys):
             "fedavg-alg2": {"schedule": self.fedtan_schedule},
             "gn": {"groups": self.groups},
             "gn-ws": {"groups": self.groups},
-            "fbn": {"tracking": self.fbn_tracking, "momentum": self.fbn_momentum or None, "report": self.fbn_report},
+            "fbn": {"tracking": self.tracking or FBN_TRACKING, "momentum": self.fbn_momentum or None, "report": self.fbn_report},
             "hbn": {
-                "lam": self.hbn_lam or (1.0 if self.fraction == 1 else 0.01),
+                "lam": self.hbn_lam or None,
+                "tracking": self.tracking or (HBN_TRACKING if self.fraction == 1 else PARTIAL),
                 "stat_samples": self.hbn_stat_samples,
                 "lower_layers": self.hbn_lower_layers,
                 "evaluate": self.hbn_evaluate,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fl_bn.experiment.keys import at_least, between, key, weight
+from fl_bn.experiment.keys import at_least, between, key
 from fl_bn.methods import METHODS
-from fl_bn.methods.fbn import REPORTS, TRACKING
+from fl_bn.methods.fbn import REPORTS
+from fl_bn.methods.fbn import TRACKING as FBN_TRACKING
 from fl_bn.methods.fedtan import SCHEDULES as FEDTAN_SCHEDULES
 from fl_bn.methods.fixbn import FROZEN
-from fl_bn.methods.hbn import EVALUATE
+from fl_bn.methods.hbn import EVALUATE, PARTIAL
+from fl_bn.methods.hbn import TRACKING as HBN_TRACKING
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,15 @@ class MethodKeys:
     )
     freeze_what: str = key("statistics", "fixbn: what freezes: the statistics, the affine parameters, or both", tuple(FROZEN))
     groups: int = key(2, "gn: groups per layer", ">= 1", at_least(1))
-    fbn_tracking: float = key(
-        TRACKING, "fbn: weight of a round's pooled moments in the shared statistics, at the first round's learning rate", "(0, 1]", weight
+    tracking: float = key(
+        0.0,
+        "hbn, fbn: weight of a round's pooled moments in the shared statistics, at the start; 0: "
+        f"{FBN_TRACKING:g} (fbn), {HBN_TRACKING:g} (hbn), {PARTIAL:g} (hbn, fraction below 1)",
+        "0..1",
+        between(0, 1),
     )
     fbn_momentum: float = key(
-        0.0, "fbn: weight of one batch in the shared statistics, as in the paper's Algorithm 2; 0: fbn-tracking", "0..1", between(0, 1)
+        0.0, "fbn: weight of one batch in the shared statistics, as in the paper's Algorithm 2; 0: tracking", "0..1", between(0, 1)
     )
     fbn_report: str = key(
         "first",
@@ -34,7 +40,7 @@ class MethodKeys:
         tuple(REPORTS),
     )
     hbn_lam: float = key(
-        0.0, "hbn: weight of a round's pooled moments in the global statistics; 0: 1 if fraction is 1, else 0.01", "0..1", between(0, 1)
+        0.0, "hbn: weight of a round's pooled moments in the global statistics, as in the paper; 0: tracking", "0..1", between(0, 1)
     )
     hbn_stat_samples: int = key(0, "hbn: samples of the statistics pass; 0: all of the client's", "0 or >= 2", lambda v: v == 0 or v >= 2)
     hbn_lower_layers: str = key("hybrid", "hbn: what lower layers normalise with in the statistics pass", ("shared", "hybrid"))

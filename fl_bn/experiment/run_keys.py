@@ -104,7 +104,7 @@ class RunKeys(MethodKeys):
     )
     unit_scale: bool = key(
         True,
-        "fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1",
+        "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1",
         "true, false",
     )
     # federation

@@ -66,14 +66,13 @@ class StatisticsExchange:
         if self.rounds.calibrate != AS_METHOD:
             return self.rounds.calibrate
         private = self.secure is not None and self.secure.accountant is not None
-        wanted = self.shared.method.calibrate or self.shared.method.starts_constant(rounds)
-        return UNTIL_STILL if wanted and not private else 0
+        return UNTIL_STILL if self.shared.method.uses_shared(rounds) and not private else 0
 
     def calibrated(
         self, arrays: ArrayRecord, population: Population, timeout: float, rounds: int, show: Callable[[Measured], None]
     ) -> ArrayRecord:
         """``arrays`` as round 1 of ``rounds`` starts from: after the exchanges before it, which ``outcomes`` has then, and on unit scale
-        where training starts with constants.
+        where training starts with shared statistics.
 
         With 0 rounds these exchanges are all of the run: ``show`` is called with what they start from, and after each of them; each needs
         the clients that a round needs.
@@ -94,7 +93,7 @@ class StatisticsExchange:
             self.outcomes.append(measured.outcome)
             if rounds == 0:
                 show(measured)
-        unit = self.rounds.unit_scale and rounds > 0 and most != 0 and self.shared.method.starts_constant(rounds)
+        unit = self.rounds.unit_scale and rounds > 0 and most != 0 and self.shared.method.uses_shared(rounds)
         return self.shared.unit_scaled(arrays) if unit else arrays
 
     def refreshed(self, server_round: int, arrays: ArrayRecord, population: Population, timeout: float) -> ArrayRecord:

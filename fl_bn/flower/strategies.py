@@ -13,7 +13,8 @@ from fl_bn.methods.fedavg import fedavg
 from fl_bn.methods.fedbn import fedbn
 from fl_bn.methods.fedtan import fedavg_alg2, fedtan, fedtan2
 from fl_bn.methods.fixbn import fixbn
-from fl_bn.methods.hbn import LAM, hbn
+from fl_bn.methods.hbn import PARTIAL, hbn
+from fl_bn.methods.hbn import TRACKING as HBN_TRACKING
 from fl_bn.methods.silobn import silobn
 from fl_bn.training.defence import Defence
 
@@ -54,13 +55,16 @@ class HBNStrategy(BatchNormStrategy):
         model: nn.Module,
         rounds: Rounds,
         *,
-        lam: float = LAM,
+        lam: float | None = None,
         stat_samples: int = 0,
         lower_layers: str = "hybrid",
         evaluate_with: str = "auto",
+        tracking: float | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, hbn(lam, stat_samples, lower_layers, evaluate_with), rounds, **options)
+        if tracking is None:
+            tracking = HBN_TRACKING if rounds.fraction == 1 else PARTIAL
+        super().__init__(model, hbn(lam, stat_samples, lower_layers, evaluate_with, tracking), rounds, **options)
 
 
 class FBNStrategy(BatchNormStrategy):

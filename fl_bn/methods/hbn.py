@@ -16,22 +16,28 @@ from functools import partial
 
 from fl_bn.layers import HybridBatchNorm
 from fl_bn.methods.method import LayerReports, Method, Refresh, Report, StatisticsPass
+from fl_bn.methods.tracking import follow
 from fl_bn.moments import Running, ema, pool
 from fl_bn.roles import Role
 
 EVALUATE = ("auto", "exact", "hybrid")
-LAM = 0.01
+TRACKING, PARTIAL = 0.05, 0.01
+"""With full and with partial participation."""
 
 
-def combine(reports: LayerReports, lam: float) -> Running:
-    return ema(reports.shared, pool(reports.parts, reports.average), lam)
+def combine(reports: LayerReports, tracking: float, lam: float | None) -> Running:
+    pooled = pool(reports.parts, reports.average)
+    return follow(reports.shared, pooled, tracking) if lam is None else ema(reports.shared, pooled, lam)
 
 
-def hbn(lam: float = LAM, stat_samples: int = 0, lower_layers: str = "hybrid", evaluate: str = "auto") -> Method:
+def hbn(
+    lam: float | None = None, stat_samples: int = 0, lower_layers: str = "hybrid", evaluate: str = "auto", tracking: float = TRACKING
+) -> Method:
     """HBN.
 
-    ``lam``: weight of a round's pooled moments in the global statistics, in (0, 1]; 1 suits full participation, 0.01
-    partial. ``stat_samples`` and ``lower_layers``: of the pass before training, see ``StatisticsPass``; its ``hybrid`` is as in the
+    ``tracking``: weight of a round's pooled moments in the global statistics, in (0, 1], on unit scale (``methods.tracking``); ``lam``:
+    instead, the weight as in equation 11, whatever the scale. ``stat_samples`` and ``lower_layers``: of the pass before training, see
+    ``StatisticsPass``; its ``hybrid`` is as in the
     paper's code, and trained a little better wherever both were measured (benchmarks/README.md): statistics measured under the
     statistics of the round before feed back on themselves, layer upon layer.
 
@@ -39,8 +45,9 @@ def hbn(lam: float = LAM, stat_samples: int = 0, lower_layers: str = "hybrid", e
     the union, by one exchange per layer. ``hybrid`` is right below: training then normalises with a mixture that holds old statistics,
     and the network has learnt under it. ``auto``: exact for lam = 1, else hybrid.
     """
-    if not 0 < lam <= 1:
-        raise ValueError(f"lam must be in (0, 1], but got {lam}")
+    for name, value in {"lam": lam, "tracking": tracking}.items():
+        if value is not None and not 0 < value <= 1:
+            raise ValueError(f"hbn's {name} must be in (0, 1], but got {value}")
     if evaluate not in EVALUATE:
         raise ValueError(f"evaluate must be one of {', '.join(EVALUATE)}, but got {evaluate!r}")
     if evaluate == "auto":
@@ -50,7 +57,7 @@ def hbn(lam: float = LAM, stat_samples: int = 0, lower_layers: str = "hybrid", e
         layer=HybridBatchNorm.from_batch_norm,
         local=frozenset({Role.MIXING}),
         report=Report.PASS,
-        combine=partial(combine, lam=lam),
+        combine=partial(combine, tracking=tracking, lam=lam),
         refresh=Refresh(evaluate),
         calibrate=True,
         statistics_pass=StatisticsPass(stat_samples, lower_layers),

@@ -150,6 +150,10 @@ class Method:
         frozen = self.phase(1, rounds) is Phase.FROZEN and Role.STATISTIC in self.frozen
         return self.shares(Role.STATISTIC) and (self.constant or frozen)
 
+    def uses_shared(self, rounds: int) -> bool:
+        """Whether shared statistics have a part in normalising the first batch: they are calibrated before."""
+        return self.calibrate or self.starts_constant(rounds)
+
     @property
     def personal(self) -> bool:
         """Whether every client evaluates a model of its own (FedBN, SiloBN)."""

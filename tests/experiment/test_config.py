@@ -35,7 +35,7 @@ FREE = {
     "hold-out",
 } | FILES  # any text: checked where they are used
 WRONG: dict[str, list[object]] = {
-    "freeze-after": [-2], "groups": [0], "fbn-momentum": [-0.1, 1.1], "fbn-tracking": [0.0, 1.1], "hbn-lam": [-0.1, 1.5],
+    "freeze-after": [-2], "groups": [0], "fbn-momentum": [-0.1, 1.1], "tracking": [-0.1, 1.1], "hbn-lam": [-0.1, 1.5],
     "hbn-stat-samples": [-1, 1],
     "image-size": [-1, 5000], "partition-parameter": [-0.5], "calibrate": [-3], "clients": [0], "fraction": [0.0, 1.01],
     "rounds": [-1, 0], "min-replies": [-0.1, 1.1], "max-failed-rounds": [0], "round-timeout": [0.0], "wait-timeout": [-1.0],
@@ -213,12 +213,12 @@ def test_every_method_can_be_configured_and_frozen(name: str) -> None:
 
 def test_options_reach_the_method_and_the_rounds() -> None:
     assert config(method="hbn", hbn_stat_samples=64, hbn_lower_layers="hybrid").build_method().statistics_pass.samples == 64
-    assert config(method="hbn").build_method().combine.keywords == {"lam": 1.0}  # type: ignore[attr-defined]
+    assert config(method="hbn").build_method().combine.keywords == {"tracking": 0.05, "lam": None}  # type: ignore[attr-defined]
     assert config(method="hbn", fraction=0.5).build_method().combine.keywords == {"lam": 0.01}  # type: ignore[attr-defined]
     for values, expected in (
         ({}, (TRACKING, None, Report.FIRST)),
         ({"fbn_momentum": 0.3}, (TRACKING, 0.3, Report.FIRST)),
-        ({"fbn_tracking": 0.2, "fbn_report": "all"}, (0.2, None, Report.BATCHES)),
+        ({"tracking": 0.2, "fbn_report": "all"}, (0.2, None, Report.BATCHES)),
         ({"fbn_report": "pass"}, (TRACKING, None, Report.PASS)),
     ):
         made = config(method="fbn", **values).build_method()

@@ -12,6 +12,7 @@ from fl_bn.conversion import convert
 from fl_bn.flower.codec import decode_moments
 from fl_bn.layers import observe
 from fl_bn.methods.fbn import fbn
+from fl_bn.methods.hbn import hbn
 from fl_bn.methods.method import LayerReports
 from fl_bn.moments import Moments, Running
 from fl_bn.training.local import Samples, train
@@ -72,15 +73,17 @@ def test_the_weight_of_a_round(options: dict[str, object], steps: float, pace: f
     assert torch.allclose(after.var, (1 - weight) + weight * part.bessel(), rtol=1e-12)
 
 
-def test_tracking_stops_where_the_scale_has_doubled() -> None:
+def test_tracking_stops_where_the_scale_has_grown() -> None:
     part = Moments(11, torch.tensor([1.0, -2.0], dtype=torch.float64), torch.tensor([3.0, 0.5], dtype=torch.float64))
     moved = {}
-    for deviation in (0.1, 1.0, 2**0.5, 2.0, 9.0):
+    for deviation in (0.1, 1.0, 1.5**0.5, 1.5, 9.0):
         shared = Running(torch.zeros(2, dtype=torch.float64), torch.full((2,), deviation**2, dtype=torch.float64))
         reports = LayerReports(shared, [part], 0.1, 1.0)
         moved[deviation] = float(fbn(tracking=0.2).combine(reports).mean[0])
-        assert float(fbn(momentum=0.2).combine(reports).mean[0]) == pytest.approx(0.2)  # Algorithm 2 knows no limit
-    assert moved == pytest.approx({0.1: 0.2, 1.0: 0.2, 2**0.5: 0.1, 2.0: 0.0, 9.0: 0.0})
+        assert float(hbn(tracking=0.2).combine(reports).mean[0]) == pytest.approx(moved[deviation])
+        for paper in (fbn(momentum=0.2), hbn(lam=0.2)):  # Algorithm 2, and HBN's equation 11, know no limit
+            assert float(paper.combine(reports).mean[0]) == pytest.approx(0.2)
+    assert moved == pytest.approx({0.1: 0.2, 1.0: 0.2, 1.5**0.5: 0.1, 1.5: 0.0, 9.0: 0.0})
 
 
 def test_a_run_tracks_as_its_learning_rate_says(tiny_clients: Clients) -> None:

@@ -1,0 +1,30 @@
+"""How fast shared statistics follow the weights, where training normalises with them (FBN, and half of HBN).
+
+They are constants of a round: the gradient does not know that they will cancel its step (Batch Normalization, Ioffe and Szegedy, ICML 2015,
+section 2). If they follow at once, the scale of activations grows from round to round, and the accuracy falls. So they follow slowly, and
+the slower the more a layer's scale has grown from 1, where ``training.unit_scale`` starts it; at ``LIMIT`` they stop, and from there on the
+gradient feels what its steps do.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fl_bn.moments import Moments, Running, ema
+
+LIMIT = 1.5
+"""Standard deviation of a layer's input, as its channels' geometric mean, at which its statistics have come to a stop."""
+
+
+def slowdown(shared: Running) -> float:
+    """1 up to a deviation of 1, then falling with its logarithm to 0 at ``LIMIT``."""
+    smallest = torch.finfo(torch.float64).tiny
+    log_deviation = float(shared.var.double().clamp_min(smallest).log().mean()) / 2
+    return min(1.0, max(0.0, 1 - log_deviation / math.log(LIMIT)))
+
+
+def follow(shared: Running, measured: Moments, tracking: float) -> Running:
+    """One step of ``tracking``, in (0, 1], towards what was measured, slowed down as the layer's scale has grown; float64."""
+    return ema(shared, measured, tracking * slowdown(shared))
