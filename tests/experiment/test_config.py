@@ -214,7 +214,8 @@ def test_every_method_can_be_configured_and_frozen(name: str) -> None:
 def test_options_reach_the_method_and_the_rounds() -> None:
     assert config(method="hbn", hbn_stat_samples=64, hbn_lower_layers="hybrid").build_method().statistics_pass.samples == 64
     assert config(method="hbn").build_method().combine.keywords == {"tracking": 0.05, "lam": None}  # type: ignore[attr-defined]
-    assert config(method="hbn", fraction=0.5).build_method().combine.keywords == {"lam": 0.01}  # type: ignore[attr-defined]
+    assert config(method="hbn", fraction=0.5).build_method().combine.keywords == {"tracking": 0.01, "lam": None}  # type: ignore[attr-defined]
+    assert config(method="hbn", hbn_lam=0.3).build_method().combine.keywords["lam"] == 0.3  # type: ignore[attr-defined]
     for values, expected in (
         ({}, (TRACKING, None, Report.FIRST)),
         ({"fbn_momentum": 0.3}, (TRACKING, 0.3, Report.FIRST)),
@@ -225,9 +226,9 @@ def test_options_reach_the_method_and_the_rounds() -> None:
         assert made.combine.keywords == dict(zip(("tracking", "momentum", "report"), expected, strict=True))  # type: ignore[attr-defined]
         assert made.report is expected[2]
     for values, refresh in (
-        ({}, Refresh.EXACT),  # lam is 1
-        ({"fraction": 0.5}, Refresh.HYBRID),
-        ({"fraction": 0.5, "hbn_lam": 1.0}, Refresh.EXACT),
+        ({}, Refresh.HYBRID),
+        ({"hbn_lam": 0.5}, Refresh.HYBRID),
+        ({"hbn_lam": 1.0}, Refresh.EXACT),
         ({"fraction": 0.5, "hbn_evaluate": "exact"}, Refresh.EXACT),
         ({"hbn_evaluate": "hybrid"}, Refresh.HYBRID),
     ):
