@@ -19,11 +19,8 @@ from fl_bn.flower.population import round_half_up
 from fl_bn.flower.rounds import AS_METHOD, Rounds
 from fl_bn.flower.secure_rounds import check_secure
 from fl_bn.methods import METHODS, Method, attacked, freeze
-from fl_bn.methods.fbn import TRACKING as FBN_TRACKING
-from fl_bn.methods.hbn import PARTIAL
-from fl_bn.methods.hbn import TRACKING as HBN_TRACKING
 from fl_bn.objectives import FedProx, FedSAM, Moon, Objective, Scaffold
-from fl_bn.training.clipping import PATH
+from fl_bn.training.clipping import chosen
 from fl_bn.training.companions import companions
 from fl_bn.training.composition import check_composition
 from fl_bn.training.defence import Defence
@@ -114,10 +111,11 @@ class RunConfig(RunKeys):
             "fedavg-alg2": {"schedule": self.fedtan_schedule},
             "gn": {"groups": self.groups},
             "gn-ws": {"groups": self.groups},
-            "fbn": {"tracking": self.tracking or FBN_TRACKING, "momentum": self.fbn_momentum or None, "report": self.fbn_report},
+            "fbn": {"tracking": self.tracking or None, "momentum": self.fbn_momentum or None, "report": self.fbn_report},
             "hbn": {
                 "lam": self.hbn_lam or None,
-                "tracking": self.tracking or (HBN_TRACKING if self.fraction == 1 else PARTIAL),
+                "tracking": self.tracking or None,
+                "fraction": self.fraction,
                 "stat_samples": self.hbn_stat_samples,
                 "lower_layers": self.hbn_lower_layers,
                 "evaluate": self.hbn_evaluate,
@@ -217,13 +215,6 @@ class RunConfig(RunKeys):
             self.maintain_momentum,
             *self._clip(),
         )
-
-    def _clip(self) -> tuple[str, float]:
-        """``auto``: where several local steps are normalised with constants from the start, nothing but a limit keeps a client near."""
-        if self.clip != "auto":
-            return self.clip, self.clip_limit
-        several = self.local_steps != 1 and self.optimizer == "sgd" and not self.build_objective().travels
-        return ("round", PATH) if several and self.build_method().starts_constant(self.rounds) else ("none", self.clip_limit)
 
     def build_objective(self) -> Objective:
         made: dict[str, Callable[[], Objective]] = {

@@ -8,13 +8,12 @@ from torch import nn
 
 from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.strategy import BatchNormStrategy
-from fl_bn.methods.fbn import TRACKING, fbn
+from fl_bn.methods.fbn import fbn
 from fl_bn.methods.fedavg import fedavg
 from fl_bn.methods.fedbn import fedbn
 from fl_bn.methods.fedtan import fedavg_alg2, fedtan, fedtan2
 from fl_bn.methods.fixbn import fixbn
-from fl_bn.methods.hbn import PARTIAL, hbn
-from fl_bn.methods.hbn import TRACKING as HBN_TRACKING
+from fl_bn.methods.hbn import hbn
 from fl_bn.methods.silobn import silobn
 from fl_bn.training.defence import Defence
 
@@ -62,9 +61,7 @@ class HBNStrategy(BatchNormStrategy):
         tracking: float | None = None,
         **options: Any,
     ) -> None:
-        if tracking is None:
-            tracking = HBN_TRACKING if rounds.fraction == 1 else PARTIAL
-        super().__init__(model, hbn(lam, stat_samples, lower_layers, evaluate_with, tracking), rounds, **options)
+        super().__init__(model, hbn(lam, stat_samples, lower_layers, evaluate_with, tracking, rounds.fraction), rounds, **options)
 
 
 class FBNStrategy(BatchNormStrategy):
@@ -75,7 +72,7 @@ class FBNStrategy(BatchNormStrategy):
         model: nn.Module,
         rounds: Rounds,
         *,
-        tracking: float = TRACKING,
+        tracking: float | None = None,
         momentum: float | None = None,
         report: str = "first",
         **options: Any,
@@ -97,7 +94,7 @@ class RobustFBNStrategy(BatchNormStrategy):
         f: int,
         statistics_rule: str = "nnm+median",
         update_rule: str = "nnm+median",
-        tracking: float = TRACKING,
+        tracking: float | None = None,
         momentum: float | None = None,
         report: str = "first",
         **options: Any,

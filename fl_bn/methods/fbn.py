@@ -31,14 +31,14 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
     return ema(reports.shared, pooled, 1 - (1 - momentum) ** batches)
 
 
-def fbn(tracking: float = TRACKING, momentum: float | None = None, report: str = "first") -> Method:
+def fbn(tracking: float | None = None, momentum: float | None = None, report: str = "first") -> Method:
     """FBN.
 
     ``tracking``: weight of a round's pooled moments in the shared statistics, in (0, 1], at the first round's learning rate and on unit
-    scale. ``momentum``: instead, the weight of one batch, as in Algorithm 2. ``report``: the moments of the ``first`` training batch,
-    of a ``pass`` over the client's data before training, or
-    of ``all`` training batches.
+    scale; None is ``TRACKING``. ``momentum``: instead, the weight of one batch, as in Algorithm 2. ``report``: the moments of the
+    ``first`` training batch, of a ``pass`` over the client's data before training, or of ``all`` training batches.
     """
+    tracking = TRACKING if tracking is None else tracking
     for name, value in {"tracking": tracking, "momentum": momentum}.items():
         if value is not None and not 0 < value <= 1:
             raise ValueError(f"fbn's {name} must be in (0, 1], but got {value}")

@@ -31,20 +31,26 @@ def combine(reports: LayerReports, tracking: float, lam: float | None) -> Runnin
 
 
 def hbn(
-    lam: float | None = None, stat_samples: int = 0, lower_layers: str = "hybrid", evaluate: str = "auto", tracking: float = TRACKING
+    lam: float | None = None,
+    stat_samples: int = 0,
+    lower_layers: str = "hybrid",
+    evaluate: str = "auto",
+    tracking: float | None = None,
+    fraction: float = 1.0,
 ) -> Method:
     """HBN.
 
-    ``tracking``: weight of a round's pooled moments in the global statistics, in (0, 1], on unit scale (``methods.tracking``); ``lam``:
-    instead, the weight as in equation 11, whatever the scale. ``stat_samples`` and ``lower_layers``: of the pass before training, see
-    ``StatisticsPass``; its ``hybrid`` is as in the
-    paper's code, and trained a little better wherever both were measured (benchmarks/README.md): statistics measured under the
-    statistics of the round before feed back on themselves, layer upon layer.
+    ``tracking``: weight of a round's pooled moments in the global statistics, in (0, 1], on unit scale (``methods.tracking``); None is
+    ``TRACKING``, or ``PARTIAL`` where a ``fraction`` below 1 of the clients takes part. ``lam``: instead, the weight as in equation 11,
+    whatever the scale. ``stat_samples`` and ``lower_layers``: of the pass before training, see ``StatisticsPass``; its ``hybrid`` is as in
+    the paper's code.
 
     ``evaluate``: ``exact`` is right where the global statistics follow the weights at once (lam = 1): what is evaluated is BatchNorm of
     the union, by one exchange per layer. ``hybrid`` is right below: training then normalises with a mixture that holds old statistics,
     and the network has learnt under it. ``auto``: exact for lam = 1, else hybrid.
     """
+    if tracking is None:
+        tracking = TRACKING if fraction == 1 else PARTIAL
     for name, value in {"lam": lam, "tracking": tracking}.items():
         if value is not None and not 0 < value <= 1:
             raise ValueError(f"hbn's {name} must be in (0, 1], but got {value}")

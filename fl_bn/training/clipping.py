@@ -26,6 +26,13 @@ def clip(parameters: Iterable[nn.Parameter], how: str, limit: float, head: Itera
         clip_adaptive([p for p in parameters if id(p) not in left], limit)
 
 
+def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
+    """``how`` and ``limit``; of ``auto``, where nothing else keeps a client near the shared weights (``drifts``): ``round``, else none."""
+    if how != "auto":
+        return how, limit
+    return ("round", PATH) if drifts else ("none", limit)
+
+
 def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float) -> float:
     """The gradient norm with which ``steps`` steps of SGD move the weights by less than ``path``: a bound on a client's drift."""
     return path * (1 - momentum) / (learning_rate * max(steps, 1))
