@@ -201,6 +201,8 @@ class RunConfig(RunKeys):
             raise ConfigError(f"classes and channels are for dataset={SITES!r}: {self.dataset} has its own")
 
     def local_training(self) -> LocalTraining:
+        several = self.local_steps != 1 and self.optimizer == "sgd" and not self.build_objective().travels
+        clip, limit = chosen(self.clip, self.clip_limit, drifts=several and self.build_method().starts_constant(self.rounds))
         return LocalTraining(
             self.batch_size,
             self.local_epochs,
@@ -213,7 +215,8 @@ class RunConfig(RunKeys):
             self.augment,
             self.build_objective(),
             self.maintain_momentum,
-            *self._clip(),
+            clip,
+            limit,
         )
 
     def build_objective(self) -> Objective:
