@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fl_bn.experiment.config import SITES, ConfigError, RunConfig
 from fl_bn.experiment.keys import known_device, names_of
 from fl_bn.models import build
 from fl_bn.models.head import with_projection
+from fl_bn.own_code import OWN, Modules
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role
 from fl_bn.training.local import Samples, torch_seed
@@ -47,6 +49,23 @@ class OwnData:
         return own
 
 
+_modules = Modules.of(None, OWN)
+
+
+def allow_modules(app: Path, node: Mapping[str, Any]) -> None:
+    """Let run configs name functions of the modules of ``app``, the folder of the running app, and of those that the owner of this process
+    allows: ``allow-modules`` of the node config ``node``, and FL_BN_ALLOW_MODULES in the environment.
+
+    A process that is told nothing is its owner's own (``fl-bn run`` and its kin): any module of theirs will do, but none of Python's or of
+    an installed package.
+    """
+    global _modules
+    allowed = Modules.of(app, str(node.get("allow-modules", "")))
+    if allowed != _modules:
+        _modules = allowed
+        forget()
+
+
 @contextmanager
 def _as_config_error() -> Iterator[None]:
     """Data, model and partition come from the config's keys, so what is wrong with them is wrong there."""
@@ -66,13 +85,15 @@ def dataset(config: RunConfig) -> Dataset:
     """
     shifts = names_of(config.shifts)
     seed = config.seed if shifts or config.samples_per_domain else 0
-    data = _dataset(config.dataset, config.data_path, config.image_size, shifts, config.samples_per_domain, seed)
+    data = _dataset(config.dataset, config.data_path, config.image_size, shifts, config.samples_per_domain, seed, _modules)
     return _without(data, config.hold_out) if config.hold_out else data
 
 
 @lru_cache(maxsize=2)
-def _dataset(name: str, path: str, image_size: int, shifts: tuple[str, ...], per_domain: int, seed: int) -> Dataset:
-    data = load(name, path, image_size)
+def _dataset(
+    name: str, path: str, image_size: int, shifts: tuple[str, ...], per_domain: int, seed: int, modules: Modules
+) -> Dataset:
+    data = load(name, path, image_size, modules)
     return limited(shifted(data, shifts, seed) if shifts else data, per_domain, seed)
 
 
@@ -100,6 +121,7 @@ def source_model(config: RunConfig) -> nn.Module:
         seed=config.seed,
         stem=config.model_stem,
         weights=config.model_weights,
+        modules=_modules,
     )
     if config.moon_projection:
         with torch_seed(config.seed, torch.device("cpu")):

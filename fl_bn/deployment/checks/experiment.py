@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_bn.deployment.checks.finding import guarded, reason
@@ -101,6 +102,7 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
             "ok", found.check, f"{found.text}; none was given, so {form} were taken from this site's data: compare with the run's"
         )
     yield found
+    as_the_app(node)
     yield guarded("model", lambda: model_layers(config))
     try:
         train, test, counts = _samples(config, node)
@@ -111,6 +113,13 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
     yield (found := guarded("batches", lambda: smallest_batch(len(train), config.local_training())))
     if found.status != "fail":
         yield guarded("model on data", lambda: model_on_data(config, train))
+
+
+def as_the_app(node: Mapping[str, Any]) -> None:
+    """Let this process take functions from where the app takes them on a machine with node config ``node``."""
+    from fl_bn.experiment.assembly import allow_modules
+
+    allow_modules(Path(__file__).parents[3], node)
 
 
 def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Samples, tuple[int, ...]]:
