@@ -32,8 +32,9 @@ from fl_bn.flower.codec import tensors_of
 from fl_bn.flower.log import LOGGER
 from fl_bn.flower.round_record import RoundRecord
 from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.training.privacy import Journal
 
-LOCK = ".lock"
+LOCK, RELEASES = ".lock", "privacy.jsonl"
 
 
 class RunDirectory:
@@ -103,8 +104,10 @@ class RunDirectory:
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
-        """Tell whose model to save at the end."""
+        """Tell whose model to save at the end, and whose releases to keep count of."""
         self.strategy = strategy
+        if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
+            strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
 
     def record(self, record: RoundRecord) -> None:
         """Append one round to every file that grows."""
