@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,6 +20,7 @@ from fl_bn.data.partition import label_counts, partition
 from fl_bn.data.shift import limited, shifted
 from fl_bn.experiment.config import SITES, ConfigError, RunConfig
 from fl_bn.experiment.keys import known_device, names_of
+from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.head import with_projection
 from fl_bn.own_code import OWN, Modules
@@ -73,8 +74,10 @@ def _as_config_error() -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (ValueError, ImportError) as error:
-        raise ConfigError(str(error)) from error
+    except FileNotFoundError:
+        raise
+    except (ValueError, TypeError, ImportError, OSError, MemoryError) as error:
+        raise ConfigError(str(error) or type(error).__name__) from error
 
 
 @_as_config_error()
@@ -94,7 +97,40 @@ def _dataset(
     name: str, path: str, image_size: int, shifts: tuple[str, ...], per_domain: int, seed: int, modules: Modules
 ) -> Dataset:
     data = load(name, path, image_size, modules)
+    _check_labels(data)
     return limited(shifted(data, shifts, seed) if shifts else data, per_domain, seed)
+
+
+def _check_labels(data: Dataset) -> None:
+    """Of all of a run's data (a site's own may lack any class): a class 0 without a sample is a class too many, others may be mistakes.
+
+    Raises:
+        ConfigError: labels count from 1, or no sample has label 0 for another reason.
+    """
+    if data.y_train.ndim > 1:  # masks
+        return
+    train, test = (torch.bincount(y, minlength=data.classes) for y in (data.y_train, data.y_test))
+    if not train[0] and not test[0]:
+        least = min(int(data.y_train.min()), int(data.y_test.min()))
+        raise ConfigError(
+            f"dataset {data.name!r}: no sample has label 0; the labels span {least}..{data.classes - 1}, which would make {data.classes} "
+            f"classes. Count classes from 0: subtract {least} from every label"
+        )
+    if missing := missing_classes(train.tolist()):
+        LOGGER.warning(
+            "dataset %r has %s classes, since its largest label is %s, but no training sample of class %s: if that is a mistake, correct "
+            "the labels",
+            data.name,
+            data.classes,
+            data.classes - 1,
+            missing,
+        )
+
+
+def missing_classes(counts: Sequence[int]) -> str:
+    """Which of the classes 0..len(counts) - 1 have no sample, the first ten by number; empty if none."""
+    none = [str(label) for label, count in enumerate(counts) if not count]
+    return "" if not none else ", ".join(none) if len(none) <= 10 else f"{', '.join(none[:10])} and {len(none) - 10} more"
 
 
 _without = lru_cache(maxsize=2)(without_domain)

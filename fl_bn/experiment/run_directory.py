@@ -60,7 +60,7 @@ class RunDirectory:
 
         Raises:
             FileExistsError: a run of the given ``name`` is there already: none is overwritten.
-            ConfigError: there is nothing to resume, or the diagnostics cannot be made.
+            ConfigError: no folder can be made, there is nothing to resume, or the diagnostics cannot be made.
         """
         if not config.output:
             return cls(config, None)
@@ -68,15 +68,20 @@ class RunDirectory:
         if config.resume:
             return cls(config, run_to_resume(config), goes_on=True)
         root = Path(config.output)
-        data = config.dataset.replace("/", "-").replace(":", "-")
+        data = config.dataset.replace("/", "-").replace(":", "-")[:80]
         stem = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{data}-seed{config.seed}"
         path, n = root / stem, 1
-        while path.exists():
-            if config.name:
-                raise FileExistsError(f"{path} exists already: give another name, remove it, or go on with resume={config.name!r}")
-            n += 1
-            path = root / f"{stem}-{n}"
-        path.mkdir(parents=True)
+        try:
+            while path.exists():
+                if config.name:
+                    raise FileExistsError(f"{path} exists already: give another name, remove it, or go on with resume={config.name!r}")
+                n += 1
+                path = root / f"{stem}-{n}"
+            path.mkdir(parents=True)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise ConfigError(f"output={config.output!r}: no folder for the run can be made there: {error}") from error
         return cls(config, path.resolve())
 
     @property
@@ -179,7 +184,10 @@ class RunDirectory:
             write_passes(passes, self.path / "recalibration.csv")
 
     def _save_model(self, strategy: BatchNormStrategy) -> None:
-        """The shared tensors, as evaluated last. They load into the unconverted network (``strict=False`` for what stays home)."""
+        """The shared tensors, as evaluated last, by the names of the unconverted network: all of it but counters and what stays home.
+
+        Of methods that replace BatchNorm (gn and its kin, FedWon, ...): by those of the converted network.
+        """
         assert self.path is not None
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
         durable.write(self.path / "model.safetensors", save(tensors_of(strategy.shared.arrays()), metadata), mode=0o666)

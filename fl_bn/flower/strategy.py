@@ -22,7 +22,7 @@ from fl_bn.flower.departures import Departures
 from fl_bn.flower.evaluation import evaluation_at_clients
 from fl_bn.flower.exchanges import Exchanges, check_weights
 from fl_bn.flower.ledger import enter
-from fl_bn.flower.normalisation import describe_layers, describe_round, watch
+from fl_bn.flower.normalisation import describe_layers, describe_round, no_batch_norm, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.recovery import Recovery
@@ -161,6 +161,8 @@ class BatchNormStrategy(Strategy):
         """Log the policy, and every normalisation layer by type."""
         for line in describe_layers(self.source, self.shared.model, self.method):
             log(logging.INFO, "\t%s", line)
+        if without := no_batch_norm(self.source, self.method):
+            log(logging.WARNING, "%s", without)
 
     # The loop
 
@@ -248,6 +250,8 @@ class BatchNormStrategy(Strategy):
             self.recovery.after_round(server_round, self.num_rounds, arrays, self.shared, self.optimizer, failed)
             if failed >= self.rounds.max_failed:
                 raise RunFailed(f"{failed} rounds in a row had too few usable replies; {WHY}")
+        if 0 < self.num_rounds == failed:
+            raise RunFailed(f"none of the {failed} rounds had enough usable replies, so nothing was trained; {WHY}")
         return result
 
     def _evaluate(
