@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
+from fl_bn.data.augment import augmenter
 from fl_bn.data.dataset import to_input
 from fl_bn.experiment.assembly import client_model, dataset, partitions, shape
 from fl_bn.experiment.config import SITES, ConfigError, RunConfig
@@ -16,6 +17,7 @@ from fl_bn.methods import Phase
 from fl_bn.roles import Role, batch_norms
 from fl_bn.training.local import torch_seed
 from fl_bn.training.recalibration import why_not
+from fl_bn.training.settings import seeded
 
 
 def check(config: RunConfig) -> None:
@@ -35,6 +37,12 @@ def check(config: RunConfig) -> None:
         raise ConfigError(f"model {config.model!r}: {error}") from error
     if (x := _two_samples(config)) is not None:
         _try(config, x)
+    if config.dataset != SITES and (change := augmenter(config.augment, seeded(config.seed))) is not None:
+        data = dataset(config)
+        try:
+            change(data.x_train[:2], data.y_train[:2])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     untouched = method.phase(1, config.rounds) is Phase.FROZEN and Role.STATISTIC in method.frozen and method.shares(Role.STATISTIC)
     if config.rounds and untouched and not config.calibrate and not config.model_weights and batch_norms(model):
         LOGGER.warning(

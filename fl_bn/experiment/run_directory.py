@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -213,15 +215,20 @@ def _diagnostics(config: RunConfig) -> Diagnostics | None:
 
 def _locked(path: Path) -> IO[str]:
     """Hold the run's folder against a second process, as long as this one lives. Raises RunFailed where another holds it."""
-    lock = (path / LOCK).open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise RunFailed(f"{path} is still being written by another process: end that run first") from error
-    except OSError:  # a file system without locks
-        LOGGER.warning("%s cannot be locked: see to it that no second process goes on with the same run", path)
-    return lock
+    while True:
+        lock = (path / LOCK).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise RunFailed(f"{path} is still being written by another process: end that run first") from error
+        except OSError:  # a file system without locks
+            LOGGER.warning("%s cannot be locked: see to it that no second process goes on with the same run", path)
+            return lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path / LOCK)):
+                return lock
+        lock.close()  # whoever held it removed it between our opening and our locking: that file holds nobody back any more
 
 
 def to_toml(values: Mapping[str, Value]) -> str:

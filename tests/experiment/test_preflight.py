@@ -71,6 +71,7 @@ def start(folder: Path, **changes: str | int | float | bool) -> Path | None:
         ({"clients": 49}, "clients must be between 1 and 48, the number of samples"),
         ({"method": "fedbn", "calibrate": 2}, "calibrate=2 would do nothing: method 'fedbn' keeps .* Set calibrate to 0"),
         ({"method": "gn", "calibrate": 1}, "calibrate=1 would do nothing: under method 'gn' this model has no BatchNorm layer"),
+        ({"augment": "segmentation"}, "segmentation"),
         ({"device": "cuda:63"}, "device=cuda:63, but torch sees"),
     ],
 )

@@ -6,15 +6,14 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fl_bn.flower import secure_rounds
 from fl_bn.training.privacy import Journal, epsilon
-from tests.experiment.resuming import ROUNDS, Stopped, Values, run, small_run, stopped
+from tests.experiment.resuming import ROUNDS, Stopped, Values, ends_with, run, small_run, stopped
 
 NOISE, DELTA = 4.0, 1e-5
 EACH = 2  # releases of a round of fbn: updates and statistics
@@ -90,27 +89,23 @@ def test_a_disk_that_keeps_no_spend_releases_nothing(tmp_path: Path, monkeypatch
     assert "No space left on device" in (path / "clients.csv").read_text()
 
 
-KILLED = """
-import json, os, signal, sys
-from fl_bn.flower import run_in_process, secure_rounds
-honest, sums = secure_rounds.secure_sum, 0
-def dies(*args, **named):
-    global sums
-    sums += 1
-    if sums == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return honest(*args, **named)
-secure_rounds.secure_sum = dies
-run_in_process(json.loads(sys.argv[1]))
-"""
-
-
-@pytest.mark.slow
 def test_a_killed_server_forgets_no_release(tmp_path: Path) -> None:
-    """SIGKILL in the middle of three rounds in turn; nothing of the process is left but its files."""
+    """SIGKILL in the middle of three rounds in turn."""
     values = private(tmp_path / "runs")
-    for resume, sums in (("", 2), ("run", 2), ("run", 3)):
-        line = [sys.executable, "-c", KILLED, json.dumps(values | {"resume": resume}), str(sums)]
-        killed = subprocess.run(line, env={**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}, capture_output=True, timeout=200)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+
+    def dies(at: int, resume: str) -> None:
+        honest, sums = secure_rounds.secure_sum, 0
+
+        def killed(*args: object, **named: object) -> object:
+            nonlocal sums
+            sums += 1
+            if sums == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return honest(*args, **named)  # type: ignore[arg-type]
+
+        secure_rounds.secure_sum = killed  # type: ignore[assignment]
+        run(values, resume=resume)
+
+    for resume, at in (("", 2), ("run", 2), ("run", 3)):
+        ends_with(signal.SIGKILL, partial(dies, at, resume))
     right(run(values, resume="latest"), EACH * (ROUNDS + 3))
