@@ -61,12 +61,19 @@ class Modules:
         places = _places(top)
         if not places:
             raise Refused(f"there is no module {top!r}; install its package, or put its folder on PYTHONPATH")
-        if self.app is not None and all(place == self.app for place in places):
+        if self.app is not None and places[0] == self.app and (len(set(places)) == 1 or self._holds(module)):
             return
         if OWN in self.names and not _foreign(top, places):
             return
-        whose = "Python's own" if _standard(top, places) else f"in {places[0]}"
+        whose = "Python's own" if _standard(top, places) else f"in {next((p for p in places if p != self.app), places[0])}"
         raise Refused(f"{module} is {whose}; {_ADVICE}")
+
+
+    def _holds(self, module: str) -> bool:
+        """Whether the app has a file for ``module``: where other folders continue a package without __init__, the first file counts."""
+        assert self.app is not None
+        base = self.app.joinpath(*module.split("."))
+        return base.with_suffix(".py").is_file() or (base / "__init__.py").is_file()
 
 
 _ADVICE = (

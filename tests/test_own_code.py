@@ -66,6 +66,20 @@ def test_the_apps_own_modules_are_taken(app: Path) -> None:
     assert function("data", "packaged:load", modules).__module__ == "packaged"
 
 
+def test_a_package_that_other_folders_continue_is_taken_from_the_app_alone(app: Path) -> None:
+    """Without an __init__ it is in several folders at once; the app's comes first on the path."""
+    for folder, name in ((app, "mine"), (app.parent / "other", "mine"), (app.parent / "other", "alien")):
+        (folder / "shared_name").mkdir(exist_ok=True)
+        (folder / "shared_name" / f"{name}.py").write_text(DATA + f"\nWHERE = {str(folder)!r}\n")
+    found = function("data", "shared_name.mine:load", Modules.of(app))
+    where = sys.modules[found.__module__].WHERE
+    assert where == str(app)
+    with pytest.raises(Refused, match="shared_name.alien is in"):
+        function("data", "shared_name.alien:load", Modules.of(app))
+    for name in ("shared_name.mine", "shared_name"):
+        sys.modules.pop(name, None)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
