@@ -49,7 +49,7 @@ def run(run_config: RunConfigOption = "") -> None:
     try:
         config = RunConfig.from_mapping(parse_overrides(run_config))
         run_in_process(config.to_mapping())
-    except (ConfigError, Unconvertible, RunFailed, FileNotFoundError, FileExistsError) as error:
+    except (ConfigError, Unconvertible, RunFailed, OSError) as error:
         raise _refused(error) from error
 
 

@@ -280,7 +280,7 @@ def partition_of(node: Mapping[str, Any], config: RunConfig) -> int:
     """
     if "partition-id" not in node or "num-partitions" not in node:
         raise ConfigError('this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5"')
-    index, clients = int(node["partition-id"]), int(node["num-partitions"])
+    index, clients = (_whole(node, key) for key in ("partition-id", "num-partitions"))
     if clients != config.clients:
         raise ConfigError(
             f"the run is for clients={config.clients}, but this client's node config has num-partitions={clients}: set both alike, "
@@ -289,3 +289,10 @@ def partition_of(node: Mapping[str, Any], config: RunConfig) -> int:
     if not 0 <= index < clients:
         raise ConfigError(f"partition-id must be 0..{clients - 1}, but got {index}")
     return index
+
+
+def _whole(node: Mapping[str, Any], key: str) -> int:
+    try:
+        return int(node[key])
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{key} in this client's node config must be a whole number, but got {node[key]!r:.200}") from error

@@ -284,3 +284,17 @@ def test_overrides_are_read_as_by_flwr_run_but_nothing_is_passed_over(tmp_path: 
     ]:
         with pytest.raises(ConfigError, match=re.escape(told)):
             parse_overrides(text)
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000, "1e999999999999999", "\"a\nb\"", "0x", "2020-01-01T", "{a=1", "\x00"])
+def test_no_text_is_read_with_a_traceback(value: str) -> None:
+    """tomllib itself raises other errors than its own for numbers of thousands of digits and lists within lists."""
+    with pytest.raises(ConfigError, match="cannot read|rounds must be of type int"):
+        RunConfig.from_mapping(parse_overrides(f"rounds={value}"))
+
+
+@pytest.mark.parametrize("content", [b"rounds = \xff", b"rounds = " + b"9" * 5000, b"rounds = " + b"[" * 5000, b"rounds"])
+def test_no_file_is_read_with_a_traceback(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read as a run config"):
+        parse_overrides(str(tmp_path / "mine.toml"))
