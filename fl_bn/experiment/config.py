@@ -12,7 +12,7 @@ from typing import Any
 
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.experiment.keys import Value, joins_of, kebab
+from fl_bn.experiment.keys import LONGEST, Value, joins_of, kebab, short, unfit
 from fl_bn.experiment.run_keys import RunKeys
 from fl_bn.flower.lineage import FOLDER
 from fl_bn.flower.population import round_half_up
@@ -33,10 +33,6 @@ FREEZING = ("fixbn", "fedtan2")  # by default after half of the rounds
 FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
 
 
-LONGEST = 255  # bytes of a file's name
-LARGEST = 3.4e38  # of float32
-
-
 class ConfigError(ValueError):
     """A key of the run config is unknown, of the wrong type, or out of range."""
 
@@ -51,15 +47,15 @@ class RunConfig(RunKeys):
             if wanted is float and type(value) is int:
                 object.__setattr__(self, spec.name, value := float(value))
             if type(value) is not wanted:
-                raise ConfigError(f"{kebab(spec.name)} must be of type {wanted.__name__}, but got {_short(value)}")
-            if problem := _unfit(value):
-                raise ConfigError(f"{kebab(spec.name)} must be {problem}, but got {_short(value)}")
+                raise ConfigError(f"{kebab(spec.name)} must be of type {wanted.__name__}, but got {short(value)}")
+            if problem := unfit(value):
+                raise ConfigError(f"{kebab(spec.name)} must be {problem}, but got {short(value)}")
             if not spec.metadata["check"](value):
-                raise ConfigError(f"{kebab(spec.name)} must be {spec.metadata['allowed']}, but got {_short(value)}")
+                raise ConfigError(f"{kebab(spec.name)} must be {spec.metadata['allowed']}, but got {short(value)}")
         if self.name and (self.name != self.name.strip() or not re.fullmatch(FOLDER, self.name)):
-            raise ConfigError(f"name must be a plain file name that starts with no '.', '-' or '~', but got {_short(self.name)}")
+            raise ConfigError(f"name must be a plain file name that starts with no '.', '-' or '~', but got {short(self.name)}")
         if len(self.name.encode()) > LONGEST:
-            raise ConfigError(f"name must be at most {LONGEST} bytes long, but got {len(self.name.encode())}: {_short(self.name)}")
+            raise ConfigError(f"name must be at most {LONGEST} bytes long, but got {len(self.name.encode())}: {short(self.name)}")
         if self.rounds == 0 and self.calibrate == 0:
             raise ConfigError(
                 "rounds must be >= 1, but got 0: a run that does not train measures statistics alone (re-calibration), and needs "
@@ -296,19 +292,3 @@ class RunConfig(RunKeys):
             at_start=self.clients_at_start,
             joining=joins_of(self.join_rounds),
         )
-
-
-def _unfit(value: Value) -> str:
-    """What a value of its type must be to be written to files, and to travel; empty where it is."""
-    if isinstance(value, float) and not abs(value) <= LARGEST:
-        return "a finite number"
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return "a whole number of at most 63 bits"
-    if isinstance(value, str) and (any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value)):
-        return "a text without control characters"
-    return ""
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

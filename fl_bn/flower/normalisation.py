@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
 
+from flwr.common.logger import log
 from torch import nn
 
 from fl_bn.flower.round_record import RoundRecord
@@ -48,6 +50,14 @@ def no_batch_norm(source: nn.Module, method: Method) -> str:
     if batch_norms(source) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
         return ""
     return f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
+
+
+def say_layers(source: nn.Module, model: nn.Module, method: Method) -> None:
+    """Log the policy; as a warning that there is nothing to do."""
+    for line in describe_layers(source, model, method):
+        log(logging.INFO, "\t%s", line)
+    if without := no_batch_norm(source, method):
+        log(logging.WARNING, "%s", without)
 
 
 def describe_round(record: RoundRecord, rounds: int, method: Method, model: nn.Module) -> str:

@@ -14,7 +14,7 @@ from flwr.common import Array
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
-from fl_bn.flower import schema
+from fl_bn.flower import schema, sums
 from fl_bn.flower.codec import WireError, from_records, header_of, tensor_name
 from fl_bn.flower.exchanges import Exchanges
 from fl_bn.flower.ledger import enter
@@ -26,20 +26,7 @@ from fl_bn.flower.round_record import RoundRecord
 from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.secure import Sum, SumFailed, Summand, secure_sum
 from fl_bn.flower.shared_model import SharedModel
-from fl_bn.flower.sums import (
-    CHECK,
-    LOSS_RANGE,
-    REFERENCE,
-    STATISTICS,
-    Layout,
-    Sections,
-    from_vector,
-    layout,
-    length,
-    moments_of,
-    references,
-    update_of,
-)
+from fl_bn.flower.sums import CHECK, LOSS_RANGE, REFERENCE, Layout, Sections, from_vector, layout, length, moments_of, references, update_of
 from fl_bn.methods import LayerReports, Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running
 from fl_bn.training.additive import lost
@@ -175,8 +162,11 @@ class SecureRounds:
             told = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
             for message in messages:
                 message.content["config"] = ConfigRecord({**dict(message.content.config_records["config"]), **told})
-        if self.accountant is not None:
-            _spend(self.accountant, shapes)
+        if self.accountant is not None:  # before: a sum that fails late may have shown something, and a server that dies must not forget it
+            try:
+                self.accountant.spend(sums.releases(shapes))
+            except OSError as error:
+                raise SumFailed(f"what it costs in privacy cannot be kept ({error}), so nothing may be released: make room", {}) from error
         least = max(LEAST, self.settings.threshold_of(len(cohort)))
         if trains:
             least = max(least, self.rounds.min_cohort, math.ceil(self.rounds.min_replies * len(cohort)))
@@ -260,18 +250,6 @@ class SecureRounds:
     def _say(self, error: Exception) -> None:
         for index, reason in sorted(getattr(error, "refused", {}).items()):
             log(logging.WARNING, "client %s is not in the sum: %s", index, reason)
-
-
-def _spend(accountant: Accountant, shapes: Layout) -> None:
-    """Before the sum: one that fails late may have shown something, and a server that dies must not forget it.
-
-    Constants (``check``) are no release.
-    """
-    vectors = {"statistics" if section in STATISTICS else "update" for section in shapes if section != "check"}
-    try:
-        accountant.spend(len(vectors))
-    except OSError as error:
-        raise SumFailed(f"what it costs in privacy cannot be kept ({error}), so nothing may be released: make room", {}) from error
 
 
 def _entry(part: Summand, loss: float, size: int) -> Contribution:

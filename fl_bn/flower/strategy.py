@@ -22,7 +22,7 @@ from fl_bn.flower.departures import Departures
 from fl_bn.flower.evaluation import evaluation_at_clients
 from fl_bn.flower.exchanges import Exchanges, check_weights
 from fl_bn.flower.ledger import enter
-from fl_bn.flower.normalisation import describe_layers, describe_round, no_batch_norm, watch
+from fl_bn.flower.normalisation import describe_round, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.recovery import Recovery
@@ -82,8 +82,6 @@ class BatchNormStrategy(Strategy):
         self._sent, self._down = list[Message](), self.shared.payload()
         self.defence, self.at_clients = defence, method.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average)
-        self.departures = Departures(self.shared.model, method)
-        self.secure = None if secure is None else SecureRounds(secure, self.shared, rounds, defence, self.departures.masked)
         self.departures = Departures(self.shared.model, method)
         self.secure = None if secure is None else SecureRounds(secure, self.shared, rounds, defence, self.departures.masked)
         accountant = None if self.secure is None else self.secure.accountant
@@ -159,10 +157,7 @@ class BatchNormStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the policy, and every normalisation layer by type."""
-        for line in describe_layers(self.source, self.shared.model, self.method):
-            log(logging.INFO, "\t%s", line)
-        if without := no_batch_norm(self.source, self.method):
-            log(logging.WARNING, "%s", without)
+        say_layers(self.source, self.shared.model, self.method)
 
     # The loop
 
