@@ -4,7 +4,16 @@ from pathlib import Path
 
 from flwr.app import Context
 
-from fl_bn.experiment.assembly import OwnData, at_client, client_model, client_samples, device, limit_threads, partition_of
+from fl_bn.experiment.assembly import (
+    OwnData,
+    allow_modules,
+    at_client,
+    client_model,
+    client_samples,
+    device,
+    limit_threads,
+    partition_of,
+)
 from fl_bn.experiment.config import RunConfig
 from fl_bn.flower import BatchNormClient, Site, make_client_app
 
@@ -13,6 +22,7 @@ def build_client(context: Context) -> BatchNormClient:
     config = RunConfig.from_mapping(context.run_config)
     limit_threads(config.threads)
     node = context.node_config
+    allow_modules(Path(__file__).parents[1], node)
     index = partition_of(node, config)
     train, test, counts = client_samples(config, index, OwnData.of(node, config))
     folder = Path(str(node["state-dir"])) if "state-dir" in node else Path(config.output) if config.output else None

@@ -49,7 +49,7 @@ def run(run_config: RunConfigOption = "") -> None:
     try:
         config = RunConfig.from_mapping(parse_overrides(run_config))
         run_in_process(config.to_mapping())
-    except (ConfigError, Unconvertible, RunFailed, FileNotFoundError, FileExistsError) as error:
+    except (ConfigError, Unconvertible, RunFailed, OSError) as error:
         raise _refused(error) from error
 
 
@@ -144,7 +144,7 @@ def layers(
 ) -> None:
     """Which normalisation layers a model has, and what a method does with each of their tensors."""
     from fl_bn import convert
-    from fl_bn.flower.normalisation import describe_layers
+    from fl_bn.flower.normalisation import describe_layers, no_batch_norm
     from fl_bn.methods import METHODS
     from fl_bn.models import build
 
@@ -154,6 +154,8 @@ def layers(
         source = build(model, classes=classes, image_size=image_size)
         for line in describe_layers(source, convert(source, METHODS[method]()), METHODS[method]()):
             console.print(line, highlight=False)
+        if without := no_batch_norm(source, METHODS[method]()):
+            console.print(without, highlight=False)
     except ValueError as error:
         raise _refused(error) from error
 

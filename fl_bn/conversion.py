@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -24,6 +25,11 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         UnknownTensor: a norm layer holds a tensor that has no role.
     """
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Unconvertible(
+                f"{name or 'the model'} is a TorchScript module: its layers have lost their types, so that no BatchNorm can be found "
+                "in it. Give the network as it was before torch.jit.script or torch.jit.trace"
+            )
         if any(map(nn.parameter.is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
             # deepcopy would refuse it, too, but without a name
             raise Unconvertible(
@@ -69,5 +75,15 @@ def _replacement(layer: _BatchNorm, method: Method) -> nn.Module:
         raise ValueError(
             "it overrides BatchNorm's forward, so replacing it would lose what it adds (an activation, say): use a plain BatchNorm layer"
         )
+    known = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    if extra := [name for name in layer.state_dict() if name not in known]:
+        raise ValueError(
+            f"it holds {', '.join(map(repr, extra))} beside BatchNorm's own tensors, which replacing it would lose: keep them in a "
+            "layer of their own"
+        )
     assert method.layer is not None
-    return method.layer(layer)
+    new = method.layer(layer)
+    for key in ("weight", "bias"):  # the very parameter, which another layer may share
+        if isinstance(getattr(new, key, None), nn.Parameter):
+            setattr(new, key, getattr(layer, key))
+    return new

@@ -55,6 +55,24 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
     sync_folder(path.parent)
 
 
+def append(path: Path, line: bytes) -> None:
+    """Add ``line`` to the file at ``path``, durably: no later crash takes it away. What a crash cut short gets a line of its own.
+
+    Raises:
+        OSError: the disk is full, say. A part of the line may be there.
+    """
+    _make(path.parent)
+    fresh = not path.exists()
+    with path.open("ab+") as file:
+        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            line = b"\n" + line
+        file.write(line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if fresh:
+        sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in ``folder`` durable, as far as the file system can."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,11 +1,13 @@
 """Composition root of the server: reads the run config, builds one strategy, starts it, and writes the run directory."""
 
+from pathlib import Path
+
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_bn.experiment.assembly import device, limit_threads, source_model
+from fl_bn.experiment.assembly import allow_modules, device, limit_threads, source_model
 from fl_bn.experiment.config import RunConfig
-from fl_bn.experiment.recalibrate import check
+from fl_bn.experiment.preflight import check
 from fl_bn.experiment.run_directory import RunDirectory
 from fl_bn.experiment.testing import test_metrics
 from fl_bn.flower import BatchNormStrategy, RunFailed
@@ -24,8 +26,8 @@ def main(grid: Grid, context: Context) -> None:
 def run(grid: Grid, context: Context) -> None:
     config = RunConfig.from_mapping(context.run_config)
     limit_threads(config.threads)
-    if config.rounds == 0:
-        check(config)
+    allow_modules(Path(__file__).parents[1], context.node_config)
+    check(config)
     model, target = source_model(config), device(config)
 
     with RunDirectory.create(config) as directory:

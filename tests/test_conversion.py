@@ -188,3 +188,66 @@ def test_instance_normalisation_after_a_linear_layer_is_refused_at_the_first_bat
     model = convert(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), METHODS["in"]())
     with pytest.raises(ValueError, match="use gn or ln for layers after a linear layer"):
         model(torch.randn(5, 3))
+
+
+class Gated(nn.BatchNorm2d):
+    """BatchNorm's own forward, and a tensor of its own that other code reads."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.gate = nn.Parameter(torch.ones(channels))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_batch_norm_with_a_parameter_of_its_own_is_refused_with_the_layers_name(name: str) -> None:
+    """Of every method; those that replace the layer raised torch's RuntimeError of a state_dict, or lost it without a word."""
+    with pytest.raises((Unconvertible, UnknownTensor), match="'gate'"):
+        convert(around(Gated(4)), METHODS[name]())
+
+
+def tied() -> nn.Sequential:
+    first, second = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+    second.weight, second.bias = first.weight, first.bias
+    return nn.Sequential(nn.Conv2d(3, 4, 1), first, nn.ReLU(), nn.Conv2d(4, 4, 1), second, nn.Flatten(), nn.Linear(256, 2))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("fixup", "fedfn", "fedwon")])
+def test_an_affine_that_two_layers_share_stays_one(name: str) -> None:
+    """A step moves it by both layers' gradients; two copies would each move by their own."""
+    model = tied()
+    converted = convert(model, METHODS[name]())
+    assert converted[1].weight is converted[4].weight
+    assert converted[1].bias is converted[4].bias
+    assert converted[1].weight is not model[1].weight
+    assert len(list(converted.parameters())) == len(list(model.parameters())) + (2 if name == "hbn" else 0)  # mixing logits
+
+
+def test_an_affine_that_two_layers_share_gets_both_gradients() -> None:
+    torch.manual_seed(0)
+    model = tied().double()
+    x, y = X.double(), torch.tensor([0, 1, 1, 0])
+    converted = convert(model, METHODS["fbn"]()).eval()
+    for network in (model.eval(), converted):
+        nn.functional.cross_entropy(network(x), y).backward()
+    assert torch.allclose(converted[1].weight.grad, model[1].weight.grad, rtol=0, atol=1e-12)
+    assert model[1].weight.grad.abs().max() > 1e-3  # control
+
+
+def test_an_affine_that_is_not_learnt_stays_so() -> None:
+    model = around(nn.BatchNorm2d(4))
+    model[1].weight.requires_grad_(False)
+    converted = convert(model, METHODS["hbn"]())
+    assert [p.requires_grad for p in (converted[1].weight, converted[1].bias)] == [False, True]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("how", ["script", "trace", "a part"])
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_torchscript_is_refused(name: str, how: str) -> None:
+    """Its BatchNorm is of no type that anyone could find: it was shared as if it were a weight."""
+    model: nn.Module = around(nn.BatchNorm2d(4)).eval()
+    model = torch.jit.trace(model, X) if how == "trace" else torch.jit.script(model)
+    if how == "a part":
+        model = nn.Sequential(nn.Identity(), model)
+    with pytest.raises(Unconvertible, match=f"^{'1' if how == 'a part' else 'the model'} is a TorchScript module.*before torch.jit.script"):
+        convert(model, METHODS[name]())

@@ -57,11 +57,16 @@ def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps:
             yield batch
 
 
-def _check(n: int, batch_size: int) -> None:
-    if batch_size < 2:
-        raise ValueError(f"batch_size must be at least 2 (a batch of one has no variance), but got {batch_size}")
+def check_size(n: int) -> None:
+    """Raises ClientTooSmall for a client of ``n`` samples that have no variance."""
     if n < 2:
         raise ClientTooSmall(
             f"batch statistics need at least 2 samples, but this client has {n}; use fewer clients, "
             "or a partition that leaves none so small"
         )
+
+
+def _check(n: int, batch_size: int) -> None:
+    if batch_size < 2:
+        raise ValueError(f"batch_size must be at least 2 (a batch of one has no variance), but got {batch_size}")
+    check_size(n)

@@ -12,6 +12,7 @@ from fl_bn.data import connectomes, digits, digits_five, folder, image_folders, 
 from fl_bn.data.function import load_function
 from fl_bn.data.record import DataNotFound, Dataset
 from fl_bn.data.record import to_input as images_to_input
+from fl_bn.own_code import Modules
 
 __all__ = ["DATASETS", "DataNotFound", "Dataset", "load", "to_input"]
 
@@ -34,24 +35,25 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
 }
 
 
-def load(name: str, path: str = "", image_size: int = 0) -> Dataset:
+def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None = None) -> Dataset:
     """The data set ``name``, one of ``DATASETS`` or one's own function "package.module:function"; read once per process, then shared.
 
     ``path`` is the files of ``npz``, the folder of ``folder`` or of a published data set (``data`` where it is empty), or what
     one's own function makes of it. ``image_size`` is in pixels; 0 keeps the native size or, where a set has many, takes that
-    of its papers; any other resizes bilinearly with antialiasing. Which files go where: docs/data.md.
+    of its papers; any other resizes bilinearly with antialiasing. Which files go where: docs/data.md. ``modules``: where one's own
+    function may come from, if not from anywhere.
 
     Raises:
         ValueError: for an unknown name, a negative size, or data that are not what they should be.
         DataNotFound: where files are missing and cannot be downloaded.
     """
-    return _load(name, path, image_size)
+    return _load(name, path, image_size, modules)
 
 
 # Apart from load(), whose callers leave out defaults or name arguments: each spelling would be cached anew. A few sets
 # suffice, as one process rarely works on more.
 @lru_cache(maxsize=4)
-def _load(name: str, path: str, image_size: int) -> Dataset:
+def _load(name: str, path: str, image_size: int, modules: Modules | None) -> Dataset:
     if name not in DATASETS and ":" not in name:
         raise ValueError(
             f"dataset must be one of {', '.join(DATASETS)}, or your own function as package.module:function, but got {name!r}; "
@@ -60,7 +62,7 @@ def _load(name: str, path: str, image_size: int) -> Dataset:
     if image_size < 0:
         raise ValueError(f"image_size must be positive, or 0 for the native size, but got {image_size}")
     if ":" in name:
-        return load_function(name, path, image_size)
+        return load_function(name, path, image_size, modules)
     return DATASETS[name](path, image_size)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
+from fl_bn.own_code import Modules, function
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
@@ -45,7 +45,7 @@ class Measurements(Dataset):
         self._check_indices(f"y_{split}", y, x.shape[0], self.classes)
 
 
-def load_function(name: str, path: str, image_size: int) -> Dataset:
+def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:
     """The data of the function ``name``, "package.module:function", which is called as ``function(path)``.
 
     If it has a parameter called ``image_size``, that is given by name, too (0: as the data are). It returns ``x_train,
@@ -56,14 +56,14 @@ def load_function(name: str, path: str, image_size: int) -> Dataset:
       business. They are never resized: ``image_size`` must be 0 or theirs (1 for a table). Or
     * uint8 images (N, H, W) or (N, H, W, C), square, with 1 or 3 channels; resized to ``image_size`` unless that is 0.
 
-    The function runs on the machine that holds the data, with all that whoever wrote it may do there.
+    The function runs on the machine that holds the data, with all that whoever wrote it may do there. ``modules``: where it may come
+    from, if not from anywhere.
 
     Raises:
         DataNotFound: where the function raises FileNotFoundError.
         ValueError: for a function that is not there, that raises, or returns anything else.
     """
-    function = _imported(name)
-    arrays = _checked_arrays(name, _called(name, function, path, image_size))
+    arrays = _checked_arrays(name, _called(name, _imported(name, modules), path, image_size))
     labels = {key: _labels(name, key, arrays[key]) for key in ("y_train", "y_test")}
     samples = {key: _samples(name, key, arrays[key], image_size) for key in ("x_train", "x_test")}
     floats = {key: x.is_floating_point() for key, x in samples.items()}
@@ -80,30 +80,17 @@ def load_function(name: str, path: str, image_size: int) -> Dataset:
     return data
 
 
-def _imported(name: str) -> Callable[..., Any]:
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not all(part.isidentifier() for part in [*module_name.split("."), function_name]):
-        raise ValueError(f"a data function must be named as package.module:function, but got {name!r}")
+def _imported(name: str, modules: Modules | None) -> Callable[..., Any]:
     try:
-        module = importlib.import_module(module_name)
+        return function("a data function", name, modules)
+    except ValueError:
+        raise
     except Exception as error:  # a stranger's module: anything may happen in it
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"data function {name!r}: there is no module {error.name!r}; install its package, or put its folder on PYTHONPATH"
-            ) from error
-        raise ValueError(f"data function {name!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(
-            f"data function {name!r}: expected a function {function_name!r} in {module_name}, "
-            f"which has {', '.join(public) or 'no functions'}"
-        )
-    return function  # type: ignore[no-any-return]
+        raise ValueError(f"data function {name!r}: importing {name.partition(':')[0]} failed: {type(error).__name__}: {error}") from error
 
 
-def _called(name: str, function: Callable[..., Any], path: str, image_size: int) -> Any:
-    signature = inspect.signature(function)
+def _called(name: str, loaded: Callable[..., Any], path: str, image_size: int) -> Any:
+    signature = inspect.signature(loaded)
     arguments = {"image_size": image_size} if "image_size" in signature.parameters else {}
     try:
         signature.bind(path, **arguments)
@@ -112,7 +99,7 @@ def _called(name: str, function: Callable[..., Any], path: str, image_size: int)
             f"data function {name!r} must be callable as function(path) or function(path, image_size=...), but {error}"
         ) from error
     try:
-        return function(path, **arguments)
+        return loaded(path, **arguments)
     except FileNotFoundError as error:
         raise DataNotFound(f"data function {name!r} found no file for path {path!r}: {error}") from error
     except Exception as error:  # a stranger's function: anything may happen in it

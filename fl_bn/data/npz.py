@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
+from fl_bn.data.record import DataNotFound, Dataset, how_to_bytes, images_to_tensor, resize
 
 SPLITS = ("train", "test")
 
@@ -98,7 +98,7 @@ def _array(file: Path, archive: np.lib.npyio.NpzFile, key: str) -> NDArray[np.ge
 
 def _checked_images(file: Path, key: str, x: NDArray[np.generic]) -> Tensor:
     if x.dtype != np.uint8:
-        raise ValueError(f"{file}: {key} must be uint8 (0..255), but is {x.dtype}; save it with .astype('uint8')")
+        raise ValueError(f"{file}: {key} must be uint8 (0..255), but is {x.dtype}; {how_to_bytes(x)}")
     if x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)) or len(x) == 0:
         raise ValueError(
             f"{file}: {key} must be (N, H, W) or (N, H, W, C) with 1 or 3 channels C last and at least one image, but is {x.shape}"

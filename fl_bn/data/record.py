@@ -120,6 +120,23 @@ def images_to_tensor(array: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(np.array(array.transpose(0, 3, 1, 2), order="C"))
 
 
+def how_to_bytes(x: NDArray[np.generic]) -> str:
+    """How images (N, ...) of another dtype become uint8, by the values that they have.
+
+    >>> how_to_bytes(np.array([0.0, 0.5, 1.0]))
+    "its values lie in 0..1: save np.rint(x * 255).astype('uint8') (astype alone would make nearly every pixel 0)"
+    """
+    numbers = x.astype(np.float64) if np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x) else np.full(1, np.nan)
+    low, high = (float(numbers.min()), float(numbers.max())) if numbers.size else (np.nan, np.nan)
+    if low >= 0 and high <= 1 and not np.issubdtype(x.dtype, np.integer):
+        return "its values lie in 0..1: save np.rint(x * 255).astype('uint8') (astype alone would make nearly every pixel 0)"
+    if low >= -1 and high <= 1 and not np.issubdtype(x.dtype, np.integer):
+        return "its values lie in -1..1: save np.rint((x + 1) * 127.5).astype('uint8')"
+    if low >= 0 and high <= 255:
+        return "its values lie in 0..255: save np.rint(x).astype('uint8')"
+    return "scale its values to 0..255, round them, and save them with .astype('uint8')"
+
+
 def resize(images: Tensor, image_size: int) -> Tensor:
     """Square uint8 images (N, C, H, H), bilinearly resized with antialiasing to (N, C, image_size, image_size).
 

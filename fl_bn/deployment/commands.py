@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_bn.deployment.folders import ServerFolder, SiteFolder
+from fl_bn.own_code import VARIABLE
 from fl_bn.pairs import Scalar, flower_config
 
 WATCHED = Path(__file__).with_name("watched.py")  # notices where a SuperNode would hang
@@ -80,7 +81,8 @@ def serverapp(server: ServerFolder) -> Command:
     """Starts a ServerApp per run, beside ``results``."""
     options = {"--plugin-type": "serverapp", "--appio-api-address": local(server.serverappio)}
     argv = (program("flower-superexec"), "--insecure", *_flat(options))
-    return Command("serverapp", argv, _environment(server.state), server.results.parent)
+    allowed = {VARIABLE: server.allow_modules} if server.allow_modules else {}
+    return Command("serverapp", argv, _environment(server.state) | allowed, server.results.parent)
 
 
 def register(server: ServerFolder) -> Command:
@@ -118,7 +120,8 @@ def node_config(site: SiteFolder) -> dict[str, Scalar]:
         "state-dir": str(site.state_dir),
         "device": site.device,
     }
-    return config | {name: value for name, value in (("dataset", site.dataset), ("data-path", site.data_path)) if value}
+    given = {"dataset": site.dataset, "data-path": site.data_path, "allow-modules": site.allow_modules}
+    return config | {name: value for name, value in given.items() if value}
 
 
 def local(address: str) -> str:

@@ -118,6 +118,7 @@ class ServerFolder(Folder):
     sites: tuple[str, ...] = _line("a site's partition-id is its place here", check=_sites)
     state: Path = _line("the SuperLink's database and files; relative paths start at this folder", "state", _given)
     results: Path = _line("each run makes a folder here", "results", _given)
+    allow_modules: str = _line("installed modules of which a run config may name a function, separated by commas", "")
     app: Path | None = _line("folder of the fl-bn project that is submitted; empty: the one that is installed (editable)", "")
 
     file = "server.toml"
@@ -153,6 +154,7 @@ class SiteFolder(Folder):
         "",
     )
     data_path: str = _line("where they are; npz files are separated by commas", "")
+    allow_modules: str = _line("modules here, beside the app's own, of which a run config may name a function; by commas", "")
     device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)
     clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from fl_bn.data.partition import label_counts, partition
 from fl_bn.data.shift import limited, shifted
 from fl_bn.experiment.config import SITES, ConfigError, RunConfig
 from fl_bn.experiment.keys import known_device, names_of
+from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.head import with_projection
 from fl_bn.models.standardise import standardised
+from fl_bn.own_code import OWN, Modules
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role
 from fl_bn.training.local import Samples, torch_seed
@@ -48,6 +51,23 @@ class OwnData:
         return own
 
 
+_modules = Modules.of(None, OWN)
+
+
+def allow_modules(app: Path, node: Mapping[str, Any]) -> None:
+    """Let run configs name functions of the modules of ``app``, the folder of the running app, and of those that the owner of this process
+    allows: ``allow-modules`` of the node config ``node``, and FL_BN_ALLOW_MODULES in the environment.
+
+    A process that is told nothing is its owner's own (``fl-bn run`` and its kin): any module of theirs will do, but none of Python's or of
+    an installed package.
+    """
+    global _modules
+    allowed = Modules.of(app, str(node.get("allow-modules", "")))
+    if allowed != _modules:
+        _modules = allowed
+        forget()
+
+
 @contextmanager
 def _as_config_error() -> Iterator[None]:
     """Data, model and partition come from the config's keys, so what is wrong with them is wrong there."""
@@ -55,8 +75,10 @@ def _as_config_error() -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (ValueError, ImportError) as error:
-        raise ConfigError(str(error)) from error
+    except FileNotFoundError:
+        raise
+    except (ValueError, TypeError, ImportError, OSError, MemoryError) as error:
+        raise ConfigError(str(error) or type(error).__name__) from error
 
 
 @_as_config_error()
@@ -67,14 +89,49 @@ def dataset(config: RunConfig) -> Dataset:
     """
     shifts = names_of(config.shifts)
     seed = config.seed if shifts or config.samples_per_domain else 0
-    data = _dataset(config.dataset, config.data_path, config.image_size, shifts, config.samples_per_domain, seed)
+    data = _dataset(config.dataset, config.data_path, config.image_size, shifts, config.samples_per_domain, seed, _modules)
     return _without(data, config.hold_out) if config.hold_out else data
 
 
 @lru_cache(maxsize=2)
-def _dataset(name: str, path: str, image_size: int, shifts: tuple[str, ...], per_domain: int, seed: int) -> Dataset:
-    data = load(name, path, image_size)
+def _dataset(
+    name: str, path: str, image_size: int, shifts: tuple[str, ...], per_domain: int, seed: int, modules: Modules
+) -> Dataset:
+    data = load(name, path, image_size, modules)
+    _check_labels(data)
     return limited(shifted(data, shifts, seed) if shifts else data, per_domain, seed)
+
+
+def _check_labels(data: Dataset) -> None:
+    """Of all of a run's data (a site's own may lack any class): a class 0 without a sample is a class too many, others may be mistakes.
+
+    Raises:
+        ConfigError: labels count from 1, or no sample has label 0 for another reason.
+    """
+    if data.y_train.ndim > 1:  # masks
+        return
+    train, test = (torch.bincount(y, minlength=data.classes) for y in (data.y_train, data.y_test))
+    if not train[0] and not test[0]:
+        least = min(int(data.y_train.min()), int(data.y_test.min()))
+        raise ConfigError(
+            f"dataset {data.name!r}: no sample has label 0; the labels span {least}..{data.classes - 1}, which would make {data.classes} "
+            f"classes. Count classes from 0: subtract {least} from every label"
+        )
+    if missing := missing_classes(train.tolist()):
+        LOGGER.warning(
+            "dataset %r has %s classes, since its largest label is %s, but no training sample of class %s: if that is a mistake, correct "
+            "the labels",
+            data.name,
+            data.classes,
+            data.classes - 1,
+            missing,
+        )
+
+
+def missing_classes(counts: Sequence[int]) -> str:
+    """Which of the classes 0..len(counts) - 1 have no sample, the first ten by number; empty if none."""
+    none = [str(label) for label, count in enumerate(counts) if not count]
+    return "" if not none else ", ".join(none) if len(none) <= 10 else f"{', '.join(none[:10])} and {len(none) - 10} more"
 
 
 _without = lru_cache(maxsize=2)(without_domain)
@@ -101,9 +158,9 @@ def source_model(config: RunConfig) -> nn.Module:
         seed=config.seed,
         stem=config.model_stem,
         weights=config.model_weights,
+        modules=_modules,
     )
-    if config.standardise != "none":
-        standardised(model, config.standardise, channels)
+    standardised(model, config.standardise, channels)
     if config.moon_projection:
         with torch_seed(config.seed, torch.device("cpu")):
             with_projection(model, config.moon_projection)
@@ -225,7 +282,7 @@ def partition_of(node: Mapping[str, Any], config: RunConfig) -> int:
     """
     if "partition-id" not in node or "num-partitions" not in node:
         raise ConfigError('this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5"')
-    index, clients = int(node["partition-id"]), int(node["num-partitions"])
+    index, clients = (_whole(node, key) for key in ("partition-id", "num-partitions"))
     if clients != config.clients:
         raise ConfigError(
             f"the run is for clients={config.clients}, but this client's node config has num-partitions={clients}: set both alike, "
@@ -234,3 +291,10 @@ def partition_of(node: Mapping[str, Any], config: RunConfig) -> int:
     if not 0 <= index < clients:
         raise ConfigError(f"partition-id must be 0..{clients - 1}, but got {index}")
     return index
+
+
+def _whole(node: Mapping[str, Any], key: str) -> int:
+    try:
+        return int(node[key])
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{key} in this client's node config must be a whole number, but got {node[key]!r:.200}") from error

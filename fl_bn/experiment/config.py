@@ -12,7 +12,7 @@ from typing import Any
 
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.experiment.keys import Value, joins_of, kebab
+from fl_bn.experiment.keys import LONGEST, Value, joins_of, kebab, short, unfit
 from fl_bn.experiment.run_keys import RunKeys
 from fl_bn.flower.lineage import FOLDER
 from fl_bn.flower.population import round_half_up
@@ -30,7 +30,6 @@ from fl_bn.training.server_optimizers import ServerOptimizer, server_optimizer
 from fl_bn.training.settings import LocalTraining, learning_rate, milestones_of
 
 SITES = "sites"  # the data set that every client brings for itself
-FREEZING = ("fixbn", "fedtan2")  # by default after half of the rounds
 FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
 
 
@@ -48,17 +47,21 @@ class RunConfig(RunKeys):
             if wanted is float and type(value) is int:
                 object.__setattr__(self, spec.name, value := float(value))
             if type(value) is not wanted:
-                raise ConfigError(f"{kebab(spec.name)} must be of type {wanted.__name__}, but got {value!r}")
+                raise ConfigError(f"{kebab(spec.name)} must be of type {wanted.__name__}, but got {short(value)}")
+            if problem := unfit(value):
+                raise ConfigError(f"{kebab(spec.name)} must be {problem}, but got {short(value)}")
             if not spec.metadata["check"](value):
-                raise ConfigError(f"{kebab(spec.name)} must be {spec.metadata['allowed']}, but got {value!r}")
+                raise ConfigError(f"{kebab(spec.name)} must be {spec.metadata['allowed']}, but got {short(value)}")
         if self.name and (self.name != self.name.strip() or not re.fullmatch(FOLDER, self.name)):
-            raise ConfigError(f"name must be a plain file name that starts with no '.', '-' or '~', but got {self.name!r}")
+            raise ConfigError(f"name must be a plain file name that starts with no '.', '-' or '~', but got {short(self.name)}")
+        if len(self.name.encode()) > LONGEST:
+            raise ConfigError(f"name must be at most {LONGEST} bytes long, but got {len(self.name.encode())}: {short(self.name)}")
         if self.rounds == 0 and self.calibrate in (0, AS_METHOD):
             raise ConfigError(
                 "rounds must be >= 1, but got 0: a run that does not train measures statistics alone (re-calibration), and needs "
                 "calibrate=-1, one exchange per BatchNorm layer or until nothing moves, and model-weights, the network they are of"
             )
-        if self.method in FREEZING and self.freeze_after > self.rounds > 0:
+        if self.method in ("fixbn", "fedtan2") and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
         if self.freeze_what != "statistics" and (self.method != "fixbn" or self.update != "weights"):
             raise ConfigError(

@@ -11,6 +11,8 @@ from fl_bn.data.shift import SHIFTS
 from fl_bn.robust import PREAGGREGATIONS, RULES, rule_named
 
 Value = str | int | float | bool
+LONGEST = 255  # bytes of a file's name
+LARGEST = 3.4e38  # of float32
 
 
 def key(default: Value, text: str, allowed: str | tuple[str, ...], check: Callable[[Any], bool] | None = None) -> Any:
@@ -89,6 +91,22 @@ def known_shifts(text: str) -> bool:
 
 def known_diagnostics(text: str) -> bool:
     return all(name in DIAGNOSTICS for name in names_of(text))
+
+
+def unfit(value: Value) -> str:
+    """What a value of its type must be to be written to files, and to travel; empty where it is."""
+    if isinstance(value, float) and not abs(value) <= LARGEST:
+        return "a finite number"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "a whole number of at most 63 bits"
+    if isinstance(value, str) and (any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value)):
+        return "a text without control characters"
+    return ""
+
+
+def short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def kebab(name: str) -> str:

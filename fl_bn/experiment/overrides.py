@@ -9,6 +9,8 @@ from typing import Any
 
 from fl_bn.experiment.config import ConfigError
 
+UNREADABLE = (ValueError, RecursionError)  # of tomllib: its own error, numbers of 5,000 digits, lists in lists in lists, bytes of no text
+LONG = 200  # characters of a value that an error repeats
 PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
 
 
@@ -20,8 +22,8 @@ def parse_overrides(text: str) -> dict[str, Any]:
     """
     if text.endswith(".toml"):
         try:
-            return tomllib.loads(Path(text).read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+            return tomllib.loads(Path(text).read_text(encoding="utf-8"))
+        except (OSError, *UNREADABLE) as error:
             raise ConfigError(f"{text} cannot be read as a run config: {error}") from error
     if rest := PAIR.sub("", text).strip():
         raise ConfigError(f"cannot read {rest!r} in the run config: expected key=value pairs, e.g. rounds=10 method='hbn'")
@@ -29,6 +31,7 @@ def parse_overrides(text: str) -> dict[str, Any]:
     for name, value in PAIR.findall(text):
         try:
             values[name] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"cannot read {name}={value}: expected a number, true, false or a quoted string: {name}='{value}'") from error
+        except UNREADABLE as error:
+            shown = value if len(value) <= LONG else f"{value[:LONG]}..."
+            raise ConfigError(f"cannot read {name}={shown}: expected a number, true, false or a quoted string: {name}='{shown}'") from error
     return values

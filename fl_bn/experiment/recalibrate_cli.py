@@ -34,7 +34,7 @@ def recalibrate(
     try:
         config = planned(source, parse_overrides(run_config), passes, output)
         folder = run_in_process(config.to_mapping())
-    except (ConfigError, Unconvertible, RunFailed, FileNotFoundError, FileExistsError) as error:
+    except (ConfigError, Unconvertible, RunFailed, OSError) as error:
         Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
         raise typer.Exit(2) from error
     assert folder is not None

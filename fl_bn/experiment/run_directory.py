@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -32,8 +34,9 @@ from fl_bn.flower.codec import tensors_of
 from fl_bn.flower.log import LOGGER
 from fl_bn.flower.round_record import RoundRecord
 from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.training.privacy import Journal
 
-LOCK = ".lock"
+LOCK, RELEASES = ".lock", "privacy.jsonl"
 
 
 class RunDirectory:
@@ -59,7 +62,7 @@ class RunDirectory:
 
         Raises:
             FileExistsError: a run of the given ``name`` is there already: none is overwritten.
-            ConfigError: there is nothing to resume, or the diagnostics cannot be made.
+            ConfigError: no folder can be made, there is nothing to resume, or the diagnostics cannot be made.
         """
         if not config.output:
             return cls(config, None)
@@ -67,15 +70,20 @@ class RunDirectory:
         if config.resume:
             return cls(config, run_to_resume(config), goes_on=True)
         root = Path(config.output)
-        data = config.dataset.replace("/", "-").replace(":", "-")
+        data = config.dataset.replace("/", "-").replace(":", "-")[:80]
         stem = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{data}-seed{config.seed}"
         path, n = root / stem, 1
-        while path.exists():
-            if config.name:
-                raise FileExistsError(f"{path} exists already: give another name, remove it, or go on with resume={config.name!r}")
-            n += 1
-            path = root / f"{stem}-{n}"
-        path.mkdir(parents=True)
+        try:
+            while path.exists():
+                if config.name:
+                    raise FileExistsError(f"{path} exists already: give another name, remove it, or go on with resume={config.name!r}")
+                n += 1
+                path = root / f"{stem}-{n}"
+            path.mkdir(parents=True)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise ConfigError(f"output={config.output!r}: no folder for the run can be made there: {error}") from error
         return cls(config, path.resolve())
 
     @property
@@ -103,8 +111,10 @@ class RunDirectory:
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
-        """Tell whose model to save at the end."""
+        """Tell whose model to save at the end, and whose releases to keep count of."""
         self.strategy = strategy
+        if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
+            strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
 
     def record(self, record: RoundRecord) -> None:
         """Append one round to every file that grows."""
@@ -176,7 +186,10 @@ class RunDirectory:
             write_passes(passes, self.path / "recalibration.csv")
 
     def _save_model(self, strategy: BatchNormStrategy) -> None:
-        """The shared tensors, as evaluated last. They load into the unconverted network (``strict=False`` for what stays home)."""
+        """The shared tensors, as evaluated last, by the names of the unconverted network: all of it but counters and what stays home.
+
+        Of methods that replace BatchNorm (gn and its kin, FedWon, ...): by those of the converted network.
+        """
         assert self.path is not None
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
         durable.write(self.path / "model.safetensors", save(tensors_of(strategy.shared.arrays()), metadata), mode=0o666)
@@ -202,15 +215,20 @@ def _diagnostics(config: RunConfig) -> Diagnostics | None:
 
 def _locked(path: Path) -> IO[str]:
     """Hold the run's folder against a second process, as long as this one lives. Raises RunFailed where another holds it."""
-    lock = (path / LOCK).open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise RunFailed(f"{path} is still being written by another process: end that run first") from error
-    except OSError:  # a file system without locks
-        LOGGER.warning("%s cannot be locked: see to it that no second process goes on with the same run", path)
-    return lock
+    while True:
+        lock = (path / LOCK).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise RunFailed(f"{path} is still being written by another process: end that run first") from error
+        except OSError:  # a file system without locks
+            LOGGER.warning("%s cannot be locked: see to it that no second process goes on with the same run", path)
+            return lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path / LOCK)):
+                return lock
+        lock.close()  # whoever held it removed it between our opening and our locking: that file holds nobody back any more
 
 
 def to_toml(values: Mapping[str, Value]) -> str:

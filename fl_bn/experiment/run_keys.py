@@ -108,7 +108,9 @@ class RunKeys(MethodKeys):
         "true, false",
     )
     # federation
-    clients: int = key(10, "clients in the population; in simulation equal to options.num-supernodes", ">= 1", at_least(1))
+    clients: int = key(
+        10, "clients in the population; in simulation equal to options.num-supernodes", "1..100000", between(1, 100_000)
+    )
     clients_at_start: int = key(
         0, "clients that suffice for the run to start; the others join before whatever round they come; 0: all", ">= 0", at_least(0)
     )

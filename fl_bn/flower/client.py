@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fl_bn.data.augment import augmenter
-from fl_bn.data.batches import ClientTooSmall, draw_batches
+from fl_bn.data.batches import ClientTooSmall, check_size, draw_batches
 from fl_bn.exchange.call import Exchange
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.local import LocalExchange
@@ -115,6 +115,7 @@ class BatchNormClient(NumPyClient):
             arrays, layout = flatten({"moments": self._moments(self._measure(round, phase, self.asked(config)))})
             return arrays, len(self.site.train), {"layout": layout}
         try:
+            check_size(len(self.site.train))  # before the statistics pass, which one sample may break
             reports = self.method.reports(phase)
             moments = self._measure(round, phase, self.method.statistics_pass) if reports is Report.PASS else {}
             rate, counted = float(config["learning-rate"]), int(config.get("counted", kept.round))

@@ -138,7 +138,18 @@ def tensor_name(layer: str, key: str) -> str:
 
 
 def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+    """Raises WireError for a dtype that NumPy, and so the wire, does not have."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        try:
+            arrays[name] = tensor.detach().cpu().numpy()
+        except TypeError as error:
+            raise WireError(
+                "tensor",
+                name,
+                f"expected a dtype that NumPy has, but got {tensor.dtype}: keep the model in float32, and set precision to mixed",
+            ) from error
+    return arrays
 
 
 def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
@@ -155,8 +166,7 @@ def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[s
     arrays: dict[str, np.ndarray] = {}
     for layer, m in moments.items():
         arrays[tensor_name(layer, "count")] = np.array([m.count], dtype=np.int64)
-        arrays[tensor_name(layer, "mean")] = m.mean.to(dtype).cpu().numpy()
-        arrays[tensor_name(layer, "var")] = m.var.to(dtype).cpu().numpy()
+        arrays |= to_numpy({tensor_name(layer, key): getattr(m, key).to(dtype) for key in ("mean", "var")})
     return arrays
 
 

@@ -24,7 +24,9 @@ from flwr.server import ServerApp
 from flwr.serverapp import Grid
 
 from fl_bn.exchange.local import Turns, ended
+from fl_bn.own_code import OWN
 
+OWNER = {"allow-modules": OWN}  # who runs all of it in one process may name modules of their own
 CLIENT_APP_RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 App = TypeVar("App")
 
@@ -40,7 +42,7 @@ class InProcessGrid(Grid):
             node: Context(
                 run_id=1,
                 node_id=node,
-                node_config={"partition-id": node - 1, "num-partitions": clients},
+                node_config={"partition-id": node - 1, "num-partitions": clients, **OWNER},
                 state=RecordDict(),
                 run_config=dict(run_config),
             )
@@ -104,7 +106,7 @@ def run_in_process(
     or import paths as in pyproject. What the ServerApp raises is raised here. torch's number of threads is left as it was.
     """
     server, client = _loaded(server_app, ServerApp), _loaded(client_app, ClientApp)
-    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=dict(config))
+    context = Context(run_id=1, node_id=0, node_config=dict(OWNER), state=RecordDict(), run_config=dict(config))
     threads = torch.get_num_threads()
     try:
         server(InProcessGrid(client, int(config["clients"]), config), context)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
 
+from flwr.common.logger import log
 from torch import nn
 
 from fl_bn.flower.round_record import RoundRecord
@@ -41,8 +43,21 @@ def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iter
         count = sum((1 if layer.schedule == "merged" else 2) + layer.share_gradients for layer in cohort)
         yield f"first local step: {count} layer-wise exchanges of moments{' and their gradients' if cohort[0].share_gradients else ''}"
     yield f"clients report: {method.report.value}"
-    if not batch_norms(source) and method.prepare is None and method.shares(Role.WEIGHT):
-        yield "this model has no BatchNorm layer: every method here is plain federated averaging"
+
+
+def no_batch_norm(source: nn.Module, method: Method) -> str:
+    """Says that ``method`` has nothing to do in a model without BatchNorm; empty where it has, or where averaging is all that was asked."""
+    if batch_norms(source) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
+        return ""
+    return f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
+
+
+def say_layers(source: nn.Module, model: nn.Module, method: Method) -> None:
+    """Log the policy; as a warning that there is nothing to do."""
+    for line in describe_layers(source, model, method):
+        log(logging.INFO, "\t%s", line)
+    if without := no_batch_norm(source, method):
+        log(logging.WARNING, "%s", without)
 
 
 def describe_round(record: RoundRecord, rounds: int, method: Method, model: nn.Module) -> str:

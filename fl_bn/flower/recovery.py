@@ -77,7 +77,7 @@ class Recovery:
         self.lineage, self._kept = checkpoint.lineage.resumed(checkpoint.round), dict(checkpoint.kept)
         self._counted = dict(checkpoint.counted)
         if self._accountant is not None:
-            self._accountant.spend(checkpoint.releases)
+            self._accountant.at_least(checkpoint.releases)
         optimizer.restore(checkpoint.optimizer)
         set_generators(checkpoint.generators)
         log(logging.INFO, "going on after round %s of %s", checkpoint.round, rounds)

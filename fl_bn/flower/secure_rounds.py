@@ -14,7 +14,7 @@ from flwr.common import Array
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
-from fl_bn.flower import schema
+from fl_bn.flower import schema, sums
 from fl_bn.flower.codec import WireError, from_records, header_of, tensor_name
 from fl_bn.flower.exchanges import Exchanges
 from fl_bn.flower.ledger import enter
@@ -163,8 +163,11 @@ class SecureRounds:
             told = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
             for message in messages:
                 message.content["config"] = ConfigRecord({**dict(message.content.config_records["config"]), **told})
-        if self.accountant is not None:  # before: a sum that fails late may have shown something
-            self.accountant.spend(len({"statistics" if s in ("statistics", "moments") else "update" for s in shapes}))
+        if self.accountant is not None:  # before: a sum that fails late may have shown something, and a server that dies must not forget it
+            try:
+                self.accountant.spend(sums.releases(shapes))
+            except OSError as error:
+                raise SumFailed(f"what it costs in privacy cannot be kept ({error}), so nothing may be released: make room", {}) from error
         least = max(LEAST, self.settings.threshold_of(len(cohort)))
         if trains:
             least = max(least, self.rounds.min_cohort, math.ceil(self.rounds.min_replies * len(cohort)))

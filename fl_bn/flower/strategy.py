@@ -22,7 +22,7 @@ from fl_bn.flower.departures import Departures
 from fl_bn.flower.evaluation import evaluation_at_clients
 from fl_bn.flower.exchanges import Exchanges, check_weights
 from fl_bn.flower.ledger import enter
-from fl_bn.flower.normalisation import describe_layers, describe_round, watch
+from fl_bn.flower.normalisation import describe_round, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.recovery import Recovery
@@ -84,7 +84,7 @@ class BatchNormStrategy(Strategy):
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average)
         self.departures = Departures(self.shared.model, method)
         self.secure = None if secure is None else SecureRounds(secure, self.shared, rounds, defence, self.departures.masked)
-        accountant = None if self.secure is None else self.secure.accountant
+        accountant = self.secure.accountant if self.secure else None
         self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint, accountant)
         self.statistics = StatisticsExchange(self.shared, rounds, defence, self._messages, self._overheard, self.secure)
 
@@ -158,8 +158,7 @@ class BatchNormStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the policy, and every normalisation layer by type."""
-        for line in describe_layers(self.source, self.shared.model, self.method):
-            log(logging.INFO, "\t%s", line)
+        say_layers(self.source, self.shared.model, self.method)
 
     # The loop
 
@@ -225,8 +224,8 @@ class BatchNormStrategy(Strategy):
             begin = time.perf_counter()
             messages = self.configure_train(server_round, arrays, train_config, grid)
             if self.secure is not None:
-                optimizer, recovery, rounds = self.optimizer, self.recovery, self.num_rounds
-                new, metrics = self.secure.train(grid, messages, self.cohort, self.record, optimizer, recovery, timeout, rounds)
+                about = self.cohort, self.record, self.optimizer, self.recovery, timeout, self.num_rounds
+                new, metrics = self.secure.train(grid, messages, *about)
             elif Phase(self.record.phase) is Phase.EXCHANGE:
                 new, metrics = self.aggregate_train(server_round, self.exchanges.round(grid, self.cohort, messages, timeout))
             else:
@@ -248,6 +247,8 @@ class BatchNormStrategy(Strategy):
             self.recovery.after_round(server_round, self.num_rounds, arrays, self.shared, self.optimizer, failed)
             if failed >= self.rounds.max_failed:
                 raise RunFailed(f"{failed} rounds in a row had too few usable replies; {WHY}")
+        if 0 < self.num_rounds == failed:
+            raise RunFailed(f"none of the {failed} rounds had enough usable replies, so nothing was trained; {WHY}")
         return result
 
     def _evaluate(

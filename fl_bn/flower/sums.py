@@ -78,6 +78,11 @@ def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
     )
 
 
+def releases(shapes: Layout) -> int:
+    """How many vectors with noise of their own a sum has: of the update, and of the statistics. Constants (``check``) are none."""
+    return len({"statistics" if section in STATISTICS else "update" for section in shapes if section != "check"})
+
+
 def length(shapes: Layout) -> int:
     return sum(math.prod(shape) for section in shapes.values() for shape in section.values())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from fl_bn.models.segmentation import ENCODERS, PREFIX, deeplabv3plus, is_segmen
 from fl_bn.models.small import digits_cnn_small, mlp, simple_cnn
 from fl_bn.models.stems import STEMS, small_stem
 from fl_bn.models.weights import load_weights
+from fl_bn.own_code import Modules, function
 
 MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "simple-cnn": simple_cnn,
@@ -47,6 +47,7 @@ def build(
     seed: int | None = None,
     stem: str = "auto",
     weights: str = "",
+    modules: Modules | None = None,
 ) -> nn.Module:
     """A freshly initialised network for images (channels, image_size, image_size), with ``classes`` outputs.
 
@@ -54,7 +55,8 @@ def build(
     (classes per pixel), or one's own function as "package.module:function", which is called with ``classes``, ``channels`` and
     ``image_size`` by name. ``seed`` fixes the initial weights and leaves torch's global generator as it was; without one, they come from
     that generator. ``stem``, of torchvision's: "imagenet", its own, or "small", for images of some 32 pixels (see ``stems``);
-    "auto" is "imagenet". ``weights``: a file to start from (see ``weights``), empty for none.
+    "auto" is "imagenet". ``weights``: a file to start from (see ``weights``), empty for none. ``modules``: where one's own function may
+    come from, if not from anywhere.
 
     Raises:
         ValueError: for an unknown name, a function that is not there or does not take these arguments, images that
@@ -69,18 +71,18 @@ def build(
     if stem not in STEMS:
         raise ValueError(f"stem must be one of {', '.join(STEMS)}, but got {stem!r}")
     if seed is None:
-        model = _build(name, classes, channels, image_size, stem)
+        model = _build(name, classes, channels, image_size, stem, modules)
     else:
         # Only the CPU's generator, where layers are initialised: torch.manual_seed would reseed the accelerators, too.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            model = _build(name, classes, channels, image_size, stem)
+            model = _build(name, classes, channels, image_size, stem, modules)
     if weights:
         load_weights(model, weights)
     return model
 
 
-def _build(name: str, classes: int, channels: int, image_size: int, stem: str) -> nn.Module:
+def _build(name: str, classes: int, channels: int, image_size: int, stem: str, modules: Modules | None) -> nn.Module:
     if name not in MODELS and ":" not in name and not is_segmentation(name):
         return _torchvision(name, classes, channels, image_size, stem)
     if stem == "small":
@@ -89,7 +91,7 @@ def _build(name: str, classes: int, channels: int, image_size: int, stem: str) -
         return MODELS[name](classes, channels, image_size)
     if is_segmentation(name):
         return deeplabv3plus(name, classes, channels, image_size)
-    return _own(name, classes, channels, image_size)
+    return _own(name, classes, channels, image_size, modules)
 
 
 def _torchvision(name: str, classes: int, channels: int, image_size: int, stem: str) -> nn.Module:
@@ -112,35 +114,14 @@ def _torchvision(name: str, classes: int, channels: int, image_size: int, stem: 
     return model
 
 
-def _own(name: str, classes: int, channels: int, image_size: int) -> nn.Module:
-    function = _imported(name)
+def _own(name: str, classes: int, channels: int, image_size: int, modules: Modules | None) -> nn.Module:
+    made = function("your own model", name, modules)
     arguments = {"classes": classes, "channels": channels, "image_size": image_size}
     try:
-        inspect.signature(function).bind(**arguments)
+        inspect.signature(made).bind(**arguments)
     except TypeError as error:
         raise ValueError(f"model {name!r} must be callable as function(classes=..., channels=..., image_size=...), but {error}") from error
-    model = function(**arguments)
+    model = made(**arguments)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model {name!r} must return a torch.nn.Module, but returned {type(model).__name__}")
     return model
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not all(part.isidentifier() for part in [*module_name.split("."), function_name]):
-        raise ValueError(f"your own model must be named as package.module:function, but got {name!r}")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, but misses one of its own imports
-        raise ValueError(
-            f"model {name!r}: there is no module {error.name!r}; install its package, or put its folder on PYTHONPATH"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(
-            f"model {name!r}: expected a function {function_name!r} in {module_name}, which has {', '.join(public) or 'no functions'}"
-        )
-    return function  # type: ignore[no-any-return]

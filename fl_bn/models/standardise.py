@@ -19,11 +19,13 @@ STANDARDS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 def standardised(model: nn.Module, name: str, channels: int) -> nn.Module:
     """``model``, which from now on subtracts the mean of ``name`` from its inputs (B, C, *) in -1..1 and divides by the deviation.
 
-    No tensor is added: the saved weights are those of a network that takes standardised inputs.
+    With ``none`` it takes them as they are. No tensor is added: the saved weights are those of a network that takes standardised inputs.
 
     Raises:
         ValueError: the constants are for another number of channels.
     """
+    if name == "none":
+        return model
     mean, deviation = STANDARDS[name]
     if len(mean) != channels:
         raise ValueError(f"standardise={name!r} has constants for {len(mean)} channels, but the images have {channels}")

@@ -35,7 +35,14 @@ def load_weights(model: nn.Module, path: str) -> None:
         found = [
             f"{len(names)} {what} ({_few(names)})" for names, what in ((missing, "are missing"), (extra, "are not the model's")) if names
         ]
-        raise ValueError(f"weights {path}: of {len(own)} tensors by name, {' and '.join(found)}: it is a file of another network")
+        without = missing and not extra and all(role[name] is Role.STATISTIC for name in missing)
+        why = (
+            "it was trained without running statistics, by gn, ln, in or another method that replaces BatchNorm: load it into "
+            "fl_bn.convert(model, method), or train with a method that keeps BatchNorm"
+            if without
+            else "it is a file of another network"
+        )
+        raise ValueError(f"weights {path}: of {len(own)} tensors by name, {' and '.join(found)}: {why}")
     wrong = [name for name in tensors if tensors[name].shape != own[name].shape]
     if others := [name for name in wrong if name not in of_head]:
         shapes = [f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in others]

@@ -10,18 +10,18 @@ Beside a sweep's own tables such a file has
 from __future__ import annotations
 
 import csv
-import importlib
 import inspect
 import shutil
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fl_bn.experiment.assembly import limit_threads
 from fl_bn.experiment.config import ConfigError
+from fl_bn.own_code import OWN, Modules, function
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")
@@ -70,24 +70,31 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
         return
     from fl_bn.report import write_program_report
 
-    module, _, function = experiment.program.partition(":")
+    called = _named(experiment.program)
     folder.mkdir(parents=True, exist_ok=True)
     limit_threads(1)  # small matrices: more threads wait for each other
-    called = getattr(importlib.import_module(module), function)
     known: dict[str, Any] = {"small": variant == "small", "variant": variant, "data": data, "jobs": jobs}
     called(folder, **{name: value for name, value in known.items() if name in inspect.signature(called).parameters})
     write_program_report(folder, experiment.file)
 
 
-def made(function: str, folder: Path) -> Path:
-    """``folder`` with the data that ``function``, "module:function", makes in it, unless they are there."""
+def made(maker: str, folder: Path) -> Path:
+    """``folder`` with the data that ``maker``, "module:function", makes in it, unless they are there."""
     if not folder.exists():
-        module, _, name = function.partition(":")
+        make = _named(maker)
         unfinished = folder.with_name(f"{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        getattr(importlib.import_module(module), name)(unfinished)
+        make(unfinished)
         unfinished.rename(folder)
     return folder
+
+
+def _named(name: str) -> Callable[..., Any]:
+    """A function of fl-bn's, or of a module of one's own: a file of a sweep runs no command either. Raises ConfigError."""
+    try:
+        return function("a sweep's function", name, Modules.of(None, f"{OWN}, fl_bn"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 class Log:

@@ -1,4 +1,4 @@
-"""Client-level differential privacy with two releases per round: the update and the statistics, each with a clip of its own.
+"""Client-level differential privacy with a release of the updates and one of the statistics, each with a clip of its own.
 
 A client's update and its statistics (standardised deviations, see ``additive``) are two vectors; each is scaled down to an L2 norm of at
 most its clip C, and gets Gaussian noise, so that the secure sum over the cohort has noise of standard deviation ``noise * C`` or more.
@@ -15,14 +15,20 @@ noise subtracts it. A run with privacy is therefore not reproducible. A generato
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from fl_bn.durable import append
+
+MOST = 2  # releases of one exchange: of the updates and of the statistics
 
 
 @dataclass(frozen=True)
@@ -83,14 +89,53 @@ def epsilon(releases: int, noise: float, delta: float) -> float:
     return cost + 2 * math.sqrt(cost * math.log(1 / delta))
 
 
+class Journal:
+    """The releases of one run in a file: one line per spend, durable before ``add`` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, releases: int) -> None:
+        """Raises OSError where it cannot be kept."""
+        append(self.path, json.dumps({"releases": releases}).encode())
+
+    def total(self) -> int:
+        """All releases that were ever added. A line that a crash cut short counts ``MOST``."""
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        return sum(map(_released, filter(None, lines)))
+
+
+def _released(line: bytes) -> int:
+    try:
+        found = json.loads(line)["releases"]
+    except (ValueError, KeyError, TypeError):
+        return MOST
+    return found if type(found) is int and found >= 0 else MOST
+
+
 class Accountant:
-    """Counts the releases of one run. A round of training makes two (update and statistics), a statistics-only exchange one."""
+    """Counts the releases of one run. A training round makes one of the updates, and one of the statistics where the method reports any;
+    a statistics-only exchange makes one."""
 
     def __init__(self, privacy: Privacy, releases: int = 0) -> None:
         self.privacy, self.releases = privacy, releases
+        self._journal: Journal | None = None
+
+    def keep_in(self, journal: Journal) -> None:
+        """Go on from what ``journal`` has, and enter every spend there."""
+        self.releases += journal.total()
+        self._journal = journal
 
     def spend(self, releases: int) -> None:
+        """To be called before what it pays for. Raises OSError where the journal cannot keep it: then nothing may be released."""
+        if self._journal is not None:
+            self._journal.add(releases)
         self.releases += releases
+
+    def at_least(self, releases: int) -> None:
+        """A checkpoint knows of so many; the journal knows of more, where the run went on after it."""
+        if releases > self.releases:
+            self.spend(releases - self.releases)
 
     def statement(self) -> str:
         """One line for the log and the summary."""

@@ -65,6 +65,12 @@ def test_several_files_are_domains_of_one_shape(tmp_path: Path) -> None:
     [
         ({"y_test": None}, "expected an array 'y_test', but the file holds x_train, y_train, x_test"),
         ({"x_train": np.zeros((4, 8, 8, 3))}, "x_train must be uint8 (0..255), but is float64"),
+        ({"x_train": np.linspace(0, 1, 768).reshape(4, 8, 8, 3)}, "lie in 0..1: save np.rint(x * 255).astype('uint8') (astype alone would"),
+        ({"x_train": np.linspace(-1, 1, 768).reshape(4, 8, 8, 3)}, "lie in -1..1: save np.rint((x + 1) * 127.5).astype('uint8')"),
+        ({"x_train": np.linspace(0, 255, 768).reshape(4, 8, 8, 3)}, "lie in 0..255: save np.rint(x).astype('uint8')"),
+        ({"x_train": np.ones((4, 8, 8, 3), dtype=np.int64)}, "lie in 0..255: save np.rint(x).astype('uint8')"),
+        ({"x_train": np.full((4, 8, 8, 3), -7.0)}, "scale its values to 0..255, round them"),
+        ({"x_train": np.full((4, 8, 8, 3), np.nan)}, "scale its values to 0..255, round them"),
         ({"x_test": np.zeros((2, 3, 8, 8), dtype=np.uint8)}, "x_test must be (N, H, W) or (N, H, W, C)"),
         ({"x_test": np.zeros((0, 8, 8, 3), dtype=np.uint8)}, "at least one image, but is (0, 8, 8, 3)"),
         ({"x_test": np.zeros((2, 8, 6), dtype=np.uint8)}, "x_test must hold square images, but is (2, 8, 6)"),
@@ -106,3 +112,12 @@ def test_real_domains() -> None:
     assert data.domains == ("digits_usps", "digits_svhn_mini")
     assert (len(data.x_train), len(data.x_test)) == (7291 + 554, 2007 + 486)
     assert (data.channels, data.image_size, data.classes) == (3, 32, 10)
+
+
+def test_the_advice_for_floats_keeps_the_picture(tmp_path: Path) -> None:
+    """``.astype('uint8')``, as was advised, makes floats in 0..1 black."""
+    x = np.linspace(0, 1, 256).reshape(1, 16, 16)
+    with pytest.raises(ValueError, match="0..1: save (.*?) ") as error:
+        load("npz", str(write(tmp_path / "floats.npz", x_train=x, y_train=np.zeros(1, int), x_test=x, y_test=np.zeros(1, int))))
+    saved = eval(re.search("save (np.*?'\\))", str(error.value))[1], {"np": np, "x": x})  # type: ignore[index]
+    assert np.array_equal(saved.ravel(), np.arange(256))

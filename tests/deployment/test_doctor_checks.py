@@ -299,9 +299,56 @@ def test_a_model_that_does_not_take_the_data() -> None:
 
 
 def test_what_a_site_holds() -> None:
-    x, y = torch.zeros(5, 3, 8, 8, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
+    x, y = torch.full((5, 3, 8, 8), 9, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
     found = experiment.site_data(Samples(x, y), Samples(x[:2], y[:2]), (4, 0, 1), "npz", "sites")
     assert found.text == "own data (npz); 5 training and 2 test samples (3, 8, 8); training samples per class 0: 4, 2: 1; none of 1"
+
+
+def site_with(folder: Path, x: np.ndarray, y: np.ndarray) -> dict[str, str | int]:
+    path = folder / f"{len(list(folder.iterdir()))}.npz"  # a process reads a file once
+    np.savez(path, x_train=x, y_train=y, x_test=x[:2], y_test=y[:2])
+    return {"dataset": "npz", "data-path": str(path), "partition-id": 0, "num-partitions": 2}
+
+
+def data_finding(node: dict[str, str | int], **values: str | int) -> Finding:
+    found = experiment.site_experiment({"clients": 2, "model": "mlp", **values}, node)
+    return next(finding for finding in found if finding.check == "data")
+
+
+def test_labels_that_look_like_mistakes_are_warned_about(tmp_path: Path) -> None:
+    """One label 17 among 0..9 makes 18 classes, and labels 1..10 make 11, unless the run says how many there are."""
+    x = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
+    good = np.arange(40) % 10
+    assert data_finding(site_with(tmp_path, x, good)).status == "ok"  # control
+    stray = good.copy()
+    stray[3] = 17
+    found = data_finding(site_with(tmp_path, x, stray))
+    assert (found.status, "none of 10, 11, 12, 13, 14, 15, 16; 18 classes, as the largest label is 17" in found.text) == ("warn", True)
+    found = data_finding(site_with(tmp_path, x, good + 1))
+    assert (found.status, "none of 0; 11 classes" in found.text, "count from 0" in found.do) == ("warn", True, True)
+    shape: dict[str, str | int] = {"dataset": "sites", "classes": 10, "channels": 1, "image-size": 8}
+    node = site_with(tmp_path, x, good % 3 + 2)  # a site that lacks classes of the run's
+    assert data_finding(node, **shape).status == "ok"
+    found = data_finding(site_with(tmp_path, x, stray), **shape)
+    assert (found.status, "labels up to 17" in found.text) == ("fail", True)
+
+
+def test_floats_that_became_black_images_are_warned_about(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).random((40, 8, 8))
+    found = data_finding(site_with(tmp_path, x, np.arange(40) % 4))
+    assert found.status == "fail"
+    assert "np.rint(x * 255).astype('uint8')" in found.text
+    found = data_finding(site_with(tmp_path, x.astype("uint8"), np.arange(40) % 4))
+    assert (found.status, "no pixel of 0..255 is above 1" in found.text) == ("warn", True)
+    assert data_finding(site_with(tmp_path, np.rint(x * 255).astype("uint8"), np.arange(40) % 4)).status == "ok"
+
+
+def test_the_run_s_labels_are_looked_at_too(tmp_path: Path) -> None:
+    y = np.arange(40) % 4
+    y[5] = 9
+    node = site_with(tmp_path, np.full((40, 8, 8), 7, dtype=np.uint8), y)
+    found = experiment.run_data(RunConfig(dataset="npz", data_path=str(node["data-path"])))
+    assert (found.status, "10 classes, but no training sample of 4, 5, 6, 7, 8" in found.text) == ("warn", True)
 
 
 def test_a_sites_own_form_is_taken_only_where_the_run_names_none(tmp_path: Path) -> None:

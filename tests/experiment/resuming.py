@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,21 @@ def run(values: Values, **overrides: str | int | float | bool) -> Path:
         path = run_in_process(values | {name.replace("_", "-"): value for name, value in overrides.items()})
     assert path is not None
     return path
+
+
+def ends_with(signal_number: int, play: Callable[[], object]) -> None:
+    """``play`` in a process of its own, which must end by that signal; nothing of it is left but its files."""
+    child = os.fork()
+    if child == 0:
+        try:
+            play()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # it should have been killed
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), f"the process ended by itself, with status {status}"
+    assert os.WTERMSIG(status) == signal_number
 
 
 def in_pieces(values: Values, stops: Sequence[int]) -> Path:

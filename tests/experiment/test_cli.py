@@ -69,7 +69,7 @@ def test_compare_then_again(tmp_path: Path) -> None:
     result = command(*args, "--run-config", run_config(rounds=2, evaluate_every=1))
     assert result.exit_code == 1
     text = said(result)
-    assert "failed gn_groups=7-seed0: Unconvertible:" in text
+    assert "failed gn_groups=7-seed0: ConfigError:" in text
     assert "7 groups do not divide 64 channels" in text
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert {line.split("|")[1].strip() for line in lines if line.startswith("|")} == {"method", "---", "centralised", "fbn", "gn:groups=7"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from dataclasses import fields, replace
@@ -105,6 +106,28 @@ def test_an_unknown_key_is_named_with_the_nearest() -> None:
         RunConfig.from_mapping({"learning_rate": 0.1})
     with pytest.raises(ConfigError, match="unknown config key 'xyzzy' \\(known: method, freeze-after, "):
         RunConfig.from_mapping({"xyzzy": 1})
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_no_key_takes_what_cannot_be_written_or_sent(name: str) -> None:
+    kind = type(KEYS[name].default)
+    said = "a finite number|a whole number of at most 63 bits|a text without control characters"
+    unfit: dict[type, list[object]] = {
+        float: [math.inf, -math.inf, math.nan, 1e39],
+        int: [2**63, -(2**63) - 1, 10**40],
+        str: ["a\0b", "a\nb", "\x7f", "\ud800"],
+    }
+    for wrong in unfit.get(kind, []):
+        with pytest.raises(ConfigError, match=f"^{name} must be ({said}), but got"):
+            RunConfig.from_mapping({name: wrong})
+
+
+def test_names_are_as_long_as_files_allow() -> None:
+    assert config(name="\u20ac" * 85).name
+    with pytest.raises(ConfigError, match="name must be at most 255 bytes long, but got 600: '\u20ac"):
+        config(name="\u20ac" * 200)
+    with pytest.raises(ConfigError, match="clients must be 1..100000, but got 10000000"):
+        config(clients=10_000_000)
 
 
 def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
@@ -283,3 +306,17 @@ def test_overrides_are_read_as_by_flwr_run_but_nothing_is_passed_over(tmp_path: 
     ]:
         with pytest.raises(ConfigError, match=re.escape(told)):
             parse_overrides(text)
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000, "1e999999999999999", "\"a\nb\"", "0x", "2020-01-01T", "{a=1", "\x00"])
+def test_no_text_is_read_with_a_traceback(value: str) -> None:
+    """tomllib itself raises other errors than its own for numbers of thousands of digits and lists within lists."""
+    with pytest.raises(ConfigError, match="cannot read|rounds must be of type int"):
+        RunConfig.from_mapping(parse_overrides(f"rounds={value}"))
+
+
+@pytest.mark.parametrize("content", [b"rounds = \xff", b"rounds = " + b"9" * 5000, b"rounds = " + b"[" * 5000, b"rounds"])
+def test_no_file_is_read_with_a_traceback(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read as a run config"):
+        parse_overrides(str(tmp_path / "mine.toml"))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from client_app.app import app as client_app
 from client_app.app import build_client
 from fl_bn.conversion import convert
-from fl_bn.experiment.assembly import OwnData, client_samples, device, source_model
+from fl_bn.experiment.assembly import OwnData, client_samples, device, partition_of, source_model
 from fl_bn.experiment.config import ConfigError, RunConfig
 from fl_bn.flower import InProcessGrid, RunFailed
 from fl_bn.methods import METHODS
@@ -231,3 +231,12 @@ def test_a_device_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     assert device(config, {"device": "cuda:1"}) == torch.device("cuda:1")
     with pytest.raises(ConfigError, match="device=cuda:2, but torch sees 2 GPU in this process"):
         device(config, {"device": "cuda:2"})
+
+
+@pytest.mark.parametrize("key", ["partition-id", "num-partitions"])
+@pytest.mark.parametrize("value", ["x", "", "0x1", "9" * 5000, None, float("inf"), float("nan"), [1]])
+def test_a_node_config_that_counts_nothing_is_refused_by_key(key: str, value: object) -> None:
+    node = {"partition-id": 0, "num-partitions": 3, key: value}
+    with pytest.raises(ConfigError, match=f"{key} in this client's node config must be a whole number, but got"):
+        partition_of(node, RunConfig(clients=3))
+    assert partition_of({"partition-id": "1", "num-partitions": 3}, RunConfig(clients=3)) == 1  # control: Flower's texts are fine

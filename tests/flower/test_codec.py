@@ -27,6 +27,7 @@ from fl_bn.flower.codec import (
     from_records,
     nbytes,
     tensor_name,
+    to_numpy,
     to_records,
     to_tensors,
     unflatten,
@@ -186,3 +187,12 @@ def test_moments_round_trip(counts: dict[str, int], dtype: torch.dtype) -> None:
         assert m.mean.dtype == torch.float64
         assert torch.equal(m.mean, values)
         assert torch.equal(m.var, values.square().to(dtype).double())
+
+
+def test_a_dtype_that_numpy_lacks_is_refused_by_name() -> None:
+    with pytest.raises(WireError, match=r"^tensor/head.weight: expected a dtype that NumPy has, but got torch.bfloat16: keep the model"):
+        to_numpy({"head.bias": torch.zeros(2), "head.weight": torch.zeros(2, dtype=torch.bfloat16)})
+    moments = {"norm": Moments(3, torch.zeros(2), torch.ones(2))}
+    with pytest.raises(WireError, match=r"^tensor/norm.mean: expected a dtype"):
+        encode_moments(moments, torch.bfloat16)
+    assert to_numpy({"x": torch.ones(2, dtype=torch.float16)})["x"].dtype == np.float16  # control

@@ -13,7 +13,7 @@ from fl_bn.methods import METHODS, Phase
 from fl_bn.methods.method import attacked
 from fl_bn.training.defence import Defence
 from fl_bn.training.local import Samples
-from fl_bn.training.privacy import Privacy, epsilon
+from fl_bn.training.privacy import Accountant, Privacy, epsilon
 from fl_bn.training.secure_settings import SecureAggregation
 from fl_bn.training.settings import LocalTraining
 from tests.flower.secure_runs import masked_vectors
@@ -155,6 +155,22 @@ def test_with_fewer_shares_than_clients_a_client_is_masked_against_its_neighbour
 
 PRIVACY = Privacy(clip=0.5, statistics_clip=1.0, noise=0.01)
 UNIFORM = {"client_weights": "uniform", "calibrate": 2}
+
+
+@pytest.mark.parametrize(
+    ("method", "spent"),
+    [
+        ("gn", [1]),  # the updates alone
+        ("fbn", [1, 1, 2]),  # two calibrations, of statistics alone; updates and statistics
+        ("hbn", [1, 1, 2, 1]),  # and an exchange before the evaluation
+        ("static-bn", [1, 1, 1, *[1] * 2]),  # statistics before the evaluation alone, an exchange per layer
+    ],
+)
+def test_what_counts_as_a_release(method: str, spent: list[int], clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(Accountant, "spend", lambda self, releases: counted.append(releases))
+    run(METHODS[method](), clients, 1, policy=UNIFORM, secure=SecureAggregation(privacy=PRIVACY))
+    assert counted == spent
 
 
 def test_privacy_is_accounted_and_its_noise_is_not_the_seed_s(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:

@@ -74,8 +74,18 @@ def test_persistent_failures_stop_the_run(clients: list[Samples]) -> None:
     assert len(run(FBN, clients, 6, grid=now_and_then, policy={"max_failed": 2}).records) == 6  # control: never two in a row
 
 
-def test_a_client_with_one_sample_sits_out_by_name(tiny_clients: Clients, log: pytest.LogCaptureFixture) -> None:
-    ran = run(FBN, tiny_clients((3, 1, 5)), 1)
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_run_of_which_no_round_was_usable_has_failed(rounds: int, clients: list[Samples]) -> None:
+    """Also where it is shorter than the failed rounds in a row that stop one."""
+    strategy = BatchNormStrategy(seeded_network("cnn"), FBN, Rounds(3, max_failed=3, wait=0.0))
+    with pytest.raises(RunFailed, match=f"none of the {rounds} rounds had enough usable replies, so nothing was trained"):
+        strategy.start(failing(clients, {0, 1, 2}, set()), num_rounds=rounds)
+    assert len(run(FBN, clients, 2, grid=failing(clients, {0, 1, 2}, {"train 1"}), policy={"max_failed": 3}).records) == 2  # control
+
+
+@pytest.mark.parametrize("method", ["fbn", "hbn", "fedavg", "static-bn"])
+def test_a_client_with_one_sample_sits_out_by_name(method: str, tiny_clients: Clients, log: pytest.LogCaptureFixture) -> None:
+    ran = run(METHODS[method](), tiny_clients((3, 1, 5)), 1)
     assert "client 1 sits round 1 out: batch statistics need at least 2 samples, but this client has 1" in log.text
     assert "round 1: client 1's reply is not used: metrics/samples: 0: the client trained on nothing this round" in log.text
     assert [c.client for c in ran.records[0].accepted] == [0, 2]

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fl_bn.conversion import convert
+from fl_bn.methods import METHODS
 from fl_bn.models import build
 
 State = dict[str, Tensor]
@@ -109,3 +111,14 @@ def test_files_that_are_not_there_or_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "weights.h5").write_bytes(b"")
     with pytest.raises(ValueError, match=r"expected a .pt, .pth or .safetensors file, but its name ends in '.h5'"):
         network(weights=str(tmp_path / "weights.h5"))
+
+
+def test_a_model_trained_without_statistics_is_named_as_such(tmp_path: Path) -> None:
+    """Of a run of gn: the same names, without running statistics; loaded loosely it would normalise with 0 and 1."""
+    converted = convert(network(seed=5), METHODS["gn"]())
+    path = write(tmp_path, converted.state_dict(), ".safetensors")
+    with pytest.raises(ValueError, match=r"8 are missing \(.*\): it was trained without running statistics, by gn, .*fl_bn.convert"):
+        network(weights=path)
+    again = convert(network(), METHODS["gn"]())
+    again.load_state_dict(load_file(path))  # as README says, strictly
+    assert torch.equal(again.get_parameter("head.weight"), converted.get_parameter("head.weight"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,9 +101,19 @@ def test_made_data_are_made_once_and_whole(tmp_path: Path) -> None:
     before = [file.stat().st_mtime_ns for file in files]
     assert made("fl_bn.data.made:abide", tmp_path / "data") == folder
     assert [file.stat().st_mtime_ns for file in files] == before
-    with pytest.raises(AttributeError):
+    with pytest.raises(ConfigError, match="expected a function 'nothing' in fl_bn.data.made"):
         made("fl_bn.data.made:nothing", tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("name", ["os:mkdir", "os:system", "torch.hub:load", "nowhere:f", "os"])
+def test_a_file_of_a_sweep_names_no_function_of_python_s(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a sweep's function"):
+        made(name, tmp_path / "none")
+    (experiment,) = find(["003-F1"])
+    with pytest.raises(ConfigError, match="a sweep's function"):
+        perform_program(replace(experiment, program=name), "small", "", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_log_says_what_was_run(tmp_path: Path) -> None:

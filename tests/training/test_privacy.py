@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_bn.training.privacy import Accountant, Privacy, clipped, epsilon, noisy, norm, rho
+from fl_bn.training.privacy import Accountant, Journal, Privacy, clipped, epsilon, noisy, norm, rho
 
 VECTOR = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
 
@@ -87,6 +88,43 @@ def test_the_accountant_says_what_it_has_spent() -> None:
         accountant.spend(2)
     assert "after 20 releases" in accountant.statement()
     assert f"epsilon {epsilon(20, 4.0, 1e-5):.3g} at delta 1e-05" in accountant.statement()
+
+
+def accountant_of(path: Path) -> Accountant:
+    accountant = Accountant(Privacy(clip=1.0, statistics_clip=2.0, noise=4.0))
+    accountant.keep_in(Journal(path))
+    return accountant
+
+
+def test_what_was_spent_outlives_the_process(tmp_path: Path) -> None:
+    first = accountant_of(tmp_path / "run/privacy.jsonl")
+    for releases in (1, 2, 2):
+        first.spend(releases)
+    again = accountant_of(tmp_path / "run/privacy.jsonl")
+    assert again.releases == first.releases == 5
+    again.at_least(3)  # of a checkpoint, older than the journal
+    assert again.releases == 5
+    again.at_least(9)  # the journal was lost: what the checkpoint knows is entered
+    assert accountant_of(tmp_path / "run/privacy.jsonl").releases == again.releases == 9
+
+
+@pytest.mark.parametrize("torn", [b'{"rele', b"{", b"[]", b'{"releases": -7}', b'{"releases": "1"}', b"\xff", b'{"releases": true}'])
+def test_a_line_that_a_crash_cut_short_counts_the_most(torn: bytes, tmp_path: Path) -> None:
+    accountant_of(tmp_path / "file").spend(1)
+    with (tmp_path / "file").open("ab") as file:
+        file.write(torn)
+    again = accountant_of(tmp_path / "file")
+    assert again.releases == 1 + 2
+    again.spend(1)
+    assert accountant_of(tmp_path / "file").releases == 1 + 2 + 1  # the torn line did not swallow the next
+
+
+def test_nothing_is_spent_that_cannot_be_kept(tmp_path: Path) -> None:
+    accountant = accountant_of(tmp_path / "run/privacy.jsonl")
+    (tmp_path / "run").write_text("a file where the folder should be")
+    with pytest.raises(OSError, match="run"):
+        accountant.spend(1)
+    assert accountant.releases == 0
 
 
 @pytest.mark.parametrize(

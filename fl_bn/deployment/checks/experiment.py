@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_bn.deployment.checks.finding import guarded, reason
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from fl_bn.training.local import Samples
     from fl_bn.training.settings import LocalTraining
 
+LABELS = "see that labels count from 0, and that the largest is no mistake; where a class is only rare, go on"
 FEW = 4  # samples of a batch below which its variance says little
 
 
@@ -49,13 +51,16 @@ def model_layers(config: RunConfig) -> Finding:
         return Finding("fail", "model", reason(error), "correct model, dataset or method in --run-config, or install what is missing")
     text = "; ".join(describe_layers(source, model, config.build_method()))
     if not batch_norms(source):
+        text = f"{text}; this model has no BatchNorm layer"
         return Finding("warn", "model", text, f"choose a model with BatchNorm, or know that method={config.method} is plain averaging here")
     return Finding("ok", "model", text)
 
 
 def run_data(config: RunConfig) -> Finding:
     """The data set that the run config names, as the server reads it."""
-    from fl_bn.experiment.assembly import dataset
+    import torch
+
+    from fl_bn.experiment.assembly import dataset, missing_classes
     from fl_bn.experiment.config import SITES
 
     if config.dataset == SITES:
@@ -65,7 +70,11 @@ def run_data(config: RunConfig) -> Finding:
     except (ValueError, FileNotFoundError) as error:
         return _no_data(error, "dataset and data-path in --run-config")
     text = f"{len(data.y_train)} training and {len(data.y_test)} test samples {tuple(data.x_train.shape[1:])}, {data.classes} classes"
-    return Finding("ok", "data", f"dataset={config.dataset}: {text}")
+    text = f"dataset={config.dataset}: {text}"
+    counts = torch.bincount(data.y_train, minlength=data.classes).tolist() if data.y_train.ndim == 1 else [1]
+    if missing := missing_classes(counts):
+        return Finding("warn", "data", f"{text}, but no training sample of {missing}", LABELS)
+    return Finding("ok", "data", text)
 
 
 def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,16 +110,24 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
             "ok", found.check, f"{found.text}; none was given, so {form} were taken from this site's data: compare with the run's"
         )
     yield found
+    as_the_app(node)
     yield guarded("model", lambda: model_layers(config))
     try:
         train, test, counts = _samples(config, node)
     except (ValueError, FileNotFoundError) as error:
         yield _no_data(error, "dataset and data-path in site.toml, or --run-config")
         return
-    yield guarded("data", lambda: site_data(train, test, counts, str(node.get("dataset", "")), config.dataset))
+    yield guarded("data", lambda: site_data(train, test, counts, str(node.get("dataset", "")), config.dataset, counted=not asked))
     yield (found := guarded("batches", lambda: smallest_batch(len(train), config.local_training())))
     if found.status != "fail":
         yield guarded("model on data", lambda: model_on_data(config, train))
+
+
+def as_the_app(node: Mapping[str, Any]) -> None:
+    """Let this process take functions from where the app takes them on a machine with node config ``node``."""
+    from fl_bn.experiment.assembly import allow_modules
+
+    allow_modules(Path(__file__).parents[3], node)
 
 
 def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Samples, tuple[int, ...]]:
@@ -120,13 +137,19 @@ def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Sampl
     return client_samples(config, partition_of(node, config), OwnData.of(node, config))
 
 
-def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, run: str) -> Finding:
-    """How many samples of what shape, and of which classes."""
+def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, run: str, counted: bool = False) -> Finding:
+    """How many samples of what shape, and of which classes. ``counted``: these very labels say how many classes there are."""
     held = ", ".join(f"{label}: {count}" for label, count in enumerate(counts) if count)
     missing = [str(label) for label, count in enumerate(counts) if not count]
     whose = f"own data ({own})" if own else f"no data of its own: a rehearsal with its share of the run's {run}"
     text = f"{whose}; {len(train)} training and {len(test)} test samples {tuple(train.x.shape[1:])}; training samples per class {held}"
-    return Finding("ok", "data", text + (f"; none of {', '.join(missing)}" if missing else ""))
+    text += f"; none of {', '.join(missing)}" if missing else ""
+    if not train.x.is_floating_point() and int(train.x.max()) <= 1:
+        return Finding("warn", "data", f"{text}; no pixel of 0..255 is above 1", "save floats in 0..1 as np.rint(x * 255).astype('uint8')")
+    if own and counted and missing:
+        text += f"; {len(counts)} classes, as the largest label is {len(counts) - 1}"
+        return Finding("warn", "data", text, LABELS)
+    return Finding("ok", "data", text)
 
 
 def smallest_batch(samples: int, settings: LocalTraining) -> Finding:

@@ -1,0 +1,156 @@
+"""Functions of one's own, "package.module:function", and whose modules a run config may name.
+
+A run config travels from whoever submits a run to every machine that takes part, and no signature covers it. It may therefore name
+functions of the app's own modules, whose code a site has already accepted, and of modules that the machine's owner allows. Every other
+name (``os:system``) is refused before anything is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "FL_BN_ALLOW_MODULES"  # for machines, and programs, without a node config
+OWN = "*"  # allows every module that is neither Python's, nor an installed package's
+OURS = ("fl_bn", "client_app", "server_app")  # none of their functions is meant to be named
+_STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+class Refused(ValueError):
+    """A module that a run config may not name here."""
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The modules of which a run config may name functions.
+
+    ``app``: the app's folder; modules that lie in it are its own. ``names``: modules that the machine's owner allows, with all below them.
+    """
+
+    app: Path | None = None
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, app: Path | None, allowed: str = "") -> Modules:
+        """``allowed``: names separated by commas, as in a node config; those in ``FL_BN_ALLOW_MODULES`` count, too.
+
+        ``app`` counts where it is a Flower app's folder. A folder of installed packages is none.
+        """
+        texts = (allowed, os.environ.get(VARIABLE, ""))
+        names = tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
+        return cls(app.resolve() if app is not None and _is_app(app) else None, names)
+
+    def check(self, module: str) -> None:
+        """Raises Refused unless a run config may name functions of ``module``. Imports nothing."""
+        top = module.partition(".")[0]
+        if any(f"{module}.".startswith(f"{name}.") for name in self.names if name != OWN):
+            return
+        if top in OURS:
+            raise Refused(f"{module} is part of fl-bn, whose functions are not meant for it; {_ADVICE}")
+        places = _places(top)
+        if not places:
+            raise Refused(f"there is no module {top!r}; install its package, or put its folder on PYTHONPATH")
+        if self.app is not None and places[0] == self.app and (len(set(places)) == 1 or self._holds(module)):
+            return
+        if OWN in self.names and not _foreign(top, places):
+            return
+        whose = "Python's own" if _standard(top, places) else f"in {next((p for p in places if p != self.app), places[0])}"
+        raise Refused(f"{module} is {whose}; {_ADVICE}")
+
+
+    def _holds(self, module: str) -> bool:
+        """Whether the app has a file for ``module``: where other folders continue a package without __init__, the first file counts."""
+        assert self.app is not None
+        base = self.app.joinpath(*module.split("."))
+        return base.with_suffix(".py").is_file() or (base / "__init__.py").is_file()
+
+
+_ADVICE = (
+    "a run config may name functions of the app's own modules (next to its pyproject.toml) and of modules that this machine's owner "
+    f"allows: allow-modules in the node config or site.toml, {VARIABLE} in the environment elsewhere"
+)
+
+
+def function(what: str, name: str, modules: Modules | None = None) -> Callable[..., Any]:
+    """The function ``name``, "package.module:function". ``what`` it is stands in errors.
+
+    ``modules``: where it may come from; None: from anywhere.
+
+    Raises:
+        Refused: ``modules`` do not allow its module, or the one that it was defined in.
+        ValueError: the name is none, or there is no such function.
+        Exception: whatever importing its module raises.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not all(part.isidentifier() for part in [*module_name.split("."), function_name]):
+        raise ValueError(f"{what} must be named as package.module:function, but got {name!r}")
+    if modules is not None:
+        _check(modules, what, name, module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, but misses one of its own imports
+        raise ValueError(
+            f"{what} {name!r}: there is no module {error.name!r}; install its package, or put its folder on PYTHONPATH"
+        ) from error
+    found = getattr(module, function_name, None)
+    if not callable(found):
+        public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ValueError(
+            f"{what} {name!r}: expected a function {function_name!r} in {module_name}, which has {', '.join(public) or 'no functions'}"
+        )
+    if modules is not None:  # a module also holds what it imported: ``from os import system``
+        _check(modules, what, name, str(getattr(found, "__module__", None)))
+    return found  # type: ignore[no-any-return]
+
+
+def _check(modules: Modules, what: str, name: str, module: str) -> None:
+    try:
+        modules.check(module)
+    except Refused as error:
+        defined = "" if module == name.partition(":")[0] else "it was defined elsewhere: "
+        raise Refused(f"{what} {name!r} is not called: {defined}{error}") from error
+
+
+def _is_app(folder: Path) -> bool:
+    try:
+        return "app" in tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")).get("tool", {}).get("flwr", {})
+    except (OSError, ValueError):
+        return False
+
+
+def _spec(top: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(top)  # of a name without dots: finds, but does not import
+    except ValueError:  # it is loaded without a spec, as __main__ is
+        return None
+
+
+def _places(top: str) -> list[Path]:
+    """The folders in which the module or package ``top`` lies; empty: there is none."""
+    spec = _spec(top)
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [Path(location).resolve().parent for location in spec.submodule_search_locations]
+    return [Path(spec.origin).resolve().parent if spec.has_location and spec.origin else _STANDARD[0]]
+
+
+def _standard(top: str, places: list[Path]) -> bool:
+    return top in sys.stdlib_module_names or any(place in _STANDARD for place in places)
+
+
+def _foreign(top: str, places: list[Path]) -> bool:
+    return _standard(top, places) or any(part in place.parts for place in places for part in _INSTALLED)

@@ -1,0 +1,149 @@
+"""What is refused before a run begins, in one sentence, and what is only warned about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_bn.experiment.config import ConfigError, RunConfig
+from fl_bn.flower import RunFailed, run_in_process
+from tests.experiment.small_data import small_config, small_npz
+
+HERE = "tests.experiment.test_preflight"
+
+
+class Fails(nn.Module):
+    def __init__(self, how: str, features: int, classes: int) -> None:
+        super().__init__()
+        self.how, self.head = how, nn.Sequential(nn.Flatten(), nn.Linear(features, classes), nn.BatchNorm1d(classes))
+
+    def forward(self, x: Tensor) -> object:
+        assert self.how != "asserts", "Wrong image height!"
+        out = self.head(x)
+        return (out, out) if self.how == "two answers" else out
+
+
+def asserts(classes: int, channels: int, image_size: int) -> nn.Module:
+    return Fails("asserts", channels * image_size**2, classes)
+
+
+def two_answers(classes: int, channels: int, image_size: int) -> nn.Module:
+    return Fails("two answers", channels * image_size**2, classes)
+
+
+def too_few(classes: int, channels: int, image_size: int) -> nn.Module:
+    return Fails("", channels * image_size**2, classes - 1)
+
+
+def half_width(classes: int, channels: int, image_size: int) -> nn.Module:
+    return Fails("", channels * image_size**2, classes).to(torch.bfloat16)
+
+
+def text(classes: int, channels: int, image_size: int) -> object:
+    return "a network"
+
+
+def good(classes: int, channels: int, image_size: int) -> nn.Module:
+    return Fails("", channels * image_size**2, classes)
+
+
+def start(folder: Path, **changes: str | int | float | bool) -> Path | None:
+    values = {**small_config(folder), "method": "fedavg", "clients": 2, "partition": "iid", "output": str(folder / "runs")}
+    values |= {"pictures": False} | {name.replace("_", "-"): value for name, value in changes.items()}
+    return run_in_process(RunConfig.from_mapping(values).to_mapping())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": "in"}, "model='mlp' under method='in' fails on a batch of shape .2, 1, 4, 4.: ValueError: instance normalisation of"),
+        ({"model": f"{HERE}:asserts"}, "fails on a batch of shape .2, 1, 4, 4.: AssertionError: Wrong image height!.* Choose another"),
+        ({"model": f"{HERE}:two_answers"}, r"scores \(2, 4, ...\), one for each class, but model=.* answers a tuple"),
+        ({"model": f"{HERE}:too_few"}, r"scores \(2, 4, ...\), one for each class, but model=.* answers \(2, 3\)"),
+        ({"model": f"{HERE}:half_width"}, "expected a dtype that NumPy has, but got torch.bfloat16: keep the model in float32"),
+        ({"model": f"{HERE}:text"}, "must return a torch.nn.Module, but returned str"),
+        ({"output": "/etc/passwd/x"}, "output='/etc/passwd/x': no folder for the run can be made there: .*Not a directory"),
+        ({"partition": "classes", "partition_parameter": 9.0}, "classes per client must be between 1 and 4"),
+        ({"clients": 49}, "clients must be between 1 and 48, the number of samples"),
+        ({"method": "fedbn", "calibrate": 2}, "calibrate=2 would do nothing: method 'fedbn' keeps .* Set calibrate to 0"),
+        ({"method": "gn", "calibrate": 1}, "calibrate=1 would do nothing: under method 'gn' this model has no BatchNorm layer"),
+        ({"augment": "segmentation"}, "segmentation"),
+        ({"device": "cuda:63"}, "device=cuda:63, but torch sees"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(changes: dict[str, str | int | float], said: str, tmp_path: Path) -> None:
+    """Nothing is written, and no client was asked: its traceback would be in the log."""
+    with pytest.raises(ConfigError, match=said):
+        start(tmp_path, **changes)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_transformer_for_larger_images(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model='vit_b_16' .* fails on a batch of shape .2, 3, 20, 20.: "):
+        start(tmp_path, dataset="digits", data_path="", model="vit_b_16")
+
+
+def test_a_network_that_works_is_not_refused(tmp_path: Path) -> None:
+    """Control: the same network, mended."""
+    assert start(tmp_path, model=f"{HERE}:good", calibrate=1) is not None
+
+
+def test_a_run_that_diverges_at_once_has_failed(tmp_path: Path) -> None:
+    """Nothing that a client sends is finite, so that no reply can be used."""
+    wild: dict[str, str | int | float] = {"learning_rate": 1e38, "learning_rate_schedule": "constant", "local_steps": 5, "rounds": 2}
+    with pytest.raises(RunFailed, match="none of the 2 rounds had enough usable replies, so nothing was trained"):
+        start(tmp_path, **wild, name="short")
+    assert "failed" in (tmp_path / "runs/short/summary.md").read_text()
+    with pytest.raises(ConfigError, match="learning-rate must be a finite number, but got inf"):
+        start(tmp_path, learning_rate=float("inf"), rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({"method": "fixbn"}, "freeze-after=0 of rounds=1"),
+        ({"method": "fixbn", "rounds": 3, "freeze_after": 0}, "freeze-after=0 of rounds=3"),
+        ({"method": "hbn", "freeze_after": 0}, "freeze-after=0 of rounds=1"),
+        ({"method": "fixbn", "rounds": 2}, ""),
+        ({"method": "fixbn", "calibrate": 1}, ""),
+        ({"method": "fixbn", "freeze_after": 1}, ""),
+        ({"method": "fixbn", "freeze_what": "affine"}, ""),
+        ({"method": "fedavg"}, ""),
+    ],
+)
+def test_statistics_that_freeze_before_anybody_measured_them(
+    changes: dict[str, str | int], warned: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(tmp_path, **changes, output="")
+    said = [record.getMessage() for record in caplog.records if "nobody has measured them" in record.getMessage()]
+    assert len(said) == bool(warned)
+    assert all(warned in line for line in said)
+
+
+def relabelled(folder: Path, labels: dict[int, int]) -> str:
+    with np.load(small_npz(folder)) as archive:
+        arrays = dict(archive)
+    for split in ("y_train", "y_test"):
+        arrays[split] = np.array([labels.get(int(label), int(label)) for label in arrays[split]])
+    np.savez(folder / "other.npz", **arrays)
+    return str(folder / "other.npz")
+
+
+def test_labels_that_count_from_one_are_refused(tmp_path: Path) -> None:
+    """They made a class too many, of which nobody has a sample."""
+    path = relabelled(tmp_path, {0: 4})
+    with pytest.raises(ConfigError, match="no sample has label 0; the labels span 1..4, which would make 5 classes. Count classes from"):
+        start(tmp_path, data_path=path)
+
+
+def test_a_stray_label_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start(tmp_path, data_path=relabelled(tmp_path, {3: 9}), output="")
+    assert "has 10 classes, since its largest label is 9, but no training sample of class 3, 4, 5, 6, 7, 8" in caplog.text
+    caplog.clear()
+    start(tmp_path, output="")
+    assert "largest label" not in caplog.text  # control

@@ -1,0 +1,111 @@
+"""What was released counts, also where the server died before a checkpoint knew of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from fl_bn.flower import secure_rounds
+from fl_bn.training.privacy import Journal, epsilon
+from tests.experiment.resuming import ROUNDS, Stopped, Values, ends_with, run, small_run, stopped
+
+NOISE, DELTA = 4.0, 1e-5
+EACH = 2  # releases of a round of fbn: updates and statistics
+
+
+def private(folder: Path, **overrides: str | int | float | bool) -> Values:
+    secret: Values = {"secure_aggregation": True, "client_weights": "uniform", "dp_noise": NOISE, "method": "fbn"}
+    return small_run(folder, **{**secret, **overrides})
+
+
+def said(path: Path) -> tuple[int, float]:
+    """Releases and epsilon, as the run's summary states them."""
+    found = re.search(r"epsilon ([\d.]+) at delta 1e-05 per client after (\d+) releases", (path / "summary.md").read_text())
+    assert found is not None
+    return int(found[2]), float(found[1])
+
+
+def right(path: Path, releases: int) -> None:
+    assert said(path) == (releases, float(f"{epsilon(releases, NOISE, DELTA):.3g}"))
+    assert Journal(path / "privacy.jsonl").total() == releases
+
+
+def test_a_run_that_nobody_stops(tmp_path: Path) -> None:
+    right(run(private(tmp_path / "runs")), EACH * ROUNDS)
+
+
+@pytest.mark.parametrize("when", ["before the sum", "after the sum"])
+def test_a_crash_between_the_spend_and_the_checkpoint(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In round 3 the sum was asked for; the checkpoint is of round 2, and knows nothing of it. Round 3 is released twice."""
+    values, honest, sums = private(tmp_path / "runs"), secure_rounds.secure_sum, 0
+
+    def dies(*args: object, **named: object) -> object:
+        nonlocal sums
+        sums += 1
+        if sums == 3 and when == "before the sum":
+            raise Stopped
+        total = honest(*args, **named)  # type: ignore[arg-type]
+        if sums == 3:
+            raise Stopped
+        return total
+
+    with monkeypatch.context() as patch:
+        patch.setattr(secure_rounds, "secure_sum", dies)
+        with pytest.raises(Stopped):
+            run(values)
+    right(run(values, resume="latest"), EACH * (ROUNDS + 1))
+
+
+def test_rounds_that_a_resumed_run_repeats_count_again(tmp_path: Path) -> None:
+    """A checkpoint every other round: stopped after round 3, the run goes back to round 2; stopped again, it does so again."""
+    values = private(tmp_path / "runs", checkpoint_every=2)
+    stopped(values, 3)
+    stopped(values | {"resume": "run"}, 3, dies=True)
+    right(run(values, resume="latest"), EACH * (ROUNDS + 2))
+
+
+def test_a_disk_that_keeps_no_spend_releases_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round changes nothing, as no sum was asked for."""
+    add, tried = Journal.add, 0
+
+    def full(self: Journal, releases: int) -> None:
+        nonlocal tried
+        tried += 1
+        if tried == 2:
+            raise OSError(28, "No space left on device")
+        add(self, releases)
+
+    monkeypatch.setattr(Journal, "add", full)
+    path = run(private(tmp_path / "runs"))
+    right(path, EACH * (ROUNDS - 1))
+    rounds = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    assert [row["aggregated"] for row in rounds] == [True, False, True, True, True]
+    assert "No space left on device" in (path / "clients.csv").read_text()
+
+
+def test_a_killed_server_forgets_no_release(tmp_path: Path) -> None:
+    """SIGKILL in the middle of three rounds in turn."""
+    values = private(tmp_path / "runs")
+
+    def dies(at: int, resume: str) -> None:
+        honest, sums = secure_rounds.secure_sum, 0
+
+        def killed(*args: object, **named: object) -> object:
+            nonlocal sums
+            sums += 1
+            if sums == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return honest(*args, **named)  # type: ignore[arg-type]
+
+        secure_rounds.secure_sum = killed  # type: ignore[assignment]
+        run(values, resume=resume)
+
+    for resume, at in (("", 2), ("run", 2), ("run", 3)):
+        ends_with(signal.SIGKILL, partial(dies, at, resume))
+    right(run(values, resume="latest"), EACH * (ROUNDS + 3))

@@ -1,0 +1,255 @@
+"""Random run configs: what becomes of each, and whether it should have.
+
+    python -m tests.hostile.run_configs --cases 2000 --seed 0
+
+Runs every config for real on tiny data, in one process, and prints how many ended how. A config may be refused (one sentence before the
+run), fail (one sentence after rounds that nothing could be made of), or train. It may not end in a traceback, of the server or of a
+client, hang, or end well without a round that changed anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import signal
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from fl_bn.experiment.assembly import forget
+from fl_bn.experiment.config import ConfigError, RunConfig
+from fl_bn.experiment.environment import environment
+from fl_bn.experiment.keys import kebab
+from fl_bn.experiment.run_directory import RunDirectory
+from fl_bn.flower import RunFailed, run_in_process
+from fl_bn.flower.log import LOGGER
+from fl_bn.flower.round_record import RoundRecord
+from fl_bn.layers import Unconvertible
+from tests.experiment.small_data import small_config
+
+Values = dict[str, Any]
+KEYS = {kebab(spec.name): spec for spec in fields(RunConfig)}
+SENTENCES = (ConfigError, Unconvertible, FileNotFoundError, FileExistsError)  # as fl-bn run shows them: a line
+GOOD, BAD = ("refused", "failed", "trained", "measured"), ("traceback", "empty", "hangs")
+PATIENCE = 120  # seconds
+
+# Keys whose large values are allowed and would take long, or leave this machine: only what ends soon, and what must be refused.
+TAME: dict[str, list[Any]] = {
+    "rounds": [0, 1, 2, 3, -1],
+    "clients": [1, 2, 3, 5, 8, 0, -3, 47, 48, 49, 10_000_000],
+    "local-steps": [0, 1, 2, -1],
+    "local-epochs": [0, 1, -1],
+    "batch-size": [2, 3, 8, 1, 0, 10**12],
+    "image-size": [0, 1, 4, 8, 9, 16, -1, 4097],
+    "moon-projection": [0, 1, 5, -1],
+    "threads": [1, 0, -1],
+    "round-timeout": [20.0, 0.0, -1.0],
+    "wait-timeout": [0.0, 0.1, -1.0],
+    "retry-timeout": [0.0, 0.1, -1.0],
+    "exchange": ["auto", "local", "replay", "carrier pigeon"],
+    "exchange-timeout": [1.0, 0.0],
+    "exchange-join-timeout": [1.0, 0.0],
+    "exchange-host": ["127.0.0.1", "localhost", "example.org", "", "a b"],
+    "exchange-bind": ["", "127.0.0.1", "0.0.0.0", "nowhere"],
+    "model": ["mlp", "simple-cnn", "digits-cnn-small", "lenet-cnn-bn", "mnist-mlp", "resnet20", "tests.experiment.resuming:network"],
+    "dataset": ["npz", "digits", "digits-plain", "sites", "folder", "pacs", "abide"],
+    "output": ["runs", "runs/../runs", "", "/etc/passwd/x", "/proc/x", "/dev/null/x", "x" * 300, "a/b/c"],
+    "pictures": [False],
+    "device": ["cpu", "auto", "cuda", "cuda:99", "tpu"],
+    "diagnostics": ["", "drift", "training-loss,drift", "gradients", "nothing"],
+}
+NUMBERS: dict[type, list[Any]] = {
+    int: [0, 1, 2, 3, 4, 7, -1, -2, 10, 30, 31, 2**31, 2**63 - 1, 2**63, -(2**70)],
+    float: [
+        0.0, 1e-300, 1e-9, 0.01, 0.1, 0.3, 0.5, 0.9, 0.999, 1.0, 1.5, 3, 50.0, 1e9, 1e38, 1e300, -0.1, -1.0, float("inf"), float("nan"),
+    ],
+}  # fmt: skip
+TEXTS = [
+    "", " ", "none", "x" * 5000, "\u20ac" * 200, "a\0b", "a\nb", "\ud800", "..", "../..", ".", "-rf", "~", "/", "//", "CON", "%s%n", "{0}",
+    "'; --", "0:1", "1:2", "0:1,0:2", "9:9", ":", "1:", "-1:3", "0.5:0.1", "0.5:nan", "0.5:0.1,0.4:1", "nnm+median", "nnm+nnm+median", "+",
+    "median+nnm",
+    "os:system", "subprocess:run", "builtins:eval", "torch.hub:load", "fl_bn.durable:set_aside", "no.such:thing", "a:b:c", ":", "tests:",
+    "/etc/passwd", "/dev/null", "none.npz", "latest", "a,b", "china", "resnet18x", "deeplabv3plus-", "deeplabv3plus-nothing", "__main__:x",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One config, what became of it (of GOOD or BAD), and the sentence or traceback that it ended with."""
+
+    values: Values
+    outcome: str
+    text: str = ""
+
+
+def choices(name: str) -> list[Any]:
+    """What the key's own list of values allows; none where it has no list."""
+    spec = KEYS[name]
+    return [part for part in str(spec.metadata["allowed"]).split(", ") if type(spec.default) is str and spec.metadata["check"](part)]
+
+
+def some_value(name: str, rng: random.Random, tame: bool) -> Any:
+    kind = type(KEYS[name].default)
+    if rng.random() < 0.06:
+        return rng.choice([None, [], {}, b"bytes", "text", 3, 0.5, True, (1, 2)])
+    if tame and name in TAME and (rng.random() < 0.85 or kind is not str):
+        return rng.choice(TAME[name])
+    if kind is bool:
+        return rng.random() < 0.5
+    if kind is not str:
+        return rng.choice([KEYS[name].default, *NUMBERS[kind]])
+    listed = choices(name)
+    return rng.choice(listed) if listed and rng.random() < 0.8 else rng.choice(TEXTS)
+
+
+def some_config(rng: random.Random, tame: bool = True) -> Values:
+    """A few keys of random values; now and then a key that there is not. ``tame``: accepted values end soon."""
+    values: Values = {}
+    for _ in range(rng.choice([1, 1, 2, 2, 3, 4, 6])):
+        name = rng.choice(list(KEYS))
+        values[name] = some_value(name, rng, tame)
+    if rng.random() < 0.3:
+        values["method"] = rng.choice(choices("method"))
+    if rng.random() < 0.02:
+        values[rng.choice(["", "Rounds", "learning_rate", "\0", "xyzzy", "rounds "])] = 1
+    return values
+
+
+def base(folder: Path) -> Values:
+    """A config that trains in a fraction of a second."""
+    small: Values = {**small_config(folder), "clients": 3, "rounds": 2, "partition": "iid", "method": "fedavg", "pictures": False}
+    waits = {"wait-timeout": 0.0, "retry-timeout": 0.0, "round-timeout": 20.0, "exchange-timeout": 1.0, "exchange-join-timeout": 1.0}
+    return small | waits | {"output": str(folder / "runs")}
+
+
+class Hangs(BaseException):
+    """A run took longer than PATIENCE."""
+
+
+class Listener(logging.Handler):
+    """Keeps what is said of exceptions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracebacks: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info or "Traceback (most recent call last)" in record.getMessage():
+            self.tracebacks.append(record.getMessage())
+
+
+@contextmanager
+def observed() -> Iterator[tuple[Listener, list[RoundRecord]]]:
+    """What is logged of exceptions, and every round's record, inside the block; which ends after PATIENCE seconds."""
+    listener, records, record = Listener(), list[RoundRecord](), RunDirectory.record
+    same = environment()
+
+    def spy(self: RunDirectory, entry: RoundRecord) -> None:
+        records.append(entry)
+        record(self, entry)
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise Hangs
+
+    before, quiet, shown = signal.signal(signal.SIGALRM, late), LOGGER.propagate, list(LOGGER.handlers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunDirectory, "record", spy)
+        patch.setattr("fl_bn.experiment.run_directory.environment", lambda: same)  # takes as long as a round
+        LOGGER.handlers[:], LOGGER.propagate = [listener], False
+        signal.alarm(PATIENCE)
+        try:
+            yield listener, records
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+            LOGGER.handlers[:], LOGGER.propagate = shown, quiet
+
+
+def parsed(values: Values) -> Case:
+    """What reading the config and making its objects comes to; nothing runs."""
+    try:
+        config = RunConfig.from_mapping(values)
+        config.build_method(), config.local_training(), config.defence(), config.secure(), config.round_policy(), config.to_mapping()
+    except ConfigError as error:
+        return sentence(values, "refused", error)
+    except Exception:  # what is looked for
+        return Case(values, "traceback", traceback.format_exc())
+    return Case(values, "accepted")
+
+
+def ran(values: Values, run: Callable[[Mapping[str, Any]], object] = run_in_process) -> Case:
+    """What becomes of a run of ``values``."""
+    with observed() as (listener, records):
+        try:
+            run(RunConfig.from_mapping(values).to_mapping())
+            outcome, error = well(values, records), None
+        except SENTENCES as refused:
+            outcome, error = "refused", refused
+        except RunFailed as failed:
+            outcome, error = "failed", failed
+        except Hangs:
+            return Case(values, "hangs")
+        except Exception:  # what is looked for
+            return Case(values, "traceback", traceback.format_exc())
+    if listener.tracebacks:
+        return Case(values, "traceback", listener.tracebacks[0])
+    return Case(values, outcome) if error is None else sentence(values, outcome, error)
+
+
+def well(values: Values, records: list[RoundRecord]) -> str:
+    """Of a run that ended well: it trained, or measured if that was all it was asked."""
+    if any(record.aggregated for record in records if record.phase != "measure"):
+        return "trained"
+    return "measured" if values.get("rounds") == 0 and any(record.aggregated for record in records) else "empty"
+
+
+def sentence(values: Values, outcome: str, error: BaseException) -> Case:
+    """``error``'s message; none, or several lines of it, are as bad as a traceback."""
+    text = str(error)
+    return Case(values, outcome if text.strip() and "Traceback" not in text and len(text) < 3000 else "traceback", text)
+
+
+def cases(count: int, seed: int, folder: Path) -> Iterator[Case]:
+    """``count`` runs in ``folder``, which becomes the current one."""
+    os.chdir(folder)
+    for number in range(count):
+        rng = random.Random(f"{seed} {number}")
+        yield ran(base(folder) | some_config(rng))
+        if number % 50 == 49:
+            forget()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    told = parser.parse_args()
+    counts, begin = Counter[str](), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        small = base(Path(folder))
+        for case in cases(told.cases, told.seed, Path(folder)):
+            counts[case.outcome] += 1
+            if case.outcome in BAD:
+                changed = {name: value for name, value in case.values.items() if name not in small or repr(value) != repr(small[name])}
+                print(json.dumps({"outcome": case.outcome, "values": changed, "text": case.text[-1500:]}, default=repr), flush=True)
+            if time.monotonic() - begin > told.seconds:
+                break
+        os.chdir("/")
+    print(f"{sum(counts.values())} run configs, seed {told.seed}, {time.monotonic() - begin:.0f} s: {dict(counts.most_common())}")
+
+
+if __name__ == "__main__":
+    main()
