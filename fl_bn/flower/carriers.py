@@ -21,7 +21,8 @@ from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.session import NOT_JOINED, Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.client_app import RENDEZVOUS
-from fl_bn.flower.codec import WireError, header_of
+from fl_bn.flower.codec import header_of
+from fl_bn.flower.fields import WireError, reason
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.posting import copy_of
 from fl_bn.flower.transcript import attach, read_request
@@ -64,7 +65,7 @@ class Carrier(ABC):
             for reply in came:
                 client = waiting.pop(reply.metadata.reply_to_message_id)
                 if reply.has_error():
-                    session.leave(client, f"code {reply.error.code}: {reply.error.reason}")
+                    session.leave(client, f"code {reply.error.code}: {reason(reply.error.reason)}")
             if not came:
                 time.sleep(POLL)
         self._owed |= waiting

@@ -20,7 +20,8 @@ from fl_bn.exchange.call import Answer, Exchange, ExchangeFailed, Join, Key, Lay
 from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.exchange.session import Session
-from fl_bn.flower.codec import Header, Payload, WireError, flatten, from_records, to_records, unflatten
+from fl_bn.flower.codec import Header, Payload, flatten, from_records, to_records, unflatten
+from fl_bn.flower.fields import WireError
 from fl_bn.flower.transcript import attach, detach, read_request, request_payload
 
 HEADER = Header("fedtan", "exchange", 3, "0123")
