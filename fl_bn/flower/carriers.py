@@ -63,8 +63,8 @@ class Carrier(ABC):
             came = [reply for reply in grid.pull_messages(waiting.keys()) if reply.metadata.reply_to_message_id in waiting]
             replies += came
             for reply in came:
-                client = waiting.pop(reply.metadata.reply_to_message_id)
-                if reply.has_error():
+                client = waiting.pop(reply.metadata.reply_to_message_id, -1)  # -1: answered twice
+                if client >= 0 and reply.has_error():
                     session.leave(client, f"code {reply.error.code}: {reason(reply.error.reason)}")
             if not came:
                 time.sleep(POLL)
@@ -183,7 +183,9 @@ class ReplayCarrier(Carrier):
     ) -> dict[int, tuple[int, Local]]:
         """What each client needs an answer to; those who need none are added to ``final``, and leave the session."""
         requests: dict[int, tuple[int, Local]] = {}
-        replies = {reply.metadata.src_node_id: reply for reply in self._replies(grid, sent, session, timeout)}
+        replies: dict[int, Message] = {}
+        for reply in self._replies(grid, sent, session, timeout):
+            replies.setdefault(reply.metadata.src_node_id, reply)  # the first counts
         for client, message in sent.items():
             reply = replies.get(message.metadata.dst_node_id)
             if reply is None:

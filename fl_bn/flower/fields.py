@@ -72,7 +72,7 @@ class Field:
 
 def whole(least: int = 0, most: int = LARGEST, default: Any = NEEDED) -> Field:
     """A whole number; True and 1.0 are none."""
-    wanted = f"a whole number {least}..{most}" if most < LARGEST else f"a whole number >= {least} (and <= 2**53)"
+    wanted = f"a whole number {least}..{most}" if most != LARGEST else f"a whole number >= {least} (and <= 2**53)"
     return Field(lambda v: type(v) is int and least <= v <= most, wanted, default)
 
 

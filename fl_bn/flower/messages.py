@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
-from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.flower.fields import (
     REASON,
     Form,
@@ -69,7 +68,7 @@ TRAINED = REPLIED.and_also(
         },
     )
 )
-REQUESTED = Form("metrics", {"batch": whole(0, LARGEST_COUNT), "count": whole(1, LARGEST_COUNT)})  # replay: needs an answer
+REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})  # replay: needs an answer; the session knows the limits
 EVALUATED = Form(
     "metrics",
     {"samples": whole(), "loss": measured(), "accuracy": measured(0, 1), "mean-iou": measured(0, 1, default=None)},

@@ -130,7 +130,8 @@ class Population:
                     problem = problem or f"node {node} cannot take part: {reason(reply.error.reason)}"
                     self._refuse(node, reason(reply.error.reason))
             else:
-                problem = self._admit(node, reply) or problem
+                wrong = self._admit(node, reply)
+                problem = problem or wrong
         for node in silent if self._joined else ():  # before the start they are waited for
             self._refuse(node, f"it did not say within {patience:.0f} s who it is; it is asked again when it was offline")
         return problem

@@ -81,7 +81,8 @@ class _Post:
         ]
         now = time.monotonic()
         for reply in came:
-            message = self.waiting.pop(reply.metadata.reply_to_message_id)
+            if (message := self.waiting.pop(reply.metadata.reply_to_message_id, None)) is None:
+                continue  # answered twice: the first counts
             node = message.metadata.dst_node_id
             if reply.has_error() and reply.error.code == EXPIRED and now > self.end - NEAR:
                 continue  # no reply before the deadline

@@ -11,7 +11,7 @@ from torch import nn
 
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.flower.codec import Payload, tensor_name
-from fl_bn.flower.fields import WireError
+from fl_bn.flower.fields import WireError, said
 from fl_bn.methods import Method, Phase, Report
 from fl_bn.moments import bounds
 from fl_bn.roles import Role, batch_norms, roles
@@ -51,7 +51,7 @@ class Schema:
         """Raises WireError for the first section or tensor that is missing, extra, ill-shaped, ill-typed or out of range."""
         for section, specs in self.sections.items():
             if section not in payload:
-                raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {sorted(payload)}")
+                raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {said(sorted(payload))}")
             arrays = payload[section]
             for name in specs:
                 if name not in arrays:

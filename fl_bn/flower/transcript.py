@@ -19,7 +19,7 @@ from fl_bn.flower.messages import REQUESTED
 
 TRANSCRIPT = "transcript"
 REQUEST = "exchange"
-NAMED = re.compile(rf"({'|'.join(quantity.value for quantity in Quantity)})/([0-9]{{1,9}})/([^\x00-\x1f]{{0,{NAME}}})")
+NAMED = re.compile(rf"({'|'.join(quantity.value for quantity in Quantity)})/([0-9]{{1,10}})/(.{{0,{NAME}}})", re.DOTALL)
 Transcript = Sequence[tuple[Key, Answer]]
 
 

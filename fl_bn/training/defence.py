@@ -144,6 +144,7 @@ def undercut(
             continue
         low: dict[int, str] = {}
         calls = median_high([u.get(name, k) / k for u, k in zip(updates, steps, strict=True) if k] or [1]) if updates else 1
+        moves = "steps" if calls == 1 else "updates"
         for i, (report, k) in enumerate(zip(reports, steps, strict=True)):
             if name not in report:
                 continue
@@ -153,7 +154,7 @@ def undercut(
             if bool(below.any()):
                 c = int(torch.argmax((floor - report[name].var).where(below, torch.zeros_like(floor))))
                 low[i] = (
-                    f"statistics/{name}.running_var: channel {c} is {float(report[name].var[c]):.3g} after {k} updates from "
+                    f"statistics/{name}.running_var: channel {c} is {float(report[name].var[c]):.3g} after {k} {moves} from "
                     f"{float(shared[name].var[c]):.3g}: honest training leaves at least {float(floor[c]):.3g}"
                 )
         if 2 * len(low) < len(reports):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import Array
 
 from fl_bn.flower.population import Client
@@ -132,6 +133,46 @@ def test_a_reply_without_what_nobody_reads_counts() -> None:
     kinds = ("train collect_masked_vectors", "")
     ran, honest = (lied(lacks(kind, "fitres.parameters"), "fbn", secure=SecureAggregation(), rounds=1) for kind in kinds)
     assert len(ran.records[0].accepted) == 5
+    assert identical(ran.trajectory[1], honest.trajectory[1])
+
+
+def altered(kind: str, field: str, change: Callable[[bytes], bytes]) -> Spoil:
+    """In replies to ``kind`` every item of the list ``field`` is changed."""
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        if asked == kind:
+            record = content.config_records["secaggplus_configs"]
+            record[field] = [change(item) for item in record[field]]
+
+    return spoil
+
+
+def test_who_seals_shares_that_nobody_can_read_is_left_out_and_the_others_begin_again() -> None:
+    ran = lied(altered("train share_keys", "ctxts", lambda sealed: sealed[:-8]), "fbn", secure=SecureAggregation(), rounds=1)
+    (record,) = ran.records
+    assert [c.client for c in record.accepted] == [0, 2, 3, 4]
+    assert "shares of its secrets could not be read" in record.clients[LIAR].refused
+    assert identical(ran.trajectory[1], lied(lacks("train setup", "plan"), "fbn", secure=SecureAggregation(), rounds=1).trajectory[1])
+
+
+def test_of_two_that_accuse_each_other_both_are_left_out() -> None:
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        if asked == "train collect_masked_vectors":
+            for record in list(content):
+                del content[record]
+            content["secaggplus_configs"] = ConfigRecord({"unreadable": [4]})
+
+    (record,) = lied(spoil, "fbn", secure=SecureAggregation(), rounds=1).records
+    assert [c.client for c in record.accepted] == [0, 2, 4]
+    assert "it cannot read the shares of nodes [4]" in record.clients[LIAR].refused
+    assert "or it says so of others'" in record.clients[3].refused
+
+
+@pytest.mark.parametrize("change", [lambda s: s[:4] + bytes(len(s) - 4), lambda s: bytes(4) + s[4:], lambda s: b"\x01\0\0\0" + s[4:]])
+def test_false_shares_are_found_where_the_others_suffice(change: Callable[[bytes], bytes], log: pytest.LogCaptureFixture) -> None:
+    ran, honest = (lied(altered(k, "shares", change), "fbn", secure=SecureAggregation(), rounds=1) for k in ("train unmask", ""))
+    assert len(ran.records[0].accepted) == 5
+    assert f"client {LIAR}'s shares are not used: false shares of the others' secrets" in log.text
     assert identical(ran.trajectory[1], honest.trajectory[1])
 
 
