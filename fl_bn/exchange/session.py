@@ -167,7 +167,8 @@ class Session:
         if isinstance(request, Join):
             if client in self.batches:
                 raise Refused("it has joined already")
-            if not 0 <= request.batch <= (most := self.samples.get(client, LARGEST_COUNT)):
+            most = self.samples.get(client, LARGEST_COUNT)
+            if not 0 <= request.batch <= most:
                 what = f"{most} samples, as the client said of itself" if client in self.samples else f"{most} samples"
                 raise Refused(f"expected a batch of 0 to {what}, but got {request.batch}")
             return

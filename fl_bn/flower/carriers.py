@@ -184,8 +184,8 @@ class ReplayCarrier(Carrier):
         """What each client needs an answer to; those who need none are added to ``final``, and leave the session."""
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}
-        for reply in self._replies(grid, sent, session, timeout):
-            replies.setdefault(reply.metadata.src_node_id, reply)  # the first counts
+        for came in self._replies(grid, sent, session, timeout):
+            replies.setdefault(came.metadata.src_node_id, came)  # the first counts
         for client, message in sent.items():
             reply = replies.get(message.metadata.dst_node_id)
             if reply is None:

@@ -177,5 +177,6 @@ def _least_count(arrays: ArrayRecord) -> int:
     for name, array in arrays.items():
         if name.rpartition(".")[2] == "count" and tuple(array.shape) == (1,) and str(array.dtype) == "int64":
             with suppress(WireError):
-                counts += [int(count) for count in array_from(array.data, "").reshape(-1)[:1] if np.isfinite(count)]
+                found = array_from(array.data, "")
+                counts += [int(count) for count in found.reshape(-1)[:1] if found.dtype == np.int64]
     return min((count for count in counts if count > 0), default=0)

@@ -13,6 +13,7 @@ from flwr.common import Array
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.flower import schema
 from fl_bn.flower.codec import from_records, header_of, tensor_name
 from fl_bn.flower.exchanges import Exchanges
@@ -214,6 +215,8 @@ class SecureRounds:
             raise WireError("moments", "count", f"{expected}, but got {said(sorted(counted))}")
         passes = sum(part.plan.passes for part in total.parts)
         counts = {layer: n * passes for layer, n in counted.pop()}
+        if (most := max(counts.values(), default=0)) > LARGEST_COUNT:
+            raise WireError("moments", "count", f"expected at most {LARGEST_COUNT} activations in all, but got {said(most)}")
         samples = sum(part.plan.samples for part in total.parts)
         moments, negative = moments_of(average, reference, samples, counts, self.settings.clipping_range)
         if negative:

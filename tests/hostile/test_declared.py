@@ -6,11 +6,17 @@ import ast
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.common import Array
 
+from fl_bn import durable
 from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.flower import messages
+from fl_bn.flower.checkpoint import FORMAT, Checkpoint
+from fl_bn.flower.client_state import NOTHING, MemoryState
 from fl_bn.flower.fields import Form, Undeclared, Values, WireError, said, shown, whole
 from tests.hostile.recorded import SCENARIOS, recorded
 
@@ -157,6 +163,21 @@ def test_fields_of_the_exchange_s_requests_are_those_that_the_session_checks() -
     assert kinds["Local"] == ["layer", "quantity", "call", "count", "values"]
     assert kinds["Leave"] == []
     assert kinds["Request"] == ["join", "local", "leave"]
+
+
+def test_a_checkpoint_whose_state_nests_is_damaged_and_ends_nothing(tmp_path: Path) -> None:
+    about = {"format": FORMAT, "state": "[" * 100_000, "lineage": "{}", "generators": ""}
+    durable.save_tensors(tmp_path / "checkpoint.safetensors", {"arrays/a": torch.zeros(1)}, about)
+    with pytest.raises(durable.Damaged, match="cannot read it"):
+        Checkpoint.load(tmp_path / "checkpoint.safetensors")
+
+
+def test_what_a_client_kept_in_another_form_is_no_state_of_its_own() -> None:
+    for kept in ({"signature": "a", "round": 1.5}, {"signature": "a"}, {"round": 1}):
+        state = RecordDict({"kept-for": ConfigRecord(kept), "local": ArrayRecord({"a": Array(np.zeros(2))})})
+        assert MemoryState(state, "a").read(before=9) == NOTHING
+    state = RecordDict({"kept-for": ConfigRecord({"signature": "a", "round": 1}), "local": ArrayRecord({"a": Array(np.zeros(2))})})
+    assert MemoryState(state, "a").read(before=9).round == 1  # control
 
 
 def test_control_of_whole() -> None:
