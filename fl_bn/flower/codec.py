@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -96,21 +97,30 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
     Raises:
         WireError: they are none, of objects, or not as many as the shape they tell.
     """
-    stream = io.BytesIO(data[:LONGEST_HEAD])
     try:
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[np.lib.format.read_magic(stream)]
-        shape, fortran, dtype = read(stream, max_header_size=LONGEST_HEAD)
-        count = math.prod(shape)
-        if dtype.hasobject or dtype.names or len(shape) > 16 or min(shape, default=0) < 0:
-            raise ValueError(f"a shape of {len(shape)} dimensions of {dtype}")
-        empty = None if count else np.empty(shape, dtype)
+        shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])
+        empty = None if (count := math.prod(shape)) else np.empty(shape, dtype)
     except Exception as error:  # on bytes off the wire NumPy raises whatever its parsers do: TokenError, SyntaxError, OverflowError ...
         raise WireError(section, name, f"expected a NumPy array, but its bytes cannot be read: {reason(str(error))}") from error
-    if count * dtype.itemsize != (rest := len(data) - stream.tell()):
+    if count * dtype.itemsize != (rest := len(data) - begin):
         raise WireError(section, name, f"expected a NumPy array, but its bytes are {rest} where shape {said(shape)} of {dtype} has others")
     if empty is not None:
         return empty
-    return np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+    return np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if fortran else "C")
+
+
+@lru_cache(maxsize=1024)
+def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Shape, order, dtype and length of a head of version 1.0, which is what NumPy writes. Raises whatever NumPy's parsers do."""
+    if len(head) > LONGEST_HEAD:
+        raise ValueError(f"a head of {len(head)} bytes")
+    stream = io.BytesIO(head)
+    if (version := np.lib.format.read_magic(stream)) != (1, 0):
+        raise ValueError(f"version {version} of the format")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=LONGEST_HEAD)
+    if dtype.hasobject or dtype.names or len(shape) > 16 or min(shape, default=0) < 0:
+        raise ValueError(f"a shape of {len(shape)} dimensions of {dtype}")
+    return shape, fortran, dtype, stream.tell()
 
 
 def _decode(section: str, name: str, array: Array) -> np.ndarray:
