@@ -38,7 +38,7 @@ def build_client(context: Context) -> BatchNormClient:
         state=folder if "state-dir" in node or config.checkpoint_every else None,
     )
     model, method, training = client_model(at_client(config)), config.build_method(), config.local_training()
-    return BatchNormClient(model, method, training, site, context.state, config.seed, config.unseen_client)
+    return BatchNormClient(model, method, training, site, context.state, config.seed, config.unseen_client, config.share_drift)
 
 
 app = make_client_app(build_client)

@@ -201,6 +201,23 @@ def observe(model: nn.Module, measure: Callable[[nn.Module, Tensor], Moments] = 
             handle.remove()
 
 
+@contextmanager
+def count_updates(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Count, by BatchNorm layer, the forward passes inside the block that move its running statistics: not those of ``unrecorded``."""
+    layers = batch_norms(model)
+    counts, own = dict.fromkeys(layers, 0), {name: layer.running_mean for name, layer in layers.items()}
+
+    def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        counts[name] += layer.training and layer.running_mean is not None and layer.running_mean is own[name]
+
+    handles = [layer.register_forward_pre_hook(partial(hook, name)) for name, layer in layers.items()]
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
     """One ``Moments`` per layer that saw anything."""
     return {name: pool(parts) for name, parts in observed.items() if parts}

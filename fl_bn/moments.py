@@ -10,6 +10,7 @@ A batch is measured in the dtype of the activations, in float32 at least; whatev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +26,15 @@ def weighted_mean(values: Tensor, counts: Tensor) -> Tensor:
     """Mean of ``values`` (n, d) with weights proportional to ``counts`` (n,)."""
     weights = counts.to(values.dtype) / counts.sum()
     return (weights[:, None] * values).sum(0)
+
+
+def bounds(dtype: torch.dtype) -> tuple[float, float]:
+    """The largest mean (as +-), and the largest variance, that a client's report in ``dtype`` may hold.
+
+    Within them the variance of two clients' union, which has the distance of their means squared, does not overflow in ``dtype``.
+    """
+    largest = torch.finfo(dtype).max
+    return math.sqrt(largest) / 4, largest / 2
 
 
 class Running(NamedTuple):

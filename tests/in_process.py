@@ -37,6 +37,8 @@ def client_app(
     folder: Path | None = None,
     disturb: Callable[[int, str], None] = lambda client, kind: None,
     counted: int = 0,
+    shares_drift: bool = False,
+    tells: bool = False,
 ) -> ClientApp:
     """``disturb(client, what)`` is called before each fit and may raise; ``counted``: the number of clients that each believes in."""
     converted = convert(model or seeded_network("cnn"), method)
@@ -49,7 +51,7 @@ def client_app(
     def build(context: Context) -> BatchNormClient:
         index = int(context.node_config["partition-id"])
         site = Site(index, counted or len(clients), clients[index], clients[index], CPU, folder, (len(clients[index]),))
-        return Disturbed(converted, method, settings, site, context.state)
+        return Disturbed(converted, method, settings, site, context.state, tells=tells, shares_drift=shares_drift)
 
     return make_client_app(build)
 

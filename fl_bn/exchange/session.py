@@ -13,11 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median_low
 
 import torch
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Refused, Request
-from fl_bn.moments import Average, Moments, pool, weighted_mean
+from fl_bn.moments import Average, Moments, bounds, pool, weighted_mean
 
 POLICIES = ("abort", "shrink")
 NOT_JOINED = "did not join"
@@ -54,6 +55,9 @@ class Session:
     ``layers``: the layers that may be exchanged. ``average`` combines what comes (the weighted mean, or a robust rule). ``policy`` for a
     client that dies, is refused, or comes ``deadline`` (s) after the first of its exchange (``join_deadline`` after the last to join):
     ``abort`` fails the round for all, ``shrink`` goes on without it, with weights over the others. Safe to call from several threads.
+
+    ``samples``: what each client has in all; no batch may be larger. ``believing``: counts and batches are what each client says; else
+    everyone counts as the median client, so that under a defence the cohort's are in nobody's hand.
     """
 
     def __init__(
@@ -65,10 +69,13 @@ class Session:
         policy: str = "abort",
         deadline: float = 30.0,
         join_deadline: float = 30.0,
+        samples: Mapping[int, int] | None = None,
+        believing: bool = True,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, but got {policy!r}")
         self.layers, self.average, self.policy, self.deadline, self.join_deadline = layers, average, policy, deadline, join_deadline
+        self.samples, self.believing = samples or {}, believing
         self.active = set(cohort)
         self.batches: dict[int, int] = {}  # of those who joined
         self.dropped: dict[int, str] = {}
@@ -160,8 +167,10 @@ class Session:
         if isinstance(request, Join):
             if client in self.batches:
                 raise Refused("it has joined already")
-            if not 0 <= request.batch <= LARGEST_COUNT:
-                raise Refused(f"expected a batch of 0 to {LARGEST_COUNT} samples, but got {request.batch}")
+            most = self.samples.get(client, LARGEST_COUNT)
+            if not 0 <= request.batch <= most:
+                what = f"{most} samples, as the client said of itself" if client in self.samples else f"{most} samples"
+                raise Refused(f"expected a batch of 0 to {what}, but got {request.batch}")
             return
         key, values = request.key, request.values
         if client not in self.batches:
@@ -180,8 +189,7 @@ class Session:
 
     def _check_range(self, key: Key, values: torch.Tensor, layer: Layer) -> None:
         """Variances are not negative, and no client's values are so large that they overflow in the pooled variance of the others."""
-        largest = torch.finfo(layer.dtype).max
-        mean_bound, var_bound = math.sqrt(largest) / 4, largest / 2
+        mean_bound, var_bound = bounds(layer.dtype)
         means = values[:0] if key.quantity is Quantity.VARIANCE else values[: layer.channels]
         variances = values if key.quantity is Quantity.VARIANCE else values[layer.channels :]
         if len(means) and (most := float(means.abs().max())) > mean_bound:
@@ -222,7 +230,7 @@ class Session:
         joins = {client: request.batch for client, request in requests.items() if isinstance(request, Join)}
         if joins:  # then all are: nobody's join is answered before the last has joined
             self.batches.update(joins)
-            self._deliver(Answer(torch.empty(0), 0, sum(joins.values())))
+            self._deliver(Answer(torch.empty(0), 0, self._together(list(joins.values()))))
         elif self._agree({client: request.key for client, request in requests.items() if isinstance(request, Local)}):
             self._average({client: request for client, request in requests.items() if isinstance(request, Local)})
         else:
@@ -258,7 +266,11 @@ class Session:
         for client in requests:
             traffic, nbytes = self.traffic[client], values.numel() * dtype.itemsize
             self.traffic[client] = Traffic(traffic.exchanges + 1, traffic.up + nbytes, traffic.down + nbytes)
-        self._deliver(Answer(values.to(dtype), sum(request.count for request in requests.values()), sum(batches)))
+        self._deliver(Answer(values.to(dtype), self._together([r.count for r in requests.values()]), self._together(batches)))
+
+    def _together(self, claims: list[int]) -> int:
+        """The cohort's activations, or samples, by what each client claims."""
+        return sum(claims) if self.believing else median_low(claims) * len(claims)
 
     def _deliver(self, answer: Answer) -> None:
         waiting, self._waiting = self._waiting, {}

@@ -11,7 +11,8 @@ from fl_bn.data.augment import augmenter
 from fl_bn.data.dataset import to_input
 from fl_bn.experiment.assembly import client_model, dataset, partitions, shape
 from fl_bn.experiment.config import SITES, ConfigError, RunConfig
-from fl_bn.flower.codec import WireError, to_numpy
+from fl_bn.flower.codec import to_numpy
+from fl_bn.flower.fields import WireError
 from fl_bn.flower.log import LOGGER
 from fl_bn.methods import Phase
 from fl_bn.roles import Role, batch_norms

@@ -92,6 +92,11 @@ class RunKeys(MethodKeys):
     share_label_counts: bool = key(
         True, "clients tell the server their samples per class, for labels.png (never with secure-aggregation)", "true, false"
     )
+    share_drift: bool = key(
+        False,
+        "fedbn, silobn, single: clients tell how far their own statistics moved (largest drift, least variance, growth), for the log",
+        "true, false",
+    )
     unseen_client: bool = key(
         False, "fedbn, silobn: after the last round clients tell what they keep of BatchNorm; the average is for fl-bn adapt", "true, false"
     )

@@ -14,7 +14,9 @@ from flwr.app import ArrayRecord, Message
 from flwr.common import Array
 from torch import Tensor
 
-from fl_bn.flower.codec import Payload, WireError, from_records, tensor_name
+from fl_bn.flower.codec import Payload, from_records, tensor_name
+from fl_bn.flower.fields import WireError
+from fl_bn.flower.messages import TRAINED
 from fl_bn.flower.population import Client
 from fl_bn.moments import Moments, plain_average, pool
 from fl_bn.robust.attacks import Adversary, Damage
@@ -59,7 +61,7 @@ def corrupt(
         if section in ("weights", "gradients") and adversary.on != "statistics":
             _updates(section, truths, lies, adversary, defence, sent)
         elif section in VARIANCES and adversary.on != "updates":
-            steps = [int(reply.content.metric_records["metrics"].get("steps", 0)) for _, reply, _ in liars]  # type: ignore[arg-type]
+            steps = [_steps(reply) for _, reply, _ in liars]
             known = momentum if isinstance(adversary.attack, str) else {}  # an attack of one's own may well be refused
             floors = {name: _floor(section, name, b, sent, min(steps)) for name, b in known.items()}
             _statistics(section, truths, lies, adversary, defence, floors)
@@ -67,6 +69,13 @@ def corrupt(
             continue
         for (_, reply, _), lie in zip(liars, lies, strict=True):
             reply.content[section] = ArrayRecord({name: Array(array) for name, array in lie[section].items()})
+
+
+def _steps(reply: Message) -> int:
+    try:
+        return int(TRAINED.of_metrics(reply.content)["steps"])
+    except WireError:
+        return 0
 
 
 def _updates(

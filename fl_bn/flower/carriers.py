@@ -21,7 +21,8 @@ from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.session import NOT_JOINED, Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.client_app import RENDEZVOUS
-from fl_bn.flower.codec import WireError, header_of
+from fl_bn.flower.codec import header_of
+from fl_bn.flower.fields import WireError, reason
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.posting import copy_of
 from fl_bn.flower.transcript import attach, read_request
@@ -62,9 +63,9 @@ class Carrier(ABC):
             came = [reply for reply in grid.pull_messages(waiting.keys()) if reply.metadata.reply_to_message_id in waiting]
             replies += came
             for reply in came:
-                client = waiting.pop(reply.metadata.reply_to_message_id)
-                if reply.has_error():
-                    session.leave(client, f"code {reply.error.code}: {reply.error.reason}")
+                client = waiting.pop(reply.metadata.reply_to_message_id, -1)  # -1: answered twice
+                if client >= 0 and reply.has_error():
+                    session.leave(client, f"code {reply.error.code}: {reason(reply.error.reason)}")
             if not came:
                 time.sleep(POLL)
         self._owed |= waiting
@@ -182,7 +183,9 @@ class ReplayCarrier(Carrier):
     ) -> dict[int, tuple[int, Local]]:
         """What each client needs an answer to; those who need none are added to ``final``, and leave the session."""
         requests: dict[int, tuple[int, Local]] = {}
-        replies = {reply.metadata.src_node_id: reply for reply in self._replies(grid, sent, session, timeout)}
+        replies: dict[int, Message] = {}
+        for came in self._replies(grid, sent, session, timeout):
+            replies.setdefault(came.metadata.src_node_id, came)  # the first counts
         for client, message in sent.items():
             reply = replies.get(message.metadata.dst_node_id)
             if reply is None:

@@ -61,7 +61,7 @@ class Checkpoint:
             raise durable.Damaged(f"{path}: expected {FORMAT}, but got {about.get('format', 'a file without a format')!r}")
         try:
             return cls._read(tensors, about)
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise durable.Damaged(f"{path}: expected {FORMAT}, but cannot read it: {error!r}") from error
 
     @classmethod

@@ -30,7 +30,9 @@ from fl_bn.flower import schema
 from fl_bn.flower.client_state import ClientState, FileState, Kept, MemoryState
 from fl_bn.flower.codec import Header, Payload, encode_moments, flatten, signature, to_numpy, to_tensors, unflatten
 from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.messages import TO_EVALUATE
 from fl_bn.flower.transcript import Transcript, detach, request_payload
+from fl_bn.layers import count_updates
 from fl_bn.methods import INPUTS, NORMALISERS, Method, Phase, Report, StatisticsPass
 from fl_bn.moments import Moments
 from fl_bn.objectives import CONTROL
@@ -68,7 +70,8 @@ class BatchNormClient(NumPyClient):
     """Trains, measures and evaluates one model as its method says.
 
     ``model`` is converted already and pristine; it is copied, never changed. ``state`` is Flower's ``context.state``. All that is drawn
-    at random depends on ``seed``, the client and the round alone. ``tells``: its ``get_parameters`` answers.
+    at random depends on ``seed``, the client and the round alone. ``tells``: its ``get_parameters`` answers. ``shares_drift``: where
+    statistics stay at home, it tells how far they moved in a round; one of these numbers is an element of its own statistics.
     """
 
     def __init__(
@@ -80,12 +83,14 @@ class BatchNormClient(NumPyClient):
         state: RecordDict,
         seed: int = 0,
         tells: bool = False,
+        shares_drift: bool = False,
     ) -> None:
         check_composition(method, settings)
         self.method, self.settings, self.site, self.seed = method, settings, site, seed
         self.model = copy.deepcopy(model).to(site.device)
-        self.signature, self.tells = signature(model, method), tells
+        self.signature, self.tells, self.shares_drift = signature(model, method), tells, shares_drift
         self._context_state = state
+        self._moved: dict[str, int] = {}
         self._roles = roles(model)
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +111,7 @@ class BatchNormClient(NumPyClient):
         """
         phase, round = Phase(config["phase"]), int(config["round"])
         payload = unflatten(parameters, config["layout"])
-        connect = partial(_connect, config, detach(payload, config))
+        connect = partial(_connect, config, detach(payload, config) if phase is Phase.EXCHANGE else [])
         state = self._state(config)
         kept = state.read(before=round + (phase is Phase.MEASURE))
         companions = () if phase is Phase.MEASURE else companions_of(self.settings)
@@ -131,7 +136,8 @@ class BatchNormClient(NumPyClient):
         reply = self._reply(phase, result, moments or result.moments, payload, buffers)
         arrays, layout = flatten(reply)
         metrics: dict[str, Any] = {"layout": layout, "loss": result.loss, "steps": result.steps, "waited": waited}
-        metrics |= self._local_drift() | ({"batch": result.first} if reports is Report.FIRST else {})
+        metrics |= self._updates(phase, result.steps) | self._local_drift()
+        metrics |= {"batch": result.first} if reports is Report.FIRST else {}
         if sections := self._to_keep(result, buffers):
             metrics["kept"] = kept.round
             state.write(round, sections)
@@ -143,7 +149,8 @@ class BatchNormClient(NumPyClient):
         self._load(unflatten(parameters, config["layout"]), config, kept)
         metrics = evaluate(self.model, self.site.test).metrics()
         if (name := str(config.get("save", ""))) and self.site.folder is not None:
-            path = self.site.folder / Path(name).name / "clients" / f"client-{self.site.client}.safetensors"
+            TO_EVALUATE.read({"save": name})  # a folder's name, and no way out of this client's own
+            path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file({k: t.contiguous().cpu() for k, t in self.model.state_dict().items()}, path)
         return metrics.pop("loss"), len(self.site.test), metrics
@@ -212,7 +219,7 @@ class BatchNormClient(NumPyClient):
         if phase is Phase.EXCHANGE:  # all that takes long, as a process's first optimiser does, is done: now others wait for us
             first = next(batches)
             batches, exchange = chain([first], batches), connect(len(first))
-        with torch_seed(dropout, site.device):
+        with torch_seed(dropout, site.device), count_updates(self.model) as self._moved:
             result = train(
                 self.model,
                 site.train,
@@ -260,8 +267,14 @@ class BatchNormClient(NumPyClient):
         reply = {k: to_numpy({n: sources[k][n] for n in expected[k]}) for k in expected if k != "moments"}
         return reply | ({"moments": self._moments(moments)} if "moments" in expected else {})
 
+    def _updates(self, phase: Phase, steps: int) -> dict[str, list[int]]:
+        """How often each layer moved its running statistics, where that is not once per step (a layer that is used twice)."""
+        counts = list(self._moved.values())
+        told = self.method.reports(phase) is Report.RUNNING and any(count != steps for count in counts)
+        return {"updates": counts} if told else {}
+
     def _local_drift(self) -> dict[str, float]:
-        if self.method.shares(Role.STATISTIC):
+        if not self.shares_drift or self.method.shares(Role.STATISTIC):
             return {}
         after = running_statistics(self.model)
         if (drift := Drift.between(self._before, after)) is None:

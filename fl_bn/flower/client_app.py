@@ -7,15 +7,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fl_bn.flower.client import BatchNormClient
-from fl_bn.flower.codec import flatten, from_records, header_of, to_records, unflatten
+from fl_bn.flower.codec import Header, flatten, from_records, header_of, to_records, unflatten
+from fl_bn.flower.fields import Form, Values
+from fl_bn.flower.messages import HEADER, LAYOUT, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
 from fl_bn.flower.schema import KEPT, kept_layers
 from fl_bn.flower.secure_client import secured
+from fl_bn.methods import Phase
 
 HELLO = "query.hello"
 STATISTICS = "query.statistics"
@@ -31,8 +33,8 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
     def fit(message: Message, context: Context) -> Message:
         payload, header = from_records(message.content)
         arrays, layout = flatten(payload)
-        config = _config(message, layout) | asdict(header)
-        out, samples, metrics = build(context).fit(arrays, config)
+        form = TO_MEASURE if header.phase == Phase.MEASURE.value else TO_TRAIN
+        out, samples, metrics = build(context).fit(arrays, _call(message, form, header, layout))
         content = to_records(unflatten(out, metrics.pop("layout")), header)
         content["metrics"] = MetricRecord({"samples": samples, **metrics})
         return Message(content, reply_to=message)
@@ -40,14 +42,14 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
     def evaluate(message: Message, context: Context) -> Message:
         payload, header = from_records(message.content)
         arrays, layout = flatten(payload)
-        loss, samples, metrics = build(context).evaluate(arrays, _config(message, layout) | asdict(header))
+        loss, samples, metrics = build(context).evaluate(arrays, _call(message, TO_EVALUATE, header, layout))
         content = to_records({}, header)
         content["metrics"] = MetricRecord({"samples": samples, "loss": loss, **metrics})
         return Message(content, reply_to=message)
 
     def kept(message: Message, context: Context) -> Message:
         client, header = build(context), header_of(message.content)
-        arrays = client.get_parameters(_config(message, "") | asdict(header))
+        arrays = client.get_parameters(_call(message, TO_TELL, header))
         named = dict(zip(kept_layers(client.model, client.method).sections[KEPT], arrays, strict=True))
         content = to_records({KEPT: named}, header)
         content["metrics"] = MetricRecord({"samples": len(client.site.train)})
@@ -57,7 +59,7 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
         return Message(RecordDict({"hello": ConfigRecord(build(context).get_properties({}))}), reply_to=message)
 
     def rendezvous(message: Message, context: Context) -> Message:
-        build(context).meet(_config(message, ""))
+        build(context).meet(TO_MEET.of_configs(message.content))
         return Message(RecordDict(), reply_to=message)
 
     app.train()(_within_its_time(secured(fit, build)))
@@ -87,5 +89,7 @@ def _within_its_time(handle: Callable[[Message, Context], Message]) -> Callable[
     return within
 
 
-def _config(message: Message, layout: str) -> dict[str, Any]:
-    return {**message.content.config_records.get("config", {}), "layout": layout}
+def _call(message: Message, form: Form, header: Header, layout: str = "") -> Values:
+    """What a ``NumPyClient`` takes as its config: the message's, checked, with the header and the arrays' ``layout``."""
+    values = form.of_configs(message.content) if form.record in message.content else form.read({})
+    return Values(form.and_also(HEADER, LAYOUT), {**values, **asdict(header), "layout": layout})

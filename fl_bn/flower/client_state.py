@@ -20,7 +20,9 @@ from torch import Tensor
 
 from fl_bn import durable
 from fl_bn.flower.codec import to_numpy, to_tensors
+from fl_bn.flower.fields import WireError
 from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.messages import KEPT_FOR
 
 Sections = Mapping[str, Mapping[str, Tensor]]
 
@@ -59,11 +61,14 @@ class MemoryState:
         self._state, self._signature = state, signature
 
     def read(self, before: int) -> Kept:
-        owner = self._state.config_records.get("kept-for")
-        if owner is None or owner.get("signature") != self._signature:
+        try:
+            owner = KEPT_FOR.of_configs(self._state)
+        except WireError:
+            return NOTHING  # of another version, or none yet
+        if owner["signature"] != self._signature:
             return NOTHING
         for prefix in ("", PREVIOUS):
-            if 0 < (round := int(owner.get(f"{prefix}round", 0))) < before:  # type: ignore[arg-type]
+            if 0 < (round := owner[f"{prefix}round"]) < before:
                 records = {
                     name.removeprefix(PREVIOUS): r
                     for name, r in self._state.array_records.items()

@@ -7,30 +7,30 @@ that says what the payload is for. ``NumPyClient`` speaks lists: ``flatten`` and
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common import Array
+from flwr.common.constant import SType
 from torch import Tensor, nn
 
+from fl_bn.flower.fields import WireError, reason, said
+from fl_bn.flower.messages import HEADER
 from fl_bn.methods import Method
 from fl_bn.moments import Moments
 from fl_bn.roles import roles
 
 FORMAT = "fl-bn/1"
+LONGEST_HEAD = 4096  # bytes of an array before its values
 Payload = dict[str, dict[str, np.ndarray]]
-
-
-class WireError(ValueError):
-    """A payload is not what this side expects; names the section and the tensor."""
-
-    def __init__(self, section: str, tensor: str, problem: str) -> None:
-        self.section, self.tensor, self.problem = section, tensor, problem
-        super().__init__(f"{section}/{tensor}: {problem}" if tensor else f"{section}: {problem}")
 
 
 @dataclass(frozen=True)
@@ -80,25 +80,53 @@ def from_records(content: RecordDict) -> tuple[Payload, Header]:
 
 
 def header_of(content: RecordDict) -> Header:
-    """Raises WireError where there is none, or one of its fields has another type."""
-    record = content.config_records.get("header")
-    if record is None:
-        raise WireError("header", "", f"expected a record 'header' of {FORMAT}, but got records {sorted(content)}")
-    expected = {"method": str, "phase": str, "round": int, "signature": str, "format": str}
-    for key, kind in expected.items():
-        if type(record.get(key)) is not kind:
-            raise WireError("header", key, f"expected {kind.__name__}, but got {record.get(key)!r}")
-    return Header(**{key: record[key] for key in expected})  # type: ignore[arg-type]
+    """Raises WireError where there is none, or one of its fields is missing or not what it should be."""
+    if "header" not in content.config_records:
+        raise WireError("header", "", f"expected a record 'header' of {FORMAT}, but got records {said(sorted(content))}")
+    return header_from(HEADER.of_configs(content))
+
+
+def header_from(values: Mapping[str, Any]) -> Header:
+    """From checked values, among others."""
+    return Header(*(values[field.name] for field in fields(Header)))
+
+
+def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
+    """The array of NumPy's .npy ``data``, read-only and without a copy: an array takes no more memory than its bytes.
+
+    Raises:
+        WireError: they are none, of objects, or not as many as the shape they tell.
+    """
+    try:
+        shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])
+        empty = None if (count := math.prod(shape)) else np.empty(shape, dtype)
+    except Exception as error:  # on bytes off the wire NumPy raises whatever its parsers do: TokenError, SyntaxError, OverflowError ...
+        raise WireError(section, name, f"expected a NumPy array, but its bytes cannot be read: {reason(str(error))}") from error
+    if count * dtype.itemsize != (rest := len(data) - begin):
+        raise WireError(section, name, f"expected a NumPy array, but its bytes are {rest} where shape {said(shape)} of {dtype} has others")
+    if empty is not None:
+        return empty
+    return np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if fortran else "C")
+
+
+@lru_cache(maxsize=1024)
+def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Shape, order, dtype and length of a head of version 1.0, which is what NumPy writes. Raises whatever NumPy's parsers do."""
+    if len(head) > LONGEST_HEAD:
+        raise ValueError(f"a head of {len(head)} bytes")
+    stream = io.BytesIO(head)
+    if (version := np.lib.format.read_magic(stream)) != (1, 0):
+        raise ValueError(f"version {version} of the format")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=LONGEST_HEAD)
+    if dtype.hasobject or dtype.names or len(shape) > 16 or min(shape, default=0) < 0:
+        raise ValueError(f"a shape of {len(shape)} dimensions of {dtype}")
+    return shape, fortran, dtype, stream.tell()
 
 
 def _decode(section: str, name: str, array: Array) -> np.ndarray:
-    try:
-        decoded = array.numpy()
-    except Exception as error:  # on bytes off the wire np.load raises whatever its parsers do: TokenError, BadZipFile, OverflowError ...
-        raise WireError(section, name, f"expected a NumPy array, but its bytes cannot be read: {error}") from error
-    if not isinstance(decoded, np.ndarray):  # the bytes of an .npz archive
-        raise WireError(section, name, f"expected a NumPy array, but its bytes are a {type(decoded).__name__}")
-    return decoded
+    if array.stype != SType.NUMPY:
+        raise WireError(section, name, f"expected a NumPy array, but its bytes are {said(array.stype)}")
+    return array_from(array.data, section, name)
 
 
 def flatten(payload: Payload) -> tuple[list[np.ndarray], str]:

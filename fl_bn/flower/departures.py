@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
@@ -24,7 +25,8 @@ from flwr.common.logger import log
 from torch import nn
 
 from fl_bn.exchange.session import Session, Traffic
-from fl_bn.flower.codec import WireError, header_of, nbytes
+from fl_bn.flower.codec import array_from, header_of, nbytes
+from fl_bn.flower.fields import WireError, shown
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Contribution
 from fl_bn.flower.round_record import Departure, RoundRecord
@@ -40,6 +42,8 @@ is that of small cells in published tables, whose least counts are 5 to 11 from 
 safety: the means of thousands of channels may show whether a known sample is among far more than eight (Homer et al., Resolving Individuals
 Contributing Trace Amounts of DNA to Highly Complex Mixtures, PLoS Genetics 2008).
 """
+DRIFT = ("drift", "drift-layer", "growth", "min-var")  # told where share-drift is on; min-var is an element of a local statistic
+MOST_SECTIONS = 20  # of one reply, in the report: the others are counted together
 SUMMARIES = ("statistics", "moments", "exchange")
 OTHERS = {
     "weights": "the model's weights",
@@ -102,19 +106,27 @@ class Departures:
             phase = Phase(header.phase)
         except (WireError, ValueError):
             return
-        metrics = reply.content.metric_records.get("metrics", MetricRecord())
+        metrics, sections = reply.content.metric_records.get("metrics", MetricRecord()), reply.content.array_records
         samples, steps = (_whole(metrics.get(name)) for name in ("samples", "steps"))
-        for section, arrays in reply.content.array_records.items():
+        for section, arrays in list(sections.items())[:MOST_SECTIONS]:
             values = _least_count(arrays) if section == "moments" else 0
             if section == "moments":
                 what, behind = self._said_of_moments(phase, header.round, client, metrics)
             else:
                 what, behind = self._said(section, phase, samples, steps)
             behind = min(behind, values) if values else behind
-            yield Departure(client.index, section, what, len(arrays), sum(map(_nbytes, arrays.values())), behind, values)
-        numbers = sorted(name for name, value in metrics.items() if isinstance(value, int | float))
-        if numbers and reply.content.array_records:
-            yield Departure(client.index, "metrics", f"numbers: {', '.join(numbers)}", 0, 8 * len(numbers))
+            yield Departure(client.index, shown(section), what, len(arrays), sum(map(_nbytes, arrays.values())), behind, values)
+        if len(sections) > MOST_SECTIONS:
+            rest = list(sections.values())[MOST_SECTIONS:]
+            nbytes = sum(_nbytes(array) for arrays in rest for array in arrays.values())
+            yield Departure(client.index, "others", f"{len(rest)} sections that nobody asked for", sum(map(len, rest)), nbytes)
+        drifts = [name for name in DRIFT if name in metrics]
+        if drifts:
+            yield Departure(client.index, "drift", f"of statistics that stay at home: {', '.join(drifts)}", 0, 8 * len(drifts))
+        numbers = sorted(name for name, value in metrics.items() if isinstance(value, int | float) and name not in DRIFT)
+        if numbers and sections:
+            told = ", ".join(map(shown, numbers[:MOST_SECTIONS])) + (" ..." if len(numbers) > MOST_SECTIONS else "")
+            yield Departure(client.index, "metrics", f"numbers: {told}", 0, 8 * len(numbers))
 
     def _said_of_moments(self, phase: Phase, round: int, client: Client, metrics: MetricRecord) -> tuple[str, int]:
         """What the moments of a reply of ``round`` are, in words, and how many samples are behind them."""
@@ -143,7 +155,7 @@ class Departures:
             return (f"{said}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (said, samples)
         if section == "steps":
             return "the optimiser's step counts", 0
-        name = OTHERS.get(section, f"section {section}")
+        name = OTHERS.get(section, f"section {shown(section)}")
         if steps == 1:
             return (name if section == "gradients" else f"{name} after 1 batch, whose gradient can be computed back"), samples
         return f"{name} after {batches}" if steps else name, 0
@@ -170,10 +182,10 @@ def _whole(value: object) -> int:
 
 
 def _nbytes(array: Array) -> int:
-    """Of the array itself, as it says of itself; of a reply that lies about it, of what came."""
+    """Of the array itself, without NumPy's head; of bytes that are no array, all that came."""
     try:
-        return math.prod(array.shape) * np.dtype(array.dtype).itemsize
-    except (TypeError, ValueError):
+        return array_from(array.data, "").nbytes
+    except WireError:
         return len(array.data)
 
 
@@ -182,8 +194,7 @@ def _least_count(arrays: ArrayRecord) -> int:
     counts = []
     for name, array in arrays.items():
         if name.rpartition(".")[2] == "count" and tuple(array.shape) == (1,) and str(array.dtype) == "int64":
-            try:
-                counts.append(int(array.numpy()[0]))
-            except Exception:  # on bytes off the wire np.load raises whatever its parsers do
-                continue
+            with suppress(WireError):
+                found = array_from(array.data, "")
+                counts += [int(count) for count in found.reshape(-1)[:1] if found.dtype == np.int64]
     return min((count for count in counts if count > 0), default=0)

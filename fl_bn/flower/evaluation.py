@@ -11,6 +11,7 @@ from flwr.common.logger import log
 
 from fl_bn.flower import schema
 from fl_bn.flower.codec import Header
+from fl_bn.flower.messages import EVALUATED
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import read_replies
 from fl_bn.flower.round_record import RoundRecord
@@ -24,10 +25,10 @@ def evaluation_at_clients(
 
     Of mean IoU and of the accuracies per class, the mean over the clients that have them.
     """
-    contributions, refused, _ = read_replies(replies, clients, schema.Schema({}), header, sent)
+    contributions, refused, _ = read_replies(replies, clients, schema.Schema({}), header, EVALUATED, sent)
     for index, reason in refused.items():
         log(logging.WARNING, "client %s did not evaluate: %s", index, reason)
-    measured = {c.client.index: c.metrics for c in contributions if 0 <= c.metrics.get("accuracy", -1) <= 1 and "loss" in c.metrics}
+    measured = {c.client.index: c.metrics for c in contributions if 0 <= c.metrics["accuracy"] <= 1}  # NaN: without a label
     if not measured:
         return None
     record.client_evaluation = {index: {k: m[k] for k in ("loss", "accuracy")} for index, m in measured.items()}

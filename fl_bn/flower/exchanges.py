@@ -31,10 +31,10 @@ def check_weights(method: Method, client_weights: str) -> None:
 
 
 class Exchanges:
-    """Carries FedTAN's exchanges for one run. ``average`` combines what the clients send."""
+    """Carries FedTAN's exchanges for one run. ``average`` combines what the clients send; ``believing``: see ``Session``."""
 
-    def __init__(self, settings: ExchangeSettings, model: nn.Module, average: Average = weighted_mean) -> None:
-        self.settings, self.average = settings, average
+    def __init__(self, settings: ExchangeSettings, model: nn.Module, average: Average = weighted_mean, believing: bool = True) -> None:
+        self.settings, self.average, self.believing = settings, average, believing
         self.layers = {
             name: Layer(len(layer.running_mean), torch.promote_types(layer.running_mean.dtype, torch.float32))
             for name, layer in batch_norms(model).items()
@@ -69,6 +69,8 @@ class Exchanges:
             policy=settings.policy,
             deadline=settings.deadline,
             join_deadline=settings.join_deadline,
+            samples={client.index: client.samples for client in cohort},
+            believing=self.believing,
         )
         return self._carrier.carry(grid, {by_node[m.metadata.dst_node_id]: m for m in messages}, self.session, timeout)
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 FOLDER = r"(?![.~ -])[^/\\\x00-\x1f\x7f]{1,255}"
-RESUME = re.compile(r"([0-9a-f]{8}):(\d+)", re.ASCII)
+RESUME = re.compile(r"([0-9a-f]{8}):([0-9]{1,15})")
+RESUMES = rf"(?:{RESUME.pattern}(?:,{RESUME.pattern})*)?"
 FIRST = "0"
 NAME = re.compile(rf"{FOLDER}/state-[0-9a-f]{{8}}")
 

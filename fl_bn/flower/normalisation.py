@@ -76,7 +76,9 @@ def describe_round(record: RoundRecord, rounds: int, method: Method, model: nn.M
         )
     phase = Phase(record.phase)
     policy = f"{method.name} {phase.value}, {layers_by_type(model)}, reports {method.reports(phase).value}"
-    moved = "no running statistics" if record.aggregated else "nothing changed"
+    moved = "nothing changed"
+    if record.aggregated:
+        moved = "no running statistics" if method.shares(Role.STATISTIC) else "running statistics stay at their clients"
     if record.drift is not None:
         moved = (
             f"min var {record.drift.min_var:.3g}, largest drift of a mean {record.drift.largest:.3g} sd ({record.drift.layer or 'model'})"

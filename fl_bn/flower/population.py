@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
-from fl_bn.flower.client_app import HELLO
+from fl_bn.flower import client_app
+from fl_bn.flower.fields import WireError, reason, shown
+from fl_bn.flower.messages import HELLO
 from fl_bn.flower.posting import PASSING, send_and_receive
 from fl_bn.flower.rounds import Rounds
 
@@ -60,14 +60,16 @@ class Population:
         """Wait until all clients that may take part in the next round have introduced themselves, or as many as suffice for a start.
 
         Raises:
-            RunFailed: fewer came within ``wait`` seconds, or a client belongs to another experiment.
+            RunFailed: fewer came within ``wait`` seconds, or too few and one of them says why it cannot take part.
         """
         wait, starting = self.rounds.wait, self.rounds.starting(self.round)
         end, told, needed = time.monotonic() + wait, -1, self.rounds.at_start or len(starting)
         while True:
-            self.greet(strict=True)
+            problem = self.greet()
             if (here := len(self.everyone())) >= needed:
                 break
+            if problem:
+                raise RunFailed(problem)
             if here != told:
                 told = here
                 log(logging.INFO, "waiting for clients: %d of %d are here", here, needed)
@@ -98,11 +100,10 @@ class Population:
                 self._joined.add(client.index)
                 log(logging.INFO, "client %s joins in round %s", client.index, round)
 
-    def greet(self, strict: bool = False) -> None:
+    def greet(self) -> str:
         """Ask every node not seen before who it is; forget clients whose node is gone.
 
-        Raises:
-            RunFailed: with ``strict``, where a node answers with an error (its data cannot be read, say).
+        Returns what is wrong with a node that could take part otherwise, and what to do: its data cannot be read, say. Empty: with none.
         """
         online = set(self.grid.get_node_ids())
         if gone := sorted(i for i, c in self.clients.items() if c.node not in online):
@@ -112,8 +113,8 @@ class Population:
         self._refused &= online
         self._refused -= {node for node, index in self._doubles.items() if index not in self.clients}
         new = online - {c.node for c in self.clients.values()} - self._refused
-        messages = [Message(RecordDict(), node, HELLO, ttl=self.rounds.timeout, group_id="0") for node in sorted(new)]
-        patience, silent = min(self.rounds.timeout, max(self.rounds.wait, 1.0)), set(new)
+        messages = [Message(RecordDict(), node, client_app.HELLO, ttl=self.rounds.timeout, group_id="0") for node in sorted(new)]
+        patience, silent, problem = min(self.rounds.timeout, max(self.rounds.wait, 1.0)), set(new), ""
         for reply in send_and_receive(self.grid, messages, patience):
             node = reply.metadata.src_node_id
             silent -= {node} if node in new else new  # Flower's own errors do not say whose they are
@@ -123,52 +124,50 @@ class Population:
                         logging.WARNING,
                         "a node did not introduce itself, and is asked again: code %s: %s",
                         reply.error.code,
-                        reply.error.reason,
+                        reason(reply.error.reason),
                     )
-                elif strict:
-                    raise RunFailed(f"node {node} cannot take part: {reply.error.reason}")
                 else:
-                    self._refuse(node, str(reply.error.reason))
+                    problem = problem or f"node {node} cannot take part: {reason(reply.error.reason)}"
+                    self._refuse(node, reason(reply.error.reason))
             else:
-                self._admit(node, reply, strict)
-        for node in () if strict else silent:
+                wrong = self._admit(node, reply)
+                problem = problem or wrong
+        for node in silent if self._joined else ():  # before the start they are waited for
             self._refuse(node, f"it did not say within {patience:.0f} s who it is; it is asked again when it was offline")
+        return problem
 
-    def _admit(self, node: int, reply: Message, strict: bool) -> None:
-        hello: Mapping[str, Any] = reply.content.config_records.get("hello", {})
+    def _admit(self, node: int, reply: Message) -> str:
+        """Add the client, or refuse the node. Returns what to do where the whole run may have been set up wrongly."""
         try:
-            index, clients, samples = int(hello["client"]), int(hello["clients"]), int(hello["samples"])
-            counts = tuple(int(n) for n in json.loads(str(hello["label-counts"])))
-            signature = str(hello["signature"])
-        except (KeyError, TypeError, ValueError) as error:
-            self._refuse(node, f"its introduction cannot be read ({error!r})")
-            return
-        expected = self.rounds.clients
+            said = HELLO.of_configs(reply.content)
+        except WireError as error:
+            self._refuse(node, f"its introduction cannot be read ({error})")
+            return ""
+        index, clients, expected = said["client"], said["clients"], self.rounds.clients
         if clients != expected:
             other = f"the run is for {expected} clients, but node {node} counts {clients}"
-            if not strict:
-                self._refuse(node, other)
-                return
-            raise RunFailed(
+            self._refuse(node, other)
+            return (
                 f"{other}: set `clients` and the number of SuperNodes alike, e.g. "
                 f'--run-config "clients={clients}" or --federation-config "options.num-supernodes={expected}"'
             )
-        if not 0 <= index < expected or samples < 0:
-            self._refuse(node, f"it calls itself client {index} of {clients} with {samples} samples")
-        elif signature != self.signature:
+        if index >= expected:
+            self._refuse(node, f"it calls itself client {index} of {clients}")
+        elif said["signature"] != self.signature:
             self._refuse(
                 node,
-                f"client {index} has another model, method or version of fl-bn ({signature}, here {self.signature}; a strategy takes the "
-                "model as it is, a client convert(model, method))",
+                f"client {index} has another model, method or version of fl-bn ({shown(said['signature'])}, here {self.signature}; "
+                "a strategy takes the model as it is, a client convert(model, method))",
             )
         elif index in self.clients:
             self._doubles[node] = index  # a restarted client, say: asked again once the other node is gone
             self._refuse(node, f"client {index} is already served by node {self.clients[index].node}")
         else:
-            self.clients[index] = Client(index, node, samples, counts)
+            self.clients[index] = Client(index, node, said["samples"], said["label-counts"])
             if index in self._gone:
                 self._gone.discard(index)
                 log(logging.INFO, "client %s is back", index)
+        return ""
 
     def _refuse(self, node: int, reason: str) -> None:
         self._refused.add(node)

@@ -11,6 +11,7 @@ from flwr.app import Message, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from fl_bn.flower.fields import reason
 from fl_bn.flower.in_process import InProcessGrid
 
 PASSING = {3, 4, 5, 8}  # Flower's error codes for a message, a node or a process of it that is gone: it may come back
@@ -80,14 +81,15 @@ class _Post:
         ]
         now = time.monotonic()
         for reply in came:
-            message = self.waiting.pop(reply.metadata.reply_to_message_id)
+            if (message := self.waiting.pop(reply.metadata.reply_to_message_id, None)) is None:
+                continue  # answered twice: the first counts
             node = message.metadata.dst_node_id
             if reply.has_error() and reply.error.code == EXPIRED and now > self.end - NEAR:
                 continue  # no reply before the deadline
             if reply.has_error() and reply.error.code in PASSING and now < self.until.setdefault(node, now + self.patience):
                 self.lost.append(_Lost(message, reply))
                 left = self.until[node] - now
-                why = f"code {reply.error.code}: {reply.error.reason}"
+                why = f"code {reply.error.code}: {reason(reply.error.reason)}"
                 log(logging.WARNING, "%s: node %s is lost (%s); it has %.0f s to come back", message.metadata.message_type, node, why, left)
             else:
                 self.came.append(reply)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from flwr.app import Message
 
-from fl_bn.flower.codec import Header, Payload, WireError, from_records, nbytes
+from fl_bn.flower.codec import Header, Payload, from_records, nbytes
+from fl_bn.flower.fields import Form, WireError, reason
+from fl_bn.flower.messages import REPLIED, TRAINED
 from fl_bn.flower.population import Client
 from fl_bn.flower.schema import Schema
 from fl_bn.training.aggregation import Drift
@@ -16,13 +18,17 @@ from fl_bn.training.aggregation import Drift
 
 @dataclass(frozen=True)
 class Contribution:
-    """One client's checked reply. ``weight``: of it in averages, the different samples trained on unless the phase says otherwise."""
+    """One client's checked reply. ``weight``: of it in averages, the different samples trained on unless the phase says otherwise.
+
+    ``updates``: how often each BatchNorm layer's running statistics moved, where that is not once per step; empty if it is.
+    """
 
     client: Client
     payload: Payload
     samples: int
     weight: int
     metrics: dict[str, float] = field(default_factory=dict)
+    updates: tuple[int, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -30,9 +36,9 @@ class Contribution:
 
     def local_drift(self, layers: Sequence[str]) -> Drift | None:
         m = self.metrics
-        if "drift" not in m or not 0 <= int(m.get("drift-layer", -1)) < len(layers):
+        if "drift" not in m or not 0 <= (layer := int(m.get("drift-layer", -1))) < len(layers):
             return None
-        return Drift(m["drift"], layers[int(m["drift-layer"])], m.get("min-var", math.nan), m.get("growth", math.nan))
+        return Drift(m["drift"], layers[layer], m.get("min-var", math.nan), m.get("growth", math.nan))
 
 
 class Absent(WireError):
@@ -40,13 +46,19 @@ class Absent(WireError):
 
 
 def read_replies(
-    replies: Iterable[Message], cohort: Sequence[Client], schema: Schema, header: Header, sent: Iterable[Message] = (), max_steps: int = 0
+    replies: Iterable[Message],
+    cohort: Sequence[Client],
+    schema: Schema,
+    header: Header,
+    form: Form,
+    sent: Iterable[Message] = (),
+    max_steps: int = 0,
 ) -> tuple[list[Contribution], dict[int, str], set[int]]:
     """``(contributions in client order, reason by client index, who was wrong)``: every client of the cohort is in one of the first two.
 
     Replies with samples 0 (a client that sat out), errors, and late or missing ones count as refused, with the reason. The third are
     those among the refused whose reply no correct client would have sent.
-    ``max_steps``: local steps that a client may claim, 0 if unknown.
+    ``form``: of the reply's metrics. ``max_steps``: local steps that a client may claim, 0 if unknown.
     ``sent``: the messages replied to, since Flower itself answers for a node that is gone, and does not say for which.
     """
     by_node = {client.node: client for client in cohort}
@@ -62,7 +74,7 @@ def read_replies(
         if client is None or client.index in contributions or client.index in refused:
             continue
         try:
-            contributions[client.index] = _read(reply, client, schema, header, max_steps)
+            contributions[client.index] = _read(reply, client, schema, header, form, max_steps)
         except Absent as error:
             refused[client.index] = str(error)
         except WireError as error:
@@ -74,30 +86,24 @@ def read_replies(
     return [contributions[index] for index in sorted(contributions)], refused, wrong
 
 
-def _read(reply: Message, client: Client, schema: Schema, header: Header, max_steps: int) -> Contribution:
+def _read(reply: Message, client: Client, schema: Schema, header: Header, form: Form, max_steps: int) -> Contribution:
     if reply.has_error():
-        raise Absent("error", "", f"code {reply.error.code}: {reply.error.reason}")
+        raise Absent("error", "", f"code {reply.error.code}: {reason(reply.error.reason)}")
     payload, came = from_records(reply.content)
     header.check(came)
-    record = reply.content.metric_records.get("metrics")
-    if record is None:
-        raise WireError("metrics", "", "missing")
-    samples = record.get("samples")
-    if not isinstance(samples, int) or samples < 0:
-        raise WireError("metrics", "samples", f"expected a number of samples >= 0, but got {samples!r}")
+    samples: int = REPLIED.of_metrics(reply.content)["samples"]
     if samples == 0:
         raise Absent("metrics", "samples", "0: the client trained on nothing this round")
     if schema.sections and samples > client.samples:
         raise WireError("metrics", "samples", f"expected at most {client.samples}, as the client said of itself, but got {samples}")
     schema.check(payload)
-    trained = "weights" in schema.sections or "gradients" in schema.sections
-    for key, least, absent in (("steps", int(trained), None if trained else 0), ("drift-layer", 0, 0)):
-        if not isinstance(value := record.get(key, absent), int) or value < least:
-            raise WireError("metrics", key, f"expected a whole number >= {least}, but got {value!r}")
-    if trained and 0 < max_steps < int(record.get("steps", 0)):  # type: ignore[arg-type]
-        raise WireError("metrics", "steps", f"expected at most {max_steps}, as the server asked for, but got {record.get('steps')}")
-    metrics = {key: float(value) for key, value in record.items() if isinstance(value, int | float)}
-    return Contribution(client, payload, samples, samples, metrics)
+    values = form.of_metrics(reply.content)
+    if form is TRAINED and 0 < max_steps < values["steps"]:
+        raise WireError("metrics", "steps", f"expected at most {max_steps}, as the server asked for, but got {values['steps']}")
+    if form is TRAINED and "kept" in values and values["kept"] >= header.round:
+        raise WireError("metrics", "kept", f"expected a round before {header.round}, but got {values['kept']}")
+    numbers = {key: float(value) for key, value in values.items() if not isinstance(value, list)}
+    return Contribution(client, payload, samples, samples, numbers, tuple(values.get("updates", ())) if form is TRAINED else ())
 
 
 def section_bytes(payload: Payload) -> dict[str, int]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
-from fl_bn.flower.codec import Payload, WireError, tensor_name
+from fl_bn.exchange.session import LARGEST_COUNT
+from fl_bn.flower.codec import Payload, tensor_name
+from fl_bn.flower.fields import WireError, said
 from fl_bn.methods import MOMENTS, Method, Phase, Report
+from fl_bn.moments import bounds
 from fl_bn.roles import Role, batch_norms, roles
 from fl_bn.training.companions import Companion, accompanied
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor: its shape, its dtype's name as in NumPy, and the smallest value it may hold."""
+    """One tensor: its shape, its dtype's name as in NumPy, and the smallest and the largest value it may hold."""
 
     shape: tuple[int, ...]
     dtype: str
     at_least: float = -np.inf
+    at_most: float = np.inf
 
     def check(self, section: str, name: str, array: np.ndarray) -> None:
         if array.shape != self.shape:
@@ -32,7 +36,9 @@ class Spec:
             wrong = int(array.size - np.isfinite(array).sum())
             raise WireError(section, name, f"{wrong} of {array.size} values are not finite (NaN or Inf)")
         if self.at_least > -np.inf and array.size and array.min() < self.at_least:
-            raise WireError(section, name, f"expected values >= {self.at_least:g}, but the smallest is {array.min():g}")
+            raise WireError(section, name, f"expected values >= {self.at_least:.3g}, but the smallest is {array.min():.3g}")
+        if self.at_most < np.inf and array.size and array.max() > self.at_most:
+            raise WireError(section, name, f"expected values <= {self.at_most:.3g}, but the largest is {array.max():.3g}")
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Schema:
         """Raises WireError for the first section or tensor that is missing, extra, ill-shaped, ill-typed or out of range."""
         for section, specs in self.sections.items():
             if section not in payload:
-                raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {sorted(payload)}")
+                raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {said(sorted(payload))}")
             arrays = payload[section]
             for name in specs:
                 if name not in arrays:
@@ -71,7 +77,7 @@ WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.BUFFER)
 
 def instruction(model: nn.Module, method: Method, companions: Sequence[Companion] = ()) -> Schema:
     """What goes down: weights, the shared statistics unless they stay home, and what accompanies the weights when clients train."""
-    return Schema(_shared(model, method, statistics=True) | _accompanying(model, method, companions))
+    return Schema(_shared(model, method, True, _spec) | _accompanying(model, method, companions))
 
 
 def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights", companions: Sequence[Companion] = ()) -> Schema:
@@ -79,7 +85,7 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
     report = method.reports(phase)
     sections: dict[str, dict[str, Spec]] = {}
     if phase is not Phase.MEASURE:
-        sections = _shared(model, method, statistics=report is Report.RUNNING)
+        sections = _shared(model, method, report is Report.RUNNING, _reported)
         if update == "gradients":
             learnable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
             sections["gradients"] = {name: spec for name, spec in sections.pop("weights").items() if name in learnable}
@@ -89,11 +95,10 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
         for layer, module in batch_norms(model).items():
             if (mean := module.running_mean) is None:
                 continue  # keeps no statistics, so none are asked for
-            shape, dtype = tuple(mean.shape), _dtype(mean)
             sections["moments"] |= {
-                tensor_name(layer, "count"): Spec((1,), "int64", 0),  # 0: the layer did not run
-                tensor_name(layer, "mean"): Spec(shape, dtype),
-                tensor_name(layer, "var"): Spec(shape, dtype, 0.0),
+                tensor_name(layer, "count"): Spec((1,), "int64", 0, LARGEST_COUNT),  # 0: the layer did not run
+                tensor_name(layer, "mean"): _reported(tensor_name(layer, "mean"), mean),
+                tensor_name(layer, "var"): _reported(tensor_name(layer, "var"), mean),
             }
     return Schema(sections)
 
@@ -108,11 +113,18 @@ def _spec(name: str, tensor: torch.Tensor) -> Spec:
     return Spec(tuple(tensor.shape), _dtype(tensor), 0.0 if name.rpartition(".")[2] == "running_var" else -np.inf)
 
 
-def _shared(model: nn.Module, method: Method, statistics: bool) -> dict[str, dict[str, Spec]]:
+def _reported(name: str, like: torch.Tensor) -> Spec:
+    """A statistic that a client reports: bounded, so that what is made of several is finite."""
+    mean, var = bounds(like.dtype)
+    limits = (0.0, var) if name.endswith("var") else (-mean, mean)
+    return Spec(tuple(like.shape), _dtype(like), *limits)
+
+
+def _shared(model: nn.Module, method: Method, statistics: bool, of: Callable[[str, torch.Tensor], Spec]) -> dict[str, dict[str, Spec]]:
     state = model.state_dict()
     sections = {"weights": {k: Spec(tuple(state[k].shape), _dtype(state[k])) for k in names(model, method, *WEIGHTS)}}
     if statistics and (shared := names(model, method, Role.STATISTIC)):
-        sections["statistics"] = {k: _spec(k, state[k]) for k in shared}
+        sections["statistics"] = {k: of(k, state[k]) for k in shared}
     return sections
 
 

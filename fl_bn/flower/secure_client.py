@@ -13,17 +13,23 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from cryptography.fernet import InvalidToken
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 from flwr.common import recorddict_compat as compat
+from flwr.common.constant import MessageType
 from flwr.common.logger import log
+from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE, Key, Stage
+from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_separate
 
 from fl_bn.data.batches import ClientTooSmall, draw_batches
 from fl_bn.flower import schema
 from fl_bn.flower.client import BATCHES, BatchNormClient
 from fl_bn.flower.codec import from_records, header_of
-from fl_bn.flower.masks import secagg_mod
+from fl_bn.flower.fields import said
+from fl_bn.flower.masks import client_half, secagg_mod
+from fl_bn.flower.messages import COLLECT, KEY, SECURE, SET_UP, SHARE_KEYS, UNMASK
 from fl_bn.flower.sums import (
     REFERENCE,
     STATISTICS,
@@ -63,17 +69,26 @@ def secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Han
     """
 
     def secure(message: Message, context: Context) -> Message:
-        configs = message.content.config_records.get(RECORD_KEY_CONFIGS)
-        if configs is None:
+        kind, content = message.metadata.message_type, message.content
+        if RECORD_KEY_CONFIGS not in content:
             if any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config)):
-                raise Insecure(f"{REQUIRED} is on, so this client answers no {message.metadata.message_type} message in the clear")
+                raise Insecure(f"{REQUIRED} is on, so this client answers no {kind} message in the clear")
             return handle(message, context)
-        stage, plan = configs.get(Key.STAGE), Plan(0, 0, 0)
+        if kind != MessageType.TRAIN:  # which Flower's mod lets pass, so that the vector would leave unmasked
+            raise Insecure(f"SecAgg+ serves train messages alone, but this is a {kind} message: its vector would not be masked")
+        stage, plan = str(content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE)), Plan(0, 0, 0)
+        _check_order(stage, context)
         if stage == Stage.SETUP:
-            check_setup(configs)
+            check_setup(SET_UP.of_configs(content))
             plan = plan_of(build(context), message)
-        elif stage == Stage.UNMASK:
-            check_unmask(configs, context)
+        elif stage == Stage.SHARE_KEYS:
+            check_keys(SHARE_KEYS.of_configs(content), _state(context), context.node_id)
+        elif stage == Stage.COLLECT_MASKED_VECTORS:
+            if unreadable := check_collect(COLLECT.of_configs(content), _state(context), context.node_id):
+                del context.state[RECORD_KEY_STATE]
+                return Message(RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({"unreadable": unreadable})}), reply_to=message)
+        else:
+            check_unmask(UNMASK.of_configs(content), _state(context), context.node_id)
         before = np.random.get_state()  # noqa: NPY002
         try:
             reply = secagg_mod(message, context, lambda m, c: _summand(m, c, handle, build))
@@ -108,28 +123,81 @@ def plan_of(client: BatchNormClient, message: Message) -> Plan:
 
 def check_setup(configs: Mapping[str, Any]) -> None:
     """Raises Insecure where the parameters leave a client alone in its sum, or its keys to a minority."""
-    clients, shares, threshold = (int(configs.get(key, 0)) for key in (Key.SAMPLE_NUMBER, Key.SHARE_NUMBER, Key.THRESHOLD))
+    clients, shares, threshold = configs["sample_num"], configs["share_num"], configs["threshold"]
     if clients < LEAST or not LEAST <= shares <= clients:
         raise Insecure(f"SecAgg+ needs at least {LEAST} clients and shares, but got {shares} shares among {clients} clients")
     if not shares < 2 * threshold <= 2 * shares:
         raise Insecure(
             f"the threshold must be more than half of the {shares} shares, or two minorities unmask a client, but got {threshold}"
         )
-    levels, modulus = int(configs.get(Key.TARGET_RANGE, 0)), configs.get(Key.MOD_RANGE)
-    if modulus != MODULUS or clients * levels >= MODULUS or configs.get(Key.MAX_WEIGHT) != 1.0:
+    levels, modulus = configs["target_range"], configs["mod_range"]
+    if modulus != MODULUS or clients * levels >= MODULUS or configs["max_weight"] != 1.0:
         raise Insecure(f"{clients} clients with {levels} levels each need modulus {MODULUS} and weight 1, but got {dict(configs)}")
 
 
-def check_unmask(configs: Mapping[str, Any], context: Context) -> None:
-    """Raises Insecure where both secrets of one client are asked for: together they remove every mask of its vector.
+def _check_order(stage: str, context: Context) -> None:
+    """Raises Insecure for a stage that does not follow the one before: shares leave once, and for one masked vector."""
+    last = _state(context).current_stage
+    order = Stage.all()
+    if stage not in order or (stage != Stage.SETUP and order.index(stage) != (order.index(last) + 1) % len(order)):
+        raise Insecure(f"expected SecAgg+'s stage after {last!r}, or a new start, but the server asks for {said(stage)}")
 
-    Flower's mod answers such a request.
+
+def _state(context: Context) -> Any:
+    return client_half.SecAggPlusState(**context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
+
+
+def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
+    """Raises Insecure where the keys are not those of as many clients as there are shares, this one among them, each with its own."""
+    keys = {name: pair for name, pair in configs.items() if name != Key.STAGE}
+    nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]
+    if len(nodes) != len(keys) or len(nodes) != state.share_num or node not in nodes:
+        raise Insecure(f"expected the keys of {state.share_num} clients, this one among them, but got those of {said(list(keys))}")
+    pems = [pem for pair in keys.values() for pem in (pair if type(pair) is list and len(pair) == 2 else [None])]
+    if any(type(pem) is not bytes or len(pem) > KEY for pem in pems) or len(set(pems)) != len(pems):
+        raise Insecure("expected two keys of each client, all of them different")
+    if keys[str(node)] != [state.pk1, state.pk2]:
+        raise Insecure("the server shows the others other keys for this client than its own")
+
+
+def check_collect(configs: Mapping[str, Any], state: Any, node: int) -> list[int]:
+    """The nodes whose shares cannot be read: theirs, or the server's, fault.
+
+    Raises:
+        Insecure: the shares are not those of every client whose keys came, once each.
     """
-    active, dead = set(configs.get(Key.ACTIVE_NODE_ID_LIST, [])), set(configs.get(Key.DEAD_NODE_ID_LIST, []))
-    if both := active & dead:
+    sources, ciphertexts, wanted = configs["srcs"], configs["ctxts"], set(state.public_keys_dict) - {node}
+    if len(sources) != len(wanted) or set(sources) != wanted or len(ciphertexts) != len(sources):
+        raise Insecure(f"expected the shares of each of nodes {sorted(wanted)} once, but got those of {said(sources)}")
+    pairs = zip(sources, ciphertexts, strict=True)
+    return [source for source, sealed in pairs if not _readable(sealed, state.ss2_dict[source], source, node)]
+
+
+def _readable(sealed: bytes, key: bytes, source: int, node: int) -> bool:
+    try:
+        come_from, meant_for, mask_share, key_share = share_keys_plaintext_separate(decrypt(key, sealed))
+    except (InvalidToken, ValueError, TypeError):
+        return False
+    return (come_from, meant_for) == (source, node) and all(len(share) >= 20 and len(share) % 16 == 4 for share in (mask_share, key_share))
+
+
+def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
+    """Raises Insecure where the answer would serve for more than removing the masks of this sum.
+
+    Shares of one secret of each client, and of no other, leave this one: together the two of a client remove every mask of its vector, and
+    so do those of one secret at too many others. Flower's mod answers such requests.
+    """
+    active, dead = configs["active_nids"], configs["dead_nids"]
+    if both := set(active) & set(dead):
         raise Insecure(f"shares of both secrets of nodes {sorted(both)} were asked for, which would unmask them")
-    if context.node_id not in active:
+    if len(set(active)) != len(active) or len(set(dead)) != len(dead):
+        raise Insecure("shares of one node were asked for more than once")
+    if node not in active:
         raise Insecure("the server counts this client, which sent its masked vector, among the lost")
+    if (asked := {*active, *dead}) != (held := set(state.rd_seed_share_dict)):
+        raise Insecure(f"expected to be asked for the shares of nodes {said(sorted(held))}, but was for those of {said(sorted(asked))}")
+    if len(active) < state.threshold:
+        raise Insecure(f"only {len(active)} clients are in the sum, but fewer than {state.threshold} hide nobody")
 
 
 def _summand(message: Message, context: Context, handle: Handler, build: Callable[[Context], BatchNormClient]) -> Message:
@@ -138,7 +206,7 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
     received, header = from_records(message.content)
     reference = references(received.pop(REFERENCE, received.get("statistics", {})))
     message.content.pop(REFERENCE, None)  # not for the handler: the model keeps the statistics that came with its weights
-    phase, config = Phase(header.phase), message.content.config_records["config"]
+    phase, config = Phase(header.phase), SECURE.of_configs(message.content)
     plain = handle(message, context)
     reply, repeated = from_records(plain.content)
     told = plain.content.metric_records["metrics"]
@@ -146,7 +214,7 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
         raise ValueError(f"client {client.site.client} planned {plan.samples} samples and {plan.steps} steps, but did {came}")
     trained, private = phase is not Phase.MEASURE, "dp-noise" in config
     shapes = layout(schema.reply(client.model, client.method, phase, client.settings.update), loss=trained and not private, cut=not private)
-    weighting = Weighting(*(int(config[f"secagg-{key}-weight"]) for key in ("update", "statistics", "samples")))  # type: ignore[arg-type]
+    weighting = Weighting(*(config[f"secagg-{key}-weight"] for key in ("update", "statistics", "samples")))
     per_sample = activations(reply, plan)
     state = context.state.config_records[RECORD_KEY_STATE]
     limit = float(state[Key.CLIPPING_RANGE])  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +13,11 @@ from flwr.common import Array
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.flower import schema, sums
-from fl_bn.flower.codec import WireError, from_records, header_of, tensor_name
+from fl_bn.flower.codec import from_records, header_of, tensor_name
 from fl_bn.flower.exchanges import Exchanges
+from fl_bn.flower.fields import WireError, said
 from fl_bn.flower.ledger import enter
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.posting import copy_of
@@ -25,7 +26,7 @@ from fl_bn.flower.replies import Contribution
 from fl_bn.flower.round_record import RoundRecord
 from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.secure import Sum, SumFailed, Summand, secure_sum
-from fl_bn.flower.shared_model import SharedModel
+from fl_bn.flower.shared_model import NotFinite, SharedModel
 from fl_bn.flower.sums import CHECK, LOSS_RANGE, REFERENCE, Layout, Sections, from_vector, layout, length, moments_of, references, update_of
 from fl_bn.methods import LayerReports, Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running
@@ -105,7 +106,11 @@ class SecureRounds:
             for message in messages:
                 message.content[REFERENCE] = arrays
         new = {name: replace_by_pooled(LayerReports(before[name], [m], 1.0, 1.0)) for name, m in moments.items() if m.count >= 2}
-        shared.store(before | new)
+        try:
+            shared.store(before | new)
+        except NotFinite as error:
+            log(logging.WARNING, "the statistics stay as they are, since %s", error)
+            return [], {client.index: str(error) for client in clients}
         self._state()
         return [_entry(part, float("nan"), total.mean.size) for part in total.parts], total.refused
 
@@ -142,13 +147,16 @@ class SecureRounds:
         enter(record, cohort, [_entry(part, loss, total.mean.size) for part in total.parts], total.refused, self._exchanges)
         self._report_cut(record.round, total, average)
         recovery.check(record.round, [_entry(part, loss, 0) for part in total.parts])
-        record.aggregated = True
         before, after = shared.statistics(), self._combined(total, moments, self.rounds.pace(record.learning_rate, rounds))
         sent, _ = from_records(next(iter(messages)).content)
-        if payload := update_of(average, sent.get("weights", {})):
-            together = Contribution(cohort[0], payload, sum(p.plan.samples for p in total.parts), 1)
-            shared.step([together], [1.0], optimizer, record.learning_rate, NO_DEFENCE)
-        shared.store(after)
+        payload = update_of(average, sent.get("weights", {})) or {"weights": {}}
+        together = Contribution(cohort[0], payload, sum(p.plan.samples for p in total.parts), 1)
+        try:
+            shared.change([together], [1.0], optimizer, record.learning_rate, NO_DEFENCE, after)
+        except NotFinite as error:
+            log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
+            return None, None
+        record.aggregated = True
         record.drift = Drift.between(before, after)
         self._state()
         return shared.arrays(), MetricRecord({"loss": loss, "samples": sum(part.plan.samples for part in total.parts)})
@@ -182,15 +190,22 @@ class SecureRounds:
             least=least,
             weighted=(self.rounds.client_weights == "samples" and privacy is None, privacy is None),
             statistics_by_passes="moments" in shapes,
+            layers={name.rpartition(".")[0] for name in shapes.get("moments", {})},
+            max_steps=self.rounds.max_steps if trains else 0,
+            whole=self._unmasked(shapes),
         )
         self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts])
         average = from_vector(total.mean, shapes)
-        off = (average["check"]["check"] / self.settings.clipping_range - torch.tensor(CHECK, dtype=torch.float64)).abs().max()
-        if not float(off) <= 4 * 2.0**-self.settings.quantization_range:
-            raise SumFailed(
-                "the masks did not cancel (server and clients with different versions of fl-bn, or a false share)", total.refused
-            )
         return total, {s: {k: t / total.weight(s) for k, t in part.items()} for s, part in average.items()}
+
+    def _unmasked(self, shapes: Layout) -> Callable[[np.ndarray], bool]:
+        """Whether a mean can be one: its two constants come out again when all masks are gone."""
+
+        def whole(mean: np.ndarray) -> bool:
+            constants = from_vector(mean, shapes)["check"]["check"] / self.settings.clipping_range
+            return float((constants - torch.tensor(CHECK, dtype=torch.float64)).abs().max()) <= 4 * 2.0**-self.settings.quantization_range
+
+        return whole
 
     def _moments(self, total: Sum, average: Sections, reference: Mapping[str, Running]) -> dict[str, Moments]:
         """Of all clients together, by layer.
@@ -198,13 +213,14 @@ class SecureRounds:
         Raises:
             WireError: the clients' layers see different numbers of activations per sample, so that samples do not weigh them.
         """
-        said = {part.activations for part in total.parts}
-        if len(said) != 1:
-            raise WireError(
-                "moments", "count", f"expected the same activations per sample at every client (inputs of one size), but got {sorted(said)}"
-            )
+        counted = {tuple(sorted(part.activations.items())) for part in total.parts}
+        if len(counted) != 1:
+            expected = "expected the same activations per sample at every client (inputs of one size)"
+            raise WireError("moments", "count", f"{expected}, but got {said(sorted(counted))}")
         passes = sum(part.plan.passes for part in total.parts)
-        counts = {layer: int(n) * passes for layer, n in json.loads(said.pop()).items()}
+        counts = {layer: n * passes for layer, n in counted.pop()}
+        if (most := max(counts.values(), default=0)) > LARGEST_COUNT:
+            raise WireError("moments", "count", f"expected at most {LARGEST_COUNT} activations in all, but got {said(most)}")
         samples = sum(part.plan.samples for part in total.parts)
         moments, negative = moments_of(average, reference, samples, counts, self.settings.clipping_range)
         if negative:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
+import numpy as np
+import torch
 from flwr.app import ArrayRecord
 from flwr.common import Array
 from flwr.common.logger import log
@@ -23,6 +26,49 @@ from fl_bn.training.defence import Defence, undercut
 from fl_bn.training.recalibration import epsilons
 from fl_bn.training.server_optimizers import ServerOptimizer
 from fl_bn.training.unit_scale import producers, rescaled
+
+T = TypeVar("T")
+
+
+class NotFinite(Exception):
+    """What was to become tensor ``name`` of the shared model is not finite in its dtype. Nothing was changed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"{name}: what came out of the clients' replies together is not finite")
+
+    def farthest(self, parts: Sequence[Contribution]) -> int:
+        """The position of the contribution with the largest value in that tensor."""
+        return max(range(len(parts)), key=lambda i: self._size(parts[i]))
+
+    def refusal(self, part: Contribution) -> str:
+        return f"{self.name}: the clients' replies together are not finite, and its own is the largest ({self._size(part):.3g})"
+
+    def _size(self, part: Contribution) -> float:
+        section, _, name = self.name.rpartition("/")
+        layer, _, key = name.rpartition(".")
+        moment = tensor_name(layer, key.removeprefix("running_"))
+        if section:
+            found = [part.payload[section][name]]
+        else:
+            found = [arrays[n] for arrays in part.payload.values() for n in (name, moment) if n in arrays]
+        return max((float(np.abs(array.astype(np.float64)).max(initial=0)) for array in found), default=0.0)
+
+
+def without_overflow(
+    parts: Sequence[Contribution], attempt: Callable[[list[Contribution], int], T]
+) -> tuple[list[Contribution], dict[int, str], T]:
+    """``attempt(parts, 0)``; where that is NotFinite, again without the contribution that is the largest, ``attempt(others, 1)`` ...
+
+    Returns the parts that were used, the reason for each of the others by client index, and the result.
+    """
+    left, refused = list(parts), dict[int, str]()
+    while True:
+        try:
+            return left, refused, attempt(left, len(refused))
+        except NotFinite as problem:
+            worst = left.pop(problem.farthest(left))
+            refused[worst.client.index] = problem.refusal(worst)
 
 
 class SharedModel:
@@ -57,12 +103,13 @@ class SharedModel:
         payload["weights"] |= to_numpy({name: tensor.to(state[name].dtype) for name, tensor in ahead.items()})
         return payload | {section: to_numpy(tensors) for section, tensors in self.companions.items()}
 
-    def _accompany(self, parts: Sequence[Contribution], weights: Sequence[float]) -> None:
-        """Combine what came beside the weights."""
+    def _accompanied(self, parts: Sequence[Contribution], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
+        """What came beside the weights, combined."""
+        new = {}
         for companion in self._companions:
             came = [to_tensors(part.payload[companion.section]) for part in parts]
-            before = self.companions[companion.section]
-            self.companions[companion.section] = companion.combine(before, came, weights, self._clients)
+            new[companion.section] = companion.combine(self.companions[companion.section], came, weights, self._clients)
+        return new
 
     def arrays(self) -> ArrayRecord:
         """Everything shared, by state_dict name."""
@@ -105,34 +152,64 @@ class SharedModel:
         return running_statistics(self.model) if self._shares_statistics else {}
 
     def store(self, statistics: Mapping[str, Running]) -> None:
-        means = {tensor_name(layer, "running_mean"): running.mean for layer, running in statistics.items()}
-        variances = {tensor_name(layer, "running_var"): running.var for layer, running in statistics.items()}
-        self.model.load_state_dict(means | variances, strict=False)
+        """Raises NotFinite, and changes nothing, where the model's dtype cannot hold them."""
+        self._load_all(_named(statistics))
 
-    def step(
-        self, parts: Sequence[Contribution], weights: Sequence[float], optimizer: ServerOptimizer, rate: float, defence: Defence
+    def _load_all(self, tensors: Mapping[str, Tensor]) -> None:
+        state = self.model.state_dict()
+        for name, tensor in tensors.items():
+            if not _fits(tensor, state[name].dtype):
+                raise NotFinite(name)
+        self.model.load_state_dict(dict(tensors), strict=False)
+
+    def change(
+        self,
+        parts: Sequence[Contribution],
+        weights: Sequence[float],
+        optimizer: ServerOptimizer,
+        rate: float,
+        defence: Defence,
+        statistics: Mapping[str, Running],
     ) -> list[float]:
-        """One server step: along the pseudo-gradient ``weights - average``, or with the clients' averaged gradients at ``rate``.
+        """One server step, along the pseudo-gradient ``weights - average`` or with the clients' averaged gradients at ``rate``, and the new
+        shared ``statistics``: all of it or, where anything is not finite, none.
 
         Returns the distance of each update to what ``defence`` made of all; empty without one.
+
+        Raises:
+            NotFinite: the model's dtype cannot hold what came out, or what clients would start from then.
         """
+        before, state = optimizer.buffers(), self.model.state_dict()
+        try:
+            new, distances = self._stepped(parts, weights, optimizer, rate, defence)
+            companions = self._accompanied(parts, weights)
+            ahead = optimizer.lookahead({name: new.get(name, state[name]) for name in self._learnable})
+            for name, tensor in [*ahead.items(), *((f"{k}/{n}", t) for k, section in companions.items() for n, t in section.items())]:
+                if not _fits(tensor, state[name].dtype if name in state else tensor.dtype):
+                    raise NotFinite(name)
+            self._load_all(new | _named(statistics))
+        except NotFinite:
+            optimizer.restore(before)
+            raise
+        self.companions |= companions
+        return distances
+
+    def _stepped(
+        self, parts: Sequence[Contribution], weights: Sequence[float], optimizer: ServerOptimizer, rate: float, defence: Defence
+    ) -> tuple[dict[str, Tensor], list[float]]:
         section, distances = "gradients" if "gradients" in parts[0].payload else "weights", list[float]()
         state, tensors = self.model.state_dict(), [to_tensors(part.payload[section]) for part in parts]
         if not tensors[0]:
-            return distances  # all weights stay home
+            return {}, distances  # all weights stay home
         if defence.updates == "mean":
             mean = average(tensors, weights)
         else:
             mean, report = defence.update(tensors, None if section == "gradients" else state)
             distances = [float(distance) for distance in report.distances]
         if section == "gradients":
-            new = optimizer.step(state, mean, rate)
-        else:
-            pseudo = pseudo_gradient(state, {name: mean[name] for name in mean if name in self._learnable})
-            new = {name: mean[name] for name in mean if name not in self._learnable} | optimizer.step(state, pseudo)
-        self.model.load_state_dict(new, strict=False)
-        self._accompany(parts, weights)
-        return distances
+            return optimizer.step(state, mean, rate), distances
+        pseudo = pseudo_gradient(state, {name: mean[name] for name in mean if name in self._learnable})
+        return {name: mean[name] for name in mean if name not in self._learnable} | optimizer.step(state, pseudo), distances
 
     def combined(self, parts: Sequence[Contribution], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
         """The shared statistics after this round's reports, float64. ``pace``: see ``LayerReports``."""
@@ -151,7 +228,13 @@ class SharedModel:
             return {}
         reports = [self._running(to_tensors(part.payload.get("statistics", {})), part.weight) for part in parts]
         running = [{layer: Running(m.mean, m.var) for layer, m in report.items()} for report in reports]
-        return undercut(self.statistics(), running, [part.steps for part in parts], self.layers)
+        wrong = {
+            i: f"metrics/updates: expected one number for each of {len(self.layers)} layers, but got {len(part.updates)}"
+            for i, part in enumerate(parts)
+            if part.updates and len(part.updates) != len(self.layers)
+        }
+        updates = [{} if i in wrong else dict(zip(self.layers, part.updates, strict=False)) for i, part in enumerate(parts)]
+        return undercut(self.statistics(), running, [part.steps for part in parts], self.layers, updates) | wrong
 
     def measured(self, parts: Sequence[Contribution], defence: Defence) -> dict[str, Running]:
         """The shared statistics that a statistics-only exchange found under the present weights."""
@@ -164,3 +247,12 @@ class SharedModel:
             for layer in self.layers
             if (mean := tensor_name(layer, "running_mean")) in statistics
         }
+
+
+def _named(statistics: Mapping[str, Running]) -> dict[str, Tensor]:
+    means = {tensor_name(layer, "running_mean"): running.mean for layer, running in statistics.items()}
+    return means | {tensor_name(layer, "running_var"): running.var for layer, running in statistics.items()}
+
+
+def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point or bool(tensor.to(dtype).isfinite().all())

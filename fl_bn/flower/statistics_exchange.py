@@ -20,13 +20,14 @@ from flwr.serverapp import Grid
 from fl_bn.flower import schema
 from fl_bn.flower.client_app import STATISTICS
 from fl_bn.flower.codec import Header, count_tensors, nbytes
+from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.replies import Contribution, read_replies, section_bytes
 from fl_bn.flower.round_record import ClientRecord, RoundRecord
 from fl_bn.flower.rounds import AS_METHOD, UNTIL_STILL, Rounds
 from fl_bn.flower.secure_rounds import SecureRounds
-from fl_bn.flower.shared_model import SharedModel
+from fl_bn.flower.shared_model import SharedModel, without_overflow
 from fl_bn.methods import INPUTS, NORMALISERS, Phase, Refresh
 from fl_bn.training.aggregation import Drift
 from fl_bn.training.defence import Defence, TooFew
@@ -168,12 +169,16 @@ class StatisticsExchange:
         """Store what the clients measured; the contributions, who is missing and why, and how many clients count: 0, too few came."""
         replies = send_and_receive(grid, sent, timeout, self.rounds.retry)
         expected = schema.reply(self.shared.model, self.shared.method, Phase.MEASURE)
-        contributions, refused, wrong = read_replies(self._overheard(replies), everyone, expected, header, sent)
-        defence = self.defence.without(len(wrong))
+        contributions, refused, wrong = read_replies(self._overheard(replies), everyone, expected, header, REPLIED, sent)
+
+        def store(parts: list[Contribution], overflowing: int) -> None:
+            defence = self.defence.without(len(wrong) + overflowing)
+            defence.check(len(parts))
+            self.shared.store(self.shared.measured(parts, defence))
+
         try:
-            defence.check(len(contributions))
-            self.shared.store(self.shared.measured(contributions, defence))
+            contributions, overflowing, _ = without_overflow(contributions, store)
         except TooFew as error:
             log(logging.WARNING, "the statistics stay as they are, since %s", error)
             return contributions, refused, 0
-        return contributions, refused, len(contributions)
+        return contributions, refused | overflowing, len(contributions)

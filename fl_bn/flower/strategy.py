@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -22,15 +23,16 @@ from fl_bn.flower.departures import Departures
 from fl_bn.flower.evaluation import evaluation_at_clients
 from fl_bn.flower.exchanges import Exchanges, check_weights
 from fl_bn.flower.ledger import enter
+from fl_bn.flower.messages import TRAINED
 from fl_bn.flower.normalisation import describe_round, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.recovery import Recovery
-from fl_bn.flower.replies import read_replies, section_bytes
+from fl_bn.flower.replies import Contribution, read_replies, section_bytes
 from fl_bn.flower.round_record import RoundRecord
 from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.secure_rounds import SecureRounds
-from fl_bn.flower.shared_model import SharedModel
+from fl_bn.flower.shared_model import SharedModel, without_overflow
 from fl_bn.flower.statistics_exchange import Measured, StatisticsExchange
 from fl_bn.flower.unseen import average_kept
 from fl_bn.methods import Method, Phase, Refresh
@@ -81,10 +83,10 @@ class BatchNormStrategy(Strategy):
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self._sent, self._down = list[Message](), self.shared.payload()
         self.defence, self.at_clients = defence, method.personal or rounds.at_clients
-        self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average)
+        self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active)
         self.departures = Departures(self.shared.model, method)
         self.secure = None if secure is None else SecureRounds(secure, self.shared, rounds, defence, self.departures.masked)
-        accountant = self.secure.accountant if self.secure else None
+        accountant = None if self.secure is None else self.secure.accountant
         self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint, accountant)
         self.statistics = StatisticsExchange(self.shared, rounds, defence, self._messages, self._overheard, self.secure)
 
@@ -110,35 +112,53 @@ class BatchNormStrategy(Strategy):
         expected = schema.reply(shared.model, self.method, phase, self.rounds.update, self.rounds.companions)
         replies = self._overheard(replies)
         header, limit = shared.header(server_round, phase), self.rounds.max_steps
-        contributions, refused, wrong = read_replies(replies, self.cohort, expected, header, self._sent, limit)
+        contributions, refused, wrong = read_replies(replies, self.cohort, expected, header, TRAINED, self._sent, limit)
         low = {contributions[i].client.index: reason for i, reason in shared.undercut(contributions, phase).items()}
         contributions = [c for c in contributions if c.client.index not in low]
-        refused, defence = refused | low, self.defence.without(len(wrong | low.keys()))
+        refused, left = refused | low, self.defence.without(len(wrong | low.keys()))
         if phase is Phase.EXCHANGE:
             contributions = self.exchanges.taking_part(contributions, refused)
-        enter(record, self.cohort, contributions, refused, self.exchanges)
-        self.recovery.check(server_round, contributions)
-        needed = max(float(self.rounds.min_cohort), self.rounds.min_replies * len(self.cohort))
-        if len(contributions) < needed:
-            usable = f"{len(contributions)} of {len(self.cohort)} replies could be used, but {math.ceil(needed)} are needed"
-            log(logging.WARNING, "round %s: only %s: nothing changes", server_round, usable)
-            return None, None
+        before = shared.statistics()
         try:
-            defence.check(len(contributions))
+            contributions, overflowing, distances = without_overflow(contributions, partial(self._change, left))
         except TooFew as error:
-            log(logging.WARNING, "round %s: nothing changes, since %s", server_round, error)
+            enter(record, self.cohort, contributions, refused, self.exchanges)
+            self.recovery.check(server_round, contributions)
+            log(logging.WARNING, "round %s: %s", server_round, error)
             return None, None
+        enter(record, self.cohort, contributions, refused | overflowing, self.exchanges)
+        self.recovery.check(server_round, contributions)
         record.aggregated = True
-        pace = self.rounds.pace(record.learning_rate, self.num_rounds)
-        before, after = shared.statistics(), shared.combined(contributions, phase, defence, pace)
-        believed = not defence.active and (self.rounds.client_weights == "samples" or phase is Phase.EXCHANGE)
-        weights = [float(c.weight) if believed else 1.0 for c in contributions]
-        record.measure(shared.step(contributions, weights, self.optimizer, record.learning_rate, defence))
+        record.measure(distances)
         self.recovery.count(server_round, contributions)
-        shared.store(after)
+        after = shared.statistics()
         drifts = [c.local_drift(list(shared.layers)) for c in contributions]
         record.drift = Drift.between(before, after) or merge_drifts(drift for drift in drifts if drift is not None)
         return shared.arrays(), MetricRecord({"loss": record.loss, "samples": sum(c.samples for c in contributions)})
+
+    def _change(self, defence: Defence, contributions: list[Contribution], overflowing: int) -> list[float]:
+        """Change the shared model by a round's ``contributions``; ``overflowing``: how many were left out for that.
+
+        Raises:
+            TooFew: the round may not count with so few.
+            NotFinite: what came out is no model.
+        """
+        shared, record, phase = self.shared, self.record, Phase(self.record.phase)
+        needed = max(float(self.rounds.min_cohort), self.rounds.min_replies * len(self.cohort))
+        if len(contributions) < needed:
+            usable = f"{len(contributions)} of {len(self.cohort)} replies could be used"
+            raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed: nothing changes")
+        if overflowing and phase is Phase.EXCHANGE and self.rounds.exchange.policy == "abort":
+            raise TooFew("nothing changes: clients left the cohort's batch after its exchange (exchange-policy is abort)")
+        defence = defence.without(overflowing)
+        try:
+            defence.check(len(contributions))
+        except TooFew as error:
+            raise TooFew(f"nothing changes, since {error}") from error
+        believed = not defence.active and (self.rounds.client_weights == "samples" or phase is Phase.EXCHANGE)
+        weights = [float(c.weight) if believed else 1.0 for c in contributions]
+        statistics = shared.combined(contributions, phase, defence, self.rounds.pace(record.learning_rate, self.num_rounds))
+        return shared.change(contributions, weights, self.optimizer, record.learning_rate, defence, statistics)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One evaluate message per client, where clients have models, or test data, of their own; none otherwise."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import Array
 
 from fl_bn.exchange.call import Answer, Key, Local, Quantity
-from fl_bn.flower.codec import Header, Payload, WireError, from_records
+from fl_bn.flower.codec import Header, Payload, from_records
+from fl_bn.flower.fields import NAME, WireError, reason, said
+from fl_bn.flower.messages import REQUESTED
 
 TRANSCRIPT = "transcript"
 REQUEST = "exchange"
+NAMED = re.compile(rf"({'|'.join(quantity.value for quantity in Quantity)})/([0-9]{{1,10}})/(.{{0,{NAME}}})", re.DOTALL)
 Transcript = Sequence[tuple[Key, Answer]]
 
 
@@ -29,12 +33,26 @@ def attach(content: RecordDict, transcript: Transcript) -> int:
 
 
 def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answer]]:
-    """Take the transcript out of a train message's payload."""
-    arrays, keys = payload.pop(TRANSCRIPT, {}), json.loads(str(config.get(TRANSCRIPT, "[]")))
-    return [
-        (Key(layer, Quantity(quantity), call), Answer(torch.from_numpy(np.array(arrays[str(i)])), count, batch))
-        for i, (layer, quantity, call, count, batch) in enumerate(keys)
-    ]
+    """Take the transcript out of a train message's payload.
+
+    Raises:
+        WireError: it is not what ``attach`` makes.
+    """
+    arrays = payload.pop(TRANSCRIPT, {})
+    try:
+        keys = [_key_of(*entry) for entry in json.loads(str(config.get(TRANSCRIPT, "[]")))]
+        values = [torch.from_numpy(np.array(arrays[str(i)])) for i in range(len(keys))]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WireError(TRANSCRIPT, "", f"expected keys and a vector for each, but got {reason(repr(error))}") from error
+    if not all(vector.ndim == 1 and vector.is_floating_point() for vector in values):
+        raise WireError(TRANSCRIPT, "", "expected vectors of numbers")
+    return [(key, Answer(vector, count, batch)) for (key, count, batch), vector in zip(keys, values, strict=True)]
+
+
+def _key_of(layer: object, quantity: object, call: object, count: object, batch: object) -> tuple[Key, int, int]:
+    if type(layer) is not str or type(call) is not int or type(count) is not int or type(batch) is not int or min(call, count, batch) < 0:
+        raise TypeError("an entry is no layer, quantity, call, count and batch")
+    return Key(layer, Quantity(quantity), call), count, batch
 
 
 def request_payload(request: Local) -> Payload:
@@ -49,19 +67,17 @@ def read_request(reply: Message, header: Header) -> tuple[int, Local] | None:
         WireError: the reply is an error, or cannot be read.
     """
     if reply.has_error():
-        raise WireError("error", "", f"code {reply.error.code}: {reply.error.reason}")
+        raise WireError("error", "", f"code {reply.error.code}: {reason(reply.error.reason)}")
     payload, came = from_records(reply.content)
     if REQUEST not in payload:
         return None
     header.check(came)
-    metrics = reply.content.metric_records.get("metrics", MetricRecord())
+    metrics = REQUESTED.of_metrics(reply.content)
+    names = list(payload[REQUEST])
+    if len(names) != 1 or (found := NAMED.fullmatch(names[0])) is None:
+        raise WireError(REQUEST, "", f"expected one vector 'quantity/call/layer', but got {said(names)}")
     try:
-        ((name, values),) = payload[REQUEST].items()
-        batch, count = metrics["batch"], metrics["count"]
-        if type(batch) is not int or type(count) is not int:
-            raise TypeError(f"batch {batch!r} and count {count!r} must be whole numbers")
-        quantity, call, layer = name.split("/", 2)
-        local = Local(Key(layer, Quantity(quantity), int(call)), torch.from_numpy(np.array(values)), count)
-        return batch, local
-    except (ValueError, KeyError, TypeError) as error:
-        raise WireError(REQUEST, "", f"expected one vector 'quantity/call/layer' with its count and batch, but got {error!r}") from error
+        values = torch.from_numpy(np.array(payload[REQUEST][names[0]]))
+    except (ValueError, TypeError) as error:
+        raise WireError(REQUEST, names[0], f"expected numbers, but got {payload[REQUEST][names[0]].dtype}") from error
+    return metrics["batch"], Local(Key(found[3], Quantity(found[1]), int(found[2])), values, metrics["count"])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fl_bn.flower.codec import to_records, to_tensors
 from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.population import Population
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.replies import read_replies
@@ -39,7 +40,7 @@ def average_kept(
     content["config"] = ConfigRecord(dict(lineage.to_config()))
     sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=rounds.timeout, group_id=group) for c in everyone]
     replies = send_and_receive(population.grid, sent, rounds.timeout, rounds.retry)
-    parts, refused, _ = read_replies(overheard(replies), everyone, expected, header, sent)
+    parts, refused, _ = read_replies(overheard(replies), everyone, expected, header, REPLIED, sent)
     for index, reason in refused.items():
         log(logging.WARNING, "client %s's layers are not in the average for unseen clients: %s", index, reason)
     tensors = [to_tensors(part.payload[KEPT]) for part in parts]

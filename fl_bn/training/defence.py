@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import median
+from statistics import median, median_high
 
 import numpy as np
 import torch
@@ -125,27 +126,35 @@ def variance_floor(shared: Tensor, momentum: float, steps: int) -> Tensor:
 
 
 def undercut(
-    shared: Mapping[str, Running], reports: Sequence[Mapping[str, Running]], steps: Sequence[int], layers: Layers
+    shared: Mapping[str, Running],
+    reports: Sequence[Mapping[str, Running]],
+    steps: Sequence[int],
+    layers: Layers,
+    updates: Sequence[Mapping[str, int]] = (),
 ) -> dict[int, str]:
     """Reports with a running variance below what honest training can leave, by position, with the reason.
 
-    Each of k batches moves a running variance to (1 - b) of itself plus b times something that is not negative: (1 - b)^k of the
-    shared one is the floor. If most clients are below it, the network runs the layer several times per step, and there is no telling.
+    Each update moves a running variance to (1 - b) of itself plus b times something that is not negative: (1 - b)^k of the shared one is
+    the floor after k of them. ``updates``: how many each report counts per layer, where that is not one per step (a layer that is used
+    several times); what is believed is the median client's per step. If most clients are below the floor, there is no telling.
     """
     found: dict[int, str] = {}
     for name, layer in layers.items():
         if name not in shared or layer.momentum is None:
             continue
         low: dict[int, str] = {}
+        calls = median_high([u.get(name, k) / k for u, k in zip(updates, steps, strict=True) if k] or [1]) if updates else 1
+        moves = "steps" if calls == 1 else "updates"
         for i, (report, k) in enumerate(zip(reports, steps, strict=True)):
             if name not in report:
                 continue
+            k = math.ceil(k * calls)
             floor = (1 - TOLERANCE) * variance_floor(shared[name].var, layer.momentum, k)
             below = report[name].var.double() < floor
             if bool(below.any()):
                 c = int(torch.argmax((floor - report[name].var).where(below, torch.zeros_like(floor))))
                 low[i] = (
-                    f"statistics/{name}.running_var: channel {c} is {float(report[name].var[c]):.3g} after {k} steps from "
+                    f"statistics/{name}.running_var: channel {c} is {float(report[name].var[c]):.3g} after {k} {moves} from "
                     f"{float(shared[name].var[c]):.3g}: honest training leaves at least {float(floor[c]):.3g}"
                 )
         if 2 * len(low) < len(reports):

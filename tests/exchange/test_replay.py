@@ -20,7 +20,8 @@ from fl_bn.exchange.call import Answer, Exchange, ExchangeFailed, Join, Key, Lay
 from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.exchange.session import Session
-from fl_bn.flower.codec import Header, Payload, WireError, flatten, from_records, to_records, unflatten
+from fl_bn.flower.codec import Header, Payload, flatten, from_records, to_records, unflatten
+from fl_bn.flower.fields import WireError
 from fl_bn.flower.transcript import attach, detach, read_request, request_payload
 
 HEADER = Header("fedtan", "exchange", 3, "0123")
@@ -251,19 +252,25 @@ REFUSED: dict[str, tuple[Callable[[], Message], str]] = {
     "no call": (lambda: reply({"exchange": {"mean/bn": np.ones(3)}}, batch=1, count=3), "exchange: expected one vector"),
     "an unknown quantity": (
         lambda: reply({"exchange": {"median/0/bn": np.ones(3)}}, batch=1, count=3),
-        "exchange: .*'median' is not a valid",
+        "exchange: expected one vector 'quantity/call/layer', but got .'median/0/bn'",
     ),
-    "a call in words": (lambda: reply({"exchange": {"mean/first/bn": np.ones(3)}}, batch=1, count=3), "exchange: .*'first'"),
-    "text": (lambda: reply({"exchange": {"mean/0/bn": np.array(["spam"])}}, batch=1, count=3), "exchange: expected one vector"),
+    "a call in words": (lambda: reply({"exchange": {"mean/first/bn": np.ones(3)}}, batch=1, count=3), "exchange: .*first"),
+    "text": (
+        lambda: reply({"exchange": {"mean/0/bn": np.array(["spam"])}}, batch=1, count=3),
+        "exchange/mean/0/bn: expected numbers",
+    ),
     "another byte order": (
         lambda: reply({"exchange": {"mean/0/bn": np.ones(3, ">f4")}}, batch=1, count=3),
-        "exchange: expected one vector",
+        "exchange/mean/0/bn: expected numbers, but got >f4",
     ),
-    "no metrics": (lambda: reply({"exchange": GOOD}), "exchange: expected one vector .*KeyError.'batch'"),
-    "no batch": (lambda: reply({"exchange": GOOD}, count=3), "exchange: expected one vector .*KeyError.'batch'"),
-    "no count": (lambda: reply({"exchange": GOOD}, batch=1), "exchange: expected one vector .*KeyError.'count'"),
+    "no metrics": (lambda: reply({"exchange": GOOD}), "metrics: missing: expected a record of batch"),
+    "no batch": (lambda: reply({"exchange": GOOD}, count=3), "metrics/batch: expected a whole number .*, but it is missing"),
+    "no count": (lambda: reply({"exchange": GOOD}, batch=1), "metrics/count: expected a whole number .*, but it is missing"),
     **{
-        f"{key} of {value}": (partial(reply, {"exchange": GOOD}, **{"batch": 1, "count": 3, key: value}), "exchange: expected one vector")
+        f"{key} of {value}": (
+            partial(reply, {"exchange": GOOD}, **{"batch": 1, "count": 3, key: value}),
+            f"metrics/{key}: expected a whole number",
+        )
         for key in ("batch", "count")
         for value in ([3], 2.5, float("nan"), float("inf"))
     },

@@ -113,7 +113,7 @@ def test_a_header_of_the_wrong_type_cannot_be_read(field: str, wrong: object) ->
     content = to_records({}, HEADER)
     values = {k: v for k, v in dataclasses.asdict(HEADER).items() if k != field}
     content["header"] = ConfigRecord(values if wrong is None else values | {field: wrong})
-    with pytest.raises(WireError, match=f"header/{field}: expected (str|int), but got"):
+    with pytest.raises(WireError, match=f"header/{field}: expected (a whole number|a text|one of) .*, but (got|it is missing)"):
         from_records(content)
 
 
@@ -167,7 +167,7 @@ def test_bytes_that_are_no_array_are_refused_by_name(kind: str) -> None:
 def test_an_array_in_another_serialisation_is_refused() -> None:
     content = to_records({}, HEADER)
     content["weights"] = ArrayRecord({"w": Array(dtype="float32", shape=(3,), stype="pickle", data=GOOD)})
-    with pytest.raises(WireError, match="weights/w: .*Unsupported serialization type"):
+    with pytest.raises(WireError, match="weights/w: expected a NumPy array, but its bytes are 'pickle'"):
         from_records(content)
 
 

@@ -10,7 +10,8 @@ import torch
 
 from fl_bn.conversion import convert
 from fl_bn.flower import schema
-from fl_bn.flower.codec import Payload, WireError, signature
+from fl_bn.flower.codec import Payload, signature
+from fl_bn.flower.fields import WireError
 from fl_bn.flower.schema import Schema
 from fl_bn.methods import METHODS, Phase
 from fl_bn.roles import Role

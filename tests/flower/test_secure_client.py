@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from scipy.stats import kstest
 
@@ -51,12 +51,16 @@ def test_parameters_that_would_undo_the_masks_are_refused(change: dict[str, floa
 
 
 def test_nobody_gets_both_secrets_of_a_client() -> None:
-    context = Context(run_id=1, node_id=7, node_config={}, state=RecordDict(), run_config={})
-    check_unmask({"active_nids": [7, 8], "dead_nids": [9]}, context)  # control
+    state = client_half.SecAggPlusState(threshold=2, rd_seed_share_dict={7: b"a", 8: b"b", 9: b"c"})
+    check_unmask({"active_nids": [7, 8], "dead_nids": [9]}, state, 7)  # control
     with pytest.raises(Insecure, match=r"both secrets of nodes \[8\]"):
-        check_unmask({"active_nids": [7, 8], "dead_nids": [8]}, context)
+        check_unmask({"active_nids": [7, 8, 9], "dead_nids": [8]}, state, 7)
     with pytest.raises(Insecure, match="among the lost"):
-        check_unmask({"active_nids": [8, 9], "dead_nids": [7]}, context)
+        check_unmask({"active_nids": [8, 9], "dead_nids": [7]}, state, 7)
+    with pytest.raises(Insecure, match="more than once"):
+        check_unmask({"active_nids": [7, 8, 8], "dead_nids": [9]}, state, 7)
+    with pytest.raises(Insecure, match=r"shares of nodes \[7, 8, 9\], but was for those of \[7, 8\]"):
+        check_unmask({"active_nids": [7, 8], "dead_nids": []}, state, 7)
 
 
 def test_flower_s_own_mod_would_answer(tiny_clients: Clients) -> None:
@@ -90,7 +94,7 @@ def test_a_client_that_must_be_aggregated_securely_answers_nothing_in_the_clear(
     [
         (lambda record: record.update({"masked_params": record["masked_params"][:1]}), "expected int64 vectors"),
         (lambda record: record.update({"masked_params": [b"no array", b"at all"]}), "cannot be read"),
-        (lambda record: record.pop("masked_params"), "expected int64 vectors"),
+        (lambda record: record.pop("masked_params"), "masked_params: expected a list of up to 2 byte strings"),
     ],
     ids=["short", "garbage", "missing"],
 )

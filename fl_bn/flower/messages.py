@@ -1,0 +1,154 @@
+"""Every field of every message, both ways, and of every file that a run goes on from: declared here, checked where it enters.
+
+Arrays are declared in ``schema``, by model, method and phase; the layer-wise exchange's requests in ``exchange.proto`` and, what they may
+hold, in ``exchange.session``. All else that one side reads of what the other sent is a field below.
+"""
+
+from __future__ import annotations
+
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
+
+from fl_bn.flower.fields import (
+    REASON,
+    Form,
+    blobs,
+    data,
+    measured,
+    number,
+    one_of,
+    text,
+    whole,
+    whole_list,
+    wholes,
+    wholes_by_name,
+)
+from fl_bn.flower.lineage import FOLDER, NAME, RESUMES
+from fl_bn.methods import INPUTS, MEASURED, Phase
+
+CLASSES, LAYERS, NODES = 65_536, 10_000, 10_000  # the most of each that a message may name
+KEY, SHARE = 1024, 4096  # bytes of a public key, of an encrypted pair of shares, at most
+
+HEADER = Form(
+    "header",
+    {
+        "method": text(64),
+        "phase": one_of(*(phase.value for phase in Phase)),
+        "round": whole(),
+        "signature": text(64),
+        "format": text(64),
+    },
+)
+
+# from a client
+
+HELLO = Form(
+    "hello",
+    {
+        "client": whole(),
+        "clients": whole(1),
+        "samples": whole(),
+        "signature": text(64),
+        "label-counts": whole_list(CLASSES),
+    },
+)
+REPLIED = Form("metrics", {"samples": whole()})  # 0: the client sat out, and says no more
+TRAINED = REPLIED.and_also(
+    Form(
+        "metrics",
+        {
+            "steps": whole(1),
+            "loss": measured(),
+            "waited": number(0, default=0.0),
+            "kept": whole(default=None),
+            "updates": wholes(LAYERS, default=None),
+            "batch": whole(default=None),
+            "drift": measured(default=None),
+            "drift-layer": whole(default=None),
+            "min-var": measured(default=None),
+            "growth": measured(default=None),
+        },
+    )
+)
+REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})  # replay: needs an answer; the session knows the limits
+EVALUATED = Form(
+    "metrics",
+    {"samples": whole(), "loss": measured(), "accuracy": measured(0, 1), "mean-iou": measured(0, 1, default=None)},
+    series={"accuracy-class-": measured(0, 1)},
+)
+
+# from the server
+
+RUN = Form(
+    "config",
+    {
+        "run": text(300, f"(?:{NAME.pattern})?", "", "a run NAME/state-XXXXXXXX"),
+        "resumes": text(2**20, RESUMES, "", "the run's resumes as TOKEN:ROUND,..."),
+        "durable": whole(default=0),
+    },
+    others=True,
+)
+EXCHANGE = Form(
+    "config",
+    {
+        "exchange": one_of("grpc", "replay", "local", default=None),
+        "exchange-token": text(128, default=None),
+        "exchange-address": text(300, default=None),
+        "exchange-authority": data(2**20, default=None),
+        "exchange-timeout": number(0, default=None),
+        "exchange-patience": number(0, default=None),
+        "transcript": text(2**26, default="[]"),
+    },
+    others=True,
+)
+SECURE = Form(
+    "config",
+    {
+        "secagg-update-weight": whole(default=None),
+        "secagg-statistics-weight": whole(default=None),
+        "secagg-samples-weight": whole(default=None),
+        "dp-clip": number(0, default=None),
+        "dp-statistics-clip": number(0, default=None),
+        "dp-noise": number(0, default=None),
+    },
+    others=True,
+)
+TO_TRAIN = Form("config", {"learning-rate": number(0), "counted": whole(default=None)}, others=True).and_also(RUN, EXCHANGE, SECURE)
+TO_MEASURE = RUN.and_also(Form("config", {"measured": one_of(*MEASURED, default=INPUTS)}, others=True), SECURE)
+TO_EVALUATE = RUN.and_also(Form("config", {"save": text(255, f"(?:{FOLDER})?", "", "a file name")}))
+TO_TELL = RUN
+TO_MEET = EXCHANGE
+
+LAYOUT = Form("config", {"layout": text(2**24)})  # of the arrays beside it, for ``NumPyClient``: made on this side
+
+# secure aggregation, stage by stage; see secure (the server's checks of what depends on the stage before) and secure_client
+
+PLAN = Form("plan", {"samples": whole(), "passes": whole(), "steps": whole()})
+KEYS = Form(RECORD_KEY_CONFIGS, {"pk1": data(KEY, 1), "pk2": data(KEY, 1)})
+SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NODES, SHARE)})
+UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)})  # in place of a masked vector
+MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)})  # the size of the vector is known: see secure
+RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS), "kept": whole(default=None)}).and_also(PLAN, HEADER)
+STATUS = Form("fitres.status", {"code": whole(0, 0), "message": text(REASON)})
+WEIGHT = Form("fitres.num_examples", {"num_examples": whole(1, 1)})
+SHARES_BACK = Form(RECORD_KEY_CONFIGS, {"nids": wholes(NODES), "shares": blobs(NODES, SHARE)})
+
+SET_UP = Form(
+    RECORD_KEY_CONFIGS,
+    {
+        "stage": text(32),
+        "sample_num": whole(1, NODES),
+        "share_num": whole(1, NODES),
+        "threshold": whole(1, NODES),
+        "clipping_range": number(1e-6, 1e6),
+        "target_range": whole(2**4, 2**30),
+        "mod_range": whole(1),
+        "max_weight": number(0),
+    },
+)
+SHARE_KEYS = Form(RECORD_KEY_CONFIGS, {"stage": text(32)}, others=True)  # the others: keys by node
+COLLECT = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "srcs": wholes(NODES), "ctxts": blobs(NODES, SHARE)})
+UNMASK = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "active_nids": wholes(NODES), "dead_nids": wholes(NODES)})
+
+# what a run goes on from
+
+KEPT_FOR = Form("kept-for", {"signature": text(64), "round": whole(), "previous/round": whole(default=0)})

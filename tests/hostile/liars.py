@@ -1,0 +1,88 @@
+"""A grid in which one client's replies are changed on their way, and the runs that it is put into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+
+from fl_bn.methods import METHODS
+from fl_bn.training.local import Samples
+from fl_bn.training.settings import LocalTraining
+from tests.federation import random_samples
+from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run
+
+LIAR = 1  # whose node is 2
+Spoil = Callable[[Message, str, RecordDict], None]  # the instruction, what it asks for, and the reply's content, to be changed in place
+
+
+def what(message: Message) -> str:
+    """``query.hello``, ``train``, ..., of secure aggregation ``train setup``, ``train share_keys``, ..."""
+    records = message.content.config_records
+    stage = str(records[RECORD_KEY_CONFIGS].get(Key.STAGE, "")) if RECORD_KEY_CONFIGS in records else ""
+    return f"{message.metadata.message_type} {stage}".strip()
+
+
+class LyingGrid(WatchedGrid):
+    """``spoil`` changes what the node of client ``LIAR`` answers."""
+
+    def __init__(self, app: ClientApp, clients: int, spoil: Spoil) -> None:
+        super().__init__(app, clients)
+        self.spoil = spoil
+
+    def _answer(self, message: Message) -> Message:
+        asked = what(message)  # Flower's mod takes the stage away
+        answer = super()._answer(message)
+        if message.metadata.dst_node_id == LIAR + 1 and answer.has_content():
+            self.spoil(message, asked, answer.content)
+        return answer
+
+
+def sets(kind: str, record: str, **fields: Any) -> Spoil:
+    """In replies to ``kind``, fields of ``record`` become these; None: they are left out."""
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        if asked != kind:
+            return
+        numbers = record in content.metric_records
+        old = dict(content.metric_records[record] if numbers else content.config_records.get(record, {}))
+        new = {k: v for k, v in old.items() if k.replace("-", "_") not in fields}
+        new |= {k.replace("_", "-") if k.replace("_", "-") in old else k: v for k, v in fields.items() if v is not None}
+        if record in content:
+            del content[record]
+        content[record] = MetricRecord(new) if numbers else ConfigRecord(new)
+
+    return spoil
+
+
+def lacks(kind: str, record: str) -> Spoil:
+    """Replies to ``kind`` have no ``record``."""
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        if asked == kind and record in content:
+            del content[record]
+
+    return spoil
+
+
+def people(n: int = 5, samples: int = 6) -> list[Samples]:
+    return [random_samples(samples, brightness=0.1 * i, seed=i) for i in range(n)]
+
+
+def lied(
+    spoil: Spoil,
+    name: str = "fbn",
+    clients: Sequence[Samples] | None = None,
+    rounds: int = 2,
+    settings: LocalTraining = TWO_STEPS,
+    policy: dict[str, Any] | None = None,
+    **options: Any,
+) -> Run:
+    """A run of ``rounds`` rounds of method ``name``, in which client ``LIAR`` lies. It may start without the liar."""
+    clients, method = clients or people(), METHODS[name]()
+    grid = LyingGrid(client_app(method, clients, settings), len(clients), spoil)
+    rules = {"at_start": len(clients) - 1, **(policy or {})}
+    return run(method, clients, rounds, settings=settings, grid=grid, policy=rules, **options)

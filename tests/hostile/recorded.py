@@ -1,0 +1,183 @@
+"""Honest runs of one round, recorded message by message, and a grid that plays the replies again: a run then costs no training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds
+from fl_bn.flower.round_record import RoundRecord
+from fl_bn.methods import METHODS
+from fl_bn.objectives import Scaffold
+from fl_bn.training.companions import companions
+from fl_bn.training.defence import NO_DEFENCE, Defence
+from fl_bn.training.secure_settings import SecureAggregation
+from fl_bn.training.settings import LocalTraining
+from tests.hostile.liars import LIAR, people, what
+from tests.in_process import TWO_STEPS, arrays_of, client_app
+from tests.networks import seeded_network
+
+CLIENTS = 5
+REPLAY = ExchangeSettings("replay", "shrink")
+
+
+class Scenario(NamedTuple):
+    """One way of running. ``policy``: fields of ``Rounds``."""
+
+    method: str
+    defence: Defence = NO_DEFENCE
+    settings: LocalTraining = TWO_STEPS
+    secure: bool = False
+    policy: dict[str, Any] = {}
+
+
+def robust(rule: str) -> Defence:
+    return Defence(1, rule, rule)
+
+
+GLOBAL = LocalTraining(batch_size=4, steps=2, momentum=0.9, maintain="global")
+SCENARIOS: dict[str, Scenario] = {
+    **{
+        f"{name}": Scenario(name, policy={"exchange": REPLAY, "at_clients": True, "calibrate": int(name in ("fbn", "hbn"))})
+        for name in METHODS
+    },
+    "fbn robust": Scenario("fbn", robust("nnm+median")),
+    "hbn robust": Scenario("hbn", robust("trimmed-mean")),
+    "fedavg robust": Scenario("fedavg", robust("geometric-median")),
+    "fedbn robust": Scenario("fedbn", robust("median")),
+    "fedtan robust": Scenario("fedtan", robust("nnm+median"), policy={"exchange": REPLAY}),
+    "fedavg scaffold": Scenario("fedavg", settings=LocalTraining(batch_size=4, steps=2, objective=Scaffold())),
+    "fbn maintained": Scenario("fbn", settings=GLOBAL),
+    "fedbn unseen": Scenario("fedbn", policy={"unseen": True}),
+    "fbn gradients": Scenario("fbn", settings=LocalTraining(batch_size=64, steps=1, update="gradients")),
+    "fbn secure": Scenario("fbn", secure=True),
+    "hbn secure": Scenario("hbn", secure=True),
+    "fedavg secure": Scenario("fedavg", secure=True),
+    "gn secure": Scenario("gn", secure=True),
+}
+CANNED = [name for name, scenario in SCENARIOS.items() if not scenario.secure]
+SECURE = [name for name, scenario in SCENARIOS.items() if scenario.secure]
+
+
+def cloned(content: RecordDict) -> RecordDict:
+    """The same records, each a copy; arrays and bytes are shared, since nobody changes them in place."""
+    copies: dict[str, Any] = {}
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            copies[name] = ArrayRecord({key: copy(array) for key, array in record.items()})
+        else:
+            values = {key: list(value) if isinstance(value, list) else value for key, value in record.items()}
+            copies[name] = (MetricRecord if isinstance(record, MetricRecord) else ConfigRecord)(values)
+    return RecordDict(copies)
+
+
+def app_of(scenario: Scenario) -> ClientApp:
+    return client_app(METHODS[scenario.method](), people(CLIENTS), scenario.settings, tells=scenario.policy.get("unseen", False))
+
+
+@dataclass
+class Recording:
+    """``exchanges``: what was asked, the instruction, the reply; ``canned``: the replies by node and the turn they came in."""
+
+    exchanges: list[tuple[str, RecordDict, RecordDict]] = field(default_factory=list)
+    canned: dict[tuple[int, int], tuple[str, RecordDict]] = field(default_factory=dict)
+
+
+class RecordingGrid(InProcessGrid):
+    def __init__(self, app: ClientApp, recording: Recording) -> None:
+        super().__init__(app, CLIENTS, {})
+        self.recording, self.turns = recording, dict[int, int]()
+
+    def _answer(self, message: Message) -> Message:
+        asked, instruction, node = what(message), cloned(message.content), message.metadata.dst_node_id
+        answer = super()._answer(message)
+        turn = self.turns[node] = self.turns.get(node, 0) + 1
+        if answer.has_content():
+            self.recording.exchanges.append((asked, instruction, cloned(answer.content)))
+            self.recording.canned[node, turn] = (asked, cloned(answer.content))
+        return answer
+
+
+class PlayingGrid(InProcessGrid):
+    """Answers as was recorded, whatever comes; ``liar`` maps the liar's turn, and its honest content, to what it answers instead."""
+
+    def __init__(self, recording: Recording, liar: Liar) -> None:
+        super().__init__(ClientApp(), CLIENTS, {})
+        self.recording, self.liar, self.turns = recording, liar, dict[int, int]()
+
+    def _answer(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        turn = self.turns[node] = self.turns.get(node, 0) + 1
+        asked, content = self.recording.canned.get((node, turn), ("", RecordDict()))
+        if node == LIAR + 1:
+            return self.liar.answer(message, turn, asked, cloned(content))
+        return Message(cloned(content), reply_to=message)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self.liar.reordered(list(super().pull_messages(message_ids)))
+
+
+class LivingGrid(InProcessGrid):
+    """Real clients, of which the liar's answers pass through ``liar``: where replies depend on those before."""
+
+    def __init__(self, app: ClientApp, liar: Liar) -> None:
+        super().__init__(app, CLIENTS, {})
+        self.liar, self.turn = liar, 0
+
+    def _answer(self, message: Message) -> Message:
+        asked = what(message)
+        answer = super()._answer(message)
+        if message.metadata.dst_node_id != LIAR + 1 or not answer.has_content():
+            return answer
+        self.turn += 1
+        return self.liar.answer(message, self.turn, asked, answer.content)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self.liar.reordered(list(super().pull_messages(message_ids)))
+
+
+class Liar:
+    """Honest: what derives from this lies."""
+
+    def answer(self, message: Message, turn: int, asked: str, content: RecordDict) -> Message:
+        return Message(content, reply_to=message)
+
+    def reordered(self, replies: list[Message]) -> list[Message]:
+        return replies
+
+
+@cache
+def recorded(name: str) -> Recording:
+    recording = Recording()
+    served(name, RecordingGrid(app_of(SCENARIOS[name]), recording))
+    return recording
+
+
+class Served(NamedTuple):
+    strategy: BatchNormStrategy
+    record: RoundRecord
+    tensors: dict[str, Any]
+
+
+def served(name: str, grid: InProcessGrid) -> Served:
+    """A server of its own, and one round of the scenario on ``grid``; it can start without one client."""
+    scenario, records = SCENARIOS[name], list[RoundRecord]()
+    settings = scenario.settings
+    rules = {"wait": 0.0, "at_start": CLIENTS - 1, "update": settings.update, "companions": companions(settings), **scenario.policy}
+    strategy = BatchNormStrategy(
+        seeded_network("cnn"),
+        METHODS[scenario.method](),
+        Rounds(CLIENTS, **rules),
+        observer=records.append,
+        defence=scenario.defence,
+        secure=SecureAggregation() if scenario.secure else None,
+    )
+    strategy.start(grid, num_rounds=1)
+    return Served(strategy, records[-1], arrays_of(strategy.shared.arrays()))

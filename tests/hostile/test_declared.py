@@ -1,0 +1,188 @@
+"""Every field that is read is declared: in the code, in every message of honest runs, and in every form."""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.common import Array
+
+from fl_bn import durable
+from fl_bn.exchange.grpc import exchange_pb2 as pb
+from fl_bn.flower import messages
+from fl_bn.flower.checkpoint import FORMAT, Checkpoint
+from fl_bn.flower.client_state import NOTHING, MemoryState
+from fl_bn.flower.fields import Form, Undeclared, Values, WireError, said, shown, whole
+from tests.hostile.recorded import SCENARIOS, recorded
+
+ROOT = Path(__file__).parents[2]
+FORMS = {name: value for name, value in vars(messages).items() if isinstance(value, Form)}
+
+# who may touch records as they came, and why; every other file of the package gets ``Values``
+READERS = {
+    "fields.py": "the forms themselves",
+    "codec.py": "arrays, and whether there is a header",
+    "departures.py": "counts what left clients before anything is checked",
+    "client_state.py": "a client's own state",
+    "secure.py": "messages that this side makes; replies through forms",
+    "secure_client.py": "the stage, before its form is chosen; this side's own reply",
+    "secure_rounds.py": "adds to messages of its own",
+    "carriers.py": "adds to messages of its own",
+    "transcript.py": "adds to messages of its own",
+    "recovery.py": "adds to messages of its own",
+    "in_process.py": "the engine: whether a message of this process is one of the local exchange",
+}
+
+
+def reads_records(source: str) -> bool:
+    records = {"config_records", "metric_records", "array_records"}
+    return any(isinstance(node, ast.Attribute) and node.attr in records for node in ast.walk(ast.parse(source)))
+
+
+def test_records_as_they_came_are_read_in_few_places() -> None:
+    found = {path.name for path in (ROOT / "fl_bn").rglob("*.py") if reads_records(path.read_text())}
+    assert found == set(READERS)
+    assert reads_records("x = reply.content.metric_records['metrics']")  # control
+
+
+EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks for, and whether it is the reply
+    ("query.hello", False): {},
+    ("query.hello", True): {"hello": messages.HELLO},
+    ("train", False): {"header": messages.HEADER, "config": messages.TO_TRAIN},
+    ("train", True): {"header": messages.HEADER, "metrics": messages.TRAINED.and_also(messages.REQUESTED)},
+    ("query.statistics", False): {"header": messages.HEADER, "config": messages.TO_MEASURE},
+    ("query.statistics", True): {"header": messages.HEADER, "metrics": messages.REPLIED},
+    ("evaluate", False): {"header": messages.HEADER, "config": messages.TO_EVALUATE},
+    ("evaluate", True): {"header": messages.HEADER, "metrics": messages.EVALUATED},
+    ("query.kept", False): {"header": messages.HEADER, "config": messages.TO_TELL},
+    ("query.kept", True): {"header": messages.HEADER, "metrics": messages.REPLIED},
+    ("train setup", False): {"secaggplus_configs": messages.SET_UP, "header": messages.HEADER, "config": messages.TO_TRAIN},
+    ("train setup", True): {"secaggplus_configs": messages.KEYS, "plan": messages.PLAN},
+    ("train share_keys", False): {"secaggplus_configs": messages.SHARE_KEYS, "header": messages.HEADER, "config": messages.TO_TRAIN},
+    ("train share_keys", True): {"secaggplus_configs": messages.SHARES_OUT},
+    ("train collect_masked_vectors", False): {
+        "secaggplus_configs": messages.COLLECT,
+        "header": messages.HEADER,
+        "config": messages.TO_TRAIN,
+    },
+    ("train collect_masked_vectors", True): {
+        "secaggplus_configs": messages.MASKED,
+        "fitres.metrics": messages.RESULT,
+        "fitres.status": messages.STATUS,
+        "fitres.num_examples": messages.WEIGHT,
+    },
+    ("train unmask", False): {"secaggplus_configs": messages.UNMASK, "header": messages.HEADER, "config": messages.TO_TRAIN},
+    ("train unmask", True): {"secaggplus_configs": messages.SHARES_BACK},
+}
+
+
+def undeclared(asked: str, is_reply: bool, content: RecordDict) -> list[str]:
+    """Records and fields of a message that no form has."""
+    forms, found = EXPECTED[asked, is_reply], []
+    for name, record in [*content.config_records.items(), *content.metric_records.items()]:
+        if name not in forms:
+            found.append(name)
+            continue
+        for key in record:
+            if asked == "train share_keys" and not is_reply and key.isdigit():
+                continue  # keys by node
+            try:
+                forms[name].declared(key)
+            except Undeclared:
+                found.append(f"{name}/{key}")
+    return found
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_field_of_every_honest_message_is_declared(name: str) -> None:
+    for asked, instruction, reply in recorded(name).exchanges:
+        assert undeclared(asked, False, instruction) == []
+        assert undeclared(asked, True, reply) == []
+
+
+def test_control_a_field_that_nobody_declared_is_found() -> None:
+    content = RecordDict({"metrics": MetricRecord({"samples": 3, "height": 2.0}), "more": ConfigRecord({"a": 1})})
+    assert undeclared("query.statistics", True, content) == ["more", "metrics/height"]
+
+
+def test_the_scenarios_hold_every_kind_of_message() -> None:
+    seen = {asked for name in SCENARIOS for asked, _, _ in recorded(name).exchanges}
+    assert seen == {asked for asked, _ in EXPECTED}
+
+
+def test_to_read_an_undeclared_field_is_an_error() -> None:
+    values = messages.HELLO.read({"client": 1, "clients": 2, "samples": 3, "signature": "a", "label-counts": "[1, 2]", "height": 180})
+    assert (values["client"], values.get("samples"), values["label-counts"], "signature" in values) == (1, 3, (1, 2), True)
+    for read in (lambda: values["height"], lambda: values.get("height"), lambda: "height" in values):
+        with pytest.raises(Undeclared, match="hello/height is no field of this message: declare it"):
+            read()
+    trained = messages.TRAINED.read({"samples": 3, "steps": 1, "loss": 0.5})
+    assert (trained.get("kept"), trained.get("kept", 7), "kept" in trained, trained["waited"]) == (None, 7, False, 0.0)
+    with pytest.raises(KeyError, match="kept"):
+        trained["kept"]
+
+
+BAD = [None, True, math.nan, math.inf, -math.inf, -1, 2**80, 10**5000, 0.5, "", "x" * 10**6, "[" * 10**5, b"x" * 10**6, [], [[]], {}, ()]
+
+
+def refusal(form: Form, came: dict[str, object]) -> str:
+    """Empty: it was taken."""
+    try:
+        assert isinstance(form.read(came), Values)
+    except WireError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_whatever_comes_is_a_value_or_a_sentence(name: str) -> None:
+    form = FORMS[name]
+    said = [sentence for field in form.fields for bad in BAD if (sentence := refusal(form, {field: bad}))]
+    assert len(said) > len(BAD) * len(form.fields) / 3
+    assert all("expected" in sentence and len(sentence) < 500 for sentence in said)
+    with pytest.raises(WireError, match="at most 10000 fields"):
+        form.read({str(i): i for i in range(20_000)})
+
+
+def test_what_came_is_shown_in_a_few_characters_on_one_line() -> None:
+    assert shown("a\nb\x1b[31m") == r"'a\nb\x1b[31m'"
+    assert len(shown("x" * 10**7)) < 100
+    assert said(10**5000) == "a whole number of 16610 bits"
+    assert said([0] * 10**6) == "a list of 1000000"
+    assert str(WireError("a\nb", "c" * 1000, "bad")).count("\n") == 0
+
+
+def test_fields_of_the_exchange_s_requests_are_those_that_the_session_checks() -> None:
+    kinds = {kind.name: [field.name for field in kind.fields] for kind in pb.DESCRIPTOR.message_types_by_name.values()}
+    assert kinds["Join"] == ["batch"]
+    assert kinds["Local"] == ["layer", "quantity", "call", "count", "values"]
+    assert kinds["Leave"] == []
+    assert kinds["Request"] == ["join", "local", "leave"]
+
+
+def test_a_checkpoint_whose_state_nests_is_damaged_and_ends_nothing(tmp_path: Path) -> None:
+    about = {"format": FORMAT, "state": "[" * 100_000, "lineage": "{}", "generators": ""}
+    durable.save_tensors(tmp_path / "checkpoint.safetensors", {"arrays/a": torch.zeros(1)}, about)
+    with pytest.raises(durable.Damaged, match="cannot read it"):
+        Checkpoint.load(tmp_path / "checkpoint.safetensors")
+
+
+def test_what_a_client_kept_in_another_form_is_no_state_of_its_own() -> None:
+    for kept in ({"signature": "a", "round": 1.5}, {"signature": "a"}, {"round": 1}):
+        state = RecordDict({"kept-for": ConfigRecord(kept), "local": ArrayRecord({"a": Array(np.zeros(2))})})
+        assert MemoryState(state, "a").read(before=9) == NOTHING
+    state = RecordDict({"kept-for": ConfigRecord({"signature": "a", "round": 1}), "local": ArrayRecord({"a": Array(np.zeros(2))})})
+    assert MemoryState(state, "a").read(before=9).round == 1  # control
+
+
+def test_control_of_whole() -> None:
+    form = Form("a", {"n": whole(1, 3)})
+    assert form.read({"n": 3})["n"] == 3
+    for bad in (0, 4, 1.0, True, "1"):
+        with pytest.raises(WireError, match="a/n: expected a whole number 1..3"):
+            form.read({"n": bad})

@@ -1,0 +1,52 @@
+"""Mutated messages: the server lives, the round goes on, the liar alone pays, and memory stays bounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.hostile.fuzz import BROKEN, REFUSED, SCENARIOS, TARGETS, Outcome, fuzz, honest, judged, lie_to_server, table
+from tests.hostile.recorded import CLIENTS
+
+MEMORY = 200.0  # MB: the largest mutated payload has some 4
+
+
+def check(mutations: int, seed: int) -> None:
+    tally = fuzz(mutations, seed)
+    assert tally.broken == []
+    assert tally.peak < MEMORY
+    assert sum(tally.counts.values()) == mutations
+    for target in TARGETS:
+        assert tally.counts[target, REFUSED] > 0, table(tally)
+
+
+def test_two_thousand_mutated_messages() -> None:
+    check(2_000, seed=16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_hundred_thousand() -> None:
+    check(100_000, seed=17)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_control_where_nobody_lies_everyone_counts(name: str) -> None:
+    ran = honest(name)
+    assert ran.record.aggregated
+    assert [c.refused for c in ran.record.clients] == [""] * CLIENTS
+
+
+def test_control_a_broken_server_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where metrics are believed unchecked, the same mutations break it."""
+    from fl_bn.flower import replies
+
+    monkeypatch.setattr(replies.Schema, "check", lambda self, payload: None)
+    outcomes = [lie_to_server("fedavg", np.random.default_rng([1, i]))[1] for i in range(150)]
+    assert any(outcome.kind == BROKEN for outcome in outcomes)
+
+
+def test_control_another_client_that_pays_is_found() -> None:
+    ran = honest("fbn")
+    assert judged("fbn", ran, []) == Outcome("accepted: no bit of the model changed", "")
+    assert judged("fbn", ran, ["a line\nof two"]).kind == BROKEN

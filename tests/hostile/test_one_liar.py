@@ -1,0 +1,251 @@
+"""One client says what no client says: it is refused by name, the server lives, and the round goes on without it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common import Array
+
+from fl_bn.flower.population import Client
+from fl_bn.flower.replies import Contribution
+from fl_bn.flower.shared_model import SharedModel, without_overflow
+from fl_bn.methods import METHODS, Phase
+from fl_bn.training.defence import Defence
+from fl_bn.training.local import Samples
+from fl_bn.training.secure_settings import SecureAggregation
+from fl_bn.training.server_optimizers import server_optimizer
+from tests.hostile.liars import LIAR, Spoil, lacks, lied, people, sets
+from tests.in_process import Run, arrays_of, identical
+from tests.networks import seeded_network
+
+HELLO = {
+    "samples=inf": {"samples": math.inf},
+    "samples=nan": {"samples": math.nan},
+    "samples=2.5": {"samples": 2.5},
+    "samples=10**18": {"samples": 10**18},
+    "client=inf": {"client": math.inf},
+    "client=True": {"client": True},
+    "clients=text": {"clients": "5"},
+    "label-counts=1e999": {"label_counts": "[1e999]"},
+    "label-counts deep": {"label_counts": "[" * 100_000},
+    "label-counts huge": {"label_counts": "[" + "1, " * 1_000_000 + "1]"},
+    "label-counts of many digits": {"label_counts": "[" + "9" * 5000 + "]"},
+    "label-counts no list": {"label_counts": '{"a": 1}'},
+    "no signature": {"signature": None},
+    "a long signature": {"signature": "x" * 10_000_000},
+}
+
+
+@pytest.mark.parametrize("case", HELLO)
+def test_an_introduction_that_no_client_makes_costs_that_client_its_part(case: str, log: pytest.LogCaptureFixture) -> None:
+    ran = lied(sets("query.hello", "hello", **HELLO[case]))
+    assert [[c.client for c in record.accepted] for record in ran.records] == [[0, 2, 3, 4]] * 2
+    (said,) = [message for message in log.messages if "node 2 refused" in message]
+    (field,) = HELLO[case]
+    assert f"hello/{field.replace('_', '-')}: expected " in said
+    assert len(said) < 1000
+    assert identical(ran.trajectory[2], without_the_liar(ran))
+
+
+def without_the_liar(ran: Run) -> dict[str, np.ndarray]:
+    """What the same run ends with where the liar introduces itself not at all."""
+    return lied(lacks("query.hello", "hello"), ran.strategy.method.name).trajectory[2]
+
+
+METRICS = {
+    "kept=nan": {"kept": math.nan},
+    "kept=inf": {"kept": math.inf},
+    "kept in the future": {"kept": 7},
+    "samples=True": {"samples": [1, 2]},
+    "steps=inf": {"steps": math.inf},
+    "waited=nan": {"waited": math.nan},
+    "waited below 0": {"waited": -1.0},
+    "loss a list": {"loss": [1.0]},
+    "no loss": {"loss": None},
+}
+
+
+@pytest.mark.parametrize("case", METRICS)
+def test_numbers_that_no_client_tells_cost_it_its_reply(case: str) -> None:
+    (field,) = METRICS[case]
+    for record in lied(sets("train", "metrics", **METRICS[case]), "hbn").records:
+        assert [c.client for c in record.accepted] == [0, 2, 3, 4]
+        assert record.clients[LIAR].refused.startswith(f"metrics/{field}: expected ")
+
+
+def test_control_the_same_federation_with_nobody_lying() -> None:
+    for name in ("fbn", "hbn"):
+        assert all(len(record.accepted) == 5 for record in lied(sets("train", "metrics"), name).records)
+
+
+# secure aggregation
+
+SECURE: dict[str, tuple[Spoil, str]] = {
+    "setup without pk1": (sets("train setup", "secaggplus_configs", pk1=None), "secaggplus_configs/pk1: "),
+    "pk2 no key": (sets("train setup", "secaggplus_configs", pk2=b"no key at all"), "secaggplus_configs/pk2: "),
+    "pk1 of 10 MB": (sets("train setup", "secaggplus_configs", pk1=b"k" * 10_000_000), "secaggplus_configs/pk1: "),
+    "plan of text": (sets("train setup", "plan", samples=2.5), "plan/samples: "),
+    "no plan": (lacks("train setup", "plan"), "plan: "),
+    "share-keys without dsts": (sets("train share_keys", "secaggplus_configs", dsts=None), "secaggplus_configs/dsts: "),
+    "dsts of text": (sets("train share_keys", "secaggplus_configs", dsts=["a", "b"]), "secaggplus_configs/dsts: "),
+    "dsts of a stranger": (sets("train share_keys", "secaggplus_configs", dsts=[1, 3, 4, 999]), "secaggplus_configs/dsts: "),
+    "dsts twice": (sets("train share_keys", "secaggplus_configs", dsts=[1, 3, 4, 4]), "secaggplus_configs/dsts: "),
+    "fewer ctxts": (sets("train share_keys", "secaggplus_configs", ctxts=[b"x"]), "secaggplus_configs/ctxts: "),
+    "collect without num_examples": (lacks("train collect_masked_vectors", "fitres.num_examples"), "fitres.num_examples: "),
+    "collect without status": (lacks("train collect_masked_vectors", "fitres.status"), "fitres.status: "),
+    "status code x": (sets("train collect_masked_vectors", "fitres.status", code="x"), "fitres.status/code: "),
+    "status code 7": (sets("train collect_masked_vectors", "fitres.status", code=7), "fitres.status/code: "),
+    "kept=x": (sets("train collect_masked_vectors", "fitres.metrics", kept="x"), "fitres.metrics/kept: "),
+    "activations deep": (sets("train collect_masked_vectors", "fitres.metrics", activations="[" * 100_000), "fitres.metrics/activations: "),
+    "activations of others": (
+        sets("train collect_masked_vectors", "fitres.metrics", activations='{"z": 3}'),
+        "fitres.metrics/activations: ",
+    ),
+    "activations unlike the others'": (
+        sets("train collect_masked_vectors", "fitres.metrics", activations='{"1": 63, "5": 64}'),
+        "fitres.metrics/activations: ",
+    ),
+    "unmask without shares": (sets("train unmask", "secaggplus_configs", shares=None), "secaggplus_configs/shares: "),
+    "nids of a stranger": (sets("train unmask", "secaggplus_configs", nids=[1, 2, 3, 4, 999]), "secaggplus_configs/nids: "),
+    "nids of text": (sets("train unmask", "secaggplus_configs", nids=["a"]), "secaggplus_configs/nids: "),
+    "short shares": (sets("train unmask", "secaggplus_configs", shares=[b"a"] * 5), "secaggplus_configs/shares: "),
+}
+
+
+@pytest.mark.parametrize("case", SECURE)
+def test_in_a_secure_round_too(case: str, log: pytest.LogCaptureFixture) -> None:
+    spoil, begins = SECURE[case]
+    (record,) = lied(spoil, "fbn", secure=SecureAggregation(), rounds=1).records
+    assert record.aggregated
+    assert not any(c.refused for c in record.clients if c.client != LIAR)
+    if "client 1's shares are not used" in log.text:  # the last stage: its vector is in the sum, and the others' shares suffice
+        assert f"client {LIAR}'s shares are not used: {begins}" in log.text
+    else:
+        assert record.clients[LIAR].refused.startswith(begins)
+
+
+def test_a_reply_without_what_nobody_reads_counts() -> None:
+    """Flower's stages want an empty record of parameters: they get it from this side."""
+    kinds = ("train collect_masked_vectors", "")
+    ran, honest = (lied(lacks(kind, "fitres.parameters"), "fbn", secure=SecureAggregation(), rounds=1) for kind in kinds)
+    assert len(ran.records[0].accepted) == 5
+    assert identical(ran.trajectory[1], honest.trajectory[1])
+
+
+def altered(kind: str, field: str, change: Callable[[bytes], bytes]) -> Spoil:
+    """In replies to ``kind`` every item of the list ``field`` is changed."""
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        if asked == kind:
+            record = content.config_records["secaggplus_configs"]
+            record[field] = [change(item) for item in record[field]]
+
+    return spoil
+
+
+def test_who_seals_shares_that_nobody_can_read_is_left_out_and_the_others_begin_again() -> None:
+    ran = lied(altered("train share_keys", "ctxts", lambda sealed: sealed[:-8]), "fbn", secure=SecureAggregation(), rounds=1)
+    (record,) = ran.records
+    assert [c.client for c in record.accepted] == [0, 2, 3, 4]
+    assert "shares of its secrets could not be read" in record.clients[LIAR].refused
+    assert identical(ran.trajectory[1], lied(lacks("train setup", "plan"), "fbn", secure=SecureAggregation(), rounds=1).trajectory[1])
+
+
+def test_of_two_that_accuse_each_other_both_are_left_out() -> None:
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        if asked == "train collect_masked_vectors":
+            for record in list(content):
+                del content[record]
+            content["secaggplus_configs"] = ConfigRecord({"unreadable": [4]})
+
+    (record,) = lied(spoil, "fbn", secure=SecureAggregation(), rounds=1).records
+    assert [c.client for c in record.accepted] == [0, 2, 4]
+    assert "it cannot read the shares of nodes [4]" in record.clients[LIAR].refused
+    assert "or it says so of others'" in record.clients[3].refused
+
+
+@pytest.mark.parametrize("change", [lambda s: s[:4] + bytes(len(s) - 4), lambda s: bytes(4) + s[4:], lambda s: b"\x01\0\0\0" + s[4:]])
+def test_false_shares_are_found_where_the_others_suffice(change: Callable[[bytes], bytes], log: pytest.LogCaptureFixture) -> None:
+    ran, honest = (lied(altered(k, "shares", change), "fbn", secure=SecureAggregation(), rounds=1) for k in ("train unmask", ""))
+    assert len(ran.records[0].accepted) == 5
+    assert f"client {LIAR}'s shares are not used: false shares of the others' secrets" in log.text
+    assert identical(ran.trajectory[1], honest.trajectory[1])
+
+
+# one finite report
+
+
+@pytest.mark.parametrize("name", ["fbn", "hbn", "fedavg"])
+@pytest.mark.parametrize("size", [1e30, 3e38])
+def test_one_finite_report_does_not_end_an_undefended_run(name: str, size: float) -> None:
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        section = "moments" if "moments" in content else "statistics"
+        if section in content.array_records and asked == "train":
+            arrays = {k: a.numpy() for k, a in content.array_records[section].items()}
+            far = {k: np.full_like(a, size) if k.endswith("mean") else a for k, a in arrays.items()}
+            content[section] = ArrayRecord({k: Array(a) for k, a in far.items()})
+
+    ran = lied(spoil, name, rounds=3)
+    for record in ran.records:
+        assert [c.client for c in record.accepted] == [0, 2, 3, 4]
+        assert "mean: expected values <= 4.61e+18, but the largest is" in record.clients[LIAR].refused
+    assert all(np.isfinite(array).all() for array in ran.trajectory[3].values())
+
+
+def test_where_all_reports_are_in_range_but_their_union_is_not_the_farthest_is_refused() -> None:
+    """Two activations with the largest variance that may be reported: unbiased, it is twice that, and no float32."""
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        if asked == "train":
+            arrays = {k: a.numpy() for k, a in content.array_records["moments"].items()}
+            lies = {"count": 2**53, "var": 1.69e38, "mean": 4.6e18}
+            content["moments"] = ArrayRecord({k: Array(np.full_like(a, lies[k.rpartition(".")[2]])) for k, a in arrays.items()})
+
+    two = [Samples(s.x, s.y) for s in people(4, 2)]
+    ran = lied(spoil, "hbn", two, rounds=2)
+    for record in ran.records:
+        assert record.aggregated
+    assert all(np.isfinite(array).all() for array in ran.trajectory[2].values())
+
+
+def test_what_is_not_finite_is_not_stored_and_the_farthest_is_named() -> None:
+    shared = SharedModel(seeded_network("cnn"), METHODS["hbn"]())
+    before = arrays_of(shared.arrays())
+    parts = [Contribution(Client(i, i, 4), {"moments": moments(size)}, 4, 4) for i, size in enumerate((1.0, 1e39, 2.0))]
+    seen: list[int] = []
+
+    def attempt(left: list[Contribution], out: int) -> None:
+        seen.append(len(left))
+        shared.store(shared.combined(left, Phase.TRAIN, Defence()))
+
+    left, refused, _ = without_overflow(parts, attempt)
+    assert [part.client.index for part in left] == [0, 2]
+    assert refused == {1: "1.running_var: the clients' replies together are not finite, and its own is the largest (1e+39)"}
+    assert seen == [3, 2]
+    assert all(np.isfinite(array).all() for array in arrays_of(shared.arrays()).values())
+    assert not identical(before, arrays_of(shared.arrays()))
+
+
+def moments(var: float) -> dict[str, np.ndarray]:
+    """Of one activation per channel, at 0; layer 1 has the variance."""
+    arrays = {}
+    for layer, channels in (("1", 4), ("5", 6)):
+        arrays |= {f"{layer}.count": np.array([1]), f"{layer}.mean": np.zeros(channels)}
+        arrays[f"{layer}.var"] = np.full(channels, var if layer == "1" else 1.0)
+    return arrays
+
+
+@pytest.mark.parametrize("optimizer", ["fedadam", "fedavgm"])
+def test_weights_that_overflow_in_the_server_s_step_are_never_stored(optimizer: str) -> None:
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        if asked == "train":
+            arrays = {k: a.numpy() for k, a in content.array_records["weights"].items()}
+            content["weights"] = ArrayRecord({k: Array(np.full_like(a, -3e38)) for k, a in arrays.items()})
+
+    ran = lied(spoil, "gn", people(3), rounds=4, optimizer=server_optimizer(optimizer, 20.0))
+    assert all(record.aggregated for record in ran.records)
+    assert all(np.isfinite(array).all() for array in ran.trajectory[4].values())
