@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fl_bn.data.augment import augmenter
 from fl_bn.data.dataset import to_input
+from fl_bn.experiment import recalibrate
 from fl_bn.experiment.assembly import client_model, dataset, partitions, shape
 from fl_bn.experiment.config import SITES, ConfigError, RunConfig
 from fl_bn.flower.codec import to_numpy
@@ -27,11 +28,14 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: one of them cannot work; the message says why.
     """
+    if config.rounds == 0:
+        recalibrate.check(config)
     if config.dataset != SITES:
         partitions(config)
     model, method = client_model(config), config.build_method()
-    if config.calibrate and (reason := why_not(model, method)):
-        raise ConfigError(reason if config.rounds == 0 else f"calibrate={config.calibrate} would do nothing: {reason}. Set calibrate to 0")
+    measured = config.calibrate == -1 or config.calibrate > 0
+    if measured and (reason := why_not(model, method)):
+        raise ConfigError(f"calibrate={config.calibrate} would do nothing: {reason}. Set calibrate to 0")
     try:
         to_numpy(model.state_dict())
     except WireError as error:
@@ -45,7 +49,7 @@ def check(config: RunConfig) -> None:
         except ValueError as error:
             raise ConfigError(str(error)) from error
     untouched = method.phase(1, config.rounds) is Phase.FROZEN and Role.STATISTIC in method.frozen and method.shares(Role.STATISTIC)
-    if config.rounds and untouched and not config.calibrate and not config.model_weights and batch_norms(model):
+    if config.rounds and untouched and not measured and not config.model_weights and batch_norms(model):
         LOGGER.warning(
             "%s: the statistics freeze before round 1 (freeze-after=%s of rounds=%s), as the network was built: nobody has measured them. "
             "Set freeze-after to 1 or more, calibrate to 1, or model-weights to those of a trained network",
