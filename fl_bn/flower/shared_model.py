@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,8 +21,6 @@ from fl_bn.training.aggregation import average, combine, pseudo_gradient, runnin
 from fl_bn.training.companions import Companion, accompanied
 from fl_bn.training.defence import Defence, undercut
 from fl_bn.training.server_optimizers import ServerOptimizer
-
-T = TypeVar("T")
 
 
 class NotFinite(Exception):
@@ -49,22 +46,6 @@ class NotFinite(Exception):
         else:
             found = [arrays[n] for arrays in part.payload.values() for n in (name, moment) if n in arrays]
         return max((float(np.abs(array.astype(np.float64)).max(initial=0)) for array in found), default=0.0)
-
-
-def without_overflow(
-    parts: Sequence[Contribution], attempt: Callable[[list[Contribution], int], T]
-) -> tuple[list[Contribution], dict[int, str], T]:
-    """``attempt(parts, 0)``; where that is NotFinite, again without the contribution that is the largest, ``attempt(others, 1)`` ...
-
-    Returns the parts that were used, the reason for each of the others by client index, and the result.
-    """
-    left, refused = list(parts), dict[int, str]()
-    while True:
-        try:
-            return left, refused, attempt(left, len(refused))
-        except NotFinite as problem:
-            worst = left.pop(problem.farthest(left))
-            refused[worst.client.index] = problem.refusal(worst)
 
 
 class SharedModel:
