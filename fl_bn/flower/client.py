@@ -28,7 +28,7 @@ from fl_bn.exchange.local import LocalExchange
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.flower import schema
 from fl_bn.flower.client_state import ClientState, FileState, Kept, MemoryState
-from fl_bn.flower.codec import Header, Payload, encode_moments, flatten, signature, to_numpy, to_tensors, unflatten
+from fl_bn.flower.codec import Header, Payload, encode_moments, flatten, header_from, signature, to_numpy, to_tensors, unflatten
 from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.messages import TO_EVALUATE
 from fl_bn.flower.transcript import Transcript, detach, request_payload
@@ -89,9 +89,7 @@ class BatchNormClient(NumPyClient):
         self.method, self.settings, self.site, self.seed = method, settings, site, seed
         self.model = copy.deepcopy(model).to(site.device)
         self.signature, self.tells, self.shares_drift = signature(model, method), tells, shares_drift
-        self._context_state = state
-        self._moved: dict[str, int] = {}
-        self._roles = roles(model)
+        self._context_state, self._roles = state, roles(model)
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Who this client is, asked once when the server first sees it."""
@@ -183,7 +181,7 @@ class BatchNormClient(NumPyClient):
 
     def _load(self, payload: Payload, config: Mapping[str, Any], kept: Kept, companions: Sequence[Companion] = ()) -> None:
         """Load the shared tensors received and the local tensors kept."""
-        Header(self.method.name, str(config["phase"]), int(config["round"]), self.signature).check(_header(config))
+        Header(self.method.name, str(config["phase"]), int(config["round"]), self.signature).check(header_from(config))
         expected = schema.instruction(self.model, self.method, companions)
         expected.check(payload)
         beside = {companion.section for companion in companions}
@@ -270,8 +268,7 @@ class BatchNormClient(NumPyClient):
     def _updates(self, phase: Phase, steps: int) -> dict[str, list[int]]:
         """How often each layer moved its running statistics, where that is not once per step (a layer that is used twice)."""
         counts = list(self._moved.values())
-        told = self.method.reports(phase) is Report.RUNNING and any(count != steps for count in counts)
-        return {"updates": counts} if told else {}
+        return {"updates": counts} if self.method.reports(phase) is Report.RUNNING and {*counts} - {steps} else {}
 
     def _local_drift(self) -> dict[str, float]:
         if not self.shares_drift or self.method.shares(Role.STATISTIC):
@@ -306,7 +303,3 @@ def _connect(config: Mapping[str, Any], transcript: Transcript, batch: int) -> E
         return LocalExchange(token, batch)
     timeout, patience = float(config["exchange-timeout"]), float(config["exchange-patience"])
     return GrpcExchange(str(config["exchange-address"]), token, batch, bytes(config["exchange-authority"]), timeout, patience)
-
-
-def _header(config: Mapping[str, Any]) -> Header:
-    return Header(str(config["method"]), str(config["phase"]), int(config["round"]), str(config["signature"]), str(config["format"]))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -26,8 +25,6 @@ from fl_bn.training.defence import Defence, undercut
 from fl_bn.training.recalibration import epsilons
 from fl_bn.training.server_optimizers import ServerOptimizer
 from fl_bn.training.unit_scale import producers, rescaled
-
-T = TypeVar("T")
 
 
 class NotFinite(Exception):
@@ -53,22 +50,6 @@ class NotFinite(Exception):
         else:
             found = [arrays[n] for arrays in part.payload.values() for n in (name, moment) if n in arrays]
         return max((float(np.abs(array.astype(np.float64)).max(initial=0)) for array in found), default=0.0)
-
-
-def without_overflow(
-    parts: Sequence[Contribution], attempt: Callable[[list[Contribution], int], T]
-) -> tuple[list[Contribution], dict[int, str], T]:
-    """``attempt(parts, 0)``; where that is NotFinite, again without the contribution that is the largest, ``attempt(others, 1)`` ...
-
-    Returns the parts that were used, the reason for each of the others by client index, and the result.
-    """
-    left, refused = list(parts), dict[int, str]()
-    while True:
-        try:
-            return left, refused, attempt(left, len(refused))
-        except NotFinite as problem:
-            worst = left.pop(problem.farthest(left))
-            refused[worst.client.index] = problem.refusal(worst)
 
 
 class SharedModel:

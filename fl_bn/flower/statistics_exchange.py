@@ -18,6 +18,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fl_bn.flower import schema
+from fl_bn.flower.all_or_nothing import without_overflow
 from fl_bn.flower.client_app import STATISTICS
 from fl_bn.flower.codec import Header, count_tensors, nbytes
 from fl_bn.flower.messages import REPLIED
@@ -27,7 +28,7 @@ from fl_bn.flower.replies import Contribution, read_replies, section_bytes
 from fl_bn.flower.round_record import ClientRecord, RoundRecord
 from fl_bn.flower.rounds import AS_METHOD, UNTIL_STILL, Rounds
 from fl_bn.flower.secure_rounds import SecureRounds
-from fl_bn.flower.shared_model import SharedModel, without_overflow
+from fl_bn.flower.shared_model import SharedModel
 from fl_bn.methods import INPUTS, NORMALISERS, Phase, Refresh
 from fl_bn.training.aggregation import Drift
 from fl_bn.training.defence import Defence, TooFew

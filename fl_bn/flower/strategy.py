@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from fl_bn.flower import schema
 from fl_bn.flower.adversary import corrupt
+from fl_bn.flower.all_or_nothing import change_model, without_overflow
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.codec import Header, Payload, count_tensors, to_records
 from fl_bn.flower.departures import Departures
@@ -28,11 +28,11 @@ from fl_bn.flower.normalisation import describe_round, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.recovery import Recovery
-from fl_bn.flower.replies import Contribution, read_replies, section_bytes
+from fl_bn.flower.replies import read_replies, section_bytes
 from fl_bn.flower.round_record import RoundRecord
 from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.secure_rounds import SecureRounds
-from fl_bn.flower.shared_model import SharedModel, without_overflow
+from fl_bn.flower.shared_model import SharedModel
 from fl_bn.flower.statistics_exchange import Measured, StatisticsExchange
 from fl_bn.flower.unseen import average_kept
 from fl_bn.methods import Method, Phase, Refresh
@@ -118,9 +118,10 @@ class BatchNormStrategy(Strategy):
         refused, left = refused | low, self.defence.without(len(wrong | low.keys()))
         if phase is Phase.EXCHANGE:
             contributions = self.exchanges.taking_part(contributions, refused)
-        before = shared.statistics()
+        before, pace = shared.statistics(), self.rounds.pace(record.learning_rate, self.num_rounds)
+        change = partial(change_model, shared, self.optimizer, self.rounds, record, len(self.cohort), pace, left)
         try:
-            contributions, overflowing, distances = without_overflow(contributions, partial(self._change, left))
+            contributions, overflowing, distances = without_overflow(contributions, change)
         except TooFew as error:
             enter(record, self.cohort, contributions, refused, self.exchanges)
             self.recovery.check(server_round, contributions)
@@ -135,30 +136,6 @@ class BatchNormStrategy(Strategy):
         drifts = [c.local_drift(list(shared.layers)) for c in contributions]
         record.drift = Drift.between(before, after) or merge_drifts(drift for drift in drifts if drift is not None)
         return shared.arrays(), MetricRecord({"loss": record.loss, "samples": sum(c.samples for c in contributions)})
-
-    def _change(self, defence: Defence, contributions: list[Contribution], overflowing: int) -> list[float]:
-        """Change the shared model by a round's ``contributions``; ``overflowing``: how many were left out for that.
-
-        Raises:
-            TooFew: the round may not count with so few.
-            NotFinite: what came out is no model.
-        """
-        shared, record, phase = self.shared, self.record, Phase(self.record.phase)
-        needed = max(float(self.rounds.min_cohort), self.rounds.min_replies * len(self.cohort))
-        if len(contributions) < needed:
-            usable = f"{len(contributions)} of {len(self.cohort)} replies could be used"
-            raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed: nothing changes")
-        if overflowing and phase is Phase.EXCHANGE and self.rounds.exchange.policy == "abort":
-            raise TooFew("nothing changes: clients left the cohort's batch after its exchange (exchange-policy is abort)")
-        defence = defence.without(overflowing)
-        try:
-            defence.check(len(contributions))
-        except TooFew as error:
-            raise TooFew(f"nothing changes, since {error}") from error
-        believed = not defence.active and (self.rounds.client_weights == "samples" or phase is Phase.EXCHANGE)
-        weights = [float(c.weight) if believed else 1.0 for c in contributions]
-        statistics = shared.combined(contributions, phase, defence, self.rounds.pace(record.learning_rate, self.num_rounds))
-        return shared.change(contributions, weights, self.optimizer, record.learning_rate, defence, statistics)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One evaluate message per client, where clients have models, or test data, of their own; none otherwise."""

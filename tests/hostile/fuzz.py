@@ -33,6 +33,7 @@ from fl_bn.flower import schema
 from fl_bn.flower.codec import array_from
 from fl_bn.flower.fields import WireError
 from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.training.companions import companions
 from tests.hostile.liars import LIAR
 from tests.hostile.recorded import (
     CANNED,
@@ -294,13 +295,15 @@ class OneLie(Liar):
         elif kind == 4:
             self.what += "twice"
             again = cloned(content)
-            pick(rng, CHANGES)(again, rng)
+            with np.errstate(all="ignore"):
+                pick(rng, CHANGES)(again, rng)
             self._extra.append(Message(again, reply_to=message))
         else:
             for _ in range(int(rng.integers(1, 4))):
                 change = pick(rng, CHANGES)
                 self.what += f"{change.__name__} "
-                change(content, rng)
+                with np.errstate(all="ignore"):
+                    change(content, rng)
         return Message(content, reply_to=message)
 
     def reordered(self, replies: list[Message]) -> list[Message]:
@@ -366,8 +369,8 @@ def judged(name: str, ran: Served, lines: list[str]) -> Outcome:
         return Outcome(GIVEN_UP if SCENARIOS[name].secure else BROKEN, lines[-1] if lines else "nothing was said")
     shared = ran.strategy.shared
     try:
-        down = schema.instruction(shared.model, shared.method, SCENARIOS[name].policy.get("companions", ()))
-        down.check({**shared.payload()})
+        beside = companions(SCENARIOS[name].settings)
+        schema.instruction(shared.model, shared.method, beside).check(shared.payload_to_train(ran.strategy.optimizer))
     except ValueError as error:
         return Outcome(BROKEN, f"clients would refuse the model: {error}")
     if ran.strategy.defence.active and largest(tensors) > FAR * largest(truth.tensors):
@@ -508,7 +511,8 @@ def lie_to_client(name: str, rng: Rng) -> tuple[str, Outcome]:
         for _ in range(int(rng.integers(1, 4))):
             change = pick(rng, CHANGES)
             what += f"{change.__name__} "
-            change(content, rng)
+            with np.errstate(all="ignore"):
+                change(content, rng)
     with listening():
         (answer,) = grid.send_and_receive([Message(content, LIAR + 1, kind, ttl=600.0, group_id="1")])
         reason = str(answer.error.reason) if answer.has_error() else ""

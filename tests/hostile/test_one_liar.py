@@ -10,9 +10,10 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import Array
 
+from fl_bn.flower.all_or_nothing import without_overflow
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Contribution
-from fl_bn.flower.shared_model import SharedModel, without_overflow
+from fl_bn.flower.shared_model import SharedModel
 from fl_bn.methods import METHODS, Phase
 from fl_bn.training.defence import Defence
 from fl_bn.training.local import Samples
