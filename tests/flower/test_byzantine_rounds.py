@@ -54,7 +54,7 @@ def distance(a: Served, b: Served, section: str) -> float:
 
 
 @statistics_methods
-@pytest.mark.parametrize(("rule", "size"), [*((rule, 1e30) for rule in RULES), ("mean", 3.0), ("nnm+median", 3.0)])
+@pytest.mark.parametrize(("rule", "size"), [*((rule, 1e15) for rule in RULES), ("mean", 3.0), ("nnm+median", 3.0)])
 def test_a_lie_about_statistics_changes_no_bit_of_the_weights(name: str, rule: str, size: float) -> None:
     told = lie(lambda mean: mean + size, lambda var: var * size)
     lied = one_round(name).served(both(F, rule), told, F, "statistics")
