@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import replace
 
 import torch
 
 from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
 from fl_bn.experiment.assembly import dataset, device, source_model
-from fl_bn.experiment.config import RunConfig
+from fl_bn.experiment.config import ConfigError, RunConfig
 from fl_bn.experiment.run_directory import RunDirectory
 from fl_bn.experiment.testing import test_metrics
 from fl_bn.flower.round_record import ClientRecord, RoundRecord
@@ -22,12 +23,20 @@ from fl_bn.training.settings import seeded
 def run_centralised(config: RunConfig) -> RunDirectory:
     """Plain training of the unconverted network, with the budget of the federated run: as many steps per round and rounds, each step on
     a batch of the size of the cohort's batches together, the same learning rate and calendar. The optimiser's momentum lives on.
+
+    Raises:
+        ConfigError: the run sends gradients with momentum in EMA form, which torch's SGD does not have.
     """
+    if config.update == "gradients" and config.momentum > 0:
+        raise ConfigError(
+            "centralised training steps with torch's SGD, whose momentum is not that of update='gradients': give it update='weights' and a "
+            f"momentum of its own, say centralised:update='weights';momentum=0.0, but got momentum={config.momentum:g}"
+        )
     data, target = dataset(config), device(config)
     samples = Samples(data.x_train, data.y_train)
     cohort = max(1, int(config.fraction * config.clients + 0.5))
     model = copy.deepcopy(source_model(config)).to(target)
-    settings = config.local_training()
+    settings = replace(config.local_training(), update="weights")  # one gradient, one step: the same
     steps = config.local_steps or config.local_epochs * max(1, len(samples) // (cohort * config.batch_size))
     optimizer = settings.make_optimizer([p for p in model.parameters() if p.requires_grad], config.learning_rate)
     rate = config.schedule()
