@@ -15,6 +15,7 @@ from fl_bn.experiment.config import SITES, ConfigError, RunConfig
 from fl_bn.flower.codec import to_numpy
 from fl_bn.flower.fields import WireError
 from fl_bn.flower.log import LOGGER
+from fl_bn.flower.rounds import AS_METHOD
 from fl_bn.methods import Phase
 from fl_bn.roles import Role, batch_norms
 from fl_bn.training.local import torch_seed
@@ -49,10 +50,11 @@ def check(config: RunConfig) -> None:
         except ValueError as error:
             raise ConfigError(str(error)) from error
     untouched = method.phase(1, config.rounds) is Phase.FROZEN and Role.STATISTIC in method.frozen and method.shares(Role.STATISTIC)
-    if config.rounds and untouched and not measured and not config.model_weights and batch_norms(model):
+    by_itself = config.calibrate == AS_METHOD and not config.dp_noise
+    if config.rounds and untouched and not measured and not by_itself and not config.model_weights and batch_norms(model):
         LOGGER.warning(
             "%s: the statistics freeze before round 1 (freeze-after=%s of rounds=%s), as the network was built: nobody has measured them. "
-            "Set freeze-after to 1 or more, calibrate to 1, or model-weights to those of a trained network",
+            "Set freeze-after to 1 or more, calibrate to -1, or model-weights to those of a trained network",
             config.method,
             config.rounds // 2 if config.freeze_after < 0 else config.freeze_after,
             config.rounds,
