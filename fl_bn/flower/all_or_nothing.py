@@ -22,12 +22,16 @@ def without_overflow(
 ) -> tuple[list[Contribution], dict[int, str], T]:
     """``attempt(parts, 0)``; where that is NotFinite, again without the contribution that is the largest, ``attempt(others, 1)`` ...
 
-    Returns the parts that were used, the reason for each of the others by client index, and the result.
+    Returns the parts that were used, the reason for each of the others by client index, and the result. A TooFew of ``attempt`` goes on
+    with the names of those who were left out.
     """
     left, refused = list(parts), dict[int, str]()
     while True:
         try:
             return left, refused, attempt(left, len(refused))
+        except TooFew as error:
+            names = "; ".join(f"client {index}: {why}" for index, why in refused.items())
+            raise TooFew(f"{error} ({names})" if names else str(error)) from error
         except NotFinite as problem:
             worst = left.pop(problem.farthest(left))
             refused[worst.client.index] = problem.refusal(worst)

@@ -15,7 +15,7 @@ from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Contribution
 from fl_bn.flower.shared_model import SharedModel
 from fl_bn.methods import METHODS, Phase
-from fl_bn.training.defence import Defence
+from fl_bn.training.defence import Defence, TooFew
 from fl_bn.training.local import Samples
 from fl_bn.training.secure_settings import SecureAggregation
 from fl_bn.training.server_optimizers import server_optimizer
@@ -229,6 +229,19 @@ def test_what_is_not_finite_is_not_stored_and_the_farthest_is_named() -> None:
     assert seen == [3, 2]
     assert all(np.isfinite(array).all() for array in arrays_of(shared.arrays()).values())
     assert not identical(before, arrays_of(shared.arrays()))
+
+
+def test_where_too_few_are_left_then_the_one_that_was_left_out_is_still_named() -> None:
+    shared = SharedModel(seeded_network("cnn"), METHODS["hbn"]())
+    parts = [Contribution(Client(i, i, 4), {"moments": moments(size)}, 4, 4) for i, size in enumerate((1.0, 1e39))]
+
+    def attempt(left: list[Contribution], out: int) -> None:
+        if len(left) < 2:
+            raise TooFew("too few")
+        shared.store(shared.combined(left, Phase.TRAIN, Defence()))
+
+    with pytest.raises(TooFew, match=r"^too few \(client 1: 1.running_var: the clients' replies together are not finite"):
+        without_overflow(parts, attempt)
 
 
 def moments(var: float) -> dict[str, np.ndarray]:
