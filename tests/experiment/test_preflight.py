@@ -106,9 +106,10 @@ def test_a_run_that_diverges_at_once_has_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [
-        ({"method": "fixbn"}, "freeze-after=0 of rounds=1"),
-        ({"method": "fixbn", "rounds": 3, "freeze_after": 0}, "freeze-after=0 of rounds=3"),
-        ({"method": "hbn", "freeze_after": 0}, "freeze-after=0 of rounds=1"),
+        ({"method": "fixbn", "calibrate": 0}, "freeze-after=0 of rounds=1"),
+        ({"method": "fixbn", "calibrate": 0, "rounds": 3, "freeze_after": 0}, "freeze-after=0 of rounds=3"),
+        ({"method": "hbn", "calibrate": 0, "freeze_after": 0}, "freeze-after=0 of rounds=1"),
+        ({"method": "fixbn"}, ""),  # measured by itself
         ({"method": "fixbn", "rounds": 2}, ""),
         ({"method": "fixbn", "calibrate": 1}, ""),
         ({"method": "fixbn", "freeze_after": 1}, ""),
