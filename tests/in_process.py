@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Result
 from torch import nn
 
 from fl_bn.conversion import convert
-from fl_bn.flower import BatchNormClient, BatchNormStrategy, InProcessGrid, Rounds, Site, make_client_app
+from fl_bn.flower import BatchNormClient, BatchNormStrategy, InProcessGrid, Rounds, RunFailed, Site, make_client_app
 from fl_bn.flower.round_record import RoundRecord
 from fl_bn.methods import Method
 from fl_bn.training.local import Samples
@@ -126,9 +126,10 @@ def run(
     grid: WatchedGrid | None = None,
     policy: Mapping[str, Any] | None = None,
     model: nn.Module | None = None,
+    may_fail: bool = False,
     **options: Any,
 ) -> Run:
-    """``policy``: fields of ``Rounds``; ``options``: of the strategy."""
+    """``policy``: fields of ``Rounds``; ``options``: of the strategy; ``may_fail``: a run that failed is returned without a result."""
     grid = grid or WatchedGrid(client_app(method, clients, settings, model=model), len(clients))
     ran = Run.__new__(Run)
     ran.records, ran.trajectory, ran.grid = [], {}, grid
@@ -139,7 +140,11 @@ def run(
     def keep(round: int, arrays: ArrayRecord) -> None:
         ran.trajectory[round] = arrays_of(arrays)
 
-    ran.result = ran.strategy.start(grid, num_rounds=rounds, evaluate_fn=keep)
+    try:
+        ran.result = ran.strategy.start(grid, num_rounds=rounds, evaluate_fn=keep)
+    except RunFailed:
+        if not may_fail:
+            raise
     return ran
 
 

@@ -204,7 +204,7 @@ class RunConfig(RunKeys):
             raise ConfigError(f"classes and channels are for dataset={SITES!r}: {self.dataset} has its own")
 
     def local_training(self) -> LocalTraining:
-        several = self.local_steps != 1 and self.optimizer == "sgd" and not self.build_objective().travels
+        several = self.local_steps != 1 and self.optimizer == "sgd" and not self.build_objective().travels and self.method not in FEDTAN
         clip, limit = chosen(self.clip, self.clip_limit, drifts=several and self.build_method().starts_constant(self.rounds))
         return LocalTraining(
             self.batch_size,

@@ -29,7 +29,7 @@ from fl_bn.flower.client import BATCHES, BatchNormClient
 from fl_bn.flower.codec import from_records, header_of
 from fl_bn.flower.fields import said
 from fl_bn.flower.masks import client_half, secagg_mod
-from fl_bn.flower.messages import COLLECT, KEY, SECURE, SET_UP, SHARE_KEYS, UNMASK
+from fl_bn.flower.messages import COLLECT, KEY, SECURE, SET_UP, SHARE_KEYS, TO_MEASURE, UNMASK
 from fl_bn.flower.sums import (
     REFERENCE,
     STATISTICS,
@@ -108,7 +108,7 @@ def plan_of(client: BatchNormClient, message: Message) -> Plan:
     header = header_of(message.content)
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
-        asked = client.asked(message.content.config_records["config"])
+        asked = client.asked(TO_MEASURE.of_configs(message.content))
         measured = min(asked.samples or n, n)
         return Plan(0, 0, 0) if asked.measured == NORMALISERS and measured < 2 else Plan(n, measured, 0)
     rng = seeded(client.seed, client.site.client, header.round, BATCHES)

@@ -5,6 +5,7 @@ Forms say what a field may hold (``messages``); here is what depends on the stag
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections import Counter
@@ -83,9 +84,9 @@ class Stages:
         for node in asked:
             if node not in replies:
                 self.refuse(node, f"no reply in stage {stage!r} before the deadline", stage)
-        for node, content in checked.items():
-            replies[node].content = content
-        good = {node: replies[node] for node in checked}
+        good = {node: copy.copy(replies[node]) for node in checked}  # what came stays as it came
+        for node, reply in good.items():
+            reply.content = checked[node]
         if stage == Stage.UNMASK:
             self.shares = good
         return list(good.values())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import Error, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
@@ -182,7 +182,8 @@ class Lossy(SlowGrid):
 
 
 def trains(grid: SlowGrid) -> list[Message]:
-    return [Message(RecordDict(), node, "query.rendezvous", ttl=500.0, group_id="7") for node in grid.inner.get_node_ids()]
+    content = RecordDict({"config": ConfigRecord({})})
+    return [Message(content, node, "query.rendezvous", ttl=500.0, group_id="7") for node in grid.inner.get_node_ids()]
 
 
 def outcome(replies: Iterable[Message]) -> dict[str, int]:

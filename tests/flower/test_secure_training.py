@@ -104,7 +104,7 @@ def test_diverged_training_sends_nothing(clients: list[Samples], log: pytest.Log
     def explode(round: int, rounds: int) -> float:
         return 1e30
 
-    ran = run(METHODS["gn"](), clients, 1, policy={"rate": explode}, secure=SecureAggregation())
+    ran = run(METHODS["gn"](), clients, 1, policy={"rate": explode}, secure=SecureAggregation(), may_fail=True)
     assert "not all values are finite (training diverged?), so they cannot be part of a sum" in log.text
     assert not ran.records[0].aggregated
 

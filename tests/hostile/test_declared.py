@@ -51,6 +51,7 @@ def test_records_as_they_came_are_read_in_few_places() -> None:
     assert reads_records("x = reply.content.metric_records['metrics']")  # control
 
 
+EITHER = messages.TO_TRAIN.and_also(messages.TO_MEASURE)  # a secure sum, of updates or of statistics
 EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks for, and whether it is the reply
     ("query.hello", False): {},
     ("query.hello", True): {"hello": messages.HELLO},
@@ -62,14 +63,14 @@ EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks 
     ("evaluate", True): {"header": messages.HEADER, "metrics": messages.EVALUATED},
     ("query.kept", False): {"header": messages.HEADER, "config": messages.TO_TELL},
     ("query.kept", True): {"header": messages.HEADER, "metrics": messages.REPLIED},
-    ("train setup", False): {"secaggplus_configs": messages.SET_UP, "header": messages.HEADER, "config": messages.TO_TRAIN},
+    ("train setup", False): {"secaggplus_configs": messages.SET_UP, "header": messages.HEADER, "config": EITHER},
     ("train setup", True): {"secaggplus_configs": messages.KEYS, "plan": messages.PLAN},
-    ("train share_keys", False): {"secaggplus_configs": messages.SHARE_KEYS, "header": messages.HEADER, "config": messages.TO_TRAIN},
+    ("train share_keys", False): {"secaggplus_configs": messages.SHARE_KEYS, "header": messages.HEADER, "config": EITHER},
     ("train share_keys", True): {"secaggplus_configs": messages.SHARES_OUT},
     ("train collect_masked_vectors", False): {
         "secaggplus_configs": messages.COLLECT,
         "header": messages.HEADER,
-        "config": messages.TO_TRAIN,
+        "config": EITHER,
     },
     ("train collect_masked_vectors", True): {
         "secaggplus_configs": messages.MASKED,
@@ -77,7 +78,7 @@ EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks 
         "fitres.status": messages.STATUS,
         "fitres.num_examples": messages.WEIGHT,
     },
-    ("train unmask", False): {"secaggplus_configs": messages.UNMASK, "header": messages.HEADER, "config": messages.TO_TRAIN},
+    ("train unmask", False): {"secaggplus_configs": messages.UNMASK, "header": messages.HEADER, "config": EITHER},
     ("train unmask", True): {"secaggplus_configs": messages.SHARES_BACK},
 }
 

@@ -38,7 +38,8 @@ def lies(monkeypatch: pytest.MonkeyPatch, batch: int = 0, count: int = 0, size: 
 
 def fedtan(spoil=HONEST, policy: str = "shrink", rule: str = "", carrier: str = "local", rounds: int = 2) -> Run:  # type: ignore[no-untyped-def]
     rules = {"exchange": ExchangeSettings(carrier, policy)}
-    return lied(spoil, "fedtan", people(), rounds, policy=rules, defence=Defence(1, rule, rule) if rule else Defence())
+    defence = Defence(1, rule, rule) if rule else Defence()
+    return lied(spoil, "fedtan", people(), rounds, policy=rules, defence=defence, may_fail=policy == "abort")
 
 
 @cache

@@ -214,7 +214,7 @@ def test_where_all_reports_are_in_range_but_their_union_is_not_the_farthest_is_r
 
 
 def test_what_is_not_finite_is_not_stored_and_the_farthest_is_named() -> None:
-    shared = SharedModel(seeded_network("cnn"), METHODS["hbn"]())
+    shared = SharedModel(seeded_network("cnn"), METHODS["hbn"](lam=1.0))
     before = arrays_of(shared.arrays())
     parts = [Contribution(Client(i, i, 4), {"moments": moments(size)}, 4, 4) for i, size in enumerate((1.0, 1e39, 2.0))]
     seen: list[int] = []
@@ -232,7 +232,7 @@ def test_what_is_not_finite_is_not_stored_and_the_farthest_is_named() -> None:
 
 
 def test_where_too_few_are_left_then_the_one_that_was_left_out_is_still_named() -> None:
-    shared = SharedModel(seeded_network("cnn"), METHODS["hbn"]())
+    shared = SharedModel(seeded_network("cnn"), METHODS["hbn"](lam=1.0))
     parts = [Contribution(Client(i, i, 4), {"moments": moments(size)}, 4, 4) for i, size in enumerate((1.0, 1e39))]
 
     def attempt(left: list[Contribution], out: int) -> None:
