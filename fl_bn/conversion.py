@@ -83,7 +83,8 @@ def _replacement(layer: _BatchNorm, method: Method) -> nn.Module:
         )
     assert method.layer is not None
     new = method.layer(layer)
-    for key in ("weight", "bias"):  # the very parameter, which another layer may share
-        if isinstance(getattr(new, key, None), nn.Parameter):
-            setattr(new, key, getattr(layer, key))
+    for key in ("weight", "bias"):  # where it was copied, the very parameter, which another layer may share
+        mine, theirs = getattr(new, key, None), getattr(layer, key)
+        if isinstance(mine, nn.Parameter) and torch.equal(mine, theirs):
+            setattr(new, key, theirs)
     return new
