@@ -85,6 +85,6 @@ def _replacement(layer: _BatchNorm, method: Method) -> nn.Module:
     new = method.layer(layer)
     for key in ("weight", "bias"):  # where it was copied, the very parameter, which another layer may share
         mine, theirs = getattr(new, key, None), getattr(layer, key)
-        if isinstance(mine, nn.Parameter) and torch.equal(mine, theirs):
+        if isinstance(mine, nn.Parameter) and mine.shape == theirs.shape and (mine.is_meta or torch.equal(mine, theirs)):
             setattr(new, key, theirs)
     return new
