@@ -26,9 +26,10 @@ def test_mutated_messages() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_a_hundred_thousand() -> None:
-    check(100_000, seed=17)
+@pytest.mark.timeout(1200)
+def test_some_thousand() -> None:
+    """The command makes 100,000: ``python -m tests.hostile.fuzz``."""
+    check(3000, seed=17)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -40,7 +40,7 @@ def test_runs_of_random_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.timeout(3000)
 def test_many_runs_of_random_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert bad(list(cases(400, 2, tmp_path))) == []
+    assert bad(list(cases(120, 2, tmp_path))) == []
 
 
 def raises(error: BaseException) -> Any:
