@@ -83,8 +83,8 @@ def _phases(axes: Axes, records: Sequence[RoundRecord]) -> None:
         axes.axvspan(frozen[0] - 0.5, frozen[-1] + 0.5, color="0.92", zorder=0)
         axes.text(frozen[-1], axes.get_ylim()[1], "statistics frozen ", va="top", ha="right", fontsize=7, color="0.4")
     rates = [r.learning_rate for r in records]
-    steps = [r.round for r, before in zip(records[1:], rates, strict=False) if r.learning_rate < before * 0.7]
-    for round in steps:
+    level = [i < 2 or rates[i - 1] == rates[i - 2] for i in range(len(rates))]  # a cosine falls from round to round, and has no steps
+    for round in [r.round for i, r in enumerate(records) if i > 0 and level[i] and rates[i] < rates[i - 1] * 0.7]:
         axes.axvline(round - 0.5, color="0.5", lw=0.8, ls=":")
 
 
