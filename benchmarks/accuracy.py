@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from fl_bn.experiment.cells import run_cells
-from fl_bn.experiment.compare import Variant, gather, plan, write
+from fl_bn.sweep.cells import run_cells
+from fl_bn.sweep.compare import Variant, gather, plan, write
 
 COMMON: dict[str, str | int | float] = {
     "dataset": "npz", "model": "simple-cnn", "batch-size": 32, "momentum": 0.9, "weight-decay": 1e-4,

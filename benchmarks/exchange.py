@@ -31,9 +31,9 @@ from fl_bn.exchange.call import Answer, Key, Layer, Quantity
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.session import Session
-from fl_bn.experiment.config import RunConfig
 from fl_bn.methods.fedtan import exchanging, fedtan
 from fl_bn.models import build
+from fl_bn.run.config import RunConfig
 
 CHANNELS = 64  # of ResNet-20's widest layers
 WARM = 20

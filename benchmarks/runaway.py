@@ -54,12 +54,12 @@ FIELDS = ("data", "method", "steps", "rate", "last", "best", "growth", "curve", 
 def cell(data: str, method: str, steps: int, rate: float, folder: str) -> dict[str, Any]:
     """One run: its accuracy at the last and at the best evaluation (%), and the growth."""
     from client_app.app import app
-    from fl_bn.experiment.assembly import limit_threads, source_model
-    from fl_bn.experiment.config import RunConfig
-    from fl_bn.experiment.testing import test_metrics
+    from fl_bn.federation.aggregation import running_statistics
+    from fl_bn.federation.recalibration import epsilons
     from fl_bn.flower import BatchNormStrategy, InProcessGrid, RunFailed
-    from fl_bn.training.aggregation import running_statistics
-    from fl_bn.training.recalibration import epsilons
+    from fl_bn.run.assembly import limit_threads, source_model
+    from fl_bn.run.config import RunConfig
+    from fl_bn.run.testing import test_metrics
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     limit_threads(1)

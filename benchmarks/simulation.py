@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fl_bn.experiment.config import RunConfig
+from fl_bn.run.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -21,10 +21,10 @@ from simulation import on_ray
 from torch.nn import functional as F
 
 from fl_bn.data.batches import draw_batches
-from fl_bn.experiment.assembly import client_samples, source_model
-from fl_bn.experiment.config import RunConfig
+from fl_bn.federation.settings import seeded
 from fl_bn.flower import run_in_process
-from fl_bn.training.settings import seeded
+from fl_bn.run.assembly import client_samples, source_model
+from fl_bn.run.config import RunConfig
 
 
 def bare_loop(config: RunConfig) -> float:

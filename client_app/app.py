@@ -4,7 +4,8 @@ from pathlib import Path
 
 from flwr.app import Context
 
-from fl_bn.experiment.assembly import (
+from fl_bn.flower import BatchNormClient, Site, make_client_app
+from fl_bn.run.assembly import (
     OwnData,
     allow_modules,
     at_client,
@@ -14,8 +15,7 @@ from fl_bn.experiment.assembly import (
     limit_threads,
     partition_of,
 )
-from fl_bn.experiment.config import RunConfig
-from fl_bn.flower import BatchNormClient, Site, make_client_app
+from fl_bn.run.config import RunConfig
 
 
 def build_client(context: Context) -> BatchNormClient:

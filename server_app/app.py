@@ -5,12 +5,12 @@ from pathlib import Path
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_bn.experiment.assembly import allow_modules, device, limit_threads, source_model
-from fl_bn.experiment.config import RunConfig
-from fl_bn.experiment.preflight import check
-from fl_bn.experiment.run_directory import RunDirectory
-from fl_bn.experiment.testing import test_metrics
 from fl_bn.flower import BatchNormStrategy, RunFailed
+from fl_bn.run.assembly import allow_modules, device, limit_threads, source_model
+from fl_bn.run.config import RunConfig
+from fl_bn.run.preflight import check
+from fl_bn.run.run_directory import RunDirectory
+from fl_bn.run.testing import test_metrics
 
 app = ServerApp()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fl_bn.training.local import Samples
+from fl_bn.federation.local import Samples
 from tests.federation import random_samples
 
 settings.register_profile("fl-bn", deadline=None, derandomize=True)  # the first torch call alone takes longer than the default deadline

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.aggregation import average, combine, running_statistics
+from fl_bn.federation.local import LocalResult, Samples, statistics_pass, torch_seed, train
+from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.methods import LayerReports, Method, Phase, Report
 from fl_bn.moments import Moments, Running
 from fl_bn.roles import Role, batch_norms, roles
-from fl_bn.training.aggregation import average, combine, running_statistics
-from fl_bn.training.local import LocalResult, Samples, statistics_pass, torch_seed, train
-from fl_bn.training.settings import LocalTraining, seeded
 
 Rule = Callable[[LayerReports], Running]
 ONE_STEP = LocalTraining(batch_size=64, steps=1)

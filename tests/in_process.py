@@ -16,11 +16,11 @@ from flwr.serverapp.strategy import Result
 from torch import nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.local import Samples
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, InProcessGrid, Rounds, RunFailed, Site, make_client_app
-from fl_bn.flower.round_record import RoundRecord
 from fl_bn.methods import Method
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
 from tests.networks import seeded_network
 
 TWO_STEPS = LocalTraining(batch_size=4, steps=2, momentum=0.9)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.experiment.config import RunConfig
-from fl_bn.experiment.history import CLIENT_COLUMNS, ROUND_COLUMNS
-from fl_bn.experiment.keys import table
-from fl_bn.experiment.overrides import parse_overrides
 from fl_bn.methods import METHODS
+from fl_bn.run.config import RunConfig
+from fl_bn.run.history import CLIENT_COLUMNS, ROUND_COLUMNS
+from fl_bn.run.keys import table
+from fl_bn.run.overrides import parse_overrides
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

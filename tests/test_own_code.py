@@ -13,14 +13,14 @@ from flwr.app import Context, RecordDict
 
 from client_app.app import build_client
 from fl_bn.data.dataset import load
-from fl_bn.deployment.commands import commands, node_config
-from fl_bn.deployment.folders import ServerFolder, SiteFolder
-from fl_bn.deployment.kit import Plan, create
-from fl_bn.experiment import assembly
-from fl_bn.experiment.config import ConfigError, RunConfig
 from fl_bn.flower import run_in_process
 from fl_bn.models import build
 from fl_bn.own_code import OWN, VARIABLE, Modules, Refused, function
+from fl_bn.run import assembly
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.site.commands import commands, node_config
+from fl_bn.site.folders import ServerFolder, SiteFolder
+from fl_bn.site.kit import Plan, create
 
 NAMES = ("theirs", "packaged", "beside", "beside_too", "trap")
 DATA = """

@@ -1,10 +1,10 @@
 """The only package that imports Flower: strategies, the client, the wire format between them, and the in-process engine."""
 
+from fl_bn.federation.rounds import Rounds
 from fl_bn.flower.client import BatchNormClient, Site
 from fl_bn.flower.client_app import make_client_app
 from fl_bn.flower.in_process import InProcessGrid, run_in_process
 from fl_bn.flower.population import RunFailed
-from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.strategies import (
     FBNStrategy,
     FedAvgAlg2Strategy,

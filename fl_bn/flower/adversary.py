@@ -14,13 +14,13 @@ from flwr.app import ArrayRecord, Message
 from flwr.common import Array
 from torch import Tensor
 
+from fl_bn.federation.defence import Defence, variance_floor
 from fl_bn.flower.codec import Payload, from_records, tensor_name
 from fl_bn.flower.fields import WireError
 from fl_bn.flower.messages import TRAINED
 from fl_bn.flower.population import Client
 from fl_bn.moments import Moments, plain_average, pool
 from fl_bn.robust.attacks import Adversary, Damage
-from fl_bn.training.defence import Defence, variance_floor
 
 VARIANCES = {"statistics": ("running_mean", "running_var"), "moments": ("mean", "var")}
 

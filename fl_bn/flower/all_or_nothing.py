@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from fl_bn.federation.defence import Defence, TooFew
+from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.rounds import Rounds
 from fl_bn.flower.replies import Contribution
-from fl_bn.flower.round_record import RoundRecord
-from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.shared_model import NotFinite, SharedModel
 from fl_bn.methods import Phase
-from fl_bn.training.defence import Defence, TooFew
-from fl_bn.training.server_optimizers import ServerOptimizer
 
 T = TypeVar("T")
 

@@ -26,6 +26,13 @@ from fl_bn.exchange.call import Exchange
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
+from fl_bn.federation.aggregation import Drift, running_statistics
+from fl_bn.federation.companions import Companion, Named
+from fl_bn.federation.companions import companions as companions_of
+from fl_bn.federation.composition import check_composition
+from fl_bn.federation.local import LocalResult, Samples, evaluate, statistics_pass, torch_seed, train, trainable
+from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, to_kept
+from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.flower import schema
 from fl_bn.flower.client_state import ClientState, FileState, Kept, MemoryState
 from fl_bn.flower.codec import Header, Payload, encode_moments, flatten, header_from, signature, to_numpy, to_tensors, unflatten
@@ -37,13 +44,6 @@ from fl_bn.methods import INPUTS, NORMALISERS, Method, Phase, Report, Statistics
 from fl_bn.moments import Moments
 from fl_bn.objectives import CONTROL
 from fl_bn.roles import Role, roles
-from fl_bn.training.aggregation import Drift, running_statistics
-from fl_bn.training.companions import Companion, Named
-from fl_bn.training.companions import companions as companions_of
-from fl_bn.training.composition import check_composition
-from fl_bn.training.local import LocalResult, Samples, evaluate, statistics_pass, torch_seed, train, trainable
-from fl_bn.training.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, to_kept
-from fl_bn.training.settings import LocalTraining, seeded
 
 BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # what a seeded generator is for
 

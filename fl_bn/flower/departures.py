@@ -25,11 +25,11 @@ from flwr.common.logger import log
 from torch import nn
 
 from fl_bn.exchange.session import Session, Traffic
+from fl_bn.federation.record import Departure, RoundRecord
 from fl_bn.flower.codec import array_from, header_of, nbytes
 from fl_bn.flower.fields import WireError, shown
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Contribution
-from fl_bn.flower.round_record import Departure, RoundRecord
 from fl_bn.methods import Method, Phase, Refresh, Report
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.roles import batch_norms

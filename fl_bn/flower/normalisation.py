@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from flwr.common.logger import log
 from torch import nn
 
-from fl_bn.flower.round_record import RoundRecord
+from fl_bn.federation.record import RoundRecord
 from fl_bn.methods import Method, Phase
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.roles import NORM_LAYERS, Role, batch_norms, roles

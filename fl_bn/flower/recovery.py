@@ -9,14 +9,14 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common.logger import log
 
+from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.flower.checkpoint import Checkpoint, generators, set_generators
 from fl_bn.flower.codec import tensors_of
 from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.replies import Contribution
 from fl_bn.flower.shared_model import SharedModel
-from fl_bn.training.privacy import Accountant
-from fl_bn.training.server_optimizers import ServerOptimizer
+from fl_bn.secure.privacy import Accountant
 
 
 class Recovery:

@@ -29,8 +29,8 @@ from fl_bn.flower.masks import server_half
 from fl_bn.flower.population import Client
 from fl_bn.flower.secure_stages import Stages
 from fl_bn.flower.sums import Plan, Weighting
-from fl_bn.training.additive import average_error
-from fl_bn.training.secure_settings import LEAST, MODULUS, SecureAggregation
+from fl_bn.secure.additive import average_error
+from fl_bn.secure.settings import LEAST, MODULUS, SecureAggregation
 
 MASKED_STILL = "the masks did not cancel (server and clients with different versions of fl-bn, or a false share)"
 

@@ -24,6 +24,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_separate
 
 from fl_bn.data.batches import ClientTooSmall, draw_batches
+from fl_bn.federation.settings import seeded
 from fl_bn.flower import schema
 from fl_bn.flower.client import BATCHES, BatchNormClient
 from fl_bn.flower.codec import from_records, header_of
@@ -45,10 +46,9 @@ from fl_bn.flower.sums import (
     to_vector,
 )
 from fl_bn.methods import NORMALISERS, Phase, Report
-from fl_bn.training.additive import beyond
-from fl_bn.training.privacy import clipped, noisy
-from fl_bn.training.secure_settings import LEAST, MODULUS
-from fl_bn.training.settings import seeded
+from fl_bn.secure.additive import beyond
+from fl_bn.secure.privacy import clipped, noisy
+from fl_bn.secure.settings import LEAST, MODULUS
 
 REQUIRED = "secure-aggregation"  # in the run config, or in a client's own node config: answer nothing in the clear
 ROUNDING = 100  # purpose of a seeded generator, beside those in client.py

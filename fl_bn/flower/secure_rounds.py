@@ -14,6 +14,11 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fl_bn.exchange.session import LARGEST_COUNT
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.rounds import Rounds
 from fl_bn.flower import schema, sums
 from fl_bn.flower.codec import from_records, header_of, tensor_name
 from fl_bn.flower.exchanges import Exchanges
@@ -23,19 +28,14 @@ from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.posting import copy_of
 from fl_bn.flower.recovery import Recovery
 from fl_bn.flower.replies import Contribution
-from fl_bn.flower.round_record import RoundRecord
-from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.secure import Sum, SumFailed, Summand, secure_sum
 from fl_bn.flower.shared_model import NotFinite, SharedModel
 from fl_bn.flower.sums import CHECK, LOSS_RANGE, REFERENCE, Layout, Sections, from_vector, layout, length, moments_of, references, update_of
 from fl_bn.methods import LayerReports, Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running
-from fl_bn.training.additive import lost
-from fl_bn.training.aggregation import Drift
-from fl_bn.training.defence import NO_DEFENCE, Defence
-from fl_bn.training.privacy import Accountant
-from fl_bn.training.secure_settings import LEAST, SecureAggregation
-from fl_bn.training.server_optimizers import ServerOptimizer
+from fl_bn.secure.additive import lost
+from fl_bn.secure.privacy import Accountant
+from fl_bn.secure.settings import LEAST, SecureAggregation
 
 REPEATS = 6  # exchanges for one measurement, where the reference is far off
 

@@ -30,7 +30,7 @@ from fl_bn.flower.messages import KEYS, MASKED, PLAN, RESULT, SHARES_BACK, SHARE
 from fl_bn.flower.population import Client
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.sums import Plan
-from fl_bn.training.secure_settings import MODULUS
+from fl_bn.secure.settings import MODULUS
 
 CURVE = "secp384r1"  # of Flower's keys
 

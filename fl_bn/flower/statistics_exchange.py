@@ -17,6 +17,11 @@ from flwr.app import ArrayRecord, Message
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.defence import Defence, TooFew
+from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons
+from fl_bn.federation.record import ClientRecord, RoundRecord
+from fl_bn.federation.rounds import AS_METHOD, UNTIL_STILL, Rounds
 from fl_bn.flower import schema
 from fl_bn.flower.all_or_nothing import without_overflow
 from fl_bn.flower.client_app import STATISTICS
@@ -25,14 +30,9 @@ from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.replies import Contribution, read_replies, section_bytes
-from fl_bn.flower.round_record import ClientRecord, RoundRecord
-from fl_bn.flower.rounds import AS_METHOD, UNTIL_STILL, Rounds
 from fl_bn.flower.secure_rounds import SecureRounds
 from fl_bn.flower.shared_model import SharedModel
 from fl_bn.methods import INPUTS, NORMALISERS, Phase, Refresh
-from fl_bn.training.aggregation import Drift
-from fl_bn.training.defence import Defence, TooFew
-from fl_bn.training.recalibration import TOLERANCE, Pass, epsilons
 
 Messages = Callable[[str, Header, Sequence[Client], Mapping[str, Any]], list[Message]]
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from fl_bn.flower.rounds import Rounds
+from fl_bn.federation.defence import Defence
+from fl_bn.federation.rounds import Rounds
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.fedavg import fedavg
@@ -15,7 +16,6 @@ from fl_bn.methods.fedtan import fedavg_alg2, fedtan, fedtan2
 from fl_bn.methods.fixbn import fixbn
 from fl_bn.methods.hbn import hbn
 from fl_bn.methods.silobn import silobn
-from fl_bn.training.defence import Defence
 
 
 class FedAvgBNStrategy(BatchNormStrategy):

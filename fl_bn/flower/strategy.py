@@ -14,6 +14,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
+from fl_bn.federation.aggregation import Drift, merge_drifts
+from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
+from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
+from fl_bn.federation.recalibration import why_not
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.rounds import Rounds
 from fl_bn.flower import schema
 from fl_bn.flower.adversary import corrupt
 from fl_bn.flower.all_or_nothing import change_model, without_overflow
@@ -29,18 +35,12 @@ from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.recovery import Recovery
 from fl_bn.flower.replies import read_replies, section_bytes
-from fl_bn.flower.round_record import RoundRecord
-from fl_bn.flower.rounds import Rounds
 from fl_bn.flower.secure_rounds import SecureRounds
 from fl_bn.flower.shared_model import SharedModel
 from fl_bn.flower.statistics_exchange import Measured, StatisticsExchange
 from fl_bn.flower.unseen import average_kept
 from fl_bn.methods import Method, Phase, Refresh
-from fl_bn.training.aggregation import Drift, merge_drifts
-from fl_bn.training.defence import NO_DEFENCE, Defence, TooFew
-from fl_bn.training.recalibration import why_not
-from fl_bn.training.secure_settings import SecureAggregation
-from fl_bn.training.server_optimizers import ServerOptimizer, server_optimizer
+from fl_bn.secure.settings import SecureAggregation
 
 WHY = "the warnings above say why (values that are not finite mean that training diverged: lower the learning rate)"
 NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or to a number of passes"

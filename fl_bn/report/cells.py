@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_bn.experiment.config import ConfigError
 from fl_bn.report.settings import label
+from fl_bn.run.config import ConfigError
 
 Row = Mapping[str, Any]
 EVALUATION = ("accuracy", "accuracy-std", "accuracy-min", "test-loss", "mean-iou")  # measured in some rounds only

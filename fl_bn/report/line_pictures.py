@@ -11,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from fl_bn.experiment.config import ConfigError
 from fl_bn.report.cells import lower_is_better, scale, title
 from fl_bn.report.curves import Series, series
 from fl_bn.report.layout import Entry, Layout, shown
 from fl_bn.report.pictures import Picture, first_of_lines, in_words, legend, line, logarithmic, panels, percent_limits, same_limits, wrapped
+from fl_bn.run.config import ConfigError
 
 LABELS = {
     "round": "round",

@@ -11,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from fl_bn.experiment.config import ConfigError
 from fl_bn.report.cells import Cell, scale, title
 from fl_bn.report.layout import Layout, shown
 from fl_bn.report.pictures import COLOURS, INK, Picture, panels, wrapped
 from fl_bn.report.settings import Heat
+from fl_bn.run.config import ConfigError
 
 NUMBERS = 16  # columns of a map, up to which its numbers can be read
 FRAMED: Any = {"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}

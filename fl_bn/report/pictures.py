@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from fl_bn.experiment.pictures import STYLE
+from fl_bn.run.pictures import STYLE
 
 INK = "#1d1e21"  # becomes the page's own text colour, so that a picture can be read on a dark page too
 LOOK: Any = STYLE | {

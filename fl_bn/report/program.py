@@ -8,7 +8,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_bn.experiment.config import ConfigError
+from fl_bn.run.config import ConfigError
 
 FILE = "program.toml"  # the experiment's file, as it was run
 ROWS = 60  # of a table that are shown

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_bn.experiment.config import ConfigError
+from fl_bn.run.config import ConfigError
 
 SEED = "seed"  # the axis that is averaged over
 X = ("round", "bytes", "exchanges", "local-steps")

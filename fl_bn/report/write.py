@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 from fl_bn import durable
-from fl_bn.experiment.config import ConfigError
 from fl_bn.report import line_pictures, map_pictures, program
 from fl_bn.report.cells import read_cells
 from fl_bn.report.curves import curves_csv, series
@@ -18,6 +17,7 @@ from fl_bn.report.layout import Layout, lay_out, tabulate
 from fl_bn.report.page import Listed, Report, index_page, program_page, report_page
 from fl_bn.report.pictures import Picture
 from fl_bn.report.settings import read_settings
+from fl_bn.run.config import ConfigError
 
 FORMATS: Final = ("csv", "md", "tex", "png", "html")
 ALL: Final = (*FORMATS, "svg", "pdf")

@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from fl_bn.cli.data import data
 from fl_bn.data.catalogue import CATALOGUE, page
 from fl_bn.data.check import Finding, check
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.image_folders import LAYOUTS, PACS_CLASSES, PACS_DOMAINS
 from fl_bn.data.shift import SHIFTS
-from fl_bn.experiment.data_cli import data
 
 ROOT = Path(__file__).parents[2]
 BY_HAND = [name for name, entry in CATALOGUE.items() if entry.how == "by hand"]

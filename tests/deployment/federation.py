@@ -18,12 +18,12 @@ from typing import Any, Self
 import torch
 from safetensors.torch import load_file
 
-from fl_bn.deployment.kit import Plan, create
 from fl_bn.flower import run_in_process
 from fl_bn.pairs import flower_config
+from fl_bn.site.kit import Plan, create
 
 ROOT = Path(__file__).parents[2]
-FL_BN = (sys.executable, "-m", "fl_bn.cli")
+FL_BN = (sys.executable, "-m", "fl_bn.cli.main")
 SMALL: dict[str, Any] = {  # a run of seconds in one process; deployed, each round is mostly Flower's own pace
     "model": "mlp", "clients": 3, "partition": "dirichlet", "partition-parameter": 1.0, "rounds": 3, "local-steps": 2, "evaluate-every": 3,
     "pictures": False, "wait-timeout": 120.0, "round-timeout": 120.0, "exchange-join-timeout": 60.0,

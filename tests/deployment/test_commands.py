@@ -20,16 +20,16 @@ from flwr.server.app import _parse_args_run_superlink
 from flwr.supercore.cli.flower_superexec import _parse_args as parse_superexec
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_setup_client_authentication
 
-from fl_bn.deployment import control as control_module
-from fl_bn.deployment import submit as submit_module
-from fl_bn.deployment.commands import SUPERLINK, WATCHED, commands, environment, local, node_config, prepare, superlink
-from fl_bn.deployment.control import Control, ControlError, control_of, register_sites
-from fl_bn.deployment.folders import FolderError, ServerFolder, SiteFolder
-from fl_bn.deployment.kit import Plan, create
-from fl_bn.deployment.submit import COMPLETED, project_of, run_config, submit
-from fl_bn.experiment.config import ConfigError
-from fl_bn.experiment.overrides import parse_overrides
 from fl_bn.pairs import flower_config
+from fl_bn.run.config import ConfigError
+from fl_bn.run.overrides import parse_overrides
+from fl_bn.site import control as control_module
+from fl_bn.site import submit as submit_module
+from fl_bn.site.commands import SUPERLINK, WATCHED, commands, environment, local, node_config, prepare, superlink
+from fl_bn.site.control import Control, ControlError, control_of, register_sites
+from fl_bn.site.folders import FolderError, ServerFolder, SiteFolder
+from fl_bn.site.kit import Plan, create
+from fl_bn.site.submit import COMPLETED, project_of, run_config, submit
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,7 +25,7 @@ from flwr.supercore.cli.flower_superexec import _parse_args as _parse_args_super
 from flwr.supercore.grpc_health import run_health_server_grpc_no_tls
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
-from fl_bn.cli import app
+from fl_bn.cli.main import app
 from tests.deployment.docker_federation import ROOT, SERVICES, SITES, base_image
 
 Compose = dict[str, Any]
@@ -36,7 +36,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "flower-superexec": _parse_args_superexec,
     "flower-supernode": _parse_args_run_supernode,
 }
-AROUND = {f"{IMAGE}fl_bn/deployment/watched.py": [], f"{IMAGE}fl_bn/flower/superlink.py": ["flower-superlink"]}  # scripts that run Flower's
+AROUND = {f"{IMAGE}fl_bn/site/watched.py": [], f"{IMAGE}fl_bn/flower/superlink.py": ["flower-superlink"]}  # scripts that run Flower's
 
 
 def read(name: str = "docker-compose.yml") -> Compose:

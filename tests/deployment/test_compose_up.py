@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fl_bn.experiment.config import RunConfig
-from fl_bn.experiment.overrides import parse_overrides
 from fl_bn.flower import run_in_process
+from fl_bn.run.config import RunConfig
+from fl_bn.run.overrides import parse_overrides
 from tests.deployment.docker_federation import DockerFederation, command, no_docker
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]

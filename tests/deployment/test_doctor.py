@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.cli import app
-from fl_bn.deployment.checks import machine
-from fl_bn.deployment.doctor import diagnose
+from fl_bn.cli.main import app
 from fl_bn.finding import Finding
+from fl_bn.site.checks import machine
+from fl_bn.site.doctor import diagnose
 from tests.deployment import doctor_report, tls_servers
 from tests.deployment.broken import BROKEN, Setup, made
 
@@ -184,8 +184,8 @@ def test_a_check_that_faints_is_a_failed_check_and_the_others_go_on(setup: Setup
         raise ZeroDivisionError("by nothing\nat all")
 
     monkeypatch.setattr(machine, "memory", faint)
-    monkeypatch.setattr("fl_bn.deployment.doctor.kit_files", faint)
-    monkeypatch.setattr("fl_bn.deployment.checks.experiment.site_data", faint)
+    monkeypatch.setattr("fl_bn.site.doctor.kit_files", faint)
+    monkeypatch.setattr("fl_bn.site.checks.experiment.site_data", faint)
     findings = list(diagnose(setup.site))
     assert list(failed(findings)) == ["memory", "kit", "data"]
     assert findings[-1].check == "model on data"

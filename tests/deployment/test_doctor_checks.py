@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from fl_bn.deployment.checks import experiment, machine, network
-from fl_bn.deployment.checks.finding import guarded
-from fl_bn.deployment.folders import ServerFolder
-from fl_bn.experiment.config import RunConfig
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.finding import Finding
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
+from fl_bn.run.config import RunConfig
+from fl_bn.site.checks import experiment, machine, network
+from fl_bn.site.checks.finding import guarded
+from fl_bn.site.folders import ServerFolder
 from tests.deployment import tls_servers
 
 

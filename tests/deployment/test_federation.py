@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from fl_bn.deployment.certificates import write_site_key
-from fl_bn.deployment.commands import environment
-from fl_bn.deployment.kit import Plan, create
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc.client import GrpcExchange
+from fl_bn.site.certificates import write_site_key
+from fl_bn.site.commands import environment
+from fl_bn.site.kit import Plan, create
 from tests.deployment.federation import SMALL, Federation, differing, free_ports, in_process, personal, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

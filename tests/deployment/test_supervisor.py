@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.deployment.commands import Command, program
-from fl_bn.deployment.folders import SiteFolder
-from fl_bn.deployment.kit import Plan, create
-from fl_bn.deployment.supervisor import AlreadyRunning, Patience, supervise
+from fl_bn.site.commands import Command, program
+from fl_bn.site.folders import SiteFolder
+from fl_bn.site.kit import Plan, create
+from fl_bn.site.supervisor import AlreadyRunning, Patience, supervise
 
 QUICK = Patience(first=0.2, longest=0.8, grace=1.0)
 
@@ -164,8 +164,8 @@ def test_programs_and_what_they_started_die_with_a_supervisor_that_is_killed(tmp
         f"print(os.getpid(), p.pid, file=open({str(pids)!r}, 'a')); time.sleep(60)"
     )
     script = (
-        "import sys; from pathlib import Path; from fl_bn.deployment.commands import Command;"
-        "from fl_bn.deployment.supervisor import supervise;"
+        "import sys; from pathlib import Path; from fl_bn.site.commands import Command;"
+        "from fl_bn.site.supervisor import supervise;"
         f"supervise([Command('deaf', (sys.executable, '-S', '-c', {code!r}), {{}}, Path({str(tmp_path)!r}))], Path({str(tmp_path)!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL) as supervisor:

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import NameOID
 
-from fl_bn.deployment.certificates import alternative_name, read_certificate
-from fl_bn.deployment.kit import Plan, create
+from fl_bn.site.certificates import alternative_name, read_certificate
+from fl_bn.site.kit import Plan, create
 
 
 def listen() -> socket.socket:

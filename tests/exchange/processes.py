@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from fl_bn.exchange.call import Answer, Key, Quantity
 from fl_bn.exchange.grpc.client import GrpcExchange
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import InProcessGrid
 from fl_bn.flower import client as flower_client
 from fl_bn.methods.fedtan import fedtan
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
 from tests.federation import random_samples
 from tests.in_process import client_app
 from tests.networks import seeded_network

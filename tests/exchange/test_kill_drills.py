@@ -23,12 +23,12 @@ from torch.nn import functional as F
 from fl_bn.exchange.grpc.service import FRAME, ExchangeService
 from fl_bn.exchange.session import POLICIES, Session
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.local import Samples
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.flower.carriers import GrpcCarrier
-from fl_bn.flower.round_record import RoundRecord
 from fl_bn.methods.fedtan import fedtan
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
 from tests.exchange.processes import FIRST_NODE, SIZES, ProcessGrid, Strike, federation, network
 from tests.federation import largest_deviation, union
 from tests.in_process import arrays_of, identical, sections

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fl_bn.exchange.call import Key, Quantity
 from fl_bn.exchange.local import LocalExchange, Turns
-from fl_bn.training.local import torch_seed
+from fl_bn.federation.local import torch_seed
 from tests.exchange.in_turns import CPU, Round, Task
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fl_bn.experiment.environment import environment
-from fl_bn.experiment.run_directory import LOCK, RunDirectory
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import run_in_process
-from fl_bn.flower.round_record import RoundRecord
+from fl_bn.run.environment import environment
+from fl_bn.run.run_directory import LOCK, RunDirectory
 from tests.experiment.small_data import small_config
 from tests.integration.runs import bits, table
 
@@ -97,7 +97,7 @@ def stopped(values: Values, at: int, dies: bool = False) -> Path:
 
 def run(values: Values, **overrides: str | int | float | bool) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fl_bn.experiment.run_directory.environment", lambda: THE_SAME)  # takes as long as a round
+        patch.setattr("fl_bn.run.run_directory.environment", lambda: THE_SAME)  # takes as long as a round
         path = run_in_process(values | {name.replace("_", "-"): value for name, value in overrides.items()})
     assert path is not None
     return path

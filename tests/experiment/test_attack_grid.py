@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from fl_bn.cli import app
-from fl_bn.experiment import cells as cells_module
-from fl_bn.experiment.attack_grid import COLUMNS, Grid, Score, Scores, Setting, cells_of, gather, parse_axes, run_grid, shown, table, write
-from fl_bn.experiment.cells import Cell
-from fl_bn.experiment.config import ConfigError, RunConfig
+from fl_bn.cli.main import app
 from fl_bn.flower.log import LOGGER
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.sweep import cells as cells_module
+from fl_bn.sweep.attack_grid import COLUMNS, Grid, Score, Scores, Setting, cells_of, gather, parse_axes, run_grid, shown, table, write
+from fl_bn.sweep.cells import Cell
 from tests.experiment.small_data import small_config
 from tests.experiment.test_compare import Threads, finish
 

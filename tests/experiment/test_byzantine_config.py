@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_bn.experiment.assembly import client_samples, dataset, partitions
-from fl_bn.experiment.config import ConfigError, RunConfig
-from fl_bn.experiment.keys import kebab
+from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, Adversary
-from fl_bn.training.defence import NO_DEFENCE, Defence
+from fl_bn.run.assembly import client_samples, dataset, partitions
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.keys import kebab
 from tests.experiment.small_data import CLASSES, small_config
 
 

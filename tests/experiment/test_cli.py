@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from fl_bn.cli import app
-from fl_bn.experiment.config import RunConfig
-from fl_bn.experiment.keys import table
+from fl_bn.cli.main import app
 from fl_bn.methods import METHODS
+from fl_bn.run.config import RunConfig
+from fl_bn.run.keys import table
 from tests.integration.runs import TINY
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_bn.experiment import cells as cells_module
-from fl_bn.experiment.cells import Cell, run_cell, run_cells
-from fl_bn.experiment.centralised import run_centralised
-from fl_bn.experiment.compare import Outcome, Variant, gather, plan, table, write
-from fl_bn.experiment.config import ConfigError, RunConfig
-from fl_bn.experiment.run_directory import to_toml
 from fl_bn.flower.log import LOGGER
+from fl_bn.run.centralised import run_centralised
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.run_directory import to_toml
+from fl_bn.sweep import cells as cells_module
+from fl_bn.sweep.cells import Cell, run_cell, run_cells
+from fl_bn.sweep.compare import Outcome, Variant, gather, plan, table, write
 
 
 @pytest.mark.parametrize(

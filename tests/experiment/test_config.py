@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_bn.experiment.config import FEDTAN, ConfigError, RunConfig
-from fl_bn.experiment.keys import kebab, table
-from fl_bn.experiment.overrides import parse_overrides
-from fl_bn.experiment.run_directory import to_toml
-from fl_bn.flower.rounds import AS_METHOD
+from fl_bn.federation.rounds import AS_METHOD
 from fl_bn.methods import METHODS, Refresh, Report
 from fl_bn.methods.fbn import TRACKING
+from fl_bn.run.config import FEDTAN, ConfigError, RunConfig
+from fl_bn.run.keys import kebab, table
+from fl_bn.run.overrides import parse_overrides
+from fl_bn.run.run_directory import to_toml
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 KEYS = {kebab(spec.name): spec for spec in fields(RunConfig)}

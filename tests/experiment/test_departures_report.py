@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fl_bn.experiment.departures_report import COLUMNS, departures_csv, departures_table, kinds
-from fl_bn.flower.round_record import Departure, RoundRecord
+from fl_bn.federation.record import Departure, RoundRecord
+from fl_bn.run.departures_report import COLUMNS, departures_csv, departures_table, kinds
 from tests.experiment.resuming import run, small_run
 from tests.integration.runs import table
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn.conversion import convert
-from fl_bn.experiment.assembly import client_model, dataset
-from fl_bn.experiment.config import ConfigError, RunConfig
-from fl_bn.experiment.diagnostics import Diagnostics, Measurement
-from fl_bn.experiment.gradient_deviation import Batch, gradient_deviations
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import run_in_process
-from fl_bn.flower.round_record import RoundRecord
 from fl_bn.methods import METHODS
-from fl_bn.training.local import Samples, evaluate
+from fl_bn.run.assembly import client_model, dataset
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.diagnostics import Diagnostics, Measurement
+from fl_bn.run.gradient_deviation import Batch, gradient_deviations
 from tests.experiment.small_data import small_config
 from tests.integration.runs import bits, differences
 from tests.methods.centralised import rough_network
@@ -240,7 +240,7 @@ def test_what_cannot_be_measured_is_refused(keys: dict[str, Any], names: list[st
 
 
 def test_sites_are_refused_before_there_is_a_folder(tmp_path: Path) -> None:
-    from fl_bn.experiment.run_directory import RunDirectory
+    from fl_bn.run.run_directory import RunDirectory
 
     keys = {"dataset": "sites", "classes": 3, "channels": 1, "image-size": 8, "output": str(tmp_path / "runs"), "diagnostics": "drift"}
     with pytest.raises(ConfigError, match="the server has none"):

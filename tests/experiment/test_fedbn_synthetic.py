@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_bn.experiment import fedbn_synthetic
-from fl_bn.experiment.fedbn_synthetic import gaussians, losses
-from fl_bn.training.settings import seeded
+from fl_bn.federation.settings import seeded
+from fl_bn.sweep import fedbn_synthetic
+from fl_bn.sweep.fedbn_synthetic import gaussians, losses
 
 
 def after(method: str, shift: float) -> float:

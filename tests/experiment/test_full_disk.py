@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from fl_bn import durable
-from fl_bn.experiment.run_directory import RunDirectory
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed
-from fl_bn.flower.round_record import RoundRecord
+from fl_bn.run.run_directory import RunDirectory
 from tests.experiment.resuming import ROUNDS, Values, results, run, small_run
 from tests.integration.runs import differences, table
 from tests.test_durable import room_for

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_bn.durable import Damaged
-from fl_bn.experiment.config import RunConfig
-from fl_bn.experiment.history import CLIENT_COLUMNS, ROUND_COLUMNS, SECTIONS, History, record_of, round_line, round_row
-from fl_bn.experiment.pictures import draw_run
-from fl_bn.experiment.summary import summary
-from fl_bn.flower.round_record import ClientRecord, RoundRecord
-from fl_bn.training.aggregation import Drift
-from fl_bn.training.metrics import named_per_class, per_class
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.metrics import named_per_class, per_class
+from fl_bn.federation.record import ClientRecord, RoundRecord
+from fl_bn.run.config import RunConfig
+from fl_bn.run.history import CLIENT_COLUMNS, ROUND_COLUMNS, SECTIONS, History, record_of, round_line, round_row
+from fl_bn.run.pictures import draw_run
+from fl_bn.run.summary import summary
 from tests.experiment.test_run_directory import records
 from tests.integration.runs import table
 from tests.test_durable import room_for
@@ -240,7 +240,7 @@ def test_a_disk_that_fails_to_sync_writes_no_line_twice(tmp_path: Path, monkeypa
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fl_bn.experiment.history.os.fsync", fail)
+        patch.setattr("fl_bn.run.history.os.fsync", fail)
         made.add(rich()[2])
     for record in rich()[3:]:
         made.add(record)

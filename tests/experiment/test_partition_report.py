@@ -11,11 +11,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fl_bn.experiment.assembly import dataset, partitions
-from fl_bn.experiment.config import ConfigError, RunConfig
-from fl_bn.experiment.partition_cli import partition
-from fl_bn.experiment.partition_report import write
-from fl_bn.experiment.pictures import draw_labels
+from fl_bn.cli.partition import partition
+from fl_bn.run.assembly import dataset, partitions
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.partition_report import write
+from fl_bn.run.pictures import draw_labels
 from tests.experiment.small_data import small_config
 
 app = typer.Typer()

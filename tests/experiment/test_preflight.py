@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn.experiment.config import ConfigError, RunConfig
 from fl_bn.flower import RunFailed, run_in_process
+from fl_bn.run.config import ConfigError, RunConfig
 from tests.experiment.small_data import small_config, small_npz
 
 HERE = "tests.experiment.test_preflight"

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from fl_bn.cli import app
-from fl_bn.experiment.assembly import at_client, client_samples, source_model
-from fl_bn.experiment.config import ConfigError, RunConfig
-from fl_bn.experiment.overrides import parse_overrides
-from fl_bn.experiment.recalibrate import check, elsewhere, planned, rows
+from fl_bn.cli.main import app
+from fl_bn.federation.recalibration import recalibrate
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.roles import Role, roles
-from fl_bn.training.recalibration import recalibrate
+from fl_bn.run.assembly import at_client, client_samples, source_model
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.overrides import parse_overrides
+from fl_bn.run.recalibrate import check, elsewhere, planned, rows
 from tests.integration.runs import tiny
 
 

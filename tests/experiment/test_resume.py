@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.experiment.checkpoints import Checkpoints
+from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.flower import BatchNormClient
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.methods import METHODS
-from fl_bn.training.server_optimizers import ServerOptimizer
+from fl_bn.run.checkpoints import Checkpoints
 from tests.experiment.resuming import ROUNDS, Stopped, Values, in_pieces, results, run, small_run, stopped
 from tests.integration.runs import differences, table
 

@@ -10,15 +10,15 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from fl_bn.experiment.config import RunConfig
-from fl_bn.experiment.environment import environment
-from fl_bn.experiment.history import CLIENT_COLUMNS, ROUND_COLUMNS, client_rows, round_row
-from fl_bn.experiment.pictures import draw_comparison, draw_labels, draw_run
-from fl_bn.experiment.run_directory import RunDirectory
-from fl_bn.experiment.summary import summary
-from fl_bn.flower.round_record import ClientRecord, RoundRecord
-from fl_bn.training.aggregation import Drift
-from fl_bn.training.clipping import PATH
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.clipping import PATH
+from fl_bn.federation.record import ClientRecord, RoundRecord
+from fl_bn.run.config import RunConfig
+from fl_bn.run.environment import environment
+from fl_bn.run.history import CLIENT_COLUMNS, ROUND_COLUMNS, client_rows, round_row
+from fl_bn.run.pictures import draw_comparison, draw_labels, draw_run
+from fl_bn.run.run_directory import RunDirectory
+from fl_bn.run.summary import summary
 
 
 def records() -> list[RoundRecord]:

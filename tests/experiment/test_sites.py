@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from client_app.app import app as client_app
 from client_app.app import build_client
 from fl_bn.conversion import convert
-from fl_bn.experiment.assembly import OwnData, client_samples, device, partition_of, source_model
-from fl_bn.experiment.config import ConfigError, RunConfig
+from fl_bn.federation.local import evaluate
 from fl_bn.flower import InProcessGrid, RunFailed
 from fl_bn.methods import METHODS
-from fl_bn.training.local import evaluate
+from fl_bn.run.assembly import OwnData, client_samples, device, partition_of, source_model
+from fl_bn.run.config import ConfigError, RunConfig
 from server_app.app import app as server_app
 from tests.experiment.resuming import network, small_run
 from tests.experiment.small_data import small_npz
@@ -75,7 +75,7 @@ def test_sites_train_and_evaluate_on_their_own_data_which_the_server_never_sees(
         raise AssertionError("the server has no data")
 
     values = small_run(tmp_path / "runs", method=method, **SITES)
-    monkeypatch.setattr("fl_bn.experiment.testing.dataset", never)
+    monkeypatch.setattr("fl_bn.run.testing.dataset", never)
     path = play(values, sites)
     rounds, clients = table(path / "rounds.csv"), table(path / "clients.csv")
     assert [row["aggregated"] for row in rounds] == ["True", "True"]

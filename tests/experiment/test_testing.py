@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from fl_bn.experiment.assembly import client_samples, dataset, partitions
-from fl_bn.experiment.config import ConfigError, RunConfig
-from fl_bn.experiment.history import per_domain, record_of, round_line
-from fl_bn.experiment.testing import note_domains
-from fl_bn.experiment.testing import test_metrics as metrics_of_test
-from fl_bn.flower.round_record import RoundRecord
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.record import RoundRecord
 from fl_bn.models import build
-from fl_bn.training.local import Samples, evaluate
+from fl_bn.run.assembly import client_samples, dataset, partitions
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.history import per_domain, record_of, round_line
+from fl_bn.run.testing import note_domains
+from fl_bn.run.testing import test_metrics as metrics_of_test
 
 SHIFTED = RunConfig(dataset="digits-plain", image_size=8, shifts="none,invert,noise", partition="domain", clients=3, model="mlp")
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.experiment.checkpoints import FREE, run_to_resume
-from fl_bn.experiment.config import ConfigError, RunConfig
-from fl_bn.experiment.keys import kebab
-from fl_bn.experiment.run_directory import LOCK, RunDirectory
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed, run_in_process
-from fl_bn.flower.round_record import RoundRecord
+from fl_bn.run.checkpoints import FREE, run_to_resume
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.keys import kebab
+from fl_bn.run.run_directory import LOCK, RunDirectory
 from tests.experiment.resuming import ROUNDS, Values, results, run, small_run, stopped
 from tests.integration.runs import differences
 

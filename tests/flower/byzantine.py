@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.local import Samples
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.round_record import RoundRecord
 from fl_bn.methods import METHODS, attacked
 from fl_bn.robust.attacks import Attack
-from fl_bn.training.defence import NO_DEFENCE, Defence
-from fl_bn.training.local import Samples
 from tests.federation import random_samples
 from tests.flower.malformed import Reply, taken_apart
 from tests.in_process import WatchedGrid, arrays_of, client_app

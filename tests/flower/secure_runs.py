@@ -10,10 +10,10 @@ from flwr.clientapp import ClientApp
 from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
+from fl_bn.federation.local import Samples
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.methods import INPUTS, Method
-from fl_bn.training.local import Samples
-from fl_bn.training.secure_settings import SecureAggregation
+from fl_bn.secure.settings import SecureAggregation
 from tests.in_process import WatchedGrid, arrays_of, client_app
 from tests.networks import seeded_network
 

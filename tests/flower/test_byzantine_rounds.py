@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fl_bn.federation.defence import Defence
 from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, constant
-from fl_bn.training.defence import Defence
 from tests.flower.byzantine import CLIENTS, ROBUST, RULES, OneRound, Served, both, equal_clients, lie, no_variance
 from tests.flower.malformed import Reply
 from tests.in_process import arrays_of, identical

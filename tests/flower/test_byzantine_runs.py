@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.local import Samples
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import Rounds
-from fl_bn.flower.round_record import RoundRecord
 from fl_bn.flower.strategies import FBNStrategy, RobustFBNStrategy
 from fl_bn.methods import METHODS, Method, Report, attacked
 from fl_bn.methods.fbn import TRACKING
 from fl_bn.methods.hbn import hbn
 from fl_bn.robust.attacks import ATTACKS, Attack
-from fl_bn.training.defence import NO_DEFENCE, Defence
-from fl_bn.training.local import Samples
 from tests.federation import random_samples
 from tests.flower.byzantine import Tensors, both, equal_clients, lie
 from tests.in_process import FULL_BATCH, Run, WatchedGrid, arrays_of, client_app, identical, run

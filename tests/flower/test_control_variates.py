@@ -10,10 +10,10 @@ import pytest
 import torch
 from flwr.app import Message
 
+from fl_bn.federation.companions import companions
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.objectives import Scaffold
-from fl_bn.training.companions import companions
-from fl_bn.training.settings import LocalTraining
 from tests.federation import random_samples
 from tests.in_process import WatchedGrid, client_app, run
 from tests.networks import seeded_network

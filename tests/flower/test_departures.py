@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from fl_bn.federation.local import Samples
+from fl_bn.federation.record import Departure
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.departures import FEW
-from fl_bn.flower.round_record import Departure
 from fl_bn.methods import METHODS
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
 from tests.in_process import FULL_BATCH, Run, WatchedGrid, client_app, run, sections
 from tests.networks import seeded_network
 

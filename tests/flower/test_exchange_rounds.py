@@ -13,14 +13,14 @@ from flwr.app import Error, Message
 from torch import Tensor
 
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.defence import Defence
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
 from fl_bn.flower.carriers import GrpcCarrier, _simulation_hint
 from fl_bn.flower.population import Client
 from fl_bn.methods import METHODS
 from fl_bn.robust import Outcome, median
-from fl_bn.training.defence import Defence
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 from tests.networks import seeded_network
 

@@ -9,12 +9,12 @@ import pytest
 from flwr.app import ConfigRecord, Message
 
 from fl_bn.conversion import convert
+from fl_bn.federation.local import Samples
+from fl_bn.federation.rounds import Rounds
 from fl_bn.flower import RunFailed
 from fl_bn.flower.codec import Header, signature, to_records
-from fl_bn.flower.rounds import Rounds
 from fl_bn.methods import METHODS, Method
 from fl_bn.roles import Role, roles
-from fl_bn.training.local import Samples
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 from tests.networks import seeded_network
 

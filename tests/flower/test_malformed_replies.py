@@ -10,9 +10,9 @@ import pytest
 from flwr.app import ConfigRecord, Message
 from flwr.common import Array
 
+from fl_bn.federation.local import Samples
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.methods import METHODS, Method
-from fl_bn.training.local import Samples
 from tests.federation import random_samples
 from tests.flower.malformed import kinds_for, malformed, taken_apart
 from tests.in_process import WatchedGrid, arrays_of, client_app, identical

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from fl_bn.experiment.history import round_line
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.metrics import per_class
 from fl_bn.methods import METHODS
-from fl_bn.training.local import Samples, evaluate
-from fl_bn.training.metrics import per_class
+from fl_bn.run.history import round_line
 from tests.federation import random_samples
 from tests.in_process import WatchedGrid, client_app, run
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.codec import decode_moments
 from fl_bn.layers import observe
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import exchanging, fedtan
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
 from tests.in_process import TWO_STEPS, Run, arrays_of, identical, run, sections
 from tests.networks import seeded_network
 
@@ -161,7 +161,7 @@ def test_what_is_exchanged_stays_float32(name: str, carrier: str, clients: list[
 
         return exchanging(model, Watched())  # type: ignore[arg-type]
 
-    monkeypatch.setattr("fl_bn.training.local.exchanging", watching)
+    monkeypatch.setattr("fl_bn.federation.local.exchanging", watching)
     ran = run(METHODS[name](), clients, 2, settings=MIXED, policy={"exchange": ExchangeSettings(carrier=carrier)})
     assert ran.records[0].aggregated
     assert len(exchanged) >= 2 * 3 * 2

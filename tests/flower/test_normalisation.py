@@ -8,12 +8,12 @@ import pytest
 from torch import nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.local import Samples
+from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.flower.normalisation import describe_layers, describe_round, watch
-from fl_bn.flower.round_record import ClientRecord, RoundRecord
 from fl_bn.methods import METHODS
-from fl_bn.training.aggregation import Drift
-from fl_bn.training.local import Samples
 from tests.in_process import run
 from tests.networks import seeded_network
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from fl_bn.federation.local import Samples
 from fl_bn.flower import BatchNormClient, RunFailed
 from fl_bn.flower.population import round_half_up, sample_cohort
 from fl_bn.methods import METHODS
-from fl_bn.training.local import Samples
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 
 Clients = Callable[..., list[Samples]]

@@ -12,12 +12,12 @@ import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
+from fl_bn.federation.local import Samples
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
 from fl_bn.flower import posting as module
 from fl_bn.flower.posting import LOOK, PASSING, POLL, SAY, send_and_receive
-from fl_bn.flower.round_record import RoundRecord
 from fl_bn.methods import METHODS, Method
-from fl_bn.training.local import Samples
 from tests.flower.test_recovery import with_files
 from tests.in_process import WatchedGrid, client_app, identical, run
 from tests.networks import seeded_network

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from fl_bn.federation.aggregation import running_statistics
+from fl_bn.federation.local import Samples
+from fl_bn.federation.recalibration import recalibrate
 from fl_bn.flower import RunFailed
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.methods import METHODS
-from fl_bn.training.aggregation import running_statistics
-from fl_bn.training.local import Samples
-from fl_bn.training.recalibration import recalibrate
 from tests.federation import random_samples, union
 from tests.in_process import Run, WatchedGrid, client_app, run
 from tests.networks import seeded_network

@@ -17,13 +17,13 @@ from torch import nn
 from fl_bn import durable
 from fl_bn.conversion import convert
 from fl_bn.durable import Damaged
+from fl_bn.federation.local import Samples
+from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, Rounds, RunFailed, Site, make_client_app
 from fl_bn.flower.checkpoint import FORMAT, Checkpoint, generators, set_generators
 from fl_bn.flower.lineage import Lineage
-from fl_bn.flower.round_record import RoundRecord
 from fl_bn.methods import METHODS, Method
-from fl_bn.training.local import Samples
-from fl_bn.training.server_optimizers import ServerOptimizer, server_optimizer
 from tests.in_process import CPU, TWO_STEPS, WatchedGrid, arrays_of, client_app, identical
 from tests.networks import seeded_network
 

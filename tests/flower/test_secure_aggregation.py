@@ -12,15 +12,15 @@ from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from ray import cloudpickle
 from scipy.stats import kstest
 
+from fl_bn.federation.local import Samples
 from fl_bn.flower import masks, schema
 from fl_bn.flower.sums import Plan, Weighting, additive, flags, layout, references, to_vector
 from fl_bn.methods import METHODS, NORMALISERS, Phase
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.hbn import hbn
 from fl_bn.moments import Running
-from fl_bn.training.additive import average_error, moments_error, scale
-from fl_bn.training.local import Samples
-from fl_bn.training.secure_settings import SecureAggregation
+from fl_bn.secure.additive import average_error, moments_error, scale
+from fl_bn.secure.settings import SecureAggregation
 from tests.flower.secure_runs import LosingGrid, masked_vectors, measured, shows, stage_of, strategy
 from tests.in_process import WatchedGrid, client_app, identical, run, sections
 

@@ -11,12 +11,12 @@ from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from scipy.stats import kstest
 
+from fl_bn.federation.local import Samples
 from fl_bn.flower import InProcessGrid
 from fl_bn.flower.masks import CLIENT, SERVER, client_half, key_stream, server_half
 from fl_bn.flower.secure_client import Insecure, check_setup, check_unmask
 from fl_bn.methods import METHODS
-from fl_bn.training.local import Samples
-from fl_bn.training.secure_settings import SecureAggregation
+from fl_bn.secure.settings import SecureAggregation
 from tests.flower.secure_runs import strategy
 from tests.in_process import WatchedGrid, client_app, run
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fl_bn.federation.defence import Defence
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.methods import METHODS, Phase
 from fl_bn.methods.method import attacked
-from fl_bn.training.defence import Defence
-from fl_bn.training.local import Samples
-from fl_bn.training.privacy import Accountant, Privacy, epsilon
-from fl_bn.training.secure_settings import SecureAggregation
-from fl_bn.training.settings import LocalTraining
+from fl_bn.secure.privacy import Accountant, Privacy, epsilon
+from fl_bn.secure.settings import SecureAggregation
 from tests.flower.secure_runs import masked_vectors
 from tests.in_process import Run, identical, run
 from tests.networks import seeded_network

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_bn.data.batches import draw_batches
+from fl_bn.federation.defence import Defence
+from fl_bn.federation.local import Samples, torch_seed
+from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.flower.client import BATCHES, DROPOUT
 from fl_bn.methods import METHODS, attacked
-from fl_bn.training.defence import Defence
-from fl_bn.training.local import Samples, torch_seed
-from fl_bn.training.settings import LocalTraining, seeded
 from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run, sections
 from tests.networks import seeded_network
 

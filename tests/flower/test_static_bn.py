@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.local import Samples
 from fl_bn.methods import METHODS, Refresh, freeze
 from fl_bn.methods.static_bn import StaticBatchNorm
 from fl_bn.roles import batch_norms
-from fl_bn.training.local import Samples
 from tests.federation import union
 from tests.in_process import Run, identical, run
 from tests.networks import seeded_network

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fl_bn.data.dataset import to_input
+from fl_bn.federation.local import Samples
 from fl_bn.flower.codec import decode_moments
 from fl_bn.methods import METHODS
 from fl_bn.methods.hbn import hbn
 from fl_bn.moments import Moments, pool
-from fl_bn.training.local import Samples
 from tests.federation import union
 from tests.in_process import Run, arrays_of, identical, run, sections
 from tests.networks import seeded_network

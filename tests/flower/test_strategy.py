@@ -9,12 +9,12 @@ import pytest
 import torch
 from flwr.serverapp.strategy import Strategy
 
+from fl_bn.federation.local import Samples
+from fl_bn.federation.optimizers import server_optimizer
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormStrategy, FedAvgBNStrategy, FixBNStrategy, HBNStrategy, Rounds, RunFailed
-from fl_bn.flower.round_record import RoundRecord
 from fl_bn.methods import METHODS, freeze
-from fl_bn.training.local import Samples
-from fl_bn.training.secure_settings import SecureAggregation
-from fl_bn.training.server_optimizers import server_optimizer
+from fl_bn.secure.settings import SecureAggregation
 from tests.in_process import FULL_BATCH, WatchedGrid, arrays_of, client_app, identical, run
 from tests.networks import seeded_network
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_bn.federation.companions import companions
+from fl_bn.federation.local import Samples
+from fl_bn.federation.optimizers import server_optimizer
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Moon, Objective, Scaffold
-from fl_bn.training.companions import companions
-from fl_bn.training.local import Samples
-from fl_bn.training.server_optimizers import server_optimizer
-from fl_bn.training.settings import LocalTraining
 from tests.in_process import Run, run
 from tests.networks import seeded_network
 from tests.oracles import fedopt, fedprox, fedsam, maintained_momentum, moon, scaffold

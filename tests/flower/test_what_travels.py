@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from fl_bn.conversion import convert
 from fl_bn.data.dataset import to_input
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.client_state import NOTHING, MemoryState
 from fl_bn.methods import METHODS
 from fl_bn.roles import Role, roles
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
 from tests.in_process import Run, WatchedGrid, arrays_of, client_app, identical, run, sections
 from tests.networks import seeded_network
 

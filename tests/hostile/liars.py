@@ -9,9 +9,9 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
 from tests.federation import random_samples
 from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run
 

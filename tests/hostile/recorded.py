@@ -12,14 +12,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.clientapp import ClientApp
 
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.companions import companions
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds
-from fl_bn.flower.round_record import RoundRecord
 from fl_bn.methods import METHODS
 from fl_bn.objectives import Scaffold
-from fl_bn.training.companions import companions
-from fl_bn.training.defence import NO_DEFENCE, Defence
-from fl_bn.training.secure_settings import SecureAggregation
-from fl_bn.training.settings import LocalTraining
+from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import LIAR, people, what
 from tests.in_process import TWO_STEPS, arrays_of, client_app
 from tests.networks import seeded_network

@@ -28,15 +28,15 @@ from typing import Any
 
 import pytest
 
-from fl_bn.experiment.assembly import forget
-from fl_bn.experiment.config import ConfigError, RunConfig
-from fl_bn.experiment.environment import environment
-from fl_bn.experiment.keys import kebab
-from fl_bn.experiment.run_directory import RunDirectory
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.log import LOGGER
-from fl_bn.flower.round_record import RoundRecord
 from fl_bn.layers import Unconvertible
+from fl_bn.run.assembly import forget
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.environment import environment
+from fl_bn.run.keys import kebab
+from fl_bn.run.run_directory import RunDirectory
 from tests.experiment.small_data import small_config
 
 Values = dict[str, Any]
@@ -166,7 +166,7 @@ def observed() -> Iterator[tuple[Listener, list[RoundRecord]]]:
     before, quiet, shown = signal.signal(signal.SIGALRM, late), LOGGER.propagate, list(LOGGER.handlers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunDirectory, "record", spy)
-        patch.setattr("fl_bn.experiment.run_directory.environment", lambda: same)  # takes as long as a round
+        patch.setattr("fl_bn.run.run_directory.environment", lambda: same)  # takes as long as a round
         LOGGER.handlers[:], LOGGER.propagate = [listener], False
         signal.alarm(PATIENCE)
         try:

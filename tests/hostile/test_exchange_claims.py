@@ -11,7 +11,7 @@ import pytest
 from fl_bn.exchange.call import Join, Local, Request
 from fl_bn.exchange.session import Deliver, Session
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.training.defence import Defence
+from fl_bn.federation.defence import Defence
 from tests.flower.byzantine import ROBUST, RULES
 from tests.hostile.liars import LIAR, lied, people, sets
 from tests.in_process import Run, identical

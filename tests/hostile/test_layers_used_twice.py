@@ -9,13 +9,13 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import Array
 from torch import Tensor, nn
 
+from fl_bn.federation.defence import undercut
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.unrecorded import unrecorded
 from fl_bn.layers import count_updates
 from fl_bn.methods import METHODS
 from fl_bn.moments import Running
-from fl_bn.training.defence import undercut
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
-from fl_bn.training.unrecorded import unrecorded
 from tests.federation import random_samples
 from tests.hostile.liars import LIAR, LyingGrid, Spoil
 from tests.in_process import Run, client_app, run

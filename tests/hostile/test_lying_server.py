@@ -15,7 +15,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 
 from fl_bn.methods import METHODS
-from fl_bn.training.secure_settings import SecureAggregation
+from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import people, what
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
 

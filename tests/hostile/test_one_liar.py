@@ -10,15 +10,15 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import Array
 
+from fl_bn.federation.defence import Defence, TooFew
+from fl_bn.federation.local import Samples
+from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.flower.all_or_nothing import without_overflow
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Contribution
 from fl_bn.flower.shared_model import SharedModel
 from fl_bn.methods import METHODS, Phase
-from fl_bn.training.defence import Defence, TooFew
-from fl_bn.training.local import Samples
-from fl_bn.training.secure_settings import SecureAggregation
-from fl_bn.training.server_optimizers import server_optimizer
+from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import LIAR, Spoil, lacks, lied, people, sets
 from tests.in_process import Run, arrays_of, identical
 from tests.networks import seeded_network

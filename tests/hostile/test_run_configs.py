@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fl_bn.experiment.config import ConfigError
 from fl_bn.flower import RunFailed
 from fl_bn.flower.log import LOGGER
+from fl_bn.run.config import ConfigError
 from tests.hostile.run_configs import BAD, GOOD, Case, base, cases, parsed, ran, some_config
 
 

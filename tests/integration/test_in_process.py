@@ -13,11 +13,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fl_bn.experiment.assembly import dataset, source_model
-from fl_bn.experiment.config import RunConfig
+from fl_bn.federation.local import Samples, evaluate
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.methods import METHODS
-from fl_bn.training.local import Samples, evaluate
+from fl_bn.run.assembly import dataset, source_model
+from fl_bn.run.config import RunConfig
 from tests.integration.runs import TINY, bits, differences, table, tiny
 
 FILES = {

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
 from tests.networks import NETWORKS, SmallCNN
 
 ONE_STEP = LocalTraining(64, steps=1, momentum=0.9, weight_decay=0.01)

@@ -15,13 +15,13 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common.object_ref import load_app
 from torch import nn
 
-from fl_bn.experiment.assembly import source_model
-from fl_bn.experiment.config import RunConfig
+from fl_bn.federation.optimizers import ADAPTIVE, SERVER_OPTIMIZERS
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormStrategy, InProcessGrid
-from fl_bn.flower.round_record import RoundRecord
 from fl_bn.methods import METHODS
 from fl_bn.objectives import OBJECTIVES
-from fl_bn.training.server_optimizers import ADAPTIVE, SERVER_OPTIMIZERS
+from fl_bn.run.assembly import source_model
+from fl_bn.run.config import RunConfig
 from tests.in_process import arrays_of
 from tests.networks import Block
 

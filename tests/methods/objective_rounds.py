@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.aggregation import average
+from fl_bn.federation.companions import accompanied, companions
+from fl_bn.federation.local import LocalResult, Samples, torch_seed, train
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.objectives import CONTROL, PLAIN, Objective
-from fl_bn.training.aggregation import average
-from fl_bn.training.companions import accompanied, companions
-from fl_bn.training.local import LocalResult, Samples, torch_seed, train
-from fl_bn.training.settings import LocalTraining
 
 Schedule = Sequence[Sequence[int]]
 

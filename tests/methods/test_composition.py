@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_bn.experiment.config import ConfigError, RunConfig
+from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.methods import METHODS
-from fl_bn.training.server_optimizers import SERVER_OPTIMIZERS
+from fl_bn.run.config import ConfigError, RunConfig
 from tests.in_process import identical
 from tests.methods.composition import FEDTAN, NETWORKS, REFUSED, Cell, Made, everything, keys, made, pairwise
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.local import Samples, evaluate, statistics_pass
 from fl_bn.methods import METHODS, Method, Phase, Report, StatisticsPass
 from fl_bn.roles import Role, batch_norms, roles
-from fl_bn.training.local import Samples, evaluate, statistics_pass
 from tests.federation import Federation
 from tests.networks import NETWORKS, seeded_network
 

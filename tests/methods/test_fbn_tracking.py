@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from fl_bn.conversion import convert
+from fl_bn.federation.local import Samples, train
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.codec import decode_moments
 from fl_bn.layers import observe
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.hbn import hbn
 from fl_bn.methods.method import LayerReports
 from fl_bn.moments import Moments, Running
-from fl_bn.training.local import Samples, train
-from fl_bn.training.settings import LocalTraining
 from tests.federation import ONE_STEP
 from tests.in_process import run
 from tests.networks import seeded_network

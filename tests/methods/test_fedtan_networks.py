@@ -10,12 +10,12 @@ from torch import nn
 from torchvision import models
 
 from fl_bn.conversion import convert
-from fl_bn.flower.round_record import RoundRecord
+from fl_bn.federation.local import Samples
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS, Method
 from fl_bn.models import build
 from fl_bn.roles import batch_norms
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
 from tests.federation import largest_deviation, union
 from tests.in_process import run
 from tests.methods.centralised import batch_of, centralised, rough

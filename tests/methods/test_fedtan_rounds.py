@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import SCHEDULES
-from fl_bn.training.local import Samples
-from fl_bn.training.settings import LocalTraining
 from tests.federation import largest_deviation, union
 from tests.in_process import FULL_BATCH, run
 from tests.methods.centralised import RATE, batch_of, make_sgd, rough, rough_network

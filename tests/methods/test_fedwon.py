@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.local import Samples
 from fl_bn.flower.normalisation import describe_layers
 from fl_bn.layers import Unconvertible
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedwon import GAIN, scaled_standardise
 from fl_bn.methods.unnormalised import ScaleShift
 from fl_bn.roles import Role, batch_norms, roles
-from fl_bn.training.local import Samples
 from tests.in_process import run
 from tests.methods.convolutions import CONVOLUTIONS
 from tests.networks import seeded_network

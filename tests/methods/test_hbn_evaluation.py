@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.aggregation import running_statistics
+from fl_bn.federation.local import Samples, statistics_pass
+from fl_bn.federation.recalibration import recalibrate
 from fl_bn.layers import HybridBatchNorm
 from fl_bn.methods import METHODS, NORMALISERS, StatisticsPass
 from fl_bn.methods.hbn import hbn
 from fl_bn.moments import Moments, pool
 from fl_bn.roles import batch_norms
-from fl_bn.training.aggregation import running_statistics
-from fl_bn.training.local import Samples, statistics_pass
-from fl_bn.training.recalibration import recalibrate
 from tests.federation import union
 from tests.in_process import Run, run
 from tests.networks import seeded_network

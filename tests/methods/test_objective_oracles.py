@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.local import Samples, torch_seed, train
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Moon, Round, Scaffold, Start
 from fl_bn.objectives.fedprox import proximal_term
 from fl_bn.objectives.moon import contrastive_term
-from fl_bn.training.local import Samples, torch_seed, train
-from fl_bn.training.settings import LocalTraining
 from tests.federation import largest_deviation
 from tests.methods.objective_rounds import ObjectiveRounds
 from tests.networks import seeded_network

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn.training.local import Samples
+from fl_bn.federation.local import Samples
 from tests.federation import largest_deviation
 from tests.networks import seeded_network
 from tests.oracles import clipping, fedacg, fedopt, fedprox, fedsam, maintained_momentum, moon, scaffold

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.layers import HybridBatchNorm
 from fl_bn.methods import METHODS, LayerReports
 from fl_bn.moments import Moments, Running, ema, plain_average
-from fl_bn.training.settings import LocalTraining
 from tests.federation import Federation, Samples, largest_deviation
 from tests.networks import seeded_network
 from tests.oracles import fbn as fbn_oracle

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_bn.exchange.call import Answer, Key, Quantity
+from fl_bn.federation.aggregation import average
+from fl_bn.federation.local import Samples
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import SCHEDULES
-from fl_bn.training.aggregation import average
-from fl_bn.training.local import Samples
 from tests.federation import largest_deviation, union
 from tests.methods.centralised import batch_of, centralised, make_sgd, rough_network
 from tests.methods.cohort import CARRIERS, Cohort, step

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_bn.federation.aggregation import combine, running_statistics
+from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.methods import METHODS, Method, Report, StatisticsPass
 from fl_bn.moments import Running
 from fl_bn.roles import Role, batch_norms
-from fl_bn.training.aggregation import combine, running_statistics
-from fl_bn.training.local import Samples, statistics_pass
 from tests.federation import Federation, union
 from tests.networks import seeded_network
 

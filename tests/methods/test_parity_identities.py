@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_bn.federation.local import Samples
 from fl_bn.layers import freeze_statistics
 from fl_bn.methods import METHODS, Method, Phase
 from fl_bn.roles import Role
-from fl_bn.training.local import Samples
 from tests.federation import Federation
 from tests.networks import seeded_network
 

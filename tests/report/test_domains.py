@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.experiment.config import ConfigError
 from fl_bn.report import write_index, write_program_report, write_report
 from fl_bn.report.program import read_program
 from fl_bn.report.write import read
+from fl_bn.run.config import ConfigError
 from tests.report.made_up import run, sweep
 
 

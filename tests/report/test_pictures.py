@@ -10,10 +10,10 @@ import pytest
 from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 
-from fl_bn.experiment.config import ConfigError
 from fl_bn.report import FORMATS, write_report
 from fl_bn.report.pictures import COLOURS, Picture, line, wrapped
 from fl_bn.report.write import read
+from fl_bn.run.config import ConfigError
 from tests.report.made_up import comparison, rounds, run, sweep
 
 

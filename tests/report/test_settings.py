@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.experiment.config import ConfigError
 from fl_bn.report.settings import Heat, Settings, read_settings
+from fl_bn.run.config import ConfigError
 from tests.report.made_up import sweep
 
 

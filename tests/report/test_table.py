@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.experiment.config import ConfigError
 from fl_bn.report.cells import read_cells
 from fl_bn.report.formats import latex, results_csv, to_csv, to_latex, to_markdown
 from fl_bn.report.layout import Table, lay_out, tabulate
 from fl_bn.report.settings import read_settings
+from fl_bn.run.config import ConfigError
 from tests.report.made_up import comparison, rounds, run, sweep
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.experiment.cells import Cell
-from fl_bn.experiment.config import ConfigError
-from fl_bn.sweeps.experiments import FOLDER, Log, find, made, perform_program
-from fl_bn.sweeps.file import read
+from fl_bn.run.config import ConfigError
+from fl_bn.sweep.cells import Cell
+from fl_bn.sweep.experiments import FOLDER, Log, find, made, perform_program
+from fl_bn.sweep.file import read
 
 EXPECTED = {
     "000": "T1 T2 T3 T4 T5 TH TI F2 F3 FD FI",
@@ -74,7 +74,7 @@ def test_a_folder_without_experiments_or_with_a_wrong_one(tmp_path: Path) -> Non
 
 def test_a_program_runs_once_and_its_variant_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (experiment,) = find(["003-F1"])
-    module = importlib.import_module("fl_bn.experiment.normalisation_error")
+    module = importlib.import_module("fl_bn.sweep.normalisation_error")
     called: list[bool] = []
     monkeypatch.setattr(module, "run", lambda folder, small: called.append(small))
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_a_program_runs_once_and_its_variant_must_be_there(tmp_path: Path, monke
 
 def test_a_program_gets_what_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (experiment,) = find(["001-G"])
-    module = importlib.import_module("fl_bn.experiment.unseen_domain")
+    module = importlib.import_module("fl_bn.sweep.unseen_domain")
     called: list[tuple[str, str, int]] = []
     monkeypatch.setattr(module, "run", lambda folder, variant, data, jobs: called.append((variant, data, jobs)))
     perform_program(experiment, "shared", "here", tmp_path / "out", jobs=3)

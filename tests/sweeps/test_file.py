@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_bn.experiment.config import ConfigError
-from fl_bn.sweeps.file import Sweep, parse, read
+from fl_bn.run.config import ConfigError
+from fl_bn.sweep.file import Sweep, parse, read
 
 TEXT = """
 title = "two methods"

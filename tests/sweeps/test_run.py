@@ -15,12 +15,12 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fl_bn.cli import app
-from fl_bn.experiment import cells as cells_module
-from fl_bn.experiment.cells import Cell
-from fl_bn.experiment.config import ConfigError
-from fl_bn.sweeps import run
-from fl_bn.sweeps.file import parse
+from fl_bn.cli.main import app
+from fl_bn.run.config import ConfigError
+from fl_bn.sweep import cells as cells_module
+from fl_bn.sweep import run
+from fl_bn.sweep.cells import Cell
+from fl_bn.sweep.file import parse
 from tests.experiment.test_compare import Threads, finish
 
 TINY = {
@@ -105,7 +105,7 @@ def models(folder: Path) -> dict[str, dict[str, bytes]]:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_sweep_goes_on_where_it_was(how: signal.Signals, tmp_path: Path) -> None:
     file = write_sweep(tmp_path, 60)
-    arguments = [sys.executable, "-m", "fl_bn.cli", "sweep", str(file), "--jobs", "2"]
+    arguments = [sys.executable, "-m", "fl_bn.cli.main", "sweep", str(file), "--jobs", "2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*arguments, "--output", str(tmp_path / "cut")], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -152,7 +152,7 @@ def test_a_worker_that_dies_fails_its_cell_alone(tmp_path: Path) -> None:
     text = file.read_text().replace('GN = { method = "gn" }', 'GN = { method = "gn", model = "tests.sweeps.suicide:build" }')
     file.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    arguments = [sys.executable, "-m", "fl_bn.cli", "sweep", str(file), "--jobs", "2", "--output", str(tmp_path / "out")]
+    arguments = [sys.executable, "-m", "fl_bn.cli.main", "sweep", str(file), "--jobs", "2", "--output", str(tmp_path / "out")]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 1
     status = {path.parent.name: json.loads(path.read_text())["status"] for path in tmp_path.glob("out/runs/*/cell.json")}
@@ -167,7 +167,7 @@ def test_on_ray_a_sweep_finds_the_same(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "FLWR_HOME": str(tmp_path / "flower")}
     for engine in ("ray", "in-process"):
         options = ["--engine", engine, "--jobs", "1", "--output", str(tmp_path / engine), "--run-config", "seed=1"]
-        command_line = [sys.executable, "-m", "fl_bn.cli", "sweep", str(file), *options]
+        command_line = [sys.executable, "-m", "fl_bn.cli.main", "sweep", str(file), *options]
         done = subprocess.run(command_line, env=environment, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     assert models(tmp_path / "ray") == models(tmp_path / "in-process")

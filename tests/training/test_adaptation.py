@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 from fl_bn.conversion import convert
 from fl_bn.data.dataset import to_input
-from fl_bn.layers import observe
-from fl_bn.methods import METHODS
-from fl_bn.moments import Running
-from fl_bn.roles import Role, batch_norms, roles
-from fl_bn.training.adaptation import (
+from fl_bn.federation.adaptation import (
     AVERAGE_AFFINE,
     HOW,
     NEAREST,
@@ -31,7 +27,11 @@ from fl_bn.training.adaptation import (
     recompute_statistics,
     with_batch_statistics,
 )
-from fl_bn.training.local import Samples, evaluate
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.layers import observe
+from fl_bn.methods import METHODS
+from fl_bn.moments import Running
+from fl_bn.roles import Role, batch_norms, roles
 from tests.federation import largest_deviation, random_samples
 from tests.networks import seeded_network
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_bn.moments import Moments, Running, plain_average, pool
-from fl_bn.training.additive import (
+from fl_bn.secure.additive import (
     average_error,
     deviations,
     from_deviations,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_bn.federation.aggregation import Drift, average, combine, merge_drifts, pseudo_gradient, running_statistics
+from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.methods import METHODS, LayerReports
 from fl_bn.moments import Moments, Running
-from fl_bn.training.aggregation import Drift, average, combine, merge_drifts, pseudo_gradient, running_statistics
-from fl_bn.training.server_optimizers import SERVER_OPTIMIZERS, server_optimizer
 
 Named = dict[str, Tensor]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from fl_bn.federation.clipping import clip
 from fl_bn.models.head import head_of
-from fl_bn.training.clipping import clip
 from tests.networks import NETWORKS, seeded_network
 from tests.oracles import clipping
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_bn.federation.aggregation import combine, running_statistics
+from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew, undercut
 from fl_bn.layers import FederatedBatchNorm
 from fl_bn.methods import LayerReports
 from fl_bn.moments import Moments, Running, weighted_mean
 from fl_bn.robust import RULES, Outcome, median, rule_named, trimmed_mean
-from fl_bn.training.aggregation import combine, running_statistics
-from fl_bn.training.defence import NO_DEFENCE, Defence, TooFew, undercut
 
 NAMES = (*RULES, "nnm+median", "nnm+trimmed-mean", "nnm+krum", "bucketing+median")
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.methods import METHODS
-from fl_bn.training.local import Samples, evaluate, train
-from fl_bn.training.metrics import (
+from fl_bn.federation.local import Samples, evaluate, train
+from fl_bn.federation.metrics import (
     Evaluation,
     confusion_counts,
     cross_entropy,
@@ -20,7 +19,8 @@ from fl_bn.training.metrics import (
     named_per_class,
     per_class,
 )
-from fl_bn.training.settings import LocalTraining
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.methods import METHODS
 
 COUNTS = torch.tensor([[3, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])  # class 2 never hit, class 3 nowhere
 

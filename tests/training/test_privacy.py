@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_bn.training.privacy import Accountant, Journal, Privacy, clipped, epsilon, noisy, norm, rho
+from fl_bn.secure.privacy import Accountant, Journal, Privacy, clipped, epsilon, noisy, norm, rho
 
 VECTOR = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from fl_bn.conversion import convert
 from fl_bn.data.dataset import to_input
+from fl_bn.federation.aggregation import running_statistics
+from fl_bn.federation.local import Samples
+from fl_bn.federation.recalibration import TOLERANCE, Pass, recalibrate, why_not
 from fl_bn.methods import METHODS
 from fl_bn.moments import Running
 from fl_bn.roles import batch_norms
-from fl_bn.training.aggregation import running_statistics
-from fl_bn.training.local import Samples
-from fl_bn.training.recalibration import TOLERANCE, Pass, recalibrate, why_not
 from tests.federation import random_samples, union
 from tests.networks import seeded_network
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_bn.federation.defence import Defence
 from fl_bn.methods import METHODS, LayerReports
 from fl_bn.moments import Average, Moments, Running, pool, weighted_mean
 from fl_bn.robust import median
-from fl_bn.training.defence import Defence
 from tests.oracles.fbn import algorithm_2
 
 NOBODY = ("mean", "nnm+median", "nnm+trimmed-mean", "nnm+geometric-median", "trimmed-mean")  # the mean where f = 0

@@ -11,8 +11,8 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.common import Array
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedYogi
 
-from fl_bn.training.aggregation import average, pseudo_gradient
-from fl_bn.training.server_optimizers import ADAPTIVE, SERVER_OPTIMIZERS, ServerOptimizer, server_optimizer
+from fl_bn.federation.aggregation import average, pseudo_gradient
+from fl_bn.federation.optimizers import ADAPTIVE, SERVER_OPTIMIZERS, ServerOptimizer, server_optimizer
 from tests.oracles import fedacg, fedopt
 
 SIZES, ROUNDS = [3.0, 7.0, 5.0], 6

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_bn.training.settings import LocalTraining, learning_rate, milestones_of, seeded
+from fl_bn.federation.settings import LocalTraining, learning_rate, milestones_of, seeded
 
 
 def test_learning_rate_schedules() -> None:

@@ -11,12 +11,12 @@ import torchvision
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.aggregation import running_statistics
+from fl_bn.federation.local import Samples
+from fl_bn.federation.recalibration import epsilons, recalibrate
+from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.methods import METHODS, freeze
 from fl_bn.models import build
-from fl_bn.training.aggregation import running_statistics
-from fl_bn.training.local import Samples
-from fl_bn.training.recalibration import epsilons, recalibrate
-from fl_bn.training.unit_scale import producers, rescaled
 from tests.federation import union
 from tests.in_process import arrays_of, run
 from tests.networks import NETWORKS, seeded_network

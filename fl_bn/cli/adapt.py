@@ -1,0 +1,59 @@
+"""The command ``fl-bn adapt``. Imports are inside it, since torch takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from fl_bn.federation.metrics import Evaluation
+
+
+def adapt(
+    model: Annotated[Path, typer.Option(help="a finished run's folder: config.toml, model.safetensors, clients/")],
+    domain: Annotated[str, typer.Option(help="the client's data: this domain of the run's data. Default: the one it held out")] = "",
+    data: Annotated[str, typer.Option(help="the client's data: npz:PATH, folder:PATH or package.module:function")] = "",
+    how: Annotated[
+        str, typer.Option(help="average-affine, recompute, nearest, test-batch, separated by commas; all: those that the method allows")
+    ] = "all",
+    samples: Annotated[int, typer.Option(min=0, help="training samples, without labels, for the statistics; 0: all")] = 0,
+    batch_size: Annotated[int, typer.Option(min=2, help="test samples whose statistics test-batch takes at a time")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="draws the samples, and the order of the test samples")] = 0,
+    output: Annotated[str, typer.Option(help="folder for tables, picture and models. Default: adapt-CLIENT in the run's")] = "",
+) -> None:
+    """A finished run's model for a client that it did not have: BatchNorm fitted to its unlabelled data, accuracy before and after."""
+    from fl_bn.federation.adaptation import HOW
+    from fl_bn.run import adapt as adapting
+    from fl_bn.run.assembly import device, limit_threads
+
+    try:
+        config = adapting.read_config(model)
+        limit_threads(config.threads)
+        run = adapting.read_run(model)
+        chosen = adapting.ways(run, how)
+        client = adapting.newcomer(config, domain, data).drawn(samples, seed)
+        outcomes = adapting.adapt(run, client, chosen, batch_size, device(config, {"device": "auto"}))
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+        raise typer.Exit(2) from error
+    plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in client.name)
+    folder = Path(output) if output else model / f"adapt-{plain}"
+    adapting.write(outcomes, client, config, folder)
+    shown = Table("how", "before (%)", "after (%)", "", title=f"{config.method}: {client.name}, {len(client.test)} test samples")
+    for outcome in outcomes:
+        shown.add_row(outcome.how, _percent(outcome.before), _percent(outcome.after), outcome.note)
+    console = Console()
+    console.print(shown)
+    if client.seen:
+        console.print(f"beware: the run was trained on {client.name}, too: it is no unseen client (hold-out leaves a domain out)")
+    for reason in filter(None, map(run.refusal, HOW if how.strip() == "all" else [])):
+        console.print(f"left out: {reason}", highlight=False)
+    console.print(f"adaptation.csv, adaptation.png and the models: {folder}", highlight=False, soft_wrap=True)
+
+
+def _percent(evaluation: Evaluation | None) -> str:
+    return "unknown" if evaluation is None else f"{100 * evaluation.accuracy:.1f}"

@@ -1,0 +1,41 @@
+"""The command ``fl-bn doctor``. Imports are inside it, since torch takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
+
+
+def doctor(
+    folder: Annotated[Path | None, typer.Argument(help="kit/server or kit/sites/NAME; none: this machine and the run config only")] = None,
+    run_config: Annotated[str, typer.Option("--run-config", help="of the run that is planned: \"method='hbn' batch-size=32\"")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="a list of {status, check, text, do} instead of lines")] = False,
+) -> None:
+    """Looks at this machine before a run does: versions, GPU, disks, network, certificates, clock, data, model.
+
+    One line per check: ok, warn or fail, what was found, and what to do about it. Exit code 1 if a check fails, else 0.
+    """
+    from fl_bn.site.doctor import diagnose
+
+    found, stdout = [], sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # what one's own data function prints is no finding
+        for finding in diagnose(folder, run_config):
+            found.append(finding)
+            if not as_json:
+                line = str(finding)
+                typer.echo(typer.style(line[:4], fg=COLOURS[finding.status]) + line[4:], file=stdout)
+    counts = {status: sum(finding.status == status for finding in found) for status in COLOURS}
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in found], indent=2))
+    else:
+        typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
+    if counts["fail"]:
+        raise typer.Exit(1)

@@ -1,0 +1,197 @@
+"""``fl-bn sweep``, ``fl-bn report`` and ``fl-bn experiments``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:  # torch takes seconds, which --help need not
+    from fl_bn.sweep.cells import Cell
+
+console = Console()
+experiments = typer.Typer(no_args_is_help=True, help="The papers' tables and figures, each one command.")
+
+JobsOption = Annotated[int, typer.Option(min=1, help="runs at a time, each in a process of its own")]
+DataOption = Annotated[str, typer.Option(help="folder that {data} in a sweep file means")]
+RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys that count more than the file's: \"rounds=10 device='cuda'\"")]
+EngineOption = Annotated[
+    str, typer.Option(help="in-process, or ray (Flower's simulation: its clients on all cores and machines of a Ray cluster)")
+]
+RetryOption = Annotated[bool, typer.Option("--retry", help="begin cells that failed before anew")]
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help="TOML: a list is an axis; see docs/sweeps.md")],
+    variant: Annotated[str, typer.Option(help="of [variants] in the file")] = "",
+    engine: EngineOption = "in-process",
+    jobs: JobsOption = 2,
+    data: DataOption = "data",
+    output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/<file's name>")] = "",
+    retry: RetryOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only check the file, the data and the networks, and list the runs")] = False,
+    run_config: RunConfigOption = "",
+) -> None:
+    """Every combination of a sweep file's axes; interrupted, the same command goes on. Tables, pictures and a page at the end."""
+    from fl_bn.run.config import ConfigError
+
+    folder = Path(output or f"runs/{file.stem}{f'-{variant}' if variant else ''}")
+    try:
+        errors = perform(file, variant, data, folder, engine, jobs, retry, run_config, dry_run)
+    except ConfigError as error:
+        raise _refused(error) from error
+    except KeyboardInterrupt:
+        console.print(f"interrupted; the same command goes on with what is left ({folder})")
+        raise typer.Exit(130) from None
+    if errors:
+        raise typer.Exit(1)
+
+
+def perform(
+    file: Path, variant: str, data: str, folder: Path, engine: str, jobs: int, retry: bool, run_config: str, dry_run: bool = False
+) -> dict[str, str]:
+    """Check, run and report one sweep; the errors of its failed cells. Raises ConfigError before anything runs."""
+    from fl_bn.report import write_report
+    from fl_bn.run.overrides import parse_overrides
+    from fl_bn.sweep import run
+    from fl_bn.sweep.experiments import made
+    from fl_bn.sweep.file import maker, read
+
+    if function := maker(file, variant):
+        data = str(made(function, folder / "data"))
+    chosen = read(file, variant, data, parse_overrides(run_config))
+    planned = run.plan(chosen, folder, retry=retry)
+    run.check(planned.todo)
+    done = len([cell for cell in planned.cells if cell.finished()])
+    console.print(f"{chosen.title}: {len(planned.cells)} runs, {done} of them finished before, {len(planned.todo)} to do", highlight=False)
+    if dry_run:
+        for cell in planned.cells:
+            console.print(f"  {cell.config.name}", highlight=False)
+        return {}
+    with _bars(jobs) as (show, running):
+        errors = run.run(chosen, planned, folder, jobs, show, engine, running)
+    files = write_report(folder)
+    if (table := folder / "table.md").exists():
+        console.print(table.read_text(), highlight=False, markup=False, soft_wrap=True)
+    for name, problem in errors.items():
+        console.print(f"[red]failed[/red] {name}: {problem}", highlight=False)
+    if errors:
+        console.print("failed cells are left as they are: --retry begins them anew")
+    console.print(f"{folder}: {', '.join(path.name for path in files)}", highlight=False, soft_wrap=True)
+    return errors
+
+
+def report(folder: Annotated[Path, typer.Argument(help="of a sweep, finished or not")]) -> None:
+    """Tables (CSV, Markdown, LaTeX), pictures, and one page that opens offline, of what a sweep has so far."""
+    from fl_bn.report import write_report
+    from fl_bn.run.config import ConfigError
+
+    try:
+        made = write_report(folder)
+    except (ConfigError, ValueError, FileNotFoundError) as error:
+        raise _refused(error) from error
+    for path in made:
+        console.print(str(path), highlight=False, soft_wrap=True)
+
+
+@experiments.command("list")
+def list_() -> None:
+    """Every experiment: which table or figure, of which paper, and how many runs it is."""
+    from fl_bn.sweep.experiments import find
+
+    shown = Table("experiment", "paper", "what it shows", "variants")
+    for experiment in find():
+        shown.add_row(experiment.name, experiment.paper, experiment.title, ", ".join(experiment.variants))
+    console.print(shown)
+    console.print("fl-bn experiments run NAME (--variant small: minutes, offline); all of them: fl-bn experiments run all --variant small")
+
+
+@experiments.command("run")
+def run_(
+    names: Annotated[list[str], typer.Argument(help="as `fl-bn experiments list` says, or all; 000 is all of paper 000")],
+    variant: Annotated[str, typer.Option(help="small: bundled data, minutes on a laptop; empty: the paper's own settings")] = "",
+    engine: EngineOption = "in-process",
+    jobs: JobsOption = 2,
+    data: DataOption = "data",
+    output: Annotated[str, typer.Option(help="folder; each experiment has one of its own in it")] = "runs/experiments",
+    retry: RetryOption = False,
+    run_config: RunConfigOption = "",
+) -> None:
+    """One table or figure of a paper, several, or all; then a page with all of them. Interrupted, the same command goes on."""
+    from fl_bn.report import write_index
+    from fl_bn.run.config import ConfigError
+    from fl_bn.sweep.experiments import Log, find, perform_program
+
+    folder, failed = Path(output), dict[str, str]()
+    try:
+        chosen = find(names)
+        log = Log(folder / "log.csv")
+        for experiment in chosen:
+            begin, place = time.monotonic(), folder / f"{experiment.name}{f'-{variant}' if variant else ''}"
+            try:
+                if experiment.program:
+                    perform_program(experiment, variant, data, place, jobs)
+                    errors: dict[str, str] = {}
+                else:
+                    errors = perform(experiment.file, variant, data, place, engine, jobs, retry, run_config)
+            except Exception as error:  # one of many must not end the others
+                if len(chosen) == 1:
+                    raise
+                errors = {experiment.name: f"{type(error).__name__}: {error}"}
+                console.print(f"[red]{experiment.name}[/red]: {errors[experiment.name]}", highlight=False)
+            failed |= {f"{experiment.name}/{name}": problem for name, problem in errors.items()}
+            log.add(experiment.name, variant, time.monotonic() - begin, errors, place)
+        page = write_index([place for place in sorted(folder.iterdir()) if (place / "report.html").exists()], folder / "index.html")
+    except ConfigError as error:
+        raise _refused(error) from error
+    except KeyboardInterrupt:
+        console.print(f"interrupted; the same command goes on with what is left ({folder})")
+        raise typer.Exit(130) from None
+    console.print(f"{folder / 'log.csv'}: what was run, and for how long; {page}: all tables and pictures", highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+class _bars:
+    """One display for a sweep: rounds in all, and of every run that is going on."""
+
+    def __init__(self, jobs: int) -> None:
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn())
+        self._bar = Progress(TextColumn("{task.description}"), *columns, console=console)
+        self._places: list[TaskID] = []
+        self._jobs = jobs
+
+    def __enter__(self) -> tuple[Callable[[int, int], None], Callable[[Sequence[Cell]], None]]:
+        self._bar.__enter__()
+        self._all = self._bar.add_task("all runs", total=None)
+        self._places = [self._bar.add_task("", visible=False) for _ in range(self._jobs)]
+        return self._show, self._running
+
+    def __exit__(self, *_: object) -> None:
+        for place in self._places:
+            self._bar.update(place, visible=False)
+        self._bar.__exit__(None, None, None)
+
+    def _show(self, done: int, total: int) -> None:
+        self._bar.update(self._all, completed=done, total=total)
+
+    def _running(self, cells: Sequence[Cell]) -> None:
+        for n, place in enumerate(self._places):
+            if n < len(cells):
+                cell = cells[n]
+                self._bar.update(
+                    place, description=f"  {cell.config.name[:48]}", completed=cell.rounds_done(), total=cell.config.rounds, visible=True
+                )
+            else:
+                self._bar.update(place, visible=False)
+
+
+def _refused(error: Exception) -> typer.Exit:
+    Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+    return typer.Exit(2)

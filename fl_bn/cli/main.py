@@ -1,0 +1,190 @@
+"""The command ``fl-bn``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fl_bn.cli import experiments as sweeps
+from fl_bn.cli import site as deployment
+from fl_bn.cli.adapt import adapt
+from fl_bn.cli.data import data
+from fl_bn.cli.doctor import doctor
+from fl_bn.cli.partition import partition
+from fl_bn.cli.recalibrate import recalibrate
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Batch normalisation that works in federated learning."
+)
+app.add_typer(deployment.kit, name="kit")
+app.add_typer(sweeps.experiments, name="experiments")
+data.command()(partition)
+app.add_typer(data, name="data")
+for command in (sweeps.sweep, sweeps.report, deployment.start, deployment.register, deployment.submit, doctor, recalibrate):
+    app.command()(command)
+app.command()(adapt)
+console = Console()
+
+RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to override, as for flwr run: \"rounds=10 method='hbn'\"")]
+
+
+@app.command()
+def run(run_config: RunConfigOption = "") -> None:
+    """One run in this process, without Ray: the same ServerApp, ClientApp, config and files as `flwr run .`."""
+    from fl_bn.flower import RunFailed, run_in_process
+    from fl_bn.layers import Unconvertible
+    from fl_bn.run.config import ConfigError, RunConfig
+    from fl_bn.run.overrides import parse_overrides
+
+    try:
+        config = RunConfig.from_mapping(parse_overrides(run_config))
+        run_in_process(config.to_mapping())
+    except (ConfigError, Unconvertible, RunFailed, OSError) as error:
+        raise _refused(error) from error
+
+
+@app.command()
+def compare(
+    methods: Annotated[
+        str, typer.Option(help="separated by commas; `centralised` too; one may differ in keys: fbn:learning-rate=0.01;rounds=9")
+    ] = ("centralised,fedavg,gn,fixbn,hbn,fbn"),
+    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from the config's seed on")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="runs at a time, each in a process of its own")] = 2,
+    output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/compare-<time>")] = "",
+    run_config: RunConfigOption = "",
+) -> None:
+    """Several methods in process, over several seeds: a table of mean (std) and one picture with all curves."""
+    from fl_bn.run.config import ConfigError, RunConfig
+    from fl_bn.run.overrides import parse_overrides
+    from fl_bn.sweep.cells import run_cells
+    from fl_bn.sweep.compare import Variant, gather, plan, write
+    from fl_bn.sweep.compare import table as rows_of
+
+    folder = Path(output or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}")
+    try:
+        base = parse_overrides(run_config)
+        config = RunConfig.from_mapping(base)
+        cells = plan([Variant.parse(text) for text in methods.split(",")], range(config.seed, config.seed + seeds), base, folder)
+    except ConfigError as error:
+        raise _refused(error) from error
+    with _rounds_bar() as bar:
+        task = bar.add_task(f"{len(cells)} runs", total=None)
+        errors = run_cells(cells, jobs, lambda done, total: bar.update(task, completed=done, total=total))
+    outcome = gather(cells)
+    split = f"{config.partition} {config.partition_parameter:g}"
+    title = f"{config.dataset}, {config.model}, {config.clients} clients, {split}, {config.rounds} rounds"
+    write(outcome, title, folder)
+    shown = Table("method", "last round (%)", "best round (%)", "runs", title=title)
+    for row in rows_of(outcome):
+        shown.add_row(*row)
+    console.print(shown)
+    console.print(f"table.md, table.csv, curves.csv, comparison.png and all runs: {folder}")
+    _failed(errors)
+
+
+@app.command("attack-grid")
+def attack_grid(
+    methods: Annotated[str, typer.Option(help="separated by commas, as all axes are")] = "fbn,fedavg",
+    heterogeneity: Annotated[str, typer.Option(help="of partition-parameter (partition: similarity, unless --run-config says so)")] = (
+        "1,0.1,0.01,0"
+    ),
+    byzantine: Annotated[str, typer.Option(help="numbers of attackers")] = "3",
+    rules: Annotated[str, typer.Option(help="of statistics and updates alike; statistics/updates for two")] = (
+        "mean,median,trimmed-mean,nnm+median,nnm+trimmed-mean"
+    ),
+    attacks: Annotated[str, typer.Option(help="of whom the worst counts")] = "sign-flip,foe,alie,alie-optimised",
+    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from the config's seed on")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="runs at a time, each in a process of its own")] = 2,
+    too_few: Annotated[
+        bool, typer.Option(help="also tell every rule of one attacker too few, under the attack that was worst for it")
+    ] = True,
+    output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/attack-grid-<time>")] = "",
+    run_config: RunConfigOption = "",
+) -> None:
+    """Accuracy under the worst attack: heterogeneity x f x rule x attack, mean over seeds, as tables and heat maps."""
+    from fl_bn.run.config import ConfigError, RunConfig
+    from fl_bn.run.overrides import parse_overrides
+    from fl_bn.sweep.attack_grid import parse_axes, run_grid, write
+
+    folder = Path(output or f"runs/attack-grid-{datetime.now():%Y%m%d-%H%M%S}")
+    try:
+        grid = parse_axes(methods, heterogeneity, byzantine, rules, attacks)
+        base = parse_overrides(run_config)
+        config = RunConfig.from_mapping({"partition": "similarity", **base})
+        with _rounds_bar() as bar:
+            task = bar.add_task("attack grid", total=None)
+            chosen = range(config.seed, config.seed + seeds)
+
+            def show(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            scores, errors = run_grid(grid, chosen, base, folder, jobs, show, too_few)
+    except ConfigError as error:
+        raise _refused(error) from error
+    title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition}, {config.rounds} rounds"
+    write(grid, scores, title, folder)
+    console.print((folder / "table.md").read_text(), highlight=False, soft_wrap=True)
+    console.print(f"cells.csv, table.csv, table.md, heat maps and all runs: {folder}")
+    _failed(errors)
+
+
+@app.command()
+def layers(
+    model: str, method: Annotated[str, typer.Option(help="name of a method")] = "fedavg", classes: int = 10, image_size: int = 32
+) -> None:
+    """Which normalisation layers a model has, and what a method does with each of their tensors."""
+    from fl_bn import convert
+    from fl_bn.flower.normalisation import describe_layers, no_batch_norm
+    from fl_bn.methods import METHODS
+    from fl_bn.models import build
+
+    try:
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, but got {method!r}")
+        source = build(model, classes=classes, image_size=image_size)
+        for line in describe_layers(source, convert(source, METHODS[method]()), METHODS[method]()):
+            console.print(line, highlight=False)
+        if without := no_batch_norm(source, METHODS[method]()):
+            console.print(without, highlight=False)
+    except ValueError as error:
+        raise _refused(error) from error
+
+
+@app.command()
+def config() -> None:
+    """Every key of the run config: default, values, meaning (Markdown)."""
+    from fl_bn.run.config import RunConfig
+    from fl_bn.run.keys import table
+
+    typer.echo(table(RunConfig))
+
+
+def _rounds_bar() -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(TextColumn("{task.description}"), *columns, console=console)
+
+
+def _failed(errors: Mapping[str, str]) -> None:
+    for name, problem in errors.items():
+        console.print(f"[red]failed[/red] {name}: {problem}")
+    if errors:
+        raise typer.Exit(1)
+
+
+def _refused(error: Exception) -> typer.Exit:
+    Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+    return typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,28 @@
+"""The command ``fl-bn data partition``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def partition(
+    run_config: Annotated[
+        str, typer.Option("--run-config", help="keys to override: \"partition='dirichlet' partition-parameter=0.1\"")
+    ] = "",
+    output: Annotated[str, typer.Option(help="folder for counts.csv and labels.png")] = "partition",
+) -> None:
+    """Which client would hold how many samples of which class and domain: a table and a picture, without training."""
+    from fl_bn.run.config import ConfigError, RunConfig
+    from fl_bn.run.overrides import parse_overrides
+    from fl_bn.run.partition_report import write
+
+    try:
+        table, picture = write(RunConfig.from_mapping(parse_overrides(run_config)), Path(output))
+    except (ConfigError, FileNotFoundError) as error:
+        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+        raise typer.Exit(2) from error
+    Console().print(f"{table} and {picture}", highlight=False, soft_wrap=True)

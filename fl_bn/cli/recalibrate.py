@@ -1,0 +1,54 @@
+"""The command ``fl-bn recalibrate``. Imports are inside it, since torch takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def recalibrate(
+    source: Annotated[
+        Path, typer.Argument(help="a finished run's folder, or a file of weights (.pt, .pth, .safetensors)", metavar="RUNDIR")
+    ],
+    run_config: Annotated[
+        str, typer.Option("--run-config", help="keys that differ from the run's; of a file of weights: its model and data")
+    ] = "",
+    passes: Annotated[int, typer.Option(min=0, help="0: one per BatchNorm layer, or until nothing moves")] = 0,
+    output: Annotated[Path | None, typer.Option(help="folder to make. Default: beside RUNDIR, named RUNDIR-recalibrated")] = None,
+) -> None:
+    """The exact statistics of all clients' data in every BatchNorm layer, of any trained model: a federated run without training.
+
+    Pass p makes layers 1..p exact. Nothing but running statistics changes.
+    """
+    from fl_bn.flower import RunFailed, run_in_process
+    from fl_bn.layers import Unconvertible
+    from fl_bn.run.config import ConfigError
+    from fl_bn.run.overrides import parse_overrides
+    from fl_bn.run.recalibrate import elsewhere, planned, rows
+
+    console = Console()
+    try:
+        config = planned(source, parse_overrides(run_config), passes, output)
+        folder = run_in_process(config.to_mapping())
+    except (ConfigError, Unconvertible, RunFailed, OSError) as error:
+        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+        raise typer.Exit(2) from error
+    assert folder is not None
+    shown = Table("pass", "accuracy (%)", "largest move of a mean (sd)", "in layer", "clients", title=f"re-calibration of {source}")
+    for row in rows(folder):
+        accuracy = "" if row.accuracy is None else f"{100 * row.accuracy:.1f}"
+        moved = "" if row.moved is None else f"{row.moved:.3g}"
+        first = row.number == 0
+        shown.add_row(
+            "before" if first else str(row.number), accuracy, moved, row.layer, "" if first else f"{row.clients}/{config.clients}"
+        )
+    console.print(shown)
+    for line in (folder / "summary.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("- ") and ("accuracy before" in line or "passes over" in line or "not all clients" in line):
+            console.print(line.removeprefix("- ").replace("*", ""), highlight=False, soft_wrap=True)
+    console.print(f"model.safetensors, recalibration.csv and .png, summary.md: {folder}", highlight=False, soft_wrap=True)
+    console.print(f"the same on Ray, or with its run config elsewhere:\n{elsewhere(config)}", highlight=False, markup=False, soft_wrap=True)

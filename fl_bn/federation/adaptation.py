@@ -1,0 +1,236 @@
+"""A trained model for a client that was not in the training: from its unlabelled samples, and from what the known clients can tell.
+
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G: the affine is the
+average of the known clients', the statistics are the new client's own. And what one may compare with it:
+
+    average-affine   appendix G
+    recompute        the affine of the shared model (where the affine stays home, nobody's: as the run began), own statistics
+    nearest          all that the known client keeps whose data look most alike; its statistics, too
+    test-batch       the affine of average-affine, the statistics of each test batch: no data are needed before. Nado et al., Evaluating
+                     Prediction-Time Batch Normalization for Robustness under Covariate Shift, 2020; Schneider et al., NeurIPS 2020
+
+Where a method shares the affine, the average is the shared one, and the first two are the same.
+
+**How alike** two clients' data look is read off the input of the first BatchNorm layer, whose distribution depends on the data and on the
+shared weights below it alone, so that the statistics that a known client keeps there can be compared with those that the new client
+measures. In deeper layers they cannot: what enters these went through BatchNorm layers with every client's own affine and statistics, so a
+comparison would have to run the new client's data through each known client's whole network, which here is to be chosen first. The
+distance is the symmetric Kullback-Leibler divergence of Gaussians, mean over channels: it does not change when a channel is scaled, as
+BatchNorm's output does not; the 2-Wasserstein distance does, and the channels of large variance would decide alone.
+
+The running statistics of training and those measured afterwards differ a little even on the same data: the former lag behind the weights.
+
+Legend: N samples, C channels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_bn.conversion import convert
+from fl_bn.federation.aggregation import average
+from fl_bn.federation.local import Samples, statistics_pass
+from fl_bn.federation.recalibration import epsilons, recalibrate, without_statistics
+from fl_bn.federation.settings import seeded
+from fl_bn.methods import Method, StatisticsPass
+from fl_bn.moments import Running
+from fl_bn.roles import Role, batch_norms, roles
+
+AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH = "average-affine", "recompute", "nearest", "test-batch"
+HOW = (AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH)
+Named = Mapping[str, Tensor]
+
+
+class NotAdaptable(ValueError):
+    """There is nothing to adapt, or something that the chosen way needs is not known; the message says which."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a run leaves behind, by names of the state_dict. ``shared``: the server's tensors.
+
+    ``clients``: whole models of the known clients, by a name for each, where clients keep tensors and they are at hand. ``told``: the
+    clients' average of what they keep, where that alone is known.
+    """
+
+    shared: Named
+    clients: Mapping[str, Named] = field(default_factory=dict)
+    told: Named = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model for the new client. ``distances``: of ``nearest``, of each known client, by name; the least one's state was taken."""
+
+    model: nn.Module
+    distances: Mapping[str, float] = field(default_factory=dict)
+
+
+class Adaptation:
+    """What one run can do for new clients. ``network``: as its author wrote it, with the weights from which the run began; it is copied.
+
+    Raises:
+        NotAdaptable: the method shares nothing, normalises without statistics, or ``known`` is of another network or method.
+    """
+
+    def __init__(self, network: nn.Module, method: Method, known: Known) -> None:
+        converted = convert(network, method)
+        role = roles(converted)
+        if not any(map(method.shares, Role)):
+            raise NotAdaptable(f"{method.name} shares nothing, so it leaves nothing to a client that it did not train")
+        if not batch_norms(converted):
+            raise NotAdaptable(
+                f"with {method.name} the network has no BatchNorm layer, so there are no statistics to adapt: a new client takes the model "
+                "as it is"
+            )
+        if reason := without_statistics(converted):
+            raise NotAdaptable(reason)
+        self.method, self.known, self._network = method, known, network
+        _check("the run's model", known.shared, converted, [name for name, part in role.items() if method.shares(part)])
+        self._kept = {part: [n for n, r in role.items() if r is part and part in method.local] for part in (Role.AFFINE, Role.STATISTIC)}
+        names = [name for part in self._kept.values() for name in part]
+        for client, state in known.clients.items():
+            _check(client, state, converted, names)
+        _check("the clients' average", known.told, converted, [name for name in names if name in known.told])
+        if known.clients and names:
+            states = [{name: state[name] for name in names} for state in known.clients.values()]
+            self._average: Named = average(states, [1.0] * len(states))
+        else:
+            self._average = {name: known.told[name] for name in names if name in known.told}
+
+    def before(self) -> nn.Module | None:
+        """What the server could hand out to anybody: the shared tensors, and the known clients' average of those that they keep.
+
+        None where nobody told their average.
+        """
+        names = [name for part in self._kept.values() for name in part]
+        return None if any(name not in self._average for name in names) else self._with(self._average)
+
+    def refusal(self, how: str) -> str:
+        """Why ``how`` cannot be done here; empty if it can.
+
+        Raises:
+            ValueError: it is none of ``HOW``.
+        """
+        if how not in HOW:
+            raise ValueError(f"how to adapt must be one of {', '.join(HOW)}, but got {how!r}")
+        if how == NEAREST and not self._kept[Role.STATISTIC]:
+            return f"nearest: {self.method.name} shares all of BatchNorm, so no client has one of its own to take over"
+        if how == NEAREST and not self.known.clients:
+            return "nearest: the known clients' models are not at hand"
+        if how in (AVERAGE_AFFINE, TEST_BATCH) and any(name not in self._average for name in self._kept[Role.AFFINE]):
+            return f"{how}: {self.method.name} keeps the affine at the clients, and neither their models nor their average is at hand"
+        return ""
+
+    def adapt(self, how: str, x: Tensor) -> Adapted:
+        """The model that ``how`` makes of ``x`` (N, ...), the new client's samples, without labels; test-batch does not look at them.
+
+        That of test-batch has the average's statistics, and is to be evaluated ``with_batch_statistics``.
+
+        Raises:
+            NotAdaptable: see ``refusal``; or the samples are too few for a variance.
+        """
+        if reason := self.refusal(how):
+            raise NotAdaptable(reason)
+        if how == NEAREST:
+            distances = self._distances(x)
+            chosen = self.known.clients[min(distances, key=distances.__getitem__)]
+            return Adapted(self._with({name: chosen[name] for part in self._kept.values() for name in part}), distances)
+        if how == TEST_BATCH:
+            return Adapted(self._with(self._average))
+        affine = self._kept[Role.AFFINE] if how == AVERAGE_AFFINE else []
+        model = self._with({name: self._average[name] for name in affine})
+        recompute_statistics(model, x)
+        return Adapted(model)
+
+    def _with(self, tensors: Named) -> nn.Module:
+        model = copy.deepcopy(self._network)
+        model.load_state_dict({**self.known.shared, **tensors}, strict=False)
+        return model.eval()
+
+    def _distances(self, x: Tensor) -> dict[str, float]:
+        model = self._with({})
+        name, eps = first_layer(model, x)
+        own = measured(model, x)[name]
+        mean, var = (f"{name}.{key}" if name else key for key in ("running_mean", "running_var"))
+        return {
+            client: divergence(own, Running(state[mean].double(), state[var].double()), eps) for client, state in self.known.clients.items()
+        }
+
+
+def recompute_statistics(model: nn.Module, x: Tensor) -> None:
+    """Give ``model``, in place, the statistics of all of ``x`` (N, ...): mean and unbiased variance, in every layer of those below it.
+
+    Re-calibration with one client.
+
+    Raises:
+        NotAdaptable: a layer sees fewer than two values per channel.
+    """
+    measured(model, x)
+    recalibrate(model, [_unlabelled(x)])
+
+
+def measured(model: nn.Module, x: Tensor) -> dict[str, Running]:
+    """What enters each BatchNorm layer over ``x`` (N, ...), in evaluation mode. Changes nothing.
+
+    Raises:
+        NotAdaptable: that is fewer than two values per channel, in some layer.
+    """
+    found = statistics_pass(model, _unlabelled(x), StatisticsPass(), seeded(0))
+    if few := [name for name, moments in found.items() if moments.count < 2]:
+        raise NotAdaptable(
+            f"{few[0]}: a variance needs at least 2 values per channel, but {len(x)} sample gives 1: adapt with more samples"
+        )
+    return {name: Running(moments.mean.cpu(), moments.bessel().cpu()) for name, moments in found.items()}
+
+
+@torch.no_grad()
+def first_layer(model: nn.Module, x: Tensor) -> tuple[str, float]:
+    """The BatchNorm layer that ``x`` reaches first, wherever it was written in the network: its name and eps."""
+    order: list[str] = []
+    handles = [layer.register_forward_pre_hook(lambda *_, name=name: order.append(name)) for name, layer in batch_norms(model).items()]
+    try:
+        model.eval()(_unlabelled(x).batch(np.arange(1), next(model.parameters()))[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not order:
+        raise NotAdaptable("the network's forward pass uses none of its BatchNorm layers")
+    return order[0], epsilons(model)[order[0]]
+
+
+def divergence(a: Running, b: Running, eps: float = 0.0) -> float:
+    """KL(a || b) + KL(b || a) of Gaussians, mean over channels (C,); ``eps`` is added to both variances, as BatchNorm does.
+
+    >>> divergence(Running(torch.zeros(1), torch.ones(1)), Running(torch.ones(1), torch.ones(1)))
+    1.0
+    """
+    var_a, var_b = a.var.double() + eps, b.var.double() + eps
+    shift = (a.mean.double() - b.mean.double()).square()
+    return float(((var_a / var_b + var_b / var_a) / 2 - 1 + shift * (1 / var_a + 1 / var_b) / 2).mean())
+
+
+def with_batch_statistics(model: nn.Module) -> nn.Module:
+    """A copy of ``model``, of torch's BatchNorm layers, that normalises every batch with its own statistics in evaluation mode, too."""
+    model = copy.deepcopy(model)
+    for layer in batch_norms(model).values():
+        layer.running_mean = layer.running_var = None
+    return model.eval()
+
+
+def _check(whose: str, state: Named, model: nn.Module, names: Sequence[str]) -> None:
+    own = model.state_dict()
+    for name in names:
+        came = f"is {tuple(state[name].shape)}" if name in state else "is missing"
+        if name not in state or state[name].shape != own[name].shape:
+            raise NotAdaptable(f"{whose}: {name} should be {tuple(own[name].shape)}, but {came}: it is of another network or method")
+
+
+def _unlabelled(x: Tensor) -> Samples:
+    return Samples(x, torch.zeros(len(x), dtype=torch.int64))

@@ -1,0 +1,158 @@
+"""Re-calibration: the exact statistics of the union of the clients' data in every BatchNorm layer, by passes in evaluation mode.
+
+PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3) without its batches, and federated. In evaluation mode every
+client normalises with the same constants, so the pooled moments of a layer's input are those of the union of all data *under the
+statistics of the layers below*. These are exact after the pass before: pass p makes layers 1..p exact, and L passes all L of them. A
+network whose layers stand side by side (a residual network's shortcuts) is through earlier; a pass that moves nothing has found all exact.
+
+Works for any torch network, converted or not, trained in a federation or not; weights are never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from fl_bn.federation.aggregation import combine, running_statistics
+from fl_bn.federation.local import Samples, statistics_pass
+from fl_bn.federation.settings import seeded
+from fl_bn.methods import Method, StatisticsPass, replace_by_pooled
+from fl_bn.moments import Moments, Running
+from fl_bn.roles import Role, batch_norms
+
+TOLERANCE = 32.0
+"""Movements that count as none, in units of the rounding (eps) of the statistics' dtype: of a mean relative to its size and its standard
+deviation, of a variance relative to itself. A pass repeated on the same statistics gives the same bits on a CPU; on a GPU the order of a
+sum is not fixed, and its rounding is some eps per level of the summation tree. 32 eps are 4e-6 in float32 and 7e-15 in float64."""
+
+
+class Movement(NamedTuple):
+    """How far a pass moved one layer's statistics, by the channel that moved most.
+
+    ``mean``: in standard deviations of the statistics before; ``variance``: the factor by which it changed, farthest from 1. Both with
+    the layer's ``eps`` in the variance, as it normalises.
+    """
+
+    layer: str
+    mean: float
+    variance: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass. ``number``: from 1; ``clients``: that were measured; ``settled``: it moved nothing, so that another would not, either."""
+
+    number: int
+    movements: tuple[Movement, ...]
+    clients: int
+    settled: bool
+
+    @classmethod
+    def between(
+        cls,
+        number: int,
+        clients: int,
+        old: Mapping[str, Running],
+        new: Mapping[str, Running],
+        eps: Mapping[str, float],
+        tolerance: float = TOLERANCE,
+    ) -> Pass:
+        """From the statistics before and after it, both as the model holds them. Where nobody was measured, nothing is settled."""
+        settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
+        return cls(number, tuple(_movement(name, old[name], new[name], eps[name]) for name in new), clients, settled)
+
+    @property
+    def largest(self) -> Movement:
+        """The layer whose mean moved most."""
+        return max(self.movements, key=lambda movement: (movement.mean != movement.mean, movement.mean))
+
+
+def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
+    """Change the running statistics of ``model`` to those of the union of the clients' data (variance unbiased); the passes made.
+
+    At most ``passes`` (0: one per BatchNorm layer), fewer where one moves nothing by more than ``tolerance`` (see ``TOLERANCE``). What a
+    client measures is rounded to the model's dtype, as on the wire: a federated run with the same clients has the same bits. A layer
+    that the network uses at two depths depends on itself: its statistics then converge, if at all, and are not exact after L passes.
+
+    Raises:
+        ValueError: there is no data, or a BatchNorm layer keeps no running statistics.
+    """
+    if passes < 0 or tolerance < 0:
+        raise ValueError(f"passes (0: one per BatchNorm layer) and tolerance must be >= 0, but got {passes} and {tolerance}")
+    if reason := without_statistics(model):
+        raise ValueError(reason)
+    clients = [samples for samples in clients if len(samples)]
+    if not clients:
+        raise ValueError("re-calibration needs data to measure: no client has a sample")
+    layers, dtype, made = batch_norms(model), next(model.parameters()).dtype, list[Pass]()
+    for number in range(1, (passes or len(layers)) + 1):
+        before = running_statistics(model)
+        reports = [_as_sent(statistics_pass(model, samples, StatisticsPass(), seeded(0)), dtype) for samples in clients]
+        _store(model, combine(replace_by_pooled, before, reports, [1] * len(reports), layers))
+        made.append(Pass.between(number, len(clients), before, running_statistics(model), epsilons(model), tolerance))
+        if made[-1].settled:
+            break
+    return made
+
+
+def why_not(model: nn.Module, method: Method) -> str:
+    """Why a federation of ``method`` cannot re-calibrate the (converted) ``model``; empty where it can."""
+    if not method.shares(Role.STATISTIC):
+        return (
+            f"method {method.name!r} keeps running statistics at the clients, each of its own data: there are no shared ones to "
+            "re-calibrate. Take a method that shares them (fedavg, fixbn, hbn, fbn, fedtan, ...)"
+        )
+    if not batch_norms(model):
+        return (
+            f"under method {method.name!r} this model has no BatchNorm layer, so there are no running statistics to re-calibrate. Take a "
+            "network with BatchNorm, and a method that keeps it (fedavg, fixbn, hbn, fbn, fedtan, ...)"
+        )
+    return without_statistics(model)
+
+
+def without_statistics(model: nn.Module) -> str:
+    """Says which BatchNorm layers of ``model`` keep no running statistics, or that it has none at all; empty where all is well."""
+    layers = batch_norms(model)
+    if not layers:
+        return "this model has no BatchNorm layer, so there are no running statistics to re-calibrate"
+    if missing := [name for name, layer in layers.items() if layer.running_mean is None]:
+        return (
+            f"BatchNorm layer {missing[0]!r} keeps no running statistics (track_running_stats=False): it normalises with its batch in "
+            "evaluation, too, and what the layers above see depends on how data fall into batches. Build it with track_running_stats=True"
+        )
+    return ""
+
+
+def epsilons(model: nn.Module) -> dict[str, float]:
+    """What each BatchNorm layer adds to its variance."""
+    return {name: cast(float, layer.eps) for name, layer in batch_norms(model).items()}
+
+
+def _as_sent(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Moments]:
+    return {k: Moments(m.count, m.mean.to(dtype).cpu().double(), m.var.to(dtype).cpu().double()) for k, m in moments.items()}
+
+
+@torch.no_grad()
+def _store(model: nn.Module, statistics: Mapping[str, Running]) -> None:
+    for name, layer in batch_norms(model).items():
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        layer.running_mean.copy_(statistics[name].mean)
+        layer.running_var.copy_(statistics[name].var)
+
+
+def _movement(name: str, old: Running, new: Running, eps: float) -> Movement:
+    mean = (new.mean.double() - old.mean.double()).abs() / (old.var.double() + eps).sqrt()
+    factor = (new.var.double() + eps) / (old.var.double() + eps)
+    return Movement(name, float(mean.max()), float(factor[factor.log().abs().argmax()]))
+
+
+def _still(old: Running, new: Running, eps: float, tolerance: float) -> bool:
+    allowed = tolerance * torch.finfo(new.mean.dtype).eps
+    mean, var = new.mean.double(), new.var.double()
+    still = (mean - old.mean.double()).abs() <= allowed * (mean.abs() + (var + eps).sqrt())
+    return bool((still & ((var - old.var.double()).abs() <= allowed * (var + eps))).all())

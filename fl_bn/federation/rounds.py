@@ -1,0 +1,96 @@
+"""How the server runs rounds, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.companions import Companion
+from fl_bn.federation.settings import UPDATES
+
+UNTIL_STILL = -1  # of ``calibrate``: one exchange per BatchNorm layer, or until nothing moves
+AS_METHOD = -2  # the same where the method wants it, else none
+
+
+def constant_rate(round: int, rounds: int) -> float:
+    return 0.1
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How the server runs rounds.
+
+    ``fraction`` of the clients train per round; ``min_replies`` of a cohort (fraction), and ``min_cohort`` clients, must be usable, or the
+    round changes nothing and counts as failed; after ``max_failed`` failed rounds in a row the run stops. ``timeout`` (s) is the deadline
+    of every message, ``wait`` (s) how long the server waits for ``clients`` before round 1, and for ``min_cohort`` of them before any
+    other. Every ``evaluate_every`` rounds and after the last there is an evaluation, with ``at_clients`` on the clients' own test data.
+    ``retry`` (s): how long a round waits for a client whose node or process died to come back, to be asked again (not in FedTAN's
+    exchange). Every ``checkpoint_every`` rounds there is a checkpoint; 0: never.
+    ``client_weights``: ``samples`` or ``uniform``. ``rate(round, rounds)``: the learning rate. ``exchange``: how
+    FedTAN's layer-wise exchange is carried. ``calibrate``: statistics-only exchanges before round 1 (-1: one per BatchNorm layer, or until
+    nothing moves; -2: so where the method wants it). ``unit_scale``: after them, where training normalises with shared statistics from its
+    first batch on, weights are rescaled (``training.unit_scale``). ``max_steps``: local steps that the server asks for, so that nobody may
+    claim more; 0: unknown.
+    ``companions``: what travels beside the weights (``training.companions.companions`` of the clients' settings).
+    ``unseen``: after the last round clients are asked what they keep of BatchNorm, for the average that unseen clients get.
+    ``at_start``: so many clients suffice for the run to start, 0: all; the others take part from the round before which they came.
+    ``joining``: client by client the first round in which it may take part, where that is not 1.
+    """
+
+    clients: int
+    fraction: float = 1.0
+    min_replies: float = 0.5
+    max_failed: int = 3
+    timeout: float = 600.0
+    wait: float = 120.0
+    evaluate_every: int = 1
+    client_weights: str = "samples"
+    update: str = "weights"
+    seed: int = 0
+    calibrate: int = AS_METHOD
+    unit_scale: bool = True
+    rate: Callable[[int, int], float] = constant_rate
+    exchange: ExchangeSettings = ExchangeSettings()
+    max_steps: int = 0
+    min_cohort: int = 1
+    at_clients: bool = False
+    retry: float = 0.0
+    checkpoint_every: int = 0
+    companions: tuple[Companion, ...] = ()
+    unseen: bool = False
+    at_start: int = 0
+    joining: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.clients < 1 or self.evaluate_every < 1 or self.max_failed < 1:
+            raise ValueError(f"clients, evaluate_every and max_failed must be at least 1, but got {self}")
+        if not 0 < self.fraction <= 1 or not 0 <= self.min_replies <= 1:
+            raise ValueError(f"fraction must be in (0, 1] and min_replies in [0, 1], but got {self.fraction} and {self.min_replies}")
+        if not 1 <= self.min_cohort <= self.clients or self.checkpoint_every < 0:
+            raise ValueError(
+                f"min_cohort must be 1..{self.clients} and checkpoint_every >= 0, but got {self.min_cohort} and {self.checkpoint_every}"
+            )
+        if self.calibrate < AS_METHOD:
+            raise ValueError(f"calibrate must be >= 0, -1 (until nothing moves) or -2 (as the method wants), but got {self.calibrate}")
+        if self.timeout <= 0 or self.wait < 0 or self.retry < 0:
+            raise ValueError(f"timeout must be > 0 s, wait and retry >= 0 s, but got {self.timeout}, {self.wait} and {self.retry}")
+        if self.update not in UPDATES:
+            raise ValueError(f"update must be one of {', '.join(UPDATES)}, but got {self.update!r}")
+        if self.client_weights not in ("samples", "uniform"):
+            raise ValueError(f"client_weights must be 'samples' or 'uniform', but got {self.client_weights!r}")
+        if strangers := sorted(client for client in self.joining if not 0 <= client < self.clients):
+            raise ValueError(f"joining is for clients 0..{self.clients - 1}, but got {strangers}")
+        if not 0 <= self.at_start <= (first := len(self.starting(1))) or first == 0:
+            raise ValueError(
+                f"of {self.clients} clients {first} may take part in round 1: at_start must be 0..{first}, but got {self.at_start}"
+            )
+
+    def pace(self, learning_rate: float, rounds: int) -> float:
+        """``learning_rate`` as a share of the first round's; 1 where it is larger (a warm-up)."""
+        first = self.rate(1, rounds)
+        return 1.0 if learning_rate >= first else learning_rate / first
+
+    def starting(self, round: int) -> set[int]:
+        """The clients that may take part in ``round``."""
+        return {client for client in range(self.clients) if self.joining.get(client, 1) <= round}

@@ -1,0 +1,151 @@
+"""One client's share of a round, as a value, and the learning rate's calendar."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+from fl_bn.data.augment import AUGMENTATIONS
+from fl_bn.federation.clipping import CLIPS
+from fl_bn.federation.momentum import MAINTAIN
+from fl_bn.objectives import PLAIN, Objective
+
+OPTIMIZERS = ("sgd", "adam")
+UPDATES = ("weights", "gradients")
+PRECISIONS = ("float32", "mixed")
+SCHEDULES = ("constant", "step", "exponential", "cosine", "milestones")
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How a client trains in one round.
+
+    Exactly one of ``epochs`` (passes over its own data) and ``steps`` (batches) is positive. ``momentum`` is the optimiser's.
+    ``update``: send new ``weights``, or one batch's ``gradients`` that the server steps with (DSGD; then ``momentum`` is in EMA form
+    and its buffer stays on the client between rounds). ``precision``: ``mixed`` computes in bfloat16 where torch's autocast does; weights,
+    gradients, batch statistics and all that travels stay as they are. ``augment``: random changes of training images, of
+    ``AUGMENTATIONS``. ``objective``: what is minimised, or how gradients are corrected; one that is off is the plain one. ``maintain``:
+    what becomes of the optimiser's momentum between rounds (``training.momentum``). ``clip``, ``clip_limit``: see ``training.clipping``.
+    """
+
+    batch_size: int
+    epochs: int = 0
+    steps: int = 0
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    update: str = "weights"
+    precision: str = "float32"
+    augment: str = "none"
+    objective: Objective = PLAIN
+    maintain: str = "reset"
+    clip: str = "none"
+    clip_limit: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.objective.on:
+            object.__setattr__(self, "objective", PLAIN)
+        if self.batch_size < 2:
+            raise ValueError(f"batch_size must be at least 2 (a batch of one has no variance), but got {self.batch_size}")
+        if min(self.epochs, self.steps) < 0 or (self.epochs > 0) == (self.steps > 0):
+            raise ValueError(f"give either local epochs or local steps, but got epochs={self.epochs} and steps={self.steps}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but got {self.optimizer!r}")
+        if self.optimizer == "adam" and self.momentum > 0:
+            raise ValueError(f"adam has moments of its own: set the optimiser's momentum to 0, but got {self.momentum}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"the optimiser's momentum must be in [0, 1), but got {self.momentum}")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must not be negative, but got {self.weight_decay}")
+        if self.update not in UPDATES:
+            raise ValueError(f"update must be one of {', '.join(UPDATES)}, but got {self.update!r}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, but got {self.precision!r}")
+        if self.augment not in AUGMENTATIONS:
+            raise ValueError(f"augment must be one of {', '.join(AUGMENTATIONS)}, but got {self.augment!r}")
+        if self.update == "gradients" and (self.steps != 1 or self.optimizer != "sgd"):
+            raise ValueError(
+                "update='gradients' is one batch, one gradient, one round (DSGD): set local steps to 1, local epochs to 0 and optimizer "
+                f"to sgd, but got steps={self.steps}, epochs={self.epochs}, optimizer={self.optimizer!r}"
+            )
+        if self.clip not in CLIPS or not 0 < self.clip_limit < math.inf:
+            raise ValueError(f"clip must be one of {', '.join(CLIPS)}, its limit > 0 and finite, but got {self.clip!r}, {self.clip_limit}")
+        if self.clip == "round" and self.optimizer != "sgd":
+            raise ValueError(f"clip='round' bounds the path of SGD: set optimizer to sgd, or clip to norm, but got {self.optimizer!r}")
+        self._check_maintain()
+        self._check_objective()
+
+    def _check_maintain(self) -> None:
+        if self.maintain not in MAINTAIN:
+            raise ValueError(f"maintain-momentum must be one of {', '.join(MAINTAIN)}, but got {self.maintain!r}")
+        if self.maintain != "reset" and self.update == "gradients":
+            raise ValueError("update='gradients' keeps its momentum at the client already: set maintain-momentum to reset")
+        if self.maintain != "reset" and self.optimizer == "sgd" and self.momentum == 0:
+            raise ValueError(f"maintain-momentum={self.maintain!r}, but there is no momentum: set momentum, or maintain-momentum to reset")
+
+    def _check_objective(self) -> None:
+        objective = self.objective
+        if objective is not PLAIN and self.update == "gradients":
+            raise ValueError(
+                f"{objective.name} is for several local steps, but update='gradients' sends one gradient: set objective to none"
+            )
+        if objective.travels and (self.optimizer != "sgd" or self.momentum > 0 or self.clip != "none"):
+            raise ValueError(
+                f"{objective.name}'s control variates are means of the gradients that plain SGD stepped along: set optimizer to sgd, "
+                f"momentum to 0 and clip to none, but got {self.optimizer}, {self.momentum} and {self.clip}"
+            )
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> Optimizer:
+        if self.optimizer == "adam":
+            return Adam(parameters, lr=learning_rate, weight_decay=self.weight_decay)
+        return SGD(parameters, lr=learning_rate, momentum=self.momentum, weight_decay=self.weight_decay)
+
+
+def learning_rate(
+    schedule: str, base: float, decay: float, round: int, rounds: int, milestones: Sequence[tuple[float, float]] = ()
+) -> float:
+    """The rate of ``round`` (from 1): ``base``, times ``decay`` after 50 % and again after 75 % of the rounds (``step``), or times
+    ``decay`` per round (``exponential``), or along half a cosine to 0 (``cosine``). ``milestones``: pairs of a share of the rounds and the
+    factor of ``base`` after it."""
+    if schedule == "constant":
+        return base
+    if schedule == "step":
+        return base * decay ** ((round > rounds // 2) + (round > 3 * rounds // 4))
+    if schedule == "exponential":
+        return base * decay ** (round - 1)
+    if schedule == "cosine":
+        return base * (1 + math.cos(math.pi * (round - 1) / rounds)) / 2
+    if schedule == "milestones":
+        return base * next((factor for share, factor in reversed(milestones) if round > share * rounds), 1.0)
+    raise ValueError(f"learning-rate schedule must be one of {', '.join(SCHEDULES)}, but got {schedule!r}")
+
+
+def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
+    """``0.6:0.1, 0.8:0.01``: after 60 % of the rounds a tenth of the rate, after 80 % a hundredth.
+
+    Raises:
+        ValueError: it is not of this form, a share is not in (0, 1) or not above the one before, or a factor not above 0.
+    """
+    pairs = []
+    for part in text.split(",") if text.strip() else ():
+        share, _, factor = part.partition(":")
+        try:
+            pairs.append((float(share), float(factor)))
+        except ValueError as error:
+            raise ValueError(
+                f"learning-rate-milestones must be like 0.6:0.1, 0.8:0.01 (share of the rounds:factor), but got {text!r}"
+            ) from error
+    shares = [share for share, _ in pairs]
+    if shares != sorted(set(shares)) or not all(0 < share < 1 for share in shares) or not all(0 < f < math.inf for _, f in pairs):
+        raise ValueError(f"learning-rate-milestones needs rising shares between 0 and 1, and factors > 0, but got {text!r}")
+    return tuple(pairs)
+
+
+def seeded(*key: int) -> np.random.Generator:
+    """A generator that depends on ``key`` alone (seed, client, round, purpose): the same in every process and engine."""
+    return np.random.default_rng(np.random.SeedSequence(key))

@@ -1,0 +1,300 @@
+"""From a run config to the objects of a run: the same on the server and at every client, cached per process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from threadpoolctl import threadpool_limits
+from torch import Tensor, nn
+
+from fl_bn.conversion import convert
+from fl_bn.data.dataset import Dataset, load
+from fl_bn.data.domains import without_domain
+from fl_bn.data.partition import label_counts, partition
+from fl_bn.data.shift import limited, shifted
+from fl_bn.federation.local import Samples, torch_seed
+from fl_bn.flower.log import LOGGER
+from fl_bn.models import build
+from fl_bn.models.head import with_projection
+from fl_bn.models.standardise import standardised
+from fl_bn.own_code import OWN, Modules
+from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
+from fl_bn.roles import Role
+from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.run.keys import known_device, names_of
+
+DOMAINS = ("domain", "natural")  # partitions of which a client has data of one domain
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """The data set and path in a client's node config; empty: the client takes its part of the run's data."""
+
+    dataset: str = ""
+    path: str = ""
+
+    @classmethod
+    def of(cls, node: Mapping[str, Any], config: RunConfig) -> OwnData:
+        """Raises ConfigError where the run leaves the data to the clients, and this one names none."""
+        own = cls(str(node.get("dataset", "")), str(node.get("data-path", "")))
+        if config.dataset == SITES and not own.dataset:
+            raise ConfigError(
+                "the run is for dataset='sites', but this client's node config names no data: start it with "
+                "--node-config \"dataset='npz' data-path='/data/site.npz' ...\" (or folder, or package.module:function)"
+            )
+        return own
+
+
+_modules = Modules.of(None, OWN)
+
+
+def allow_modules(app: Path, node: Mapping[str, Any]) -> None:
+    """Let run configs name functions of the modules of ``app``, the folder of the running app, and of those that the owner of this process
+    allows: ``allow-modules`` of the node config ``node``, and FL_BN_ALLOW_MODULES in the environment.
+
+    A process that is told nothing is its owner's own (``fl-bn run`` and its kin): any module of theirs will do, but none of Python's or of
+    an installed package.
+    """
+    global _modules
+    allowed = Modules.of(app, str(node.get("allow-modules", "")))
+    if allowed != _modules:
+        _modules = allowed
+        forget()
+
+
+@contextmanager
+def _as_config_error() -> Iterator[None]:
+    """Data, model and partition come from the config's keys, so what is wrong with them is wrong there."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except FileNotFoundError:
+        raise
+    except (ValueError, TypeError, ImportError, OSError, MemoryError) as error:
+        raise ConfigError(str(error) or type(error).__name__) from error
+
+
+@_as_config_error()
+def dataset(config: RunConfig) -> Dataset:
+    """The run's data: as they are, or with the domains that ``shifts`` makes, and at most ``samples-per-domain`` of each.
+
+    Without the domain that the run holds out; what the others have does not depend on it.
+    """
+    shifts = names_of(config.shifts)
+    seed = config.seed if shifts or config.samples_per_domain else 0
+    data = _dataset(config.dataset, config.data_path, config.image_size, shifts, config.samples_per_domain, seed, _modules)
+    return _without(data, config.hold_out) if config.hold_out else data
+
+
+@lru_cache(maxsize=2)
+def _dataset(
+    name: str, path: str, image_size: int, shifts: tuple[str, ...], per_domain: int, seed: int, modules: Modules
+) -> Dataset:
+    data = load(name, path, image_size, modules)
+    _check_labels(data)
+    return limited(shifted(data, shifts, seed) if shifts else data, per_domain, seed)
+
+
+def _check_labels(data: Dataset) -> None:
+    """Of all of a run's data (a site's own may lack any class): a class 0 without a sample is a class too many, others may be mistakes.
+
+    Raises:
+        ConfigError: labels count from 1, or no sample has label 0 for another reason.
+    """
+    if data.y_train.ndim > 1:  # masks
+        return
+    train, test = (torch.bincount(y, minlength=data.classes) for y in (data.y_train, data.y_test))
+    if not train[0] and not test[0]:
+        least = min(int(data.y_train.min()), int(data.y_test.min()))
+        raise ConfigError(
+            f"dataset {data.name!r}: no sample has label 0; the labels span {least}..{data.classes - 1}, which would make {data.classes} "
+            f"classes. Count classes from 0: subtract {least} from every label"
+        )
+    if missing := missing_classes(train.tolist()):
+        LOGGER.warning(
+            "dataset %r has %s classes, since its largest label is %s, but no training sample of class %s: if that is a mistake, correct "
+            "the labels",
+            data.name,
+            data.classes,
+            data.classes - 1,
+            missing,
+        )
+
+
+def missing_classes(counts: Sequence[int]) -> str:
+    """Which of the classes 0..len(counts) - 1 have no sample, the first ten by number; empty if none."""
+    none = [str(label) for label, count in enumerate(counts) if not count]
+    return "" if not none else ", ".join(none) if len(none) <= 10 else f"{', '.join(none[:10])} and {len(none) - 10} more"
+
+
+_without = lru_cache(maxsize=2)(without_domain)
+
+
+def shape(config: RunConfig) -> tuple[int, int, int]:
+    """What the run's model is made for: ``(classes, channels, image size)``."""
+    if config.dataset == SITES:
+        return config.classes, config.channels, config.image_size
+    data = dataset(config)
+    return data.classes, data.channels, data.image_size
+
+
+@lru_cache(maxsize=4)
+@_as_config_error()
+def source_model(config: RunConfig) -> nn.Module:
+    """The network as the user wrote it, with the run's initial weights. Do not change it."""
+    classes, channels, size = shape(config)
+    model = build(
+        config.model,
+        classes=classes,
+        channels=channels,
+        image_size=size,
+        seed=config.seed,
+        stem=config.model_stem,
+        weights=config.model_weights,
+        modules=_modules,
+    )
+    standardised(model, config.standardise, channels)
+    if config.moon_projection:
+        with torch_seed(config.seed, torch.device("cpu")):
+            with_projection(model, config.moon_projection)
+    return model
+
+
+@lru_cache(maxsize=4)
+@_as_config_error()
+def client_model(config: RunConfig) -> nn.Module:
+    """The converted network every client starts from. Do not change it: copy it."""
+    return convert(source_model(config), config.build_method())
+
+
+@lru_cache(maxsize=4)
+def at_client(config: RunConfig) -> RunConfig:
+    """What a client builds its network from: it needs no file of weights where all of them come from the server."""
+    if not config.model_weights or config.build_method().local & {Role.WEIGHT, Role.AFFINE, Role.STATISTIC}:
+        return config
+    return replace(config, model_weights="")
+
+
+@lru_cache(maxsize=4)
+@_as_config_error()
+def partitions(config: RunConfig) -> list[Tensor]:
+    """Training indices of every client. The data are the honest clients'; a Byzantine one trains on a copy of one of their parts."""
+    data = dataset(config)
+    domains = None if data.domain_train is None else data.domain_train.numpy()
+    if config.partition in DOMAINS and domains is None:
+        needed = "give several npz files, dataset=digits, or shifts"
+        raise ConfigError(f"partition={config.partition} needs data with domains, but {config.dataset} has none: {needed}")
+    honest = config.clients - config.byzantine
+    parts = partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed, config.sizes)
+    return [torch.from_numpy(parts[client % honest]) for client in range(config.clients)]
+
+
+@lru_cache(maxsize=256)
+def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> tuple[Samples, Samples, tuple[int, ...]]:  # noqa: B008
+    """A client's training samples, its test samples and its label counts.
+
+    ``own``: the data that its node config names, which are all its own; else its part of the run's data. Tested on the whole test set,
+    except under partition=domain and natural: there on the test samples of its own domain.
+    """
+    data = site_dataset(config, own) if own.dataset else dataset(config)
+    part = torch.arange(len(data.y_train)) if own.dataset else partitions(config)[client]
+    train = Samples(data.x_train[part], data.y_train[part])
+    if config.attack == LABEL_FLIP and client >= config.clients - config.byzantine:
+        train = Samples(train.x, flip_labels(train.y, data.classes))
+    counts = label_counts(data.y_train.numpy(), [part.numpy()], shape(config)[0])[0]
+    test = Samples(data.x_test, data.y_test)
+    if not own.dataset and config.partition in DOMAINS and data.domain_train is not None and data.domain_test is not None:
+        mine = data.domain_test == data.domain_train[part[0]]
+        if bool(mine.any()):  # Cityscapes is tested on other cities than those that train
+            test = Samples(data.x_test[mine], data.y_test[mine])
+    return train, test, tuple(int(n) for n in counts)
+
+
+@_as_config_error()
+def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
+    """The data that a client's node config names, in the form of the run's.
+
+    Raises:
+        ConfigError: they are missing, malformed, or of another form than the run's model takes.
+    """
+    data = load(own.dataset, own.path, config.image_size)
+    classes, channels, size = shape(config)
+    came = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
+    if (data.channels, data.image_size) != (channels, size):
+        raise ConfigError(
+            f"{came}: the run takes {channels} channels of {size} x {size} pixels, but these have {data.channels} of {data.image_size} x "
+            f"{data.image_size}"
+        )
+    if data.classes > classes:
+        raise ConfigError(f"{came}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}")
+    return data
+
+
+def forget() -> None:
+    """Let go of the data and networks of this process's runs."""
+    for cached in (_dataset, _without, source_model, client_model, partitions, client_samples):
+        cached.cache_clear()
+
+
+def limit_threads(threads: int) -> None:
+    """CPU threads of this process: torch's, and those of the linear algebra under NumPy (robust rules)."""
+    torch.set_num_threads(threads)
+    _limit_blas(threads)
+
+
+@lru_cache(maxsize=1)
+def _limit_blas(threads: int) -> None:  # takes milliseconds to find the library
+    threadpool_limits(threads, user_api="blas")
+
+
+def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.device:
+    """Where to compute: as the client's node config says, else the run config.
+
+    Raises:
+        ConfigError: it is no device, or a GPU that torch does not see.
+    """
+    name = str((node or {}).get("device", "") or config.device)
+    if not known_device(name):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:0 ..., but the node config has {name!r}")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen, seen = torch.device(name), torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= seen:
+        raise ConfigError(
+            f"device={name}, but torch sees {seen or 'no'} GPU in this process. In simulation give clients a share of one: the profile "
+            "local-simulation-gpu, or --federation-config 'options.backend.client-resources.num-gpus=0.2'"
+        )
+    return chosen
+
+
+def partition_of(node: Mapping[str, Any], config: RunConfig) -> int:
+    """The client's index, from its node config ``node``.
+
+    Raises:
+        ConfigError: the node names none, or counts another number of clients than the run.
+    """
+    if "partition-id" not in node or "num-partitions" not in node:
+        raise ConfigError('this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5"')
+    index, clients = (_whole(node, key) for key in ("partition-id", "num-partitions"))
+    if clients != config.clients:
+        raise ConfigError(
+            f"the run is for clients={config.clients}, but this client's node config has num-partitions={clients}: set both alike, "
+            f'e.g. --run-config "clients={clients}" or --federation-config "options.num-supernodes={config.clients}"'
+        )
+    if not 0 <= index < clients:
+        raise ConfigError(f"partition-id must be 0..{clients - 1}, but got {index}")
+    return index
+
+
+def _whole(node: Mapping[str, Any], key: str) -> int:
+    try:
+        return int(node[key])
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{key} in this client's node config must be a whole number, but got {node[key]!r:.200}") from error

@@ -1,0 +1,64 @@
+"""Training on the union of the clients' data, as the upper end of every comparison."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import replace
+
+import torch
+
+from fl_bn.data.augment import augmenter
+from fl_bn.data.batches import draw_batches
+from fl_bn.federation.local import Samples, torch_seed, train
+from fl_bn.federation.record import ClientRecord, RoundRecord
+from fl_bn.federation.settings import seeded
+from fl_bn.methods import METHODS, Phase
+from fl_bn.run.assembly import dataset, device, source_model
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.run_directory import RunDirectory
+from fl_bn.run.testing import test_metrics
+
+
+def run_centralised(config: RunConfig) -> RunDirectory:
+    """Plain training of the unconverted network, with the budget of the federated run: as many steps per round and rounds, each step on
+    a batch of the size of the cohort's batches together, the same learning rate and calendar. The optimiser's momentum lives on.
+
+    Raises:
+        ConfigError: the run sends gradients with momentum in EMA form, which torch's SGD does not have.
+    """
+    if config.update == "gradients" and config.momentum > 0:
+        raise ConfigError(
+            "centralised training steps with torch's SGD, whose momentum is not that of update='gradients': give it update='weights' and a "
+            f"momentum of its own, say centralised:update='weights';momentum=0.0, but got momentum={config.momentum:g}"
+        )
+    data, target = dataset(config), device(config)
+    samples = Samples(data.x_train, data.y_train)
+    cohort = max(1, int(config.fraction * config.clients + 0.5))
+    model = copy.deepcopy(source_model(config)).to(target)
+    settings = replace(config.local_training(), update="weights")  # one gradient, one step: the same
+    steps = config.local_steps or config.local_epochs * max(1, len(samples) // (cohort * config.batch_size))
+    optimizer = settings.make_optimizer([p for p in model.parameters() if p.requires_grad], config.learning_rate)
+    rate = config.schedule()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    try:
+        with RunDirectory.create(config) as directory:
+            for round in range(1, config.rounds + 1):
+                begin = time.perf_counter()
+                batches = draw_batches(len(samples), cohort * config.batch_size, seeded(config.seed, 0, round, 0), steps=steps)
+                learning_rate = rate(round, config.rounds)
+                with torch_seed(int(seeded(config.seed, 0, round, 1).integers(2**62)), target):
+                    augment = augmenter(settings.augment, seeded(config.seed, 0, round, 2))
+                    result = train(
+                        model, samples, batches, settings, learning_rate, METHODS["fedavg"](), optimizer=optimizer, augment=augment
+                    )
+                record = RoundRecord(round, Phase.TRAIN.value, learning_rate, aggregated=True)
+                record.clients.append(ClientRecord(0, result.samples, result.steps, result.loss))
+                if round % config.evaluate_every == 0 or round == config.rounds:
+                    record.evaluation = test_metrics(config, model, target)
+                record.seconds = time.perf_counter() - begin
+                directory.record(record)
+    finally:
+        torch.set_num_threads(threads)
+    return directory

@@ -1,0 +1,300 @@
+"""The run config: one frozen value, checked, and the objects that its keys make together. The keys are in ``run_keys``."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fl_bn.exchange.grpc.service import Certificates
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.clipping import chosen
+from fl_bn.federation.companions import companions
+from fl_bn.federation.composition import check_composition
+from fl_bn.federation.defence import Defence
+from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
+from fl_bn.federation.rounds import AS_METHOD, Rounds
+from fl_bn.federation.settings import LocalTraining, learning_rate, milestones_of
+from fl_bn.flower.lineage import FOLDER
+from fl_bn.flower.population import round_half_up
+from fl_bn.flower.secure_rounds import check_secure
+from fl_bn.methods import METHODS, Method, attacked, freeze
+from fl_bn.objectives import FedProx, FedSAM, Moon, Objective, Scaffold
+from fl_bn.run.keys import LONGEST, Value, joins_of, kebab, short, unfit
+from fl_bn.run.run_keys import RunKeys
+from fl_bn.secure.privacy import Privacy
+from fl_bn.secure.settings import SecureAggregation
+
+SITES = "sites"  # the data set that every client brings for itself
+FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
+
+
+class ConfigError(ValueError):
+    """A key of the run config is unknown, of the wrong type, or out of range."""
+
+
+@dataclass(frozen=True)
+class RunConfig(RunKeys):
+    """Everything that decides a run. Raises ConfigError for a value out of range."""
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value, wanted = getattr(self, spec.name), type(spec.default)
+            if wanted is float and type(value) is int:
+                object.__setattr__(self, spec.name, value := float(value))
+            if type(value) is not wanted:
+                raise ConfigError(f"{kebab(spec.name)} must be of type {wanted.__name__}, but got {short(value)}")
+            if problem := unfit(value):
+                raise ConfigError(f"{kebab(spec.name)} must be {problem}, but got {short(value)}")
+            if not spec.metadata["check"](value):
+                raise ConfigError(f"{kebab(spec.name)} must be {spec.metadata['allowed']}, but got {short(value)}")
+        if self.name and (self.name != self.name.strip() or not re.fullmatch(FOLDER, self.name)):
+            raise ConfigError(f"name must be a plain file name that starts with no '.', '-' or '~', but got {short(self.name)}")
+        if len(self.name.encode()) > LONGEST:
+            raise ConfigError(f"name must be at most {LONGEST} bytes long, but got {len(self.name.encode())}: {short(self.name)}")
+        if self.rounds == 0 and self.calibrate in (0, AS_METHOD):
+            raise ConfigError(
+                "rounds must be >= 1, but got 0: a run that does not train measures statistics alone (re-calibration), and needs "
+                "calibrate=-1, one exchange per BatchNorm layer or until nothing moves, and model-weights, the network they are of"
+            )
+        if self.method in ("fixbn", "fedtan2") and self.freeze_after > self.rounds > 0:
+            raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
+        if self.freeze_what != "statistics" and (self.method != "fixbn" or self.update != "weights"):
+            raise ConfigError(
+                f"freeze-what={self.freeze_what!r} is for method='fixbn' with update='weights', but got {self.method!r}, {self.update!r}"
+            )
+        if self.method in FEDTAN and self.client_weights != "samples":
+            raise ConfigError(
+                f"{self.method} weighs clients by the batches they drew, or its first step would not be the centralised one: "
+                f"client-weights must be samples, but got {self.client_weights!r}"
+            )
+        if self.resume and not (self.checkpoint_every and self.output):
+            raise ConfigError("resume needs the output and the checkpoint-every that the run to go on with had")
+        if self.checkpoint_every and not self.output:
+            raise ConfigError("checkpoint-every needs an output, the folder in which the run's checkpoints are")
+        self._check_joining()
+        self._check_sites()
+        try:
+            self._check_byzantine()
+            self._check_together()
+            if self.method in FEDTAN:
+                self.exchange_settings()
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
+        """From kebab-case keys; absent ones take their default. Raises ConfigError for an unknown key, with the nearest one."""
+        known = {kebab(spec.name): spec.name for spec in fields(cls)}
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                raise ConfigError(
+                    f"unknown config key {name!r}" + (f": did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})")
+                )
+        return cls(**{known[name]: value for name, value in values.items()})
+
+    def to_mapping(self) -> dict[str, Value]:
+        return {kebab(spec.name): getattr(self, spec.name) for spec in fields(self)}
+
+    def build_method(self) -> Method:
+        frozen = None if self.freeze_after < 0 else self.freeze_after
+        if self.method == "fixbn":
+            return self._attacked(METHODS["fixbn"](freeze_after=frozen, freeze_what=self.freeze_what))
+        if self.method == "fedtan2":
+            return self._attacked(METHODS["fedtan2"](freeze_after=frozen, schedule=self.fedtan_schedule))
+        options: dict[str, dict[str, Any]] = {
+            "fedtan": {"schedule": self.fedtan_schedule},
+            "fedavg-alg2": {"schedule": self.fedtan_schedule},
+            "gn": {"groups": self.groups},
+            "gn-ws": {"groups": self.groups},
+            "fbn": {"tracking": self.tracking or None, "momentum": self.fbn_momentum or None, "report": self.fbn_report},
+            "hbn": {
+                "lam": self.hbn_lam or None,
+                "tracking": self.tracking or None,
+                "fraction": self.fraction,
+                "stat_samples": self.hbn_stat_samples,
+                "lower_layers": self.hbn_lower_layers,
+                "evaluate": self.hbn_evaluate,
+            },
+        }
+        method = METHODS[self.method](**options.get(self.method, {}))
+        return self._attacked(method if frozen is None else freeze(method, frozen))
+
+    def _attacked(self, method: Method) -> Method:
+        if self.attack == "none":
+            return method
+        return attacked(method, self.attack, self.byzantine, self.attack_on, self.attack_strength)
+
+    def defence(self) -> Defence:
+        """The rules on the server, and the f that they are told."""
+        declared = self.byzantine if self.declared_byzantine < 0 else self.declared_byzantine
+        return Defence(declared, self.statistics_rule, self.update_rule)
+
+    def _check_together(self) -> None:
+        method, robust = self.build_method(), self.byzantine > 0 or self.defence().active
+        check_composition(method, self.local_training(), robust, self.server_optimizer)
+        self.schedule(), self.build_server_optimizer()
+        if (secure := self.secure()) is not None:
+            exchange = replace(self.exchange_settings(), certificates=None) if self.method in FEDTAN else ExchangeSettings()
+            check_secure(secure, method, self._rounds(exchange), self.defence())
+            if self.unseen_client:
+                raise ConfigError("unseen-client has clients tell what they keep in the clear: set it, or secure-aggregation, to false")
+        elif self.dp_noise:
+            raise ConfigError("dp-noise is added to sums that nobody sees the parts of: set secure-aggregation to true")
+
+    def secure(self) -> SecureAggregation | None:
+        """Where the server is to see sums alone: how they are made."""
+        if not self.secure_aggregation:
+            return None
+        privacy = Privacy(self.dp_clip, self.dp_statistics_clip, self.dp_noise, self.dp_delta) if self.dp_noise else None
+        return SecureAggregation(
+            self.secagg_shares, self.secagg_threshold, self.secagg_clipping_range, self.secagg_quantization_range, privacy
+        )
+
+    def _check_byzantine(self) -> None:
+        if self.attack != "none" and self.byzantine == 0:
+            raise ConfigError(f"attack={self.attack!r} needs attackers: set byzantine")
+        if self.byzantine >= self.clients:
+            raise ConfigError(f"byzantine must leave an honest client of clients={self.clients}, but got {self.byzantine}")
+        self.defence().check(self._cohort_at_start())
+
+    def _check_joining(self) -> None:
+        joins = joins_of(self.join_rounds)
+        if strangers := [client for client in joins if client >= self.clients]:
+            raise ConfigError(
+                f"join-rounds must name clients 0..{self.clients - 1}, since clients={self.clients}, but got client {strangers[0]}"
+            )
+        if wrong := [f"{client}:{round}" for client, round in joins.items() if not 1 <= round <= self.rounds]:
+            raise ConfigError(f"join-rounds must name rounds 1..{self.rounds}, since rounds={self.rounds}, but got {wrong[0]}")
+        first = self.clients - sum(round > 1 for round in joins.values())
+        if first < 1:
+            raise ConfigError(f"join-rounds must leave a client to start with of clients={self.clients}, but got {self.join_rounds!r}")
+        if self.clients_at_start > first:
+            those = "clients" if first == self.clients else "the clients that join-rounds leaves to start with"
+            raise ConfigError(f"clients-at-start must not exceed {those}, {first}, but got {self.clients_at_start}")
+        if self.min_cohort > (size := self._cohort_at_start()):
+            of = f"clients={self.clients}" if first == self.clients and not self.clients_at_start else "those that the run starts with"
+            raise ConfigError(f"min-cohort must not exceed a cohort, {size} of {of}, but got {self.min_cohort}")
+
+    def _cohort_at_start(self) -> int:
+        """The fewest clients that a cohort has by plan."""
+        first = self.clients_at_start or self.clients - sum(round > 1 for round in joins_of(self.join_rounds).values())
+        return max(1, round_half_up(self.fraction * first))
+
+    def _check_sites(self) -> None:
+        shape = {"classes": self.classes, "channels": self.channels}
+        if self.dataset == SITES:
+            missing = [name for name, value in {**shape, "image-size": self.image_size}.items() if not value]
+            if missing:
+                raise ConfigError(f"dataset={SITES!r}: the server has no data to read the model's shape from: give {', '.join(missing)}")
+            if self.byzantine:
+                raise ConfigError(f"dataset={SITES!r} has real clients: attacks are for data that the run config names")
+            if self.hold_out:
+                raise ConfigError(
+                    f"dataset={SITES!r}: to hold a site out, start the run without it; hold-out names a domain of the run's data"
+                )
+        elif any(shape.values()):
+            raise ConfigError(f"classes and channels are for dataset={SITES!r}: {self.dataset} has its own")
+
+    def local_training(self) -> LocalTraining:
+        several = self.local_steps != 1 and self.optimizer == "sgd" and not self.build_objective().travels and self.method not in FEDTAN
+        clip, limit = chosen(self.clip, self.clip_limit, drifts=several and self.build_method().starts_constant(self.rounds))
+        return LocalTraining(
+            self.batch_size,
+            self.local_epochs,
+            self.local_steps,
+            self.optimizer,
+            self.momentum,
+            self.weight_decay,
+            self.update,
+            self.precision,
+            self.augment,
+            self.build_objective(),
+            self.maintain_momentum,
+            clip,
+            limit,
+        )
+
+    def build_objective(self) -> Objective:
+        made: dict[str, Callable[[], Objective]] = {
+            "fedprox": lambda: FedProx(self.fedprox_mu),
+            "scaffold": lambda: Scaffold(self.scaffold_option, self.scaffold_strength),
+            "moon": lambda: Moon(self.moon_mu, self.moon_temperature),
+            "fedsam": lambda: FedSAM(self.fedsam_rho),
+        }
+        return made.get(self.objective, Objective)()
+
+    def build_server_optimizer(self) -> ServerOptimizer:
+        momentum = None if self.server_momentum < 0 else self.server_momentum
+        return server_optimizer(self.server_optimizer, self.server_learning_rate, momentum, self.server_beta2, self.server_adaptivity)
+
+    def exchange_settings(self) -> ExchangeSettings:
+        """Raises ConfigError where some of the certificate's files are named, but not all."""
+        files = (self.exchange_certificate, self.exchange_key, self.exchange_authority)
+        if any(files) and not all(files):
+            raise ConfigError("exchange-certificate, exchange-key and exchange-authority belong together: give all three, or none")
+        return ExchangeSettings(
+            carrier=self.exchange,
+            policy=self.exchange_policy,
+            deadline=self.exchange_timeout,
+            join_deadline=self.exchange_join_timeout,
+            host=self.exchange_host,
+            bind=self.exchange_bind,
+            port=self.exchange_port,
+            certificates=Certificates(*map(Path, files)) if all(files) else None,
+            insecure=self.exchange_insecure,
+        )
+
+    def schedule(self) -> Callable[[int, int], float]:
+        """``(round, rounds) -> learning rate``."""
+        milestones = milestones_of(self.learning_rate_milestones)
+        if (self.learning_rate_schedule == "milestones") != bool(milestones):
+            raise ConfigError(
+                "learning-rate-milestones and learning-rate-schedule='milestones' belong together, but got "
+                f"{self.learning_rate_milestones!r} and {self.learning_rate_schedule!r}"
+            )
+        return partial(learning_rate, self.learning_rate_schedule, self.learning_rate, self.learning_rate_decay, milestones=milestones)
+
+    def round_policy(self) -> Rounds:
+        """The server's part. Raises ConfigError where the exchange's certificate files, which only the server has, are missing or wrong."""
+        exchange = self.exchange_settings() if self.method in FEDTAN else ExchangeSettings()
+        try:
+            if exchange.certificates is not None:
+                exchange.certificates.check()
+        except (FileNotFoundError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+        return self._rounds(exchange)
+
+    def _rounds(self, exchange: ExchangeSettings) -> Rounds:
+        return Rounds(
+            clients=self.clients,
+            fraction=self.fraction,
+            min_replies=self.min_replies,
+            max_failed=self.max_failed_rounds,
+            timeout=self.round_timeout,
+            wait=self.wait_timeout,
+            evaluate_every=self.evaluate_every,
+            client_weights=self.client_weights,
+            update=self.update,
+            max_steps=self.local_steps,
+            seed=self.seed,
+            calibrate=self.calibrate,
+            unit_scale=self.unit_scale,
+            rate=self.schedule(),
+            exchange=exchange,
+            min_cohort=self.min_cohort,
+            at_clients=self.dataset == SITES,
+            retry=self.retry_timeout,
+            checkpoint_every=self.checkpoint_every,
+            companions=companions(self.local_training()),
+            unseen=self.unseen_client,
+            at_start=self.clients_at_start,
+            joining=joins_of(self.join_rounds),
+        )

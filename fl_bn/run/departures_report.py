@@ -1,0 +1,104 @@
+"""departures.csv, and the table of summary.md: what left each client in a run, by kind."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fl_bn.federation.record import Departure, RoundRecord
+from fl_bn.flower.departures import FEW, warning
+from fl_bn.flower.normalisation import size
+
+FILE = "departures.csv"
+COLUMNS = (
+    "client", "section", "what", "tensors", "messages", "rounds", "bytes", "smallest-samples", "smallest-values", "smallest-round",
+    "warning",
+)  # fmt: skip
+SHOWN = 10  # warnings in summary.md
+
+
+@dataclass(frozen=True)
+class Kind:
+    """All of one kind that left one client: ``tensors`` of one message, ``nbytes`` of all ``messages``; ``rounds``: in how many.
+
+    ``least``: the departure whose statistics summarise the fewest samples, None if there are no statistics, and ``least_round``.
+    """
+
+    tensors: int
+    messages: int
+    rounds: int
+    nbytes: int
+    least: Departure | None = None
+    least_round: int = 0
+
+    @property
+    def traceable(self) -> bool:
+        return self.least is not None and self.least.samples < FEW
+
+
+def kinds(records: Iterable[RoundRecord], label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
+    """By client, section and what it is. ``label_counts``: of the clients that told theirs when they introduced themselves.
+
+    The exchanges before round 1 (``calibrate``) count to round 1.
+    """
+    found: dict[tuple[int, str, str], list[tuple[int, Departure]]] = {}
+    for record in records:
+        for departure in record.departures:
+            found.setdefault((departure.client, departure.section, departure.what), []).append((record.round, departure))
+    result = {key: _kind(entries) for key, entries in found.items()}
+    for client, counts in label_counts.items():
+        if counts:
+            result[client, "introduction", "samples per class"] = Kind(1, 1, 1, len(json.dumps(list(counts))))
+    return dict(sorted(result.items()))
+
+
+def _kind(entries: Sequence[tuple[int, Departure]]) -> Kind:
+    rounds = {round for round, _ in entries}
+    nbytes, tensors = sum(d.nbytes for _, d in entries), max(d.tensors for _, d in entries)
+    behind = [(d.samples, round, d) for round, d in entries if d.samples]
+    if not behind:
+        return Kind(tensors, len(entries), len(rounds), nbytes)
+    _, round, least = min(behind, key=lambda entry: entry[:2])
+    return Kind(tensors, len(entries), len(rounds), nbytes, least, round)
+
+
+def departures_csv(found: Mapping[tuple[int, str, str], Kind]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(COLUMNS)
+    for (client, section, what), kind in found.items():
+        least = (kind.least.samples, kind.least.values or "", kind.least_round) if kind.least else ("", "", "")
+        told = f"fewer than {FEW} samples" if kind.traceable else ""
+        writer.writerow([client, section, what, kind.tensors, kind.messages, kind.rounds, kind.nbytes, *least, told])
+    return text.getvalue()
+
+
+def departures_table(found: Mapping[tuple[int, str, str], Kind]) -> list[str]:
+    """Markdown, one line per kind over all clients, and the warnings, one per client."""
+    if not found:
+        return []
+    lines = [
+        "## What left each client",
+        "",
+        "| section | what | clients | tensors | bytes per client, at most | rounds, at most | fewest samples behind a statistic |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, str], list[Kind]] = {}
+    for (_, section, what), kind in found.items():
+        groups.setdefault((section, what), []).append(kind)
+    for (section, what), of in groups.items():
+        least = min(((k.least.samples, k.least.client, k.least_round) for k in of if k.least), default=None)
+        fewest = "" if least is None else f"{least[0]} (client {least[1]}, round {least[2]})"
+        cells = (section, what, len(of), max(k.tensors for k in of), size(max(k.nbytes for k in of)), max(k.rounds for k in of), fewest)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    worst: dict[int, Kind] = {}
+    for (client, _, _), kind in found.items():
+        if kind.traceable and kind.least and (client not in worst or kind.least.samples < worst[client].least.samples):  # type: ignore[union-attr]
+            worst[client] = kind
+    lines += ["", *(f"- **warning**: {warning(k.least, k.least_round)}" for k in list(worst.values())[:SHOWN] if k.least)]
+    if len(worst) > SHOWN:
+        lines.append(f"- and {len(worst) - SHOWN} more clients: see {FILE}")
+    return [*lines, ""] if worst else lines

@@ -1,0 +1,177 @@
+"""What only somebody who sees all clients' data can measure: the global model on the training data, and why BatchNorm goes astray.
+
+For simulation: the server process reads every client's part of the run's data itself. Measured at every evaluation, on copies of the
+model, without a random number of the run's: a run with diagnostics has the numbers of one without.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_bn.conversion import convert
+from fl_bn.federation.aggregation import running_statistics
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.metrics import Evaluation
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.settings import seeded
+from fl_bn.layers import observe, pooled
+from fl_bn.methods import METHODS, Phase
+from fl_bn.moments import Moments, Running, pool
+from fl_bn.roles import Role, batch_norms
+from fl_bn.run.assembly import client_model, client_samples, device, source_model
+from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.run.gradient_deviation import Batch, gradient_deviations
+from fl_bn.run.keys import DIAGNOSTICS
+
+TRAINING_LOSS, DRIFT, GRADIENTS = DIAGNOSTICS
+BATCH = 128  # samples of each client's batch, the same in every round: FedTAN's own batch size
+_STREAM = 0xD1A6  # what the seeded generator is for: apart from batches, dropout and statistics of the clients
+EPS = 1e-5
+
+
+class Measurement(NamedTuple):
+    """One line of diagnostics.csv. ``layer`` is empty where it is the whole network, ``client`` None where it is all of them."""
+
+    round: int
+    layer: str
+    client: int | None
+    quantity: str
+    value: float
+
+
+class Diagnostics:
+    """Measures ``names`` (of ``DIAGNOSTICS``) of the global model at every evaluated round. Byzantine clients are left out.
+
+    ``training-loss``: loss and accuracy on the union of the clients' training data, in evaluation mode (``training-loss``,
+    ``training-accuracy``).
+
+    ``drift`` (FixBN, seed 000, figure 2), per BatchNorm layer, as means over its channels:
+    ``mean-moved``, ``var-moved``: how far the global statistics moved since the evaluation before, |change of the mean| in standard
+    deviations, |log of the variances' ratio|; ``batch-mean-distance``, ``batch-var-distance``: how far the statistics of a client's
+    batch are from the global ones, in the same units, mean over clients; ``batch-mean-spread``, ``batch-var-spread``: variance over the
+    evaluations so far of the same batch's mean (in units of the global variance) and of the log of its variance, mean over clients.
+    Batch statistics are those of the layer's input where the layers below normalise as in training (as in evaluation, once frozen).
+
+    ``gradients``: ``gradient-deviation``, B_i^2 of each client and their mean, and ``centralised-gradient``, the squared norm of the
+    gradient on the union of the batches: see ``gradient_deviation``.
+
+    Raises:
+        ConfigError: an unknown name, data that the server does not have, or a method without a global model or without BatchNorm.
+    """
+
+    def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
+        if unknown := [name for name in names if name not in DIAGNOSTICS]:
+            raise ConfigError(f"diagnostics must be of {', '.join(DIAGNOSTICS)}, separated by commas, but got {unknown[0]!r}")
+        if config.dataset == SITES:
+            raise ConfigError(f"diagnostics need all clients' data in one place, but with dataset={SITES!r} the server has none")
+        if config.build_method().personal:
+            raise ConfigError(f"diagnostics are of the global model, but under {config.method} every client has one of its own")
+        self.config, self.names = config, tuple(names)
+        if set(names) & {DRIFT, GRADIENTS} and not batch_norms(client_model(config)):
+            raise ConfigError(f"diagnostics drift and gradients need BatchNorm layers, but under {config.method} the network has none")
+        self._before: dict[str, Running] = {}
+        self._over_rounds: dict[tuple[str, int, str], Moments] = {}
+
+    @cached_property
+    def clients(self) -> list[Samples]:
+        """The honest clients' training samples."""
+        return [client_samples(self.config, client)[0] for client in range(self.config.clients - self.config.byzantine)]
+
+    def after_round(self, record: RoundRecord, model: nn.Module) -> list[Measurement]:
+        """Measurements of the global ``model``, which is not changed; none in a round that is not evaluated."""
+        if record.round % self.config.evaluate_every and record.round != self.config.rounds:
+            return []
+        rows: list[Measurement] = []
+        target = device(self.config)
+        if TRAINING_LOSS in self.names:
+            on_device = copy.deepcopy(model).to(target)
+            found = Evaluation.union(evaluate(on_device, samples) for samples in self.clients)
+            for quantity, value in (("training-loss", found.loss), ("training-accuracy", found.accuracy)):
+                rows.append(Measurement(record.round, "", None, quantity, value))
+        if DRIFT in self.names:
+            rows += self._drift(record, copy.deepcopy(model).to(target))
+        if GRADIENTS in self.names:
+            rows += self._gradients(record.round, model, target)
+        return rows
+
+    def _batches(self, like: Tensor) -> list[tuple[int, Batch]]:
+        """A seeded batch of every client that has enough samples for a variance."""
+        batches = []
+        for client, samples in enumerate(self.clients):
+            if (n := len(samples)) >= 2:
+                chosen = np.sort(seeded(self.config.seed, client, _STREAM).choice(n, min(n, BATCH), replace=False))
+                batches.append((client, samples.batch(chosen, like)))
+        return batches
+
+    @torch.no_grad()
+    def _drift(self, record: RoundRecord, model: nn.Module) -> list[Measurement]:
+        now, rows = running_statistics(model), []
+
+        def row(layer: str, quantity: str, value: float) -> None:
+            rows.append(Measurement(record.round, layer, None, quantity, value))
+
+        for name, new in now.items():
+            if name in self._before:
+                old = self._before[name]
+                row(name, "mean-moved", _in_deviations(new.mean, old))
+                row(name, "var-moved", _log_ratio(new.var, old))
+        self._before = now
+        found: dict[str, list[Moments]] = {name: [] for name in now}
+        spreads: dict[tuple[str, str], list[float]] = {}
+        model.eval()
+        frozen = record.phase == Phase.FROZEN.value and Role.STATISTIC in self.config.build_method().frozen
+        for layer in batch_norms(model).values():
+            layer.train(not frozen)
+        for client, (x, _) in self._batches(next(model.parameters())):
+            with observe(model) as observed:
+                model(x)
+            for name, part in pooled(observed).items():
+                part = Moments(part.count, part.mean.cpu(), part.var.cpu())
+                found[name].append(part)
+                scale = now[name].var.double() + EPS
+                for quantity, value, unit in (("mean", part.mean, scale), ("var", (part.bessel() + EPS).log(), torch.ones_like(scale))):
+                    seen = self._seen((name, client, quantity), value)
+                    if seen.count > 1:
+                        spreads.setdefault((name, quantity), []).append(float((seen.var / unit).mean()))
+        for name, parts in found.items():
+            if parts:
+                row(name, "batch-mean-distance", _mean([_in_deviations(part.mean, now[name]) for part in parts]))
+                row(name, "batch-var-distance", _mean([_log_ratio(part.bessel(), now[name]) for part in parts]))
+        for (name, quantity), values in spreads.items():
+            row(name, f"batch-{quantity}-spread", _mean(values))
+        return rows
+
+    def _seen(self, key: tuple[str, int, str], value: Tensor) -> Moments:
+        """Moments over the rounds so far of a batch statistic; every round counts 1."""
+        before = self._over_rounds.get(key)
+        new = Moments(1, value.double(), torch.zeros_like(value, dtype=torch.float64))
+        self._over_rounds[key] = new if before is None else pool([before, new])
+        return self._over_rounds[key]
+
+    def _gradients(self, round: int, model: nn.Module, target: torch.device) -> list[Measurement]:
+        network = convert(source_model(self.config), METHODS["fedtan"]())
+        network.load_state_dict({k: t for k, t in model.state_dict().items() if k in network.state_dict()})
+        clients, batches = zip(*self._batches(next(network.parameters()).to(target)), strict=True)
+        found = gradient_deviations(network.to(target), batches)
+        rows = [Measurement(round, "", i, "gradient-deviation", value) for i, value in zip(clients, found.squared, strict=True)]
+        rows.append(Measurement(round, "", None, "gradient-deviation", _mean(found.squared)))
+        return [*rows, Measurement(round, "", None, "centralised-gradient", found.centralised)]
+
+
+def _in_deviations(mean: Tensor, of: Running) -> float:
+    return float(((mean.double() - of.mean.double()).abs() / (of.var.double() + EPS).sqrt()).mean())
+
+
+def _log_ratio(var: Tensor, of: Running) -> float:
+    return float(((var.double() + EPS) / (of.var.double() + EPS)).log().abs().mean())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

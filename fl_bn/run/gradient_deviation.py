@@ -1,0 +1,84 @@
+"""How far a client's gradient with its own batch statistics is from what the centralised gradient has of it.
+
+FedTAN (seed 004), assumption 1: the deviation B_i of the local gradient under local statistics, which does not vanish with the learning
+rate, is what keeps FedAvg with batch normalisation from converging where the clients' data differ.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fl_bn.exchange.call import Layer
+from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, ended
+from fl_bn.exchange.session import Session
+from fl_bn.federation.metrics import cross_entropy
+from fl_bn.methods.fedtan import exchanging
+from fl_bn.roles import batch_norms
+
+Batch = tuple[Tensor, Tensor]
+Gradient = Mapping[str, Tensor]
+
+
+class Deviations(NamedTuple):
+    """``squared``: B_i^2 of every client; ``centralised``: squared norm of the gradient on the union of the batches, for its scale."""
+
+    squared: list[float]
+    centralised: float
+
+
+def gradient_deviations(model: nn.Module, batches: Sequence[Batch], loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy) -> Deviations:
+    """B_i^2 = ||g_i - c_i||^2 of every client's batch, at the weights of ``model``, a network converted for FedTAN.
+
+    ``g_i`` is the gradient of client i's mean loss with its own batch statistics, through which gradients pass as in ``nn.BatchNorm``.
+    ``c_i`` is the gradient of the same loss where every BatchNorm layer normalises with the statistics of the union of all batches, and
+    the gradients of these statistics are the cohort's (FedTAN, Algorithms 2 and 3): ``sum p_i c_i`` is the gradient on the union, with
+    ``p_i`` proportional to the batch sizes. Dropout is off. Holds the activations of all clients at a time.
+
+    Symbols: B_i^2 -> squared, p_i -> batch sizes, normalised.
+    """
+    like = next(model.parameters()).dtype
+    layers = {name: Layer(layer.running_mean.numel(), like) for name, layer in batch_norms(model).items() if layer.running_mean is not None}
+    session = Session(range(len(batches)), layers)
+    tokens = admit(session)
+
+    def shared(client: int) -> Gradient:
+        try:
+            exchange = LocalExchange(tokens[client], len(batches[client][1]))
+            return _gradient(model, batches[client], loss, exchange)
+        except BaseException as error:
+            ended(tokens[client], repr(error))
+            raise
+
+    try:
+        centralised = Turns(len(batches)).run([partial(shared, client) for client in range(len(batches))])
+    finally:
+        dismiss(tokens)
+    squared = [_distance(_gradient(model, batch, loss), share) for batch, share in zip(batches, centralised, strict=True)]
+    total = sum(len(y) for _, y in batches)
+    mean = {
+        n: torch.stack([g[n] * (len(y) / total) for g, (_, y) in zip(centralised, batches, strict=True)]).sum(0) for n in centralised[0]
+    }
+    return Deviations(squared, float(sum(g.double().square().sum() for g in mean.values())))
+
+
+def _gradient(model: nn.Module, batch: Batch, loss: Callable[[Tensor, Tensor], Tensor], exchange: LocalExchange | None = None) -> Gradient:
+    mine = copy.deepcopy(model).eval()
+    mine.zero_grad()
+    for layer in batch_norms(mine).values():
+        layer.train()
+    if exchange is None:
+        loss(mine(batch[0]), batch[1]).backward()
+    else:
+        with exchanging(mine, exchange):
+            loss(mine(batch[0]), batch[1]).backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in mine.named_parameters() if p.requires_grad}
+
+
+def _distance(a: Gradient, b: Gradient) -> float:
+    return float(sum((a[name] - b[name]).double().square().sum() for name in a))

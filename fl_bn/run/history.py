@@ -1,0 +1,222 @@
+"""A run's rounds as rows, and the files that grow by them: ``rounds.csv``, ``clients.csv``, ``rounds.jsonl``, ``diagnostics.csv``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from fl_bn.durable import Damaged
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.metrics import MEAN_IOU, named_per_class, per_class
+from fl_bn.federation.record import ClientRecord, Departure, RoundRecord
+from fl_bn.flower.log import LOGGER
+from fl_bn.run.keys import Value
+
+SECTIONS = ("weights", "statistics", "moments", "gradients", "control", "momentum", "second-moment", "steps", "masked", "exchange")
+ROUND_COLUMNS = (
+    "round", "phase", "learning-rate", "cohort", "accepted", "aggregated", "loss", "accuracy", "accuracy-std", "accuracy-min", MEAN_IOU,
+    "test-loss", "min-var", "drift", "drift-layer", "seconds", "exchanges", "carrier", "waited",
+    *(f"bytes-{way}-{section}" for way in ("down", "up") for section in SECTIONS),
+)  # fmt: skip
+CLIENT_COLUMNS = (
+    "round", "client", "samples", "steps", "loss", "bytes-down", "bytes-up", "exchanges", "waited", "distance", "accuracy", "test-loss",
+    "refused",
+)  # fmt: skip
+DIAGNOSTIC_COLUMNS = ("round", "layer", "client", "quantity", "value")
+_DOMAIN = "accuracy-domain-"
+Row = dict[str, Value | None]
+
+
+def round_row(record: RoundRecord) -> Row:
+    """One line of rounds.csv and rounds.jsonl. Bytes are per client; ``drift`` in standard deviations; ``seconds`` of wall clock;
+    ``waited`` of the client that waited longest in exchanges."""
+    drift, evaluation = record.drift, record.evaluation
+    row: Row = {
+        "round": record.round,
+        "phase": record.phase,
+        "learning-rate": record.learning_rate,
+        "cohort": len(record.clients),
+        "accepted": len(record.accepted),
+        "aggregated": record.aggregated,
+        "loss": _finite(record.loss),
+        **{name: _finite(evaluation.get(name)) for name in ("accuracy", "accuracy-std", "accuracy-min", MEAN_IOU)},
+        "test-loss": _finite(evaluation.get("loss")),
+        "min-var": _finite(drift.min_var) if drift else None,
+        "drift": _finite(drift.largest) if drift else None,
+        "drift-layer": drift.layer if drift else None,
+        "seconds": round(record.seconds, 4),
+        "exchanges": record.exchanges,
+        "carrier": record.carrier or None,
+        "waited": round(max((c.waited for c in record.accepted), default=0.0), 4),
+    }
+    for section in SECTIONS:
+        row[f"bytes-down-{section}"] = record.bytes_down.get(section, 0)
+        row[f"bytes-up-{section}"] = record.bytes_up.get(section, 0)
+    return row
+
+
+def client_rows(record: RoundRecord) -> list[Row]:
+    """One line of clients.csv per client that trained or was evaluated in the round."""
+    rows: dict[int, Row] = {}
+    for client in record.clients:
+        rows[client.client] = {
+            "samples": client.samples,
+            "steps": client.steps,
+            "loss": _finite(client.loss),
+            "bytes-down": client.bytes_down,
+            "bytes-up": client.bytes_up,
+            "exchanges": client.exchanges,
+            "waited": round(client.waited, 4),
+            "distance": _finite(client.distance),
+            "refused": client.refused,
+        }
+    for index, metrics in record.client_evaluation.items():
+        rows.setdefault(index, {}).update({"accuracy": metrics["accuracy"], "test-loss": _finite(metrics["loss"])})
+    return [{"round": record.round, "client": index, **rows[index]} for index in sorted(rows)]
+
+
+def round_line(record: RoundRecord) -> dict[str, Any]:
+    """One line of rounds.jsonl: the row of the round, the accuracies per class (null: none of that class) and per domain, the
+    clients' rows, and what left the clients (the fields of ``Departure``)."""
+    classes = [_finite(accuracy) for accuracy in per_class(record.evaluation)]
+    domains = {name: _finite(accuracy) for name, accuracy in per_domain(record.evaluation).items()}
+    more = {"per-class": classes or None, "per-domain": domains or None, "clients": client_rows(record)}
+    return {**round_row(record), **more, "departures": [astuple(departure) for departure in record.departures]}
+
+
+def record_of(row: Mapping[str, Any]) -> RoundRecord:
+    """The record behind a line of rounds.jsonl, as far as pictures and summaries need it; also of one from before mean IoU was kept."""
+    record = RoundRecord(row["round"], row["phase"], row["learning-rate"], aggregated=row["aggregated"], seconds=row["seconds"])
+    record.exchanges, record.carrier = row["exchanges"], row["carrier"] or ""
+    record.bytes_down, record.bytes_up = ({s: n for s in SECTIONS if (n := row[f"bytes-{way}-{s}"])} for way in ("down", "up"))
+    if row["drift-layer"] is not None:
+        record.drift = Drift(_number(row["drift"]), row["drift-layer"], _number(row["min-var"]), math.nan)
+    names = {**{name: name for name in ("accuracy", "accuracy-std", "accuracy-min", MEAN_IOU)}, "test-loss": "loss"}
+    record.evaluation = {name: row[column] for column, name in names.items() if row.get(column) is not None}
+    record.evaluation |= named_per_class([_number(accuracy) for accuracy in row.get("per-class") or ()])
+    record.evaluation |= named_per_domain({name: _number(accuracy) for name, accuracy in (row.get("per-domain") or {}).items()})
+    record.departures = [Departure(*departure) for departure in row.get("departures") or ()]
+    for client in row["clients"]:
+        if "samples" in client:
+            keys = ("client", "samples", "steps", "bytes-down", "bytes-up", "exchanges", "waited", "refused")
+            values: dict[str, Any] = {key.replace("-", "_"): client[key] for key in keys}
+            values |= {key: _number(client[key]) for key in ("loss", "distance")}
+            record.clients.append(ClientRecord(**values))
+        if "accuracy" in client:
+            record.client_evaluation[client["client"]] = {"accuracy": client["accuracy"], "loss": _number(client["test-loss"])}
+    return record
+
+
+def per_domain(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The accuracies by domain among ``metrics``."""
+    return {name.removeprefix(_DOMAIN): value for name, value in metrics.items() if name.startswith(_DOMAIN)}
+
+
+def named_per_domain(accuracies: Mapping[str, float]) -> dict[str, float]:
+    """The inverse of ``per_domain``."""
+    return {f"{_DOMAIN}{name}": value for name, value in accuracies.items()}
+
+
+class History:
+    """The files in ``folder``, which grow by a round at a time.
+
+    What cannot be written, since the disk is full, say, is kept and written with the next round; half a line is never left behind.
+    With ``diagnostics`` there is a file of them, too.
+    """
+
+    FILES = ("rounds.csv", "clients.csv", "rounds.jsonl")
+
+    def __init__(self, folder: Path, diagnostics: bool = False) -> None:
+        self.folder = folder
+        self.files = (*self.FILES, "diagnostics.csv") if diagnostics else self.FILES
+        self._waiting = dict.fromkeys(self.files, "")
+        self._columns = {"rounds.csv": ROUND_COLUMNS, "clients.csv": CLIENT_COLUMNS}
+        if diagnostics:
+            self._columns["diagnostics.csv"] = DIAGNOSTIC_COLUMNS
+
+    def begin(self) -> None:
+        """Empty files with their columns' names."""
+        for file, columns in self._columns.items():
+            self._waiting[file] = _csv(columns, [dict(zip(columns, columns, strict=True))])
+        self._write()
+
+    def add(self, record: RoundRecord, diagnostics: Sequence[Row] = ()) -> None:
+        rows = {"rounds.csv": [round_row(record)], "clients.csv": client_rows(record), "diagnostics.csv": list(diagnostics)}
+        for file, columns in self._columns.items():
+            self._waiting[file] += _csv(columns, rows[file])
+        self._waiting["rounds.jsonl"] += json.dumps(round_line(record)) + "\n"
+        try:
+            self._write()
+        except OSError as error:
+            LOGGER.warning("round %s is not in the files of %s yet: %s. Tried again after the next round", record.round, self.folder, error)
+
+    def lengths(self) -> dict[str, int]:
+        """Lengths in bytes, with all of it on the disk. Raises OSError where that is not so."""
+        self._write()
+        return {file: (self.folder / file).stat().st_size for file in self.files if (self.folder / file).exists()}
+
+    def cut(self, lengths: Mapping[str, int]) -> list[RoundRecord]:
+        """Cut the files to an earlier ``lengths()``; the records they hold then.
+
+        Raises:
+            Damaged: a file is shorter than that, or cannot be read.
+        """
+        paths = {self.folder / file: int(lengths.get(file, 0)) for file in self.files}
+        for path, length in paths.items():
+            have = path.stat().st_size if path.exists() else 0
+            if have < length:
+                raise Damaged(f"{path}: expected at least the {length} bytes of the checkpoint, but it has {have}")
+        for path, length in paths.items():
+            if path.exists():
+                os.truncate(path, length)
+        self._columns |= {file: names for file, columns in self._columns.items() if (names := _header(self.folder / file))}
+        path = self.folder / "rounds.jsonl"
+        try:
+            return [record_of(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+        except (ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{path}: expected one round per line, but cannot read it: {error!r}") from error
+
+    def _write(self) -> None:
+        for file, text in self._waiting.items():
+            if not text:
+                continue
+            with (self.folder / file).open("ab", buffering=0) as target:
+                length, data = target.tell(), text.encode()
+                try:
+                    if (written := target.write(data)) < len(data):
+                        raise OSError(f"only {written} of {len(data)} bytes fit into {target.name}: the disk is full")
+                    os.fsync(target.fileno())
+                except OSError:
+                    target.truncate(length)
+                    raise
+            self._waiting[file] = ""
+
+
+def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Value | None]]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
+    writer.writerows({k: "" if v is None else v for k, v in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def _header(path: Path) -> tuple[str, ...]:
+    """The columns of a file that another version of the program may have begun; empty where there is none."""
+    if not path.exists():
+        return ()
+    with path.open(newline="") as file:
+        return tuple(next(csv.reader(file), ()))
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

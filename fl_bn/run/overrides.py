@@ -1,0 +1,37 @@
+"""Run configs as people type them: ``key=value`` pairs, or a TOML file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from fl_bn.run.config import ConfigError
+
+UNREADABLE = (ValueError, RecursionError)  # of tomllib: its own error, numbers of 5,000 digits, lists in lists in lists, bytes of no text
+LONG = 200  # characters of a value that an error repeats
+PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
+
+
+def parse_overrides(text: str) -> dict[str, Any]:
+    """The keys of ``rounds=10 method='hbn'``, or of a TOML file; the syntax of ``flwr run --run-config``, but nothing is passed over.
+
+    Raises:
+        ConfigError: a part is no ``key=value``, or a value is no TOML.
+    """
+    if text.endswith(".toml"):
+        try:
+            return tomllib.loads(Path(text).read_text(encoding="utf-8"))
+        except (OSError, *UNREADABLE) as error:
+            raise ConfigError(f"{text} cannot be read as a run config: {error}") from error
+    if rest := PAIR.sub("", text).strip():
+        raise ConfigError(f"cannot read {rest!r} in the run config: expected key=value pairs, e.g. rounds=10 method='hbn'")
+    values: dict[str, Any] = {}
+    for name, value in PAIR.findall(text):
+        try:
+            values[name] = tomllib.loads(f"value = {value}")["value"]
+        except UNREADABLE as error:
+            shown = value if len(value) <= LONG else f"{value[:LONG]}..."
+            raise ConfigError(f"cannot read {name}={shown}: expected a number, true, false or a quoted string: {name}='{shown}'") from error
+    return values

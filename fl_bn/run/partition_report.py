@@ -1,0 +1,52 @@
+"""Who would hold what: a partition as a table and a picture, without training."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_bn.data.partition import Indices, label_counts
+from fl_bn.run.assembly import dataset, partitions, shape
+from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.run.pictures import draw_labels
+
+
+def write(config: RunConfig, folder: Path) -> tuple[Path, Path]:
+    """``counts.csv`` and ``labels.png`` of the partition of ``config``, in ``folder``; their paths.
+
+    counts.csv has a line per client and domain that it has samples of (one line per client where the data have no domains), with the
+    number of samples of each class and in all; of masks, the number of pixels, and in all that of images.
+
+    Raises:
+        ConfigError: the run's data are the sites' own, or cannot be divided so.
+    """
+    if config.dataset == SITES:
+        raise ConfigError(f"dataset={SITES!r}: every client brings its own data, so there is nothing to divide")
+    data, parts = dataset(config), [part.numpy() for part in partitions(config)]
+    domains = np.zeros(len(data.y_train), dtype=np.int64) if data.domain_train is None else data.domain_train.numpy()
+    names = data.domains or ("",)
+    rows = _counts(data.y_train.numpy(), domains, parts, shape(config)[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    table, picture = folder / "counts.csv", folder / "labels.png"
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["client", "domain", *(f"class-{label}" for label in range(shape(config)[0])), "total"])
+        writer.writerows([client, names[domain], *counts.tolist(), total] for client, domain, counts, total in rows)
+    totals = dict(enumerate(label_counts(data.y_train.numpy(), parts, shape(config)[0]).tolist()))
+    held = {name: [int((domains[part] == index).sum()) for part in parts] for index, name in enumerate(names)}
+    draw_labels(totals, config, picture, held if data.domains else None)
+    return table, picture
+
+
+def _counts(
+    labels: NDArray[np.int64], domains: NDArray[np.int64], parts: list[Indices], classes: int
+) -> list[tuple[int, int, NDArray[np.int64], int]]:
+    """``(client, domain, samples per class, samples)`` of every client and domain that it has samples of."""
+    held = [
+        (client, int(domain), part[domains[part] == domain]) for client, part in enumerate(parts) for domain in np.unique(domains[part])
+    ]
+    counts = label_counts(labels, [own for _, _, own in held], classes)
+    return [(client, domain, row, len(own)) for (client, domain, own), row in zip(held, counts, strict=True)]

@@ -1,0 +1,93 @@
+"""What is tried once, at the server, before a run begins: what can be known to fail is refused in one sentence, before any client works."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from fl_bn.data.augment import augmenter
+from fl_bn.data.dataset import to_input
+from fl_bn.federation.local import torch_seed
+from fl_bn.federation.recalibration import why_not
+from fl_bn.federation.rounds import AS_METHOD
+from fl_bn.federation.settings import seeded
+from fl_bn.flower.codec import to_numpy
+from fl_bn.flower.fields import WireError
+from fl_bn.flower.log import LOGGER
+from fl_bn.methods import Phase
+from fl_bn.roles import Role, batch_norms
+from fl_bn.run import recalibrate
+from fl_bn.run.assembly import client_model, dataset, partitions, shape
+from fl_bn.run.config import SITES, ConfigError, RunConfig
+
+
+def check(config: RunConfig) -> None:
+    """Tries the partition, the network on two samples, and what would be sent of it.
+
+    Raises:
+        ConfigError: one of them cannot work; the message says why.
+    """
+    if config.rounds == 0:
+        recalibrate.check(config)
+    if config.dataset != SITES:
+        partitions(config)
+    model, method = client_model(config), config.build_method()
+    measured = config.calibrate == -1 or config.calibrate > 0
+    if measured and (reason := why_not(model, method)):
+        raise ConfigError(f"calibrate={config.calibrate} would do nothing: {reason}. Set calibrate to 0")
+    try:
+        to_numpy(model.state_dict())
+    except WireError as error:
+        raise ConfigError(f"model {config.model!r}: {error}") from error
+    if (x := _two_samples(config)) is not None:
+        _try(config, x)
+    if config.dataset != SITES and (change := augmenter(config.augment, seeded(config.seed))) is not None:
+        data = dataset(config)
+        try:
+            change(data.x_train[:2], data.y_train[:2])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    untouched = method.phase(1, config.rounds) is Phase.FROZEN and Role.STATISTIC in method.frozen and method.shares(Role.STATISTIC)
+    by_itself = config.calibrate == AS_METHOD and not config.dp_noise
+    if config.rounds and untouched and not measured and not by_itself and not config.model_weights and batch_norms(model):
+        LOGGER.warning(
+            "%s: the statistics freeze before round 1 (freeze-after=%s of rounds=%s), as the network was built: nobody has measured them. "
+            "Set freeze-after to 1 or more, calibrate to -1, or model-weights to those of a trained network",
+            config.method,
+            config.rounds // 2 if config.freeze_after < 0 else config.freeze_after,
+            config.rounds,
+        )
+
+
+def _two_samples(config: RunConfig) -> Tensor | None:
+    """Of the run's data; where the sites have them, images of the run's shape. None: one's own network may take anything of theirs."""
+    if config.dataset != SITES:
+        return to_input(dataset(config).x_train[:2])
+    if ":" in config.model:
+        return None
+    _, channels, size = shape(config)
+    return torch.zeros(2, channels, size, size)
+
+
+def _try(config: RunConfig, x: Tensor) -> None:
+    """One batch in evaluation mode, in which every layer of every method works alone."""
+    classes = shape(config)[0]
+    model = copy.deepcopy(client_model(config)).eval()
+    x = (x if len(x) > 1 else x.expand(2, *x.shape[1:])).to(next(model.parameters()).dtype)
+    try:
+        with torch.no_grad(), torch_seed(config.seed, torch.device("cpu")):
+            out = model(x)
+    except Exception as error:  # a stranger's network: anything may happen in it
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(
+            f"the network cannot take these data: model={config.model!r} under method={config.method!r} fails on a batch of shape "
+            f"{tuple(x.shape)}: {problem}. Choose another model, method or image-size"
+        ) from error
+    if not isinstance(out, Tensor) or out.ndim < 2 or tuple(out.shape[:2]) != (2, classes):
+        came = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        raise ConfigError(
+            f"the network must answer a batch of 2 samples with scores (2, {classes}, ...), one for each class, but model={config.model!r} "
+            f"answers {came}"
+        )

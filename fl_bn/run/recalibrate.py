@@ -1,0 +1,92 @@
+"""Re-calibrating a finished run's model, or any file of weights: the config of the statistics-only run, and what came out of it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fl_bn.federation.recalibration import why_not
+from fl_bn.pairs import flower_config
+from fl_bn.run.assembly import client_model
+from fl_bn.run.checkpoints import CONFIG
+from fl_bn.run.config import SITES, ConfigError, RunConfig
+
+MODEL = "model.safetensors"
+FILES = (".pt", ".pth", ".safetensors")
+ALONE: dict[str, Any] = {"method": "fedavg", "clients": 1, "partition": "iid"}  # for a file of weights: its data are in one place
+DECIDED = ("rounds", "calibrate", "model-weights", "resume", "checkpoint-every", "name", "output")
+
+
+@dataclass(frozen=True)
+class Row:
+    """After pass ``number`` (0: before the first). ``moved``: a mean, in sd, ``layer``: where; ``accuracy`` None: not evaluated."""
+
+    number: int
+    clients: int
+    accuracy: float | None
+    moved: float | None
+    layer: str
+
+
+def check(config: RunConfig) -> None:
+    """Raises ConfigError, with the reason, where the method or the model has no shared running statistics."""
+    bare = replace(config, model_weights="")  # the file may be of a network without them, and would be refused for another reason
+    if reason := why_not(client_model(bare), config.build_method()):
+        raise ConfigError(reason)
+
+
+def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output: Path | None = None) -> RunConfig:
+    """The statistics-only run for a finished run's folder or a file of weights: same data, same clients, no training.
+
+    ``passes`` 0: one per BatchNorm layer, or until nothing moves. ``output``: the folder to make; by default beside ``source``.
+
+    Raises:
+        ConfigError: there is no such run or file, its method shares no running statistics, or a key is wrong or not for here.
+    """
+    if taken := [key for key in overrides if key in DECIDED]:
+        raise ConfigError(f"{taken[0]} is for recalibrate to decide (--passes and --output are options of its own): leave it out")
+    if source.is_dir():
+        keys, weights = _keys_of(source), source / MODEL
+    elif source.is_file() and source.suffix in FILES:
+        keys, weights = ALONE, source
+    else:
+        came = f"a file {source.suffix or 'without a suffix'}" if source.exists() else "nothing there"
+        raise ConfigError(f"{source}: expected a finished run's folder, or weights ({', '.join(FILES)}), but there is {came}")
+    folder = (output or source.with_name(f"{source.stem if source.is_file() else source.resolve().name}-recalibrated")).absolute()
+    own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve()), "evaluate-every": 1, "hbn-stat-samples": 0}
+    place = {"resume": "", "checkpoint-every": 0, "name": folder.name, "output": str(folder.parent)}
+    config = RunConfig.from_mapping({**keys, **overrides, **own, **place})
+    if config.dataset == SITES:
+        raise ConfigError(f"the run's data are at the sites, so it cannot be measured here. The same there: {elsewhere(config)}")
+    check(config)
+    return config
+
+
+def elsewhere(config: RunConfig) -> str:
+    """The command line that makes the same federated run on Ray (or, with its run config, a deployment)."""
+    default = RunConfig().to_mapping()
+    keys = {k: v for k, v in config.to_mapping().items() if v != default[k] and k not in ("name", "output", "resume")}
+    line = f"flwr run . --run-config {shlex.quote(flower_config(keys))}"
+    if config.clients != RunConfig().clients:
+        line += f' --federation-config "options.num-supernodes={config.clients}"'
+    return line
+
+
+def rows(folder: Path) -> list[Row]:
+    """From the folder of the statistics-only run."""
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [Row(r["round"], r["accepted"], r["accuracy"], r["drift"], r["drift-layer"] or "") for r in lines]
+
+
+def _keys_of(folder: Path) -> dict[str, Any]:
+    if missing := [name for name in (CONFIG, MODEL) if not (folder / name).is_file()]:
+        raise ConfigError(f"{folder} is no finished run: expected {CONFIG} and {MODEL}, but there is no {' and no '.join(missing)}")
+    try:
+        return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{folder / CONFIG} cannot be read: {error}") from error

@@ -1,0 +1,236 @@
+"""A run's folder: files that people can open, written as the run goes, so that nothing is lost when it stops."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from safetensors.torch import save
+
+from fl_bn import durable
+from fl_bn.federation.record import RoundRecord
+from fl_bn.flower import RunFailed
+from fl_bn.flower.checkpoint import Checkpoint
+from fl_bn.flower.codec import tensors_of
+from fl_bn.flower.log import LOGGER
+from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.departures_report import FILE as DEPARTURES
+from fl_bn.run.departures_report import departures_csv, departures_table, kinds
+from fl_bn.run.diagnostics import Diagnostics
+from fl_bn.run.environment import environment
+from fl_bn.run.history import History, round_row
+from fl_bn.run.keys import Value, names_of
+from fl_bn.run.pictures import draw_labels, draw_run
+from fl_bn.run.recalibration_report import draw_passes, write_passes
+from fl_bn.run.summary import summary
+from fl_bn.run.testing import note_domains
+from fl_bn.secure.privacy import Journal
+
+LOCK, RELEASES = ".lock", "privacy.jsonl"
+
+
+class RunDirectory:
+    """Use as a context manager: entering opens the files, leaving writes model, pictures and summary, also after a failure.
+
+    With ``output`` empty in the config nothing is written (``path`` is None), only the records are kept. ``resumed``: the checkpoint
+    that the run goes on from, if any.
+    """
+
+    def __init__(self, config: RunConfig, path: Path | None, *, goes_on: bool = False) -> None:
+        self.config, self.path, self._goes_on = config, path, goes_on
+        self.records: list[RoundRecord] = []
+        self.strategy: BatchNormStrategy | None = None
+        self.resumed: Checkpoint | None = None
+        self._diagnostics = None if path is None else _diagnostics(config)
+        self._history = None if path is None else History(path, diagnostics=self._diagnostics is not None)
+        self._checkpoints = None if path is None or self._history is None else Checkpoints(path, self._history)
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, config: RunConfig) -> RunDirectory:
+        """A new folder under ``output``, or the one that ``resume`` means.
+
+        Raises:
+            FileExistsError: a run of the given ``name`` is there already: none is overwritten.
+            ConfigError: no folder can be made, there is nothing to resume, or the diagnostics cannot be made.
+        """
+        if not config.output:
+            return cls(config, None)
+        _diagnostics(config)  # refused before there is a folder
+        if config.resume:
+            return cls(config, run_to_resume(config), goes_on=True)
+        root = Path(config.output)
+        data = config.dataset.replace("/", "-").replace(":", "-")[:80]
+        stem = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{data}-seed{config.seed}"
+        path, n = root / stem, 1
+        try:
+            while path.exists():
+                if config.name:
+                    raise FileExistsError(f"{path} exists already: give another name, remove it, or go on with resume={config.name!r}")
+                n += 1
+                path = root / f"{stem}-{n}"
+            path.mkdir(parents=True)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise ConfigError(f"output={config.output!r}: no folder for the run can be made there: {error}") from error
+        return cls(config, path.resolve())
+
+    @property
+    def name(self) -> str:
+        return "" if self.path is None else self.path.name
+
+    def __enter__(self) -> Self:
+        if self.path is None or self._history is None or self._checkpoints is None:
+            return self
+        self._lock = _locked(self.path)
+        try:
+            if self._goes_on:
+                self.resumed = self._checkpoints.newest()
+                if self.resumed is None:
+                    raise ConfigError(f"{self.path}: none of its checkpoints is whole: start the run anew")
+                self.records = self._history.cut(self.resumed.history)
+            else:
+                (self.path / CONFIG).write_text(to_toml(self.config.to_mapping()), encoding="utf-8")
+                self._history.begin()
+            (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+        except BaseException:
+            self._unlock(self.path)
+            raise
+        LOGGER.info("run directory: %s", self.path)
+        return self
+
+    def start(self, strategy: BatchNormStrategy) -> None:
+        """Tell whose model to save at the end, and whose releases to keep count of."""
+        self.strategy = strategy
+        if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
+            strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
+
+    def record(self, record: RoundRecord) -> None:
+        """Append one round to every file that grows."""
+        note_domains(self.config, record)
+        self.records.append(record)
+        if len(self.records) == 1:  # those before round 1 are over, and a run that is resumed makes none
+            self._write_passes()
+        if self._history is not None:
+            measured = []
+            if self._diagnostics is not None and self.strategy is not None:
+                measured = [row._asdict() for row in self._diagnostics.after_round(record, self.strategy.shared.model)]
+            self._history.add(record, measured)
+
+    def keep_checkpoint(self, checkpoint: Checkpoint) -> int:
+        """Store it; the oldest round that the run can go back to."""
+        return 0 if self._checkpoints is None else self._checkpoints.keep(checkpoint)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.path is None:
+            return
+        try:
+            self._finish(self.path, error)
+        except OSError as problem:
+            LOGGER.error("not all of the results could be written to %s: %s", self.path, problem)
+            if error is None:
+                raise RunFailed(
+                    f"the run is trained, but its results could not be written ({problem}). Make room, and go on with "
+                    f"resume={self.name!r}, if it has checkpoints"
+                ) from problem
+        finally:
+            self._unlock(self.path)
+
+    def _unlock(self, path: Path) -> None:
+        if self._lock is not None:
+            (path / LOCK).unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+
+    def _finish(self, path: Path, error: BaseException | None) -> None:
+        assert self._history is not None
+        counts: dict[int, tuple[int, ...]] = {}
+        if self.strategy is not None:
+            self._save_model(self.strategy)
+            population = self.strategy.population
+            counts = {c.index: c.label_counts for c in population.everyone()} if population else {}
+        passes = [] if self.strategy is None else self.strategy.statistics.outcomes
+        left = kinds(self.records, counts)
+        (path / DEPARTURES).write_text(departures_csv(left), newline="")
+        accountant = self.strategy.secure.accountant if self.strategy and self.strategy.secure else None
+        privacy = "" if accountant is None else accountant.statement()
+        (path / "summary.md").write_text(summary(self.config, self.records, error, passes, departures_table(left), privacy))
+        self._write_passes()
+        if self.config.pictures and passes:
+            draw_passes(self.config, passes, self.records, path / "recalibration.png")
+        if self.config.pictures and self.records:
+            if self.config.rounds:
+                draw_run(self.config, self.records, path / "accuracy.png")
+            if counts and all(counts.values()):
+                draw_labels(counts, self.config, path / "labels.png")
+            self._tensorboard()
+        self._history.lengths()
+        if error is None:  # nobody will go back
+            for folder in (path / FOLDER, *path.glob("state-*")):
+                shutil.rmtree(folder, ignore_errors=True)
+        LOGGER.info("results: %s", path)
+
+    def _write_passes(self) -> None:
+        if self.path is not None and self.strategy is not None and (passes := self.strategy.statistics.outcomes):
+            write_passes(passes, self.path / "recalibration.csv")
+
+    def _save_model(self, strategy: BatchNormStrategy) -> None:
+        """The shared tensors, as evaluated last, by the names of the unconverted network: all of it but counters and what stays home.
+
+        Of methods that replace BatchNorm (gn and its kin, FedWon, ...): by those of the converted network.
+        """
+        assert self.path is not None
+        metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
+        durable.write(self.path / "model.safetensors", save(tensors_of(strategy.shared.arrays()), metadata), mode=0o666)
+
+        if strategy.unseen:
+            durable.write(self.path / "unseen-client.safetensors", save(strategy.unseen, metadata), mode=0o666)
+
+    def _tensorboard(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+
+        assert self.path is not None
+        with SummaryWriter(str(self.path / "tensorboard")) as writer:
+            for record in self.records:
+                for name, value in round_row(record).items():
+                    if name not in ("round", "cohort") and isinstance(value, float):
+                        writer.add_scalar(name, value, record.round)
+
+
+def _diagnostics(config: RunConfig) -> Diagnostics | None:
+    names = names_of(config.diagnostics)
+    return Diagnostics(config, names) if names else None
+
+
+def _locked(path: Path) -> IO[str]:
+    """Hold the run's folder against a second process, as long as this one lives. Raises RunFailed where another holds it."""
+    while True:
+        lock = (path / LOCK).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise RunFailed(f"{path} is still being written by another process: end that run first") from error
+        except OSError:  # a file system without locks
+            LOGGER.warning("%s cannot be locked: see to it that no second process goes on with the same run", path)
+            return lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path / LOCK)):
+                return lock
+        lock.close()  # whoever held it removed it between our opening and our locking: that file holds nobody back any more
+
+
+def to_toml(values: Mapping[str, Value]) -> str:
+    """Flat TOML of scalars, sorted as given; JSON's strings, numbers and booleans are TOML's."""
+    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f") for name, value in values.items())

@@ -1,0 +1,124 @@
+"""summary.md: what was run, what came out, what was done with the normalisation layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fl_bn.federation.recalibration import Pass
+from fl_bn.federation.record import RoundRecord
+from fl_bn.flower.normalisation import size
+from fl_bn.run.config import RunConfig
+from fl_bn.run.recalibration_report import passes_in_words
+
+
+def summary(
+    config: RunConfig,
+    records: Sequence[RoundRecord],
+    error: BaseException | None = None,
+    passes: Sequence[Pass] = (),
+    departures: Sequence[str] = (),
+    privacy: str = "",
+) -> str:
+    """Markdown. ``error``: what ended the run early, if anything; ``passes``: of ``calibrate``; ``departures``: what left each client;
+    ``privacy``: the accountant's statement."""
+    if config.rounds == 0:
+        return _of_recalibration(config, records, error, passes, departures)
+    lines = [f"# {config.method} on {config.dataset}, seed {config.seed}", ""]
+    if error is not None:
+        lines += [f"**The run failed** after {len(records)} of {config.rounds} rounds: {type(error).__name__}: {error}", ""]
+    evaluated = [r for r in records if "accuracy" in r.evaluation]
+    if evaluated:
+        lines += _accuracy(evaluated)
+    lines += [
+        f"- {config.clients} clients, partition `{config.partition}` ({config.partition_parameter:g}), model `{config.model}`",
+        f"- {len(records)} rounds of {_local(config)}, batches of {config.batch_size}, {config.optimizer} at {config.learning_rate:g} "
+        f"({config.learning_rate_schedule})",
+        *_composition(config),
+        *([f"- {privacy}"] if privacy else []),
+    ]
+    if records:
+        lines += _traffic(records)
+    return "\n".join([*lines, "", *departures, "Files: " + FILES, ""])
+
+
+def _of_recalibration(
+    config: RunConfig, records: Sequence[RoundRecord], error: BaseException | None, passes: Sequence[Pass], departures: Sequence[str]
+) -> str:
+    lines = [f"# Re-calibration under {config.method} on {config.dataset}, seed {config.seed}", ""]
+    if error is not None:
+        lines += [f"**The run failed** after {len(passes)} passes: {type(error).__name__}: {error}", ""]
+    evaluated = [r.evaluation["accuracy"] for r in records if "accuracy" in r.evaluation]
+    if evaluated:
+        lines.append(f"- accuracy before: **{evaluated[0]:.1%}**" + (f", after: **{evaluated[-1]:.1%}**" if len(evaluated) > 1 else ""))
+    lines += [f"- {line}" for line in passes_in_words(passes, config.clients)]
+    lines += [
+        f"- weights: `{config.model_weights or 'as initialised'}`, which stay as they are",
+        f"- {config.clients} clients, partition `{config.partition}` ({config.partition_parameter:g}), model `{config.model}`",
+    ]
+    total = sum(c.bytes_down + c.bytes_up for r in records for c in r.clients)
+    lines.append(f"- in all {size(total)} of arrays in {sum(r.seconds for r in records):.1f} s of passes")
+    files = "`recalibration.png` to look at; `recalibration.csv`, one line per pass and layer; `rounds.csv` (also `.jsonl`), one line per "
+    return "\n".join(
+        [*lines, "", *departures, f"Files: {files}pass; `model.safetensors`, re-calibrated; `config.toml`, `environment.json`.", ""]
+    )
+
+
+FILES = (
+    "`accuracy.png` and `labels.png` to look at; `rounds.csv` (also `.jsonl`) and `clients.csv`, one line per round and client; "
+    "`departures.csv`, what left each client; "
+    "`model.safetensors`, the model as evaluated last (`clients/` has one per client where clients keep layers of their own); "
+    "`config.toml`, `environment.json`; `tensorboard/`."
+)
+
+
+def _local(config: RunConfig) -> str:
+    return f"{config.local_epochs} local epochs" if config.local_epochs else f"{config.local_steps} local steps"
+
+
+def _composition(config: RunConfig) -> list[str]:
+    """What differs from plain federated averaging beside the method."""
+    said = [] if config.objective == "none" else [f"objective `{config.objective}`"]
+    if config.maintain_momentum != "reset":
+        said.append(f"momentum kept between rounds ({config.maintain_momentum})")
+    if (training := config.local_training()).clip != "none":
+        said.append(f"gradients clipped ({training.clip}, {training.clip_limit:g})")
+    if config.server_optimizer != "fedavg":
+        said.append(f"server optimizer `{config.server_optimizer}` at {config.server_learning_rate:g}")
+    if config.secure_aggregation:
+        said.append("secure aggregation")
+    return [f"- {', '.join(said)}"] if said else []
+
+
+def _accuracy(evaluated: Sequence[RoundRecord]) -> list[str]:
+    last, best = evaluated[-1], max(evaluated, key=lambda r: r.evaluation["accuracy"])
+    shown = f"- accuracy after round {last.round}: **{last.evaluation['accuracy']:.1%}**"
+    if "accuracy-std" in last.evaluation:
+        spread = f"std {last.evaluation['accuracy-std']:.1%}, min {last.evaluation['accuracy-min']:.1%}"
+        shown += f" (mean over clients with models of their own; {spread})"
+    return [shown + f"; best {best.evaluation['accuracy']:.1%} in round {best.round}"]
+
+
+def _traffic(records: Sequence[RoundRecord]) -> list[str]:
+    last = records[-1]
+    lines = []
+    for way, sections in (("down", last.bytes_down), ("up", last.bytes_up)):
+        parts = ", ".join(f"{section} {size(count)}" for section, count in sections.items()) or "nothing"
+        lines.append(f"- per client and round {way} (last round): {parts}")
+    if last.exchanges:
+        waited = max((c.waited for c in last.accepted), default=0.0)
+        lines.append(
+            f"- {last.exchanges} layer-wise exchanges by {last.carrier} in the last round; the client that waited longest "
+            f"spent {waited:.2f} s in them"
+        )
+    total = sum(c.bytes_down + c.bytes_up for r in records for c in r.clients)
+    lines.append(f"- in all {size(total)} of arrays in {sum(r.seconds for r in records):.1f} s of rounds")
+    drifts = [r.drift for r in records if r.drift is not None and math.isfinite(r.drift.largest)]
+    if drifts:
+        worst = max(drifts[1:] or drifts, key=lambda d: d.largest)
+        lines.append(
+            f"- smallest running variance {min(d.min_var for d in drifts):.3g}; largest drift of a mean after round 1: "
+            f"{worst.largest:.3g} sd ({worst.layer or 'model'})"
+        )
+    refused = sum(bool(c.refused) for r in records for c in r.clients)
+    return [*lines, f"- {refused} replies could not be used (reasons in clients.csv)"] if refused else lines

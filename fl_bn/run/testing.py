@@ -1,0 +1,39 @@
+"""The test of a run's model: on all test data, and where these have domains, on each domain's."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.metrics import Evaluation
+from fl_bn.federation.record import RoundRecord
+from fl_bn.run.assembly import DOMAINS, dataset
+from fl_bn.run.config import SITES, RunConfig
+from fl_bn.run.history import named_per_domain, per_domain
+
+
+def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> dict[str, float]:
+    """By the names that records have; ``model`` stays as it is."""
+    data, model = dataset(config), copy.deepcopy(model).to(device)
+    if data.domain_test is None:
+        return evaluate(model, Samples(data.x_test, data.y_test)).metrics()
+    parts: dict[str, Evaluation] = {}
+    for index, name in enumerate(data.domains):
+        chosen = data.domain_test == index
+        if bool(chosen.any()):
+            parts[name] = evaluate(model, Samples(data.x_test[chosen], data.y_test[chosen]))
+    return Evaluation.union(parts.values()).metrics() | named_per_domain({name: part.accuracy for name, part in parts.items()})
+
+
+def note_domains(config: RunConfig, record: RoundRecord) -> None:
+    """Where every client evaluated a model of its own on its domain's test data, a domain's accuracy is the mean over its clients."""
+    if config.dataset == SITES or config.partition not in DOMAINS or not record.client_evaluation or per_domain(record.evaluation):
+        return
+    names = dataset(config).domains
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for client, metrics in record.client_evaluation.items():
+        found[names[client % len(names)]].append(metrics["accuracy"])
+    record.evaluation |= named_per_domain({name: sum(values) / len(values) for name, values in found.items() if values})

@@ -1,0 +1,150 @@
+"""From a folder of the kit to Flower's command lines. Nothing else builds them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fl_bn.own_code import VARIABLE
+from fl_bn.pairs import Scalar, flower_config
+from fl_bn.site.folders import ServerFolder, SiteFolder
+
+WATCHED = Path(__file__).with_name("watched.py")  # notices where a SuperNode would hang
+SUPERLINK = Path(__file__).parents[1] / "flower" / "superlink.py"  # Flower's, with a repair
+UNREACHABLE = "Connection attempt failed"  # Flower's words, also for a process of the site itself that has just ended
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program to keep running: ``env`` is added to this process's environment; ``once``: it has done its work when it exits with 0;
+    ``hints``: what words in its output mean, and what to do."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: Path
+    once: bool = False
+    hints: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """As a shell would run it."""
+        return " ".join(
+            [f"cd {shlex.quote(str(self.cwd))} &&", *(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), shlex.join(self.argv)]
+        )
+
+
+def commands(folder: ServerFolder | SiteFolder) -> list[Command]:
+    """What runs on the machine with ``folder``. The folders that the commands need are made by ``prepare``."""
+    return server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder)]
+
+
+def prepare(folder: ServerFolder | SiteFolder) -> None:
+    """Makes the folders for state (readable by its owner only), results and logs."""
+    state = folder.state if isinstance(folder, ServerFolder) else folder.state_dir
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    if isinstance(folder, ServerFolder):
+        folder.results.mkdir(parents=True, exist_ok=True)
+
+
+def server_commands(server: ServerFolder) -> list[Command]:
+    return [superlink(server), serverapp(server), register(server)]
+
+
+def superlink(server: ServerFolder) -> Command:
+    """Its state is in a database, and apps run in a process of their own, so that a run survives its restart."""
+    options = {
+        "--ssl-ca-certfile": server.authority,
+        "--ssl-certfile": server.certificate,
+        "--ssl-keyfile": server.key,
+        "--isolation": "process",
+        "--database": server.state / "superlink.db",
+        "--storage-dir": server.state / "superlink-files",
+        "--fleet-api-address": server.fleet,
+        "--control-api-address": server.control,
+        "--serverappio-api-address": server.serverappio,
+    }
+    return Command(
+        "superlink",
+        (sys.executable, "-P", str(SUPERLINK), "--enable-supernode-auth", *_flat(options)),
+        _environment(server.state),
+        server.path,
+    )
+
+
+def serverapp(server: ServerFolder) -> Command:
+    """Starts a ServerApp per run, beside ``results``."""
+    options = {"--plugin-type": "serverapp", "--appio-api-address": local(server.serverappio)}
+    argv = (program("flower-superexec"), "--insecure", *_flat(options))
+    allowed = {VARIABLE: server.allow_modules} if server.allow_modules else {}
+    return Command("serverapp", argv, _environment(server.state) | allowed, server.results.parent)
+
+
+def register(server: ServerFolder) -> Command:
+    """Tells the SuperLink the sites' public keys, and ends."""
+    return Command("register", (program("fl-bn"), "register", str(server.path)), _environment(server.state), server.path, once=True)
+
+
+def supernode(site: SiteFolder) -> Command:
+    options = {
+        "--superlink": site.superlink,
+        "--root-certificates": site.root_certificates,
+        "--auth-supernode-private-key": site.private_key,
+        "--isolation": "subprocess",
+        "--clientappio-api-address": site.clientappio,
+        "--node-config": flower_config(node_config(site)),
+    }
+    hints = {
+        UNREACHABLE: f"{site.superlink} does not answer, or not as the server that ca.crt vouches for. It goes on trying; "
+        "`fl-bn doctor .` finds out which",
+        "CERTIFICATE_VERIFY_FAILED": f"{site.superlink} is not the server that ca.crt vouches for: another server, or another kit's",
+        "No SuperNode found with the given public key": "the server does not know this site's key: send its operator site.pub",
+        "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. It goes on "
+        "trying; if that does not end, another machine uses this site's key",
+    }
+    argv = (sys.executable, "-I", "-S", str(WATCHED), program("flower-supernode"), *_flat(options))
+    return Command("supernode", argv, _environment(site.state_dir), site.path, hints=hints)
+
+
+def node_config(site: SiteFolder) -> dict[str, Scalar]:
+    """What the ClientApp on this site is told of it; paths are absolute."""
+    config: dict[str, Scalar] = {
+        "partition-id": site.partition_id,
+        "num-partitions": site.num_partitions,
+        "site": site.site,
+        "state-dir": str(site.state_dir),
+        "device": site.device,
+    }
+    given = {"dataset": site.dataset, "data-path": site.data_path, "allow-modules": site.allow_modules}
+    return config | {name: value for name, value in given.items() if value}
+
+
+def local(address: str) -> str:
+    """Where this machine reaches a service that listens on ``address``."""
+    host, _, port = address.rpartition(":")
+    return f"{ {'0.0.0.0': '127.0.0.1', '[::]': '[::1]'}.get(host, host) }:{port}"
+
+
+def program(name: str) -> str:
+    """The program of that name in this Python's environment, active or not."""
+    path = Path(sysconfig.get_path("scripts")) / name
+    return str(path) if path.exists() else name
+
+
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's, with ``extra``; Flower's programs start each other by name, so this Python's come first in PATH."""
+    scripts = sysconfig.get_path("scripts")
+    return {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}", **extra}
+
+
+def _environment(state: Path) -> dict[str, str]:
+    return {"FLWR_HOME": str(state / "flower"), "FLWR_TELEMETRY_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
+
+
+def _flat(options: Mapping[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (name, str(value))]

@@ -1,0 +1,139 @@
+"""Questions to a SuperLink's Control API, asked through Flower's own command ``flwr``, which answers in JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+from fl_bn.pairs import flower_config
+from fl_bn.site.commands import environment, local, program
+from fl_bn.site.folders import ServerFolder
+
+FEDERATION = "deployment"
+IN_USE = "already in use"  # Flower's words for a key that is registered
+PREAMBLE = ("Loading project configuration", "Success", "Creating a new `.gitignore`")  # and these, before a log
+PROJECT = """\
+[project]
+name = "fl-bn-federation"
+version = "0.1.0"
+
+[tool.flwr.app]
+publisher = "fl-bn"
+
+[tool.flwr.app.components]
+serverapp = "none:app"
+clientapp = "none:app"
+
+[tool.flwr.federations.{federation}]
+address = {address}
+root-certificates = {authority}
+"""
+
+
+class ControlError(RuntimeError):
+    """The SuperLink does not answer, or refuses; the message has Flower's words."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """``address``: HOST:PORT of the Control API; ``authority``: who vouches for it; ``project``: a folder that tells ``flwr`` both."""
+
+    address: str
+    authority: Path
+    project: Path
+
+    def argv(self, *words: str) -> list[str]:
+        return [program("flwr"), *words]
+
+    def ask(self, *words: str) -> dict[str, Any]:
+        """The answer to ``flwr WORDS --format json``. Raises ControlError."""
+        done = subprocess.run(self.argv(*words, "--format", "json"), env=_environment(), capture_output=True, text=True, check=False)
+        _, brace, rest = done.stdout.partition("{")
+        try:
+            answer: dict[str, Any] = json.loads(brace + rest)
+        except json.JSONDecodeError:
+            answer = {"error-message": (done.stdout + done.stderr).strip()}
+        if not answer.get("success"):
+            said = [line for line in str(answer.get("error-message", "")).splitlines() if line.strip() and not line.startswith(PREAMBLE)]
+            reason = " ".join(said[-3:]) or f"`flwr {' '.join(words[:2])}` ended with {done.returncode} and said nothing"
+            raise ControlError(f"the SuperLink at {self.address}: {reason}")
+        return answer
+
+    def register(self, public_key: Path) -> bool:
+        """Lets the site with ``public_key`` in; False: it was let in before. Raises ControlError."""
+        try:
+            self.ask("supernode", "register", str(public_key), str(self.project), FEDERATION)
+        except ControlError as error:
+            if IN_USE in str(error):
+                return False
+            raise
+        return True
+
+    def start_run(self, app: Path, run_config: str) -> str:
+        """Submits ``app``; its run id. Raises ControlError."""
+        at = flower_config({"address": self.address, "root-certificates": str(self.authority)})
+        answer = self.ask("run", str(app), FEDERATION, "--federation-config", at, "--run-config", run_config)
+        return str(answer["run-id"])
+
+    def status(self, run: str) -> str:
+        """``running``, ``finished:completed``, ``finished:failed``, ... Raises ControlError."""
+        return str(self.ask("ls", str(self.project), FEDERATION, "--run-id", run)["runs"][0]["status"])
+
+    @contextmanager
+    def log(self, run: str) -> Iterator[Iterator[str]]:
+        """The lines of a run's log from its start, until it ends or the connection does, without what ``flwr`` itself says."""
+        argv = self.argv("log", run, str(self.project), FEDERATION, "--stream")
+        with subprocess.Popen(argv, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            assert process.stdout is not None
+            try:
+                yield dropwhile(lambda line: line.startswith(PREAMBLE), process.stdout)
+            finally:
+                process.terminate()
+
+
+@contextmanager
+def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
+    """The SuperLink of ``server``, at ``address`` if its Control API is reached by another one than ``server.toml`` has."""
+    address = address or local(server.control)
+    with tempfile.TemporaryDirectory(prefix="fl-bn-") as project:
+        text = PROJECT.format(federation=FEDERATION, address=json.dumps(address), authority=json.dumps(str(server.authority)))
+        (Path(project) / "pyproject.toml").write_text(text)
+        yield Control(address, server.authority, Path(project))
+
+
+def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) -> Iterator[tuple[str, bool]]:
+    """Registers every site of ``server.toml``: its name, and whether it is new. Waits ``wait`` seconds for a SuperLink to answer.
+
+    Raises:
+        ControlError: none did, or it refused a key.
+        FileNotFoundError: a site has no public key.
+    """
+    for site in server.sites:
+        if not server.public_key(site).exists():
+            raise FileNotFoundError(
+                f"{server.public_key(site)} is missing: server.toml names the site {site}, so its public key belongs there"
+            )
+    deadline = time.monotonic() + wait
+    with control_of(server, address) as control:
+        for site in server.sites:
+            while True:
+                try:
+                    new = control.register(server.public_key(site))
+                    break
+                except ControlError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(1)
+            yield site, new
+
+
+def _environment() -> dict[str, str]:
+    return environment({"FLWR_TELEMETRY_ENABLED": "0", "PYTHONUNBUFFERED": "1"})

@@ -1,0 +1,140 @@
+"""``fl-bn doctor``: looks at a machine before a run does, and says what to mend."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fl_bn.finding import Finding
+from fl_bn.site.checks import experiment, machine, network, tls
+from fl_bn.site.checks.credentials import expiry, kit_files, site_keys
+from fl_bn.site.checks.finding import each, guarded, reason
+from fl_bn.site.commands import node_config
+from fl_bn.site.folders import FolderError, ServerFolder, SiteFolder, host_port, read_folder
+
+
+def diagnose(folder: Path | None, overrides: str = "") -> Iterator[Finding]:
+    """All findings about this machine, about ``folder`` of a kit (None: none), and about a run with ``overrides`` there.
+
+    Nothing that is wrong there is raised: it is a finding.
+    """
+    yield guarded("python", machine.python)
+    for name in machine.PACKAGES:
+        yield guarded(name, partial(machine.package, name))
+    yield guarded("memory", machine.memory)
+    yield guarded("time service", network.time_service)
+    if folder is None:
+        yield from each("run config", lambda: _run_here(overrides))
+        return
+    try:
+        read = read_folder(folder)
+    except (FolderError, OSError) as error:
+        yield Finding("fail", "folder", reason(error), "name kit/server or kit/sites/NAME, or correct that file")
+        return
+    yield from each("folder", lambda: _site(read, overrides) if isinstance(read, SiteFolder) else _server(read, overrides))
+
+
+def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
+    node = node_config(site)
+    host, port = host_port(site.superlink)
+    yield Finding("ok", "folder", f"{site.path}: site {site.site}, partition-id {site.partition_id} of {site.num_partitions} sites")
+    yield from each("kit", lambda: kit_files(site.path))
+    yield guarded("expiry", lambda: expiry([site.root_certificates]))
+    yield guarded("gpu", lambda: machine.gpu(site.device, "site.toml"))
+    yield guarded("state-dir", lambda: machine.storage("state-dir", site.state_dir))
+    running = _running(site.logs)
+    yield guarded("clientappio", lambda: network.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
+    yield from _superlink(host, port, site.root_certificates)
+    yield from each("run config", lambda: _site_run(site, overrides, node))
+
+
+def _superlink(host: str, port: int, authority: Path) -> Iterator[Finding]:
+    """From its name to its clock, each step only where the one before it went well."""
+    skew = None
+    yield guarded("proxy", lambda: network.proxy(host))
+    yield (found := guarded("superlink name", lambda: network.resolves(host, port)))
+    if found.status == "ok":
+        yield (found := guarded("superlink port", lambda: network.reachable(host, port)))
+        if found.status == "ok":
+            yield (found := guarded("superlink TLS", lambda: tls.handshake(host, port, authority)))
+            if found.status != "fail":
+                skew = partial(tls.server_skew, host, port, authority)
+    yield guarded("clock", lambda: tls.clock(authority, skew))
+
+
+def _site_run(site: SiteFolder, overrides: str, node: Mapping[str, Any]) -> Iterator[Finding]:
+    values = _parsed(overrides)
+    yield from [values] if isinstance(values, Finding) else experiment.site_experiment({"clients": site.num_partitions, **values}, node)
+
+
+def _server(server: ServerFolder, overrides: str) -> Iterator[Finding]:
+    port = host_port(server.fleet)[1]
+    yield Finding("ok", "folder", f"{server.path}: the server of {', '.join(server.sites)}")
+    yield from each("kit", lambda: kit_files(server.path))
+    yield guarded("expiry", lambda: expiry([server.authority, server.certificate]))
+    yield guarded("site keys", lambda: site_keys(server))
+    yield guarded("state", lambda: machine.storage("state", server.state))
+    yield guarded("results", lambda: machine.storage("results", server.results))
+    running = _running(server.logs)
+    exchange = f"0.0.0.0:{server.exchange_port}"
+    addresses = {"fleet": server.fleet, "control": server.control, "serverappio": server.serverappio, "exchange-port": exchange}
+    for line, address in addresses.items():
+        yield guarded(line, partial(network.port_free, line, address, f"{line} in server.toml", running=running))
+    yield guarded("exposure", lambda: network.exposure(server))
+    yield guarded("superlink name", lambda: network.leads_here(server.superlink, port))
+    yield from each("run config", lambda: _server_run(server, overrides))
+
+
+def _server_run(server: ServerFolder, overrides: str) -> Iterator[Finding]:
+    from fl_bn.run.config import ConfigError
+    from fl_bn.site.submit import run_config
+
+    try:
+        values = run_config(server, overrides)
+    except ConfigError as error:
+        yield experiment.refused(error)
+        return
+    if values["clients"] != len(server.sites):
+        what = f"the run is for clients={values['clients']}, but server.toml names {len(server.sites)} sites, who would refuse"
+        yield Finding("fail", "clients", what, "leave clients out of --run-config")
+    yield from _run(values)
+
+
+def _run_here(overrides: str) -> Iterator[Finding]:
+    values = _parsed(overrides)
+    yield from [values] if isinstance(values, Finding) else _run(values)
+
+
+def _run(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """A run as the server sees it."""
+    found, config = experiment.run_config(values)
+    yield found
+    if config is not None:
+        yield guarded("gpu", lambda: machine.gpu(config.device, "run config"))
+        yield guarded("data", lambda: experiment.run_data(config))
+        yield guarded("model", lambda: experiment.model_layers(config))
+
+
+def _parsed(overrides: str) -> dict[str, Any] | Finding:
+    from fl_bn.run.config import ConfigError
+    from fl_bn.run.overrides import parse_overrides
+
+    try:
+        return parse_overrides(overrides)
+    except ConfigError as error:
+        return experiment.refused(error)
+
+
+def _running(logs: Path) -> bool:
+    """Whether ``fl-bn start`` of the folder with ``logs`` runs: it holds a lock there."""
+    try:
+        with open(logs / ".lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

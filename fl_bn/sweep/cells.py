@@ -1,0 +1,212 @@
+"""Many runs, several at a time: what is finished is not repeated, what fails is reported, and nobody outlives the parent."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing as mp
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from fl_bn import durable
+from fl_bn.flower import run_in_process
+from fl_bn.flower.log import LOGGER
+from fl_bn.pairs import flower_config
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.keys import Value
+
+CENTRALISED = "centralised"  # a method's name here: training on the union of the data
+ENGINES = ("in-process", "ray")
+OUTCOME = "cell.json"
+PROGRESS = 0.5  # seconds between looks at the workers' files
+ROOT = Path(__file__).parents[2]  # where pyproject names the apps
+OWN = {"output", "name", "pictures", "resume"}  # keys that the cell decides for itself
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run among many. ``axes``: where it stands, for tables; ``centralised``: trained on the union of the data."""
+
+    config: RunConfig
+    axes: Mapping[str, Value] = field(default_factory=dict)
+    centralised: bool = False
+
+    @property
+    def path(self) -> Path:
+        return Path(self.config.output) / self.config.name
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rounds written so far."""
+        file = self.path / "rounds.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def rounds_done(self) -> int:
+        file = self.path / "rounds.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def finished(self) -> bool:
+        """Whether this cell has run to its end in this folder before.
+
+        Raises:
+            ConfigError: the folder holds a run with another config, which is not to be lost.
+        """
+        file = self.path / "config.toml"
+        if not file.exists():
+            return False
+        there, here = ({k: v for k, v in keys.items() if k not in OWN} for keys in (_config(file), self.config.to_mapping()))
+        if differing := [f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in {**there, **here} if there.get(k) != here.get(k)]:
+            raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove it")
+        if self.config.rounds == 0:  # re-calibration: as many passes as it took
+            return self.outcome().get("status") == "finished"
+        return len(self.rows()) == self.config.rounds and (self.path / "summary.md").exists()
+
+    def outcome(self) -> dict[str, Any]:
+        """What cell.json says of it; empty: it never ended."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / OUTCOME).read_text())
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    def write_outcome(self, status: str, seconds: float, error: str = "") -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        said = {"axes": dict(self.axes), "config": self.config.to_mapping(), "centralised": self.centralised}
+        text = json.dumps({**said, "status": status, "seconds": round(seconds, 2), "error": error}, indent=1) + "\n"
+        durable.write(self.path / OUTCOME, text.encode(), mode=0o666)
+
+
+def run_cell(cell: Cell, engine: str = "in-process") -> None:
+    """In a worker process: one run, its log in ``<name>.log`` beside its folder.
+
+    An interrupted run of the same cell goes on from its last checkpoint, where it has one, and is begun anew where it has none.
+    """
+    from fl_bn.run.centralised import run_centralised
+
+    begin, config = time.monotonic(), cell.config.to_mapping()
+    if engine == "in-process" and not cell.centralised and any(cell.path.glob("checkpoints/round-*")):
+        config["resume"] = cell.config.name
+    else:
+        shutil.rmtree(cell.path, ignore_errors=True)
+    cell.path.parent.mkdir(parents=True, exist_ok=True)
+    LOGGER.handlers.clear()
+    log = cell.path.parent / f"{cell.path.name}.log"
+    handler = logging.FileHandler(log, mode="w")
+    LOGGER.addHandler(handler)
+    try:
+        if cell.centralised:
+            run_centralised(cell.config)
+        elif engine == "ray":
+            _run_on_ray(cell.config, log)
+        else:
+            run_in_process(config)
+    except Exception as error:
+        cell.write_outcome("failed", time.monotonic() - begin, f"{type(error).__name__}: {error}")
+        raise
+    cell.write_outcome("finished", time.monotonic() - begin)
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    jobs: int,
+    progress: Callable[[int, int], None],
+    engine: str = "in-process",
+    running: Callable[[Sequence[Cell]], None] = lambda cells: None,
+) -> dict[str, str]:
+    """Run the cells that are not finished, ``jobs`` at a time; return the error of each that failed, by folder name.
+
+    ``progress(rounds done, rounds in all)`` and ``running(cells)`` are called about twice a second. A worker that dies (for want of
+    memory, say) fails the cell that it was at, and only that. The workers end with this process, however it ends.
+    """
+    todo = [cell for cell in cells if not cell.finished()]
+    total = sum(cell.config.rounds for cell in cells)
+    finished = total - sum(cell.config.rounds for cell in todo)
+    errors: dict[str, str] = {}
+    waiting, suspects = list(todo), list[Cell]()  # suspects: were running when a worker died; tried again one at a time
+    while waiting or suspects:
+        alone = not waiting
+        batch, waiting = ([suspects.pop()], []) if alone else (waiting, [])
+        pool = ProcessPoolExecutor(1 if alone else jobs, mp_context=get_context("spawn"), initializer=_end_with_parent)
+        try:
+            futures: dict[Future[None], Cell] = {pool.submit(run_cell, cell, engine): cell for cell in batch}
+            pending, unknown = set(futures), set[str]()
+            while pending:
+                done, pending = wait(pending, timeout=PROGRESS, return_when=FIRST_COMPLETED)
+                for future in done:
+                    cell, error = futures[future], future.exception()
+                    if isinstance(error, BrokenProcessPool) and not alone:
+                        unknown.add(cell.config.name)
+                        continue
+                    finished += cell.rounds_done()
+                    if isinstance(error, BrokenProcessPool):
+                        errors[cell.config.name] = "its process died (killed, or out of memory)"
+                        cell.write_outcome("failed", 0.0, errors[cell.config.name])
+                    elif error is not None:
+                        errors[cell.config.name] = f"{type(error).__name__}: {error}"
+                now = [futures[future] for future in pending if future.running()]
+                progress(finished + sum(cell.rounds_done() for cell in now), total)
+                running([cell for cell in now if cell.path.exists()])
+        except BaseException:  # Ctrl-C: what runs is not waited for
+            for process in list((getattr(pool, "_processes", None) or {}).values()):
+                process.kill()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+        pool.shutdown()
+        left = [cell for cell in batch if cell.config.name in unknown]
+        suspects, waiting = suspects + left[: jobs + 1], waiting + left[jobs + 1 :]  # they are begun in this order, one ahead of its worker
+    return errors
+
+
+def _config(file: Path) -> dict[str, Any]:
+    """Keys that a newer version knows and the file does not have their default."""
+    return {**RunConfig().to_mapping(), **tomllib.loads(file.read_text())}
+
+
+def _end_with_parent() -> None:
+    """In a worker: leave Ctrl-C to the parent, and do not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = mp.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _run_on_ray(config: RunConfig, log: Path) -> None:
+    """Flower's simulation on Ray, as ``flwr run`` starts it. Raises RuntimeError with the end of its log where it fails."""
+    share = {"client_resources": {"num_cpus": min(1.0, (os.cpu_count() or 1) / config.clients) if config.method in _TOGETHER else 1.0}}
+    program = str(Path(sys.executable).parent / "flower-simulation")
+    command = [program, "--app", str(ROOT), "--num-supernodes", str(config.clients), "--backend-config", json.dumps(share)]
+    environment = {
+        **os.environ,
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    with log.open("w") as target:
+        code = subprocess.run(
+            [*command, "--run-config", flower_config(config.to_mapping())],
+            stdout=target,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            check=False,
+        ).returncode
+    if code or not (Path(config.output) / config.name / "summary.md").exists():
+        raise RuntimeError(f"flower-simulation ended with {code}: {log.read_text()[-600:]}")
+
+
+_TOGETHER = ("fedtan", "fedtan2", "fedavg-alg2")  # whose clients must run at the same time

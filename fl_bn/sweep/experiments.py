@@ -1,0 +1,122 @@
+"""The papers' tables and figures: sweep files in ``experiments/``, one each, named by paper and table or figure.
+
+Beside a sweep's own tables such a file has
+
+    [experiment]
+    paper = "FixBN"
+    program = "fl_bn.sweep.normalisation_error:run"    # instead of a sweep: a function of folder, and of small, variant, data, jobs
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import shutil
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_bn.own_code import OWN, Modules, function
+from fl_bn.run.assembly import limit_threads
+from fl_bn.run.config import ConfigError
+
+FOLDER = Path(__file__).parents[2] / "experiments"
+COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One table or figure. ``program``: "module:function" where it is no sweep."""
+
+    name: str
+    file: Path
+    paper: str
+    title: str
+    variants: tuple[str, ...]
+    program: str = ""
+
+
+def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experiment]:
+    """The experiments of these names, in order; ``all`` are all, and a paper's number (``003``) all of it.
+
+    Raises:
+        ConfigError: a name is unknown, or the folder is not there.
+    """
+    files = sorted(folder.glob("*.toml"))
+    if not files:
+        raise ConfigError(f"there are no experiments in {folder}: they are in the project's repository, beside the package")
+    known = [_read(file) for file in files]
+    chosen = [e for e in known if any(name == "all" or e.name.lower() == name.lower() or e.name.startswith(f"{name}-") for name in names)]
+    for name in names:
+        if name != "all" and not any(e.name.lower() == name.lower() or e.name.startswith(f"{name}-") for e in known):
+            raise ConfigError(f"there is no experiment {name!r}; there are: {', '.join(e.name for e in known)}")
+    return chosen
+
+
+def perform_program(experiment: Experiment, variant: str, data: str, folder: Path, jobs: int = 1) -> None:
+    """Call the experiment's function with ``folder``, and those of ``small``, ``variant``, ``data`` and ``jobs`` that it takes, by name.
+
+    Unless its result is there.
+
+    Raises:
+        ConfigError: the variant is unknown.
+    """
+    if variant not in ("", *experiment.variants):
+        raise ConfigError(f"{experiment.name} has no variant {variant!r}; it has: {', '.join(experiment.variants)}")
+    if (folder / "report.html").exists():
+        return
+    from fl_bn.report import write_program_report
+
+    called = _named(experiment.program)
+    folder.mkdir(parents=True, exist_ok=True)
+    limit_threads(1)  # small matrices: more threads wait for each other
+    known: dict[str, Any] = {"small": variant == "small", "variant": variant, "data": data, "jobs": jobs}
+    called(folder, **{name: value for name, value in known.items() if name in inspect.signature(called).parameters})
+    write_program_report(folder, experiment.file)
+
+
+def made(maker: str, folder: Path) -> Path:
+    """``folder`` with the data that ``maker``, "module:function", makes in it, unless they are there."""
+    if not folder.exists():
+        make = _named(maker)
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make(unfinished)
+        unfinished.rename(folder)
+    return folder
+
+
+def _named(name: str) -> Callable[..., Any]:
+    """A function of fl-bn's, or of a module of one's own: a file of a sweep runs no command either. Raises ConfigError."""
+    try:
+        return function("a sweep's function", name, Modules.of(None, f"{OWN}, fl_bn"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+class Log:
+    """What was run and how long it took: one line per experiment and call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(",".join(COLUMNS) + "\n")
+
+    def add(self, name: str, variant: str, seconds: float, errors: Mapping[str, str], folder: Path) -> None:
+        with self._path.open("a", newline="") as file:
+            row = (time.strftime("%Y-%m-%d %H:%M:%S"), name, variant or "full", f"{seconds:.0f}", len(errors), folder.name)
+            csv.writer(file).writerow(row)
+
+
+def _read(file: Path) -> Experiment:
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        about = tables["experiment"]
+        variants = tuple(about.get("variants", tables.get("variants", {})))
+        return Experiment(file.stem, file, about["paper"], tables["title"], variants, about.get("program", ""))
+    except (tomllib.TOMLDecodeError, KeyError) as error:
+        raise ConfigError(f"{file}: an experiment needs a title and [experiment] with its paper: {error}") from error

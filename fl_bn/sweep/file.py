@@ -1,0 +1,238 @@
+"""A sweep file: TOML in which a list is an axis.
+
+    title = "FixBN and its baselines"
+
+    [run]                                   # keys of the run config
+    rounds = 40
+    seed = [0, 1, 2]                        # a list is an axis: one run for each of its values
+    dataset = "npz"
+    data-path = "{data}/cifar10.npz"        # {data} is the folder given with --data
+
+    [axes.method]                           # an axis whose values are named, each of several keys that go together
+    "BN" = { method = "fedavg" }
+    "FixBN" = { method = "fixbn", freeze-after = 20 }
+    "centralised" = { method = "centralised" }
+
+    [axes.split]
+    "IID" = { partition = "iid" }
+    "Dirichlet 0.1" = { partition = "dirichlet", partition-parameter = 0.1 }
+
+    [report]                                # how the report shows it: fl_bn/report
+    rows = "method"
+    columns = ["split"]
+
+    [variants.small]                        # the same with other keys or axes: --variant small
+    run = { rounds = 5, seed = 0 }
+    axes.split = ["IID"]                    # a list keeps some of an axis's values; a table replaces the axis
+
+Every combination is one run. ``skip`` is a list of tables: combinations to leave out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.sweep.cells import CENTRALISED, Cell
+
+TABLES = ("title", "run", "axes", "skip", "report", "paper", "notes", "experiment", "variants")
+VARIANT_TABLES = ("run", "axes", "skip", "report", "paper", "notes", "make")
+DECIDED = ("output", "name", "resume", "pictures")  # by the sweep
+Axis = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file, read: ``keys`` that all runs have, ``axes`` by name: label -> the keys of that value."""
+
+    title: str
+    keys: Mapping[str, Any]
+    axes: Mapping[str, Axis]
+    skip: tuple[Mapping[str, Any], ...] = ()
+    tables: Mapping[str, Any] = field(default_factory=dict)
+
+    def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Every combination: where it stands on the axes, and its keys. Seeds turn slowest, so that the first is complete first."""
+        names = sorted(self.axes, key=lambda name: name != "seed")
+        for labels in itertools.product(*(self.axes[name] for name in names)):
+            at = dict(zip(names, labels, strict=True))
+            keys = {**self.keys, **{k: v for name in names for k, v in self.axes[name][at[name]].items()}}
+            where = {name: keys[name] if name in keys and str(keys[name]) == at[name] else at[name] for name in self.axes}
+            if not any(all(str(where.get(name)) == str(value) for name, value in left.items()) for left in self.skip):
+                yield where, keys
+
+    def to_toml(self) -> str:
+        """The sweep as it is run, without what other variants have: a sweep file that does the same."""
+        tables: dict[str, Any] = {"title": self.title, "skip": list(self.skip), "run": self.keys, "axes": self.axes}
+        tables |= {name: self.tables[name] for name in ("report", "paper", "notes", "experiment") if self.tables.get(name)}
+        lines = [f"{name} = {_inline(value)}" for name, value in tables.items() if not isinstance(value, Mapping) and value != []]
+        for name, table in tables.items():
+            if isinstance(table, Mapping):
+                lines += _section(name, table)
+        return "\n".join(lines) + "\n"
+
+    def cells(self, output: Path) -> list[Cell]:
+        """One per combination, below ``output/runs``.
+
+        Raises:
+            ConfigError: a key is unknown or its value out of range (with the combination it is of), or a folder holds another run.
+        """
+        made: list[Cell] = []
+        for where, keys in self.points():
+            name = "-".join(_plain(f"{axis}{value}" if isinstance(value, int | float) else str(value)) for axis, value in where.items())
+            own = {"output": str((output / "runs").resolve()), "name": name or "run", "pictures": False}
+            centralised = keys.get("method") == CENTRALISED
+            try:
+                config = RunConfig.from_mapping({**keys, **({"method": "fedavg"} if centralised else {}), **own})
+            except ConfigError as error:
+                raise ConfigError(f"{_at(where)}: {error}") from error
+            made.append(Cell(config, where, centralised))
+        names = [cell.config.name for cell in made]
+        if double := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"values that differ in punctuation only share a folder: {', '.join(sorted(double))}")
+        if not made:
+            raise ConfigError("the sweep has no run: an axis is empty, or skip leaves everything out")
+        for cell in made:
+            cell.finished()
+        return made
+
+
+def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[str, Any] | None = None) -> Sweep:
+    """The sweep in ``path``, in its ``variant`` if one is named; ``overrides`` are keys that count more than the file's.
+
+    Raises:
+        ConfigError: it is not there, is no TOML, or has a table, key or value that it should not have.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no sweep file {path}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    try:
+        return parse(tables, path.stem, variant, data, overrides or {})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def maker(path: Path, variant: str) -> str:
+    """The function "module:function" that makes the variant's data in a folder, empty where it has none."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""  # said by read
+    return str(_table(tables, "variants").get(variant, {}).get("make", ""))
+
+
+def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrides: Mapping[str, Any]) -> Sweep:
+    _only(TABLES, tables, "table")
+    chosen = _variant(tables, variant)
+    run = {**_table(tables, "run"), **_table(chosen, "run")}
+    axes = {axis: _axis(axis, values) for axis, values in _table(tables, "axes").items()}
+    for axis, values in _table(chosen, "axes").items():
+        axes[axis] = _kept(axis, axes.get(axis, {}), values) if isinstance(values, list) else _axis(axis, values)
+    run |= overrides
+    listed = {key: values for key, values in run.items() if isinstance(values, list)}
+    if both := [key for key in listed if key in axes]:
+        raise ConfigError(f"[axes.{both[0]}] and a list of {both[0]} in [run] are the same axis twice")
+    axes |= {key: {_label(value): {key: value} for value in values} for key, values in listed.items()}
+    keys = {key: value for key, value in run.items() if key not in listed}
+    if taken := [key for key in (*keys, *listed, *(k for a in axes.values() for v in a.values() for k in v)) if key in DECIDED]:
+        raise ConfigError(f"{taken[0]} is for the sweep to decide: leave it out")
+    axes = {
+        axis: {label: {k: v for k, v in value.items() if k not in overrides} for label, value in values.items()}
+        for axis, values in axes.items()
+    }
+    if empty := [axis for axis, values in axes.items() if not values]:
+        raise ConfigError(f"axis {empty[0]} has no value")
+    keys, axes = _with_data(keys, data), {a: {label: _with_data(v, data) for label, v in values.items()} for a, values in axes.items()}
+    shown = {**tables, **{key: chosen[key] for key in ("report", "paper", "notes") if key in chosen}}
+    shown["report"] = {**_table(tables, "report"), **_table(chosen, "report")}
+    return Sweep(str(tables.get("title", name)), keys, axes, tuple(chosen.get("skip", tables.get("skip", ()))), shown)
+
+
+def _variant(tables: Mapping[str, Any], variant: str) -> Mapping[str, Any]:
+    if not variant:
+        return {}
+    variants = _table(tables, "variants")
+    if variant not in variants:
+        raise ConfigError(f"there is no variant {variant!r}; there are: {', '.join(variants) or 'none'}")
+    _only(VARIANT_TABLES, chosen := _table(variants, variant), f"table in variant {variant!r}:")
+    return chosen
+
+
+def _axis(axis: str, values: Any) -> Axis:
+    if not isinstance(values, dict) or not all(isinstance(keys, dict) for keys in values.values()):
+        raise ConfigError(
+            f'[axes.{axis}] must give each value a name and its keys, as in "IID" = {{ partition = "iid" }}, but got {values!r}'
+        )
+    if nested := [f"{label}: {key}" for label, keys in values.items() for key, value in keys.items() if isinstance(value, list | dict)]:
+        raise ConfigError(f"a value of [axes.{axis}] takes plain keys, but has a list or table ({nested[0]}): make it an axis of its own")
+    return {label: dict(keys) for label, keys in values.items()}
+
+
+def _kept(axis: str, values: Axis, labels: list[Any]) -> Axis:
+    if unknown := [label for label in labels if label not in values]:
+        raise ConfigError(f"the variant keeps {unknown[0]!r} of [axes.{axis}], which has {', '.join(values) or 'no values'}")
+    return {label: values[label] for label in labels}
+
+
+def _with_data(keys: Mapping[str, Any], data: str) -> dict[str, Any]:
+    return {key: value.replace("{data}", data) if isinstance(value, str) else value for key, value in keys.items()}
+
+
+def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = tables.get(name, {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} must be a table, but is {found!r}")
+    return found
+
+
+def _only(known: tuple[str, ...], tables: Mapping[str, Any], what: str) -> None:
+    for name in tables:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(f"unknown {what} {name!r}" + (f": did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"))
+
+
+def _label(value: Any) -> str:
+    if isinstance(value, list | dict):
+        raise ConfigError(f"an axis is a list of plain values, but one of them is {value!r}")
+    return str(value)
+
+
+def _section(name: str, table: Mapping[str, Any]) -> list[str]:
+    """``[name]`` with its values, then the tables in it; those two levels down are inline."""
+    nested = {key: value for key, value in table.items() if isinstance(value, Mapping) and "." not in name}
+    lines = ["", f"[{name}]", *(f"{_key(key)} = {_inline(value)}" for key, value in table.items() if key not in nested)]
+    for key, value in nested.items():
+        lines += _section(f"{name}.{_key(key)}", value)
+    return lines
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(key)} = {_inline(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_inline(item) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _inline(name)
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "_.+=" else "_" for c in text).lstrip(".-~") or "_"
+
+
+def _at(where: Mapping[str, Any]) -> str:
+    return ", ".join(f"{axis} {value}" for axis, value in where.items()) or "the run"

@@ -1,0 +1,152 @@
+"""Unseen domain: train on all domains of digits but one, adapt to that one in every way there is; over methods, domains and seeds.
+
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G. The domains, the
+network and the settings are those of the five-domain task (``experiments/001-T11.toml``), with one client per domain that is left.
+
+FedAvg is not among the methods: it trains the same weights and affine as SiloBN, bit for bit, as the running statistics have no part in
+the training of either, so with new statistics the two are one model. Nor is FixBN: at this constant learning rate it does not get through
+its frozen half on the small variant's domains (26 % on those that it knows, mean over domains and seeds).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fl_bn.data.digits_five import sources
+from fl_bn.federation.adaptation import HOW
+from fl_bn.run.adapt import adapt, newcomer, read_run, ways
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.pictures import draw_bars
+from fl_bn.sweep.cells import Cell, run_cells
+
+SEEDS = (0, 1, 2)
+BATCH = 64  # of test-batch
+METHODS = {"FedBN": "fedbn", "SiloBN": "silobn"}
+SHIFTS = ("none", "invert", "contrast", "noise", "background")
+COMMON: dict[str, Any] = {
+    "dataset": "digits-five", "model": "digits-cnn", "image-size": 28, "samples-per-domain": 743, "partition": "domain", "clients": 4,
+    "rounds": 300, "local-epochs": 1, "local-steps": 0, "batch-size": 32, "learning-rate": 0.01, "learning-rate-schedule": "constant",
+    "momentum": 0.0, "weight-decay": 0.0, "client-weights": "uniform", "evaluate-every": 10, "pictures": False,
+}  # fmt: skip
+SHARED = {**COMMON, "rounds": 40, "image-size": 16, "model": "digits-cnn-small", "learning-rate": 0.05}
+SMALL = {
+    **SHARED, "dataset": "digits-plain", "data-path": "", "shifts": ",".join(SHIFTS), "samples-per-domain": 0, "rounds": 8,
+    "batch-size": 16, "evaluate-every": 8,
+}  # fmt: skip
+BEFORE, KNOWN = "before", "known domains"
+
+
+class Row(NamedTuple):
+    """Accuracy (percent) of one run. ``how``: a way of adapting, ``before`` any, or the run's own, on the domains that it knows."""
+
+    held_out: str
+    method: str
+    seed: int
+    how: str
+    accuracy: float
+    note: str = ""
+
+
+def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[Row]:
+    """The study, written to ``folder``: ``adaptations.csv``, ``table.csv``, ``table.md``, ``unseen_domain.png``, the runs in ``runs``.
+
+    ``variant``: ``small``, made domains; ``shared``, a small network on the digit domains found in ``data``; else the paper's setting. Runs
+    that are finished are not repeated.
+
+    Raises:
+        ConfigError: the data cannot be used.
+        RuntimeError: runs failed.
+    """
+    cells = plan(folder, variant, data)
+    if errors := run_cells(cells, jobs, lambda done, total: None):
+        raise RuntimeError(f"{len(errors)} of {len(cells)} runs failed: {'; '.join(f'{name}: {text}' for name, text in errors.items())}")
+    rows = [row for cell in cells for row in adapted(cell)]
+    _write(rows, folder)
+    return rows
+
+
+def plan(folder: Path, variant: str, data: str) -> list[Cell]:
+    """One run per seed, domain held out and method."""
+    keys = {"small": SMALL, "shared": SHARED}.get(variant, COMMON)
+    if variant == "small":
+        domains: Sequence[str] = SHIFTS
+    else:
+        keys = {**keys, "data-path": data}
+        domains = [source.domain for source in sources(Path(data))]
+    cells = []
+    for seed in SEEDS:
+        for domain in domains:
+            for name, method in METHODS.items():
+                own = {"method": method, "hold-out": domain, "seed": seed, "name": f"{method}-without-{domain}-seed{seed}"}
+                config = RunConfig.from_mapping({**keys, **own, "output": str((folder / "runs").resolve())})
+                cells.append(Cell(config, {"method": name, "held out": domain, "seed": seed}))
+    for cell in cells:
+        cell.finished()  # refuses a folder with other runs, before any is begun
+    return cells
+
+
+def adapted(cell: Cell) -> Iterator[Row]:
+    """What a finished run is worth on the domain that it held out, before and after."""
+    at = (str(cell.axes["held out"]), str(cell.axes["method"]), cell.config.seed)
+    yield Row(*at, KNOWN, 100 * float(cell.rows()[-1]["accuracy"]))
+    made, client = read_run(cell.path), newcomer(cell.config).drawn(0, cell.config.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    outcomes = adapt(made, client, ways(made, "all"), BATCH, device)
+    if outcomes[0].before is None:
+        raise ConfigError(f"{cell.path}: the clients' models are not there, so nobody knows what the run would hand out")
+    yield Row(*at, BEFORE, 100 * outcomes[0].before.accuracy)
+    for outcome in outcomes:
+        yield Row(*at, outcome.how, 100 * outcome.after.accuracy, outcome.note)
+
+
+def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Per domain held out and method, and the mean over the domains: mean (standard deviation over seeds) in percent, by column."""
+    columns = (KNOWN, BEFORE, *HOW)
+    domains, methods = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("held_out", "method"))
+    made: list[tuple[str, ...]] = [("held out", "method", *columns)]
+    for domain in [*domains, "mean"]:
+        for method in methods:
+            shown = []
+            for how in columns:
+                per_seed: dict[int, list[float]] = {}
+                for row in rows:
+                    if row.method == method and row.how == how and domain in (row.held_out, "mean"):
+                        per_seed.setdefault(row.seed, []).append(row.accuracy)
+                shown.append(_mean_std([float(np.mean(values)) for values in per_seed.values()]))
+            made.append((domain, method, *shown))
+    return made
+
+
+def _mean_std(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    return f"{np.mean(values):.1f}" + (f" ({np.std(values, ddof=1):.1f})" if len(values) > 1 else "")
+
+
+def _write(rows: Sequence[Row], folder: Path) -> None:
+    made = table(rows)
+    _write_csv(folder / "adaptations.csv", [Row._fields, *rows])
+    _write_csv(folder / "table.csv", made)
+    lines = ["| " + " | ".join(line) + " |" for line in made]
+    lines.insert(1, "|---|---|" + "---:|" * (len(made[0]) - 2))
+    seeds = len({row.seed for row in rows})
+    said = (
+        f"Accuracy on the domain held out, in percent, mean (standard deviation) over {seeds} seeds; `{KNOWN}`: the run's, on the others."
+    )
+    (folder / "table.md").write_text(said + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    panels: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for row in rows:
+        if row.how != KNOWN:
+            panels.setdefault(f"held out: {row.held_out}", {}).setdefault(row.method, {}).setdefault(row.how, []).append(row.accuracy)
+    draw_bars(panels, folder / "unseen_domain.png")
+
+
+def _write_csv(path: Path, lines: Iterable[Iterable[object]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(lines)
