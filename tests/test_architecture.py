@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("fl_bn/**/*.py"), *ROOT.glob("server_app/*.py"), *ROOT.glob("client_app/*.py")])
 
 ORDER = [  # a module may import from layers above its own, and from its own package
-    {"moments", "roles", "robust", "durable", "finding", "own_code", "pairs"},
+    {"moments", "roles", "robust", "wire", "durable", "finding", "own_code", "pairs"},
     {"layers", "models", "exchange"},
     {"methods"},
     {"conversion", "objectives"},

@@ -15,12 +15,13 @@ from flwr.common import Array
 from torch import Tensor
 
 from fl_bn.federation.defence import Defence, variance_floor
-from fl_bn.flower.codec import Payload, from_records, tensor_name
-from fl_bn.flower.fields import WireError
+from fl_bn.federation.payload import Payload, tensor_name
+from fl_bn.flower.codec import from_records
 from fl_bn.flower.messages import TRAINED
 from fl_bn.flower.population import Client
 from fl_bn.moments import Moments, plain_average, pool
 from fl_bn.robust.attacks import Adversary, Damage
+from fl_bn.wire import WireError
 
 VARIANCES = {"statistics": ("running_mean", "running_var"), "moments": ("mean", "var")}
 

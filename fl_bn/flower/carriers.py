@@ -22,10 +22,10 @@ from fl_bn.exchange.session import NOT_JOINED, Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.client_app import RENDEZVOUS
 from fl_bn.flower.codec import header_of
-from fl_bn.flower.fields import WireError, reason
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.posting import copy_of
 from fl_bn.flower.transcript import attach, read_request
+from fl_bn.wire import WireError, reason
 
 POLL = 0.1  # seconds between looks for replies
 

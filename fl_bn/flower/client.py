@@ -26,16 +26,17 @@ from fl_bn.exchange.call import Exchange
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
+from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, running_statistics
 from fl_bn.federation.companions import Companion, Named
 from fl_bn.federation.companions import companions as companions_of
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.local import LocalResult, Samples, evaluate, statistics_pass, torch_seed, train, trainable
 from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, to_kept
+from fl_bn.federation.payload import Payload, encode_moments, signature, to_numpy, to_tensors
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.flower import schema
 from fl_bn.flower.client_state import ClientState, FileState, Kept, MemoryState
-from fl_bn.flower.codec import Header, Payload, encode_moments, flatten, header_from, signature, to_numpy, to_tensors, unflatten
+from fl_bn.flower.codec import Header, flatten, header_from, unflatten
 from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.messages import TO_EVALUATE
 from fl_bn.flower.transcript import Transcript, detach, request_payload

@@ -11,11 +11,11 @@ from pathlib import Path
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fl_bn.federation.schema import KEPT, kept_layers
 from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import Header, flatten, from_records, header_of, to_records, unflatten
 from fl_bn.flower.fields import Form, Values
 from fl_bn.flower.messages import HEADER, LAYOUT, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
-from fl_bn.flower.schema import KEPT, kept_layers
 from fl_bn.flower.secure_client import secured
 from fl_bn.methods import Phase
 

@@ -19,10 +19,10 @@ from flwr.common.logger import log
 from torch import Tensor
 
 from fl_bn import durable
-from fl_bn.flower.codec import to_numpy, to_tensors
-from fl_bn.flower.fields import WireError
+from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.messages import KEPT_FOR
+from fl_bn.wire import WireError
 
 Sections = Mapping[str, Mapping[str, Tensor]]
 

@@ -6,7 +6,6 @@ that says what the payload is for. ``NumPyClient`` speaks lists: ``flatten`` and
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -16,21 +15,17 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common import Array
 from flwr.common.constant import SType
-from torch import Tensor, nn
+from torch import Tensor
 
-from fl_bn.flower.fields import WireError, reason, said
+from fl_bn.federation.payload import Payload, to_tensors
 from fl_bn.flower.messages import HEADER
-from fl_bn.methods import Method
-from fl_bn.moments import Moments
-from fl_bn.roles import roles
+from fl_bn.wire import WireError, reason, said
 
 FORMAT = "fl-bn/1"
 LONGEST_HEAD = 4096  # bytes of an array before its values
-Payload = dict[str, dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -48,13 +43,6 @@ class Header:
             if (came := getattr(other, key)) != expected:
                 hint = " (different model, method or version of fl-bn on the two sides)" if key in ("signature", "format") else ""
                 raise WireError("header", key, f"expected {expected!r}, but got {came!r}{hint}")
-
-
-def signature(model: nn.Module, method: Method) -> str:
-    """A short digest of the method's name and of every tensor's name, role, shape and dtype."""
-    role = roles(model)
-    parts = [f"{k} {role[k].value} {tuple(t.shape)} {t.dtype}" for k, t in model.state_dict().items()]
-    return hashlib.sha256("\n".join([method.name, *parts]).encode()).hexdigest()[:16]
 
 
 def to_records(payload: Payload, header: Header) -> RecordDict:
@@ -151,59 +139,5 @@ def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
     return {section: {name: next(remaining) for name in names} for section, names in sections}
 
 
-def nbytes(payload: Payload) -> int:
-    """Bytes of the arrays themselves, without Flower's framing."""
-    return sum(array.nbytes for arrays in payload.values() for array in arrays.values())
-
-
-def count_tensors(payload: Payload) -> int:
-    return sum(len(arrays) for arrays in payload.values())
-
-
-def tensor_name(layer: str, key: str) -> str:
-    """The state_dict name of tensor ``key`` of ``layer`` ("" is the model itself)."""
-    return f"{layer}.{key}" if layer else key
-
-
-def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Raises WireError for a dtype that NumPy, and so the wire, does not have."""
-    arrays: dict[str, np.ndarray] = {}
-    for name, tensor in tensors.items():
-        try:
-            arrays[name] = tensor.detach().cpu().numpy()
-        except TypeError as error:
-            raise WireError(
-                "tensor",
-                name,
-                f"expected a dtype that NumPy has, but got {tensor.dtype}: keep the model in float32, and set precision to mixed",
-            ) from error
-    return arrays
-
-
-def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Tensors of their own memory: arrays off the wire are read-only."""
-    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-
-
 def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
     return to_tensors({name: array.numpy() for name, array in record.items()})
-
-
-def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """Three arrays per layer: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in the model's ``dtype``. Count 0: it did not run."""
-    arrays: dict[str, np.ndarray] = {}
-    for layer, m in moments.items():
-        arrays[tensor_name(layer, "count")] = np.array([m.count], dtype=np.int64)
-        arrays |= to_numpy({tensor_name(layer, key): getattr(m, key).to(dtype) for key in ("mean", "var")})
-    return arrays
-
-
-def decode_moments(arrays: Mapping[str, np.ndarray]) -> dict[str, Moments]:
-    """The inverse of ``encode_moments``, in float64; the arrays have passed a ``Schema``."""
-    layers = [name.rpartition(".")[0] for name in arrays if name.rpartition(".")[2] == "count"]
-    tensors = to_tensors(arrays)
-
-    def of(layer: str, key: str) -> Tensor:
-        return tensors[tensor_name(layer, key)]
-
-    return {layer: Moments(int(of(layer, "count")), of(layer, "mean").double(), of(layer, "var").double()) for layer in layers}

@@ -25,14 +25,15 @@ from flwr.common.logger import log
 from torch import nn
 
 from fl_bn.exchange.session import Session, Traffic
+from fl_bn.federation.payload import nbytes
 from fl_bn.federation.record import Departure, RoundRecord
-from fl_bn.flower.codec import array_from, header_of, nbytes
-from fl_bn.flower.fields import WireError, shown
+from fl_bn.flower.codec import array_from, header_of
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Contribution
 from fl_bn.methods import Method, Phase, Refresh, Report
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.roles import batch_norms
+from fl_bn.wire import WireError, shown
 
 FEW = 8
 """Fewer samples than that behind one statistic are warned of.

@@ -16,45 +16,15 @@ from typing import Any
 
 from flwr.app import RecordDict
 
+from fl_bn.wire import WireError, said, shown
+
 LARGEST = 2**53  # whole numbers are exact in float64 up to here
-SHOWN = 80  # characters of what came that an error repeats
-REASON = 500  # characters of another side's error that a log and a record repeat
 NAME = 300  # characters of a layer's name
 NEEDED: Any = object()  # the default of a field that has none
 
 
-class WireError(ValueError):
-    """A message is not what this side expects; names the section and the tensor, or the record and the field."""
-
-    def __init__(self, section: str, tensor: str, problem: str) -> None:
-        self.section, self.tensor, self.problem = shown(section), shown(tensor), problem
-        super().__init__(f"{self.section}/{self.tensor}: {problem}" if tensor else f"{self.section}: {problem}")
-
-
 class Undeclared(KeyError):
     """This project's own code read a field that its form does not declare: add it to the form."""
-
-
-def shown(text: str, most: int = SHOWN) -> str:
-    """``text`` for a log: what another side sent neither fills it nor breaks its lines."""
-    return text if len(text) <= most and text.isprintable() else f"{text[:most]!r}{' ...' if len(text) > most else ''}"
-
-
-def reason(text: str | None) -> str:
-    """Another side's error on one line, cut to ``REASON`` characters."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join((text or "")[: 4 * REASON].split()))
-    return line if len(line) <= REASON else f"{line[:REASON]} ..."
-
-
-def said(value: object) -> str:
-    """``value`` for an error message: at most ``SHOWN`` characters, and nothing large is formatted to find them."""
-    if isinstance(value, str | bytes):
-        return f"{value[:SHOWN]!r}" + (f" ... ({len(value)} long)" if len(value) > SHOWN else "")
-    if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {len(value)}" if len(value) > 8 else f"[{', '.join(map(said, value))}]"
-    if isinstance(value, int) and abs(value) > 2**200:
-        return f"a whole number of {value.bit_length()} bits"
-    return shown(repr(value))
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,10 @@ from __future__ import annotations
 
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
-from fl_bn.flower.fields import (
-    REASON,
-    Form,
-    blobs,
-    data,
-    measured,
-    number,
-    one_of,
-    text,
-    whole,
-    whole_list,
-    wholes,
-    wholes_by_name,
-)
+from fl_bn.flower.fields import Form, blobs, data, measured, number, one_of, text, whole, whole_list, wholes, wholes_by_name
 from fl_bn.flower.lineage import FOLDER, NAME, RESUMES
 from fl_bn.methods import INPUTS, MEASURED, Phase
+from fl_bn.wire import REASON
 
 CLASSES, LAYERS, NODES = 65_536, 10_000, 10_000  # the most of each that a message may name
 KEY, SHARE = 1024, 4096  # bytes of a public key, of an encrypted pair of shares, at most

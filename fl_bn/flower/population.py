@@ -14,9 +14,9 @@ from flwr.serverapp import Grid
 
 from fl_bn.federation.rounds import Rounds
 from fl_bn.flower import client_app
-from fl_bn.flower.fields import WireError, reason, shown
 from fl_bn.flower.messages import HELLO
 from fl_bn.flower.posting import PASSING, send_and_receive
+from fl_bn.wire import WireError, reason, shown
 
 
 class RunFailed(Exception):

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from flwr.app import Message
 
 from fl_bn.federation.aggregation import Drift
-from fl_bn.flower.codec import Header, Payload, from_records, nbytes
-from fl_bn.flower.fields import Form, WireError, reason
+from fl_bn.federation.payload import Payload, nbytes
+from fl_bn.federation.schema import Schema
+from fl_bn.flower.codec import Header, from_records
+from fl_bn.flower.fields import Form
 from fl_bn.flower.messages import REPLIED, TRAINED
 from fl_bn.flower.population import Client
-from fl_bn.flower.schema import Schema
+from fl_bn.wire import WireError, reason
 
 
 @dataclass(frozen=True)

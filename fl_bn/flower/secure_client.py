@@ -24,11 +24,10 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_separate
 
 from fl_bn.data.batches import ClientTooSmall, draw_batches
+from fl_bn.federation import schema
 from fl_bn.federation.settings import seeded
-from fl_bn.flower import schema
 from fl_bn.flower.client import BATCHES, BatchNormClient
 from fl_bn.flower.codec import from_records, header_of
-from fl_bn.flower.fields import said
 from fl_bn.flower.masks import client_half, secagg_mod
 from fl_bn.flower.messages import COLLECT, KEY, SECURE, SET_UP, SHARE_KEYS, TO_MEASURE, UNMASK
 from fl_bn.flower.sums import (
@@ -49,6 +48,7 @@ from fl_bn.methods import NORMALISERS, Phase, Report
 from fl_bn.secure.additive import beyond
 from fl_bn.secure.privacy import clipped, noisy
 from fl_bn.secure.settings import LEAST, MODULUS
+from fl_bn.wire import said
 
 REQUIRED = "secure-aggregation"  # in the run config, or in a client's own node config: answer nothing in the clear
 ROUNDING = 100  # purpose of a seeded generator, beside those in client.py

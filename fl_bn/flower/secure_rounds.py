@@ -14,15 +14,16 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fl_bn.exchange.session import LARGEST_COUNT
+from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.payload import tensor_name
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import Rounds
-from fl_bn.flower import schema, sums
-from fl_bn.flower.codec import from_records, header_of, tensor_name
+from fl_bn.flower import sums
+from fl_bn.flower.codec import from_records, header_of
 from fl_bn.flower.exchanges import Exchanges
-from fl_bn.flower.fields import WireError, said
 from fl_bn.flower.ledger import enter
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.posting import copy_of
@@ -36,6 +37,7 @@ from fl_bn.moments import Moments, Running
 from fl_bn.secure.additive import lost
 from fl_bn.secure.privacy import Accountant
 from fl_bn.secure.settings import LEAST, SecureAggregation
+from fl_bn.wire import WireError, said
 
 REPEATS = 6  # exchanges for one measurement, where the reference is far off
 

@@ -25,12 +25,12 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.serverapp import Grid
 
 from fl_bn.flower.codec import LONGEST_HEAD, Header, array_from, header_from
-from fl_bn.flower.fields import WireError, reason, said
 from fl_bn.flower.messages import KEYS, MASKED, PLAN, RESULT, SHARES_BACK, SHARES_OUT, STATUS, UNREADABLE, WEIGHT
 from fl_bn.flower.population import Client
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.sums import Plan
 from fl_bn.secure.settings import MODULUS
+from fl_bn.wire import WireError, reason, said
 
 CURVE = "secp384r1"  # of Flower's keys
 

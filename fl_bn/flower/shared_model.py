@@ -13,14 +13,15 @@ from flwr.common.logger import log
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation import schema
 from fl_bn.federation.aggregation import average, combine, pseudo_gradient, running_statistics
 from fl_bn.federation.companions import Companion, accompanied
 from fl_bn.federation.defence import Defence, undercut
 from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.payload import Payload, decode_moments, signature, tensor_name, to_numpy, to_tensors
 from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
-from fl_bn.flower import schema
-from fl_bn.flower.codec import Header, Payload, decode_moments, signature, tensor_name, tensors_of, to_numpy, to_tensors
+from fl_bn.flower.codec import Header, tensors_of
 from fl_bn.flower.replies import Contribution
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running

@@ -17,15 +17,16 @@ from flwr.app import ArrayRecord, Message
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import Defence, TooFew
+from fl_bn.federation.payload import count_tensors, nbytes
 from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.rounds import AS_METHOD, UNTIL_STILL, Rounds
-from fl_bn.flower import schema
 from fl_bn.flower.all_or_nothing import without_overflow
 from fl_bn.flower.client_app import STATISTICS
-from fl_bn.flower.codec import Header, count_tensors, nbytes
+from fl_bn.flower.codec import Header
 from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive

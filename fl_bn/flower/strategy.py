@@ -14,17 +14,18 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
+from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
+from fl_bn.federation.payload import Payload, count_tensors
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import Rounds
-from fl_bn.flower import schema
 from fl_bn.flower.adversary import corrupt
 from fl_bn.flower.all_or_nothing import change_model, without_overflow
 from fl_bn.flower.checkpoint import Checkpoint
-from fl_bn.flower.codec import Header, Payload, count_tensors, to_records
+from fl_bn.flower.codec import Header, to_records
 from fl_bn.flower.departures import Departures
 from fl_bn.flower.evaluation import evaluation_at_clients
 from fl_bn.flower.exchanges import Exchanges, check_weights

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_bn.flower.codec import Payload, decode_moments, tensor_name, to_tensors
-from fl_bn.flower.fields import WireError
-from fl_bn.flower.schema import Schema
+from fl_bn.federation.payload import Payload, decode_moments, tensor_name, to_tensors
+from fl_bn.federation.schema import Schema
 from fl_bn.moments import Moments, Running
 from fl_bn.secure.additive import deviations, from_deviations, from_running_deviations, running_deviations, running_within, within
+from fl_bn.wire import WireError
 
 Sections = dict[str, dict[str, Tensor]]
 Layout = dict[str, dict[str, tuple[int, ...]]]

@@ -13,9 +13,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import Array
 
 from fl_bn.exchange.call import Answer, Key, Local, Quantity
-from fl_bn.flower.codec import Header, Payload, from_records
-from fl_bn.flower.fields import NAME, WireError, reason, said
+from fl_bn.federation.payload import Payload
+from fl_bn.flower.codec import Header, from_records
+from fl_bn.flower.fields import NAME
 from fl_bn.flower.messages import REQUESTED
+from fl_bn.wire import WireError, reason, said
 
 TRANSCRIPT = "transcript"
 REQUEST = "exchange"

@@ -13,14 +13,15 @@ from flwr.common.logger import log
 from torch import Tensor
 
 from fl_bn.federation.aggregation import average
+from fl_bn.federation.payload import to_tensors
 from fl_bn.federation.rounds import Rounds
-from fl_bn.flower.codec import to_records, to_tensors
+from fl_bn.federation.schema import KEPT, kept_layers
+from fl_bn.flower.codec import to_records
 from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.population import Population
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.replies import read_replies
-from fl_bn.flower.schema import KEPT, kept_layers
 from fl_bn.flower.shared_model import SharedModel
 from fl_bn.methods import Phase
 

@@ -10,17 +10,17 @@ from torch import Tensor
 from fl_bn.data.augment import augmenter
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.local import torch_seed
+from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.rounds import AS_METHOD
 from fl_bn.federation.settings import seeded
-from fl_bn.flower.codec import to_numpy
-from fl_bn.flower.fields import WireError
 from fl_bn.flower.log import LOGGER
 from fl_bn.methods import Phase
 from fl_bn.roles import Role, batch_norms
 from fl_bn.run import recalibrate
 from fl_bn.run.assembly import client_model, dataset, partitions, shape
 from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.wire import WireError
 
 
 def check(config: RunConfig) -> None:

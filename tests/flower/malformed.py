@@ -10,7 +10,8 @@ import numpy as np
 from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common import Array
 
-from fl_bn.flower.codec import Header, Payload, from_records, to_records
+from fl_bn.federation.payload import Payload
+from fl_bn.flower.codec import Header, from_records, to_records
 
 Rng = np.random.Generator
 Metrics = dict[str, object]

@@ -15,23 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fl_bn.flower.codec import (
-    FORMAT,
-    Header,
-    Payload,
-    WireError,
-    count_tensors,
-    decode_moments,
-    encode_moments,
-    flatten,
-    from_records,
-    nbytes,
-    tensor_name,
-    to_numpy,
-    to_records,
-    to_tensors,
-    unflatten,
-)
+from fl_bn.federation.payload import Payload, count_tensors, decode_moments, encode_moments, nbytes, tensor_name, to_numpy, to_tensors
+from fl_bn.flower.codec import FORMAT, Header, WireError, flatten, from_records, to_records, unflatten
 from fl_bn.moments import Moments
 
 HEADER = Header("fbn", "train", 3, "0123")

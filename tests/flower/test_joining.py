@@ -10,9 +10,10 @@ from flwr.app import ConfigRecord, Message
 
 from fl_bn.conversion import convert
 from fl_bn.federation.local import Samples
+from fl_bn.federation.payload import signature
 from fl_bn.federation.rounds import Rounds
 from fl_bn.flower import RunFailed
-from fl_bn.flower.codec import Header, signature, to_records
+from fl_bn.flower.codec import Header, to_records
 from fl_bn.methods import METHODS, Method
 from fl_bn.roles import Role, roles
 from tests.in_process import Run, WatchedGrid, client_app, identical, run

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.local import Samples
+from fl_bn.federation.payload import decode_moments
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.codec import decode_moments
 from fl_bn.layers import observe
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import exchanging, fedtan

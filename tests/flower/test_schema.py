@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fl_bn.conversion import convert
-from fl_bn.flower import schema
-from fl_bn.flower.codec import Payload, signature
-from fl_bn.flower.fields import WireError
-from fl_bn.flower.schema import Schema
+from fl_bn.federation import schema
+from fl_bn.federation.payload import Payload, signature
+from fl_bn.federation.schema import Schema
 from fl_bn.methods import METHODS, Phase
 from fl_bn.roles import Role
+from fl_bn.wire import WireError
 from tests.networks import NETWORKS, seeded_network
 
 

@@ -12,8 +12,9 @@ from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from ray import cloudpickle
 from scipy.stats import kstest
 
+from fl_bn.federation import schema
 from fl_bn.federation.local import Samples
-from fl_bn.flower import masks, schema
+from fl_bn.flower import masks
 from fl_bn.flower.sums import Plan, Weighting, additive, flags, layout, references, to_vector
 from fl_bn.methods import METHODS, NORMALISERS, Phase
 from fl_bn.methods.fbn import fbn

@@ -11,7 +11,7 @@ from torch import nn
 
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.local import Samples
-from fl_bn.flower.codec import decode_moments
+from fl_bn.federation.payload import decode_moments
 from fl_bn.methods import METHODS
 from fl_bn.methods.hbn import hbn
 from fl_bn.moments import Moments, pool

@@ -29,11 +29,11 @@ from fl_bn.exchange.call import Answer, ExchangeFailed, Local, Refused, Request
 from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc.wire import decode_request, encode_request
 from fl_bn.exchange.session import Deliver, Session
+from fl_bn.federation import schema
 from fl_bn.federation.companions import companions
-from fl_bn.flower import schema
 from fl_bn.flower.codec import array_from
-from fl_bn.flower.fields import WireError
 from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.wire import WireError
 from tests.hostile.liars import LIAR
 from tests.hostile.recorded import (
     CANNED,

@@ -17,7 +17,8 @@ from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.flower import messages
 from fl_bn.flower.checkpoint import FORMAT, Checkpoint
 from fl_bn.flower.client_state import NOTHING, MemoryState
-from fl_bn.flower.fields import Form, Undeclared, Values, WireError, said, shown, whole
+from fl_bn.flower.fields import Form, Undeclared, Values, whole
+from fl_bn.wire import WireError, said, shown
 from tests.hostile.recorded import SCENARIOS, recorded
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fl_bn.flower import schema
+from fl_bn.federation import schema
 from tests.hostile.fuzz import BROKEN, REFUSED, SCENARIOS, TARGETS, Outcome, fuzz, honest, judged, lie_to_server, table
 from tests.hostile.recorded import CLIENTS
 

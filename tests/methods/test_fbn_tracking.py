@@ -10,8 +10,8 @@ import torch
 
 from fl_bn.conversion import convert
 from fl_bn.federation.local import Samples, train
+from fl_bn.federation.payload import decode_moments
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.codec import decode_moments
 from fl_bn.layers import observe
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.hbn import hbn

@@ -11,11 +11,11 @@ from torch import nn
 
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation.companions import Companion, accompanied
-from fl_bn.flower.codec import Payload, tensor_name
-from fl_bn.flower.fields import WireError, said
+from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.methods import MOMENTS, Method, Phase, Report
 from fl_bn.moments import bounds
 from fl_bn.roles import Role, batch_norms, roles
+from fl_bn.wire import WireError, said
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""What travels between server and clients: named tensors by section, as tensors here and as NumPy arrays on the wire."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_bn.methods import Method
+from fl_bn.moments import Moments
+from fl_bn.roles import roles
+from fl_bn.wire import WireError
+
+Named = Mapping[str, Tensor]
+Sections = dict[str, dict[str, Tensor]]
+Payload = dict[str, dict[str, np.ndarray]]
+
+
+def signature(model: nn.Module, method: Method) -> str:
+    """A short digest of the method's name and of every tensor's name, role, shape and dtype."""
+    role = roles(model)
+    parts = [f"{k} {role[k].value} {tuple(t.shape)} {t.dtype}" for k, t in model.state_dict().items()]
+    return hashlib.sha256("\n".join([method.name, *parts]).encode()).hexdigest()[:16]
+
+
+def nbytes(payload: Payload) -> int:
+    """Bytes of the arrays themselves, without Flower's framing."""
+    return sum(array.nbytes for arrays in payload.values() for array in arrays.values())
+
+
+def count_tensors(payload: Payload) -> int:
+    return sum(len(arrays) for arrays in payload.values())
+
+
+def tensor_name(layer: str, key: str) -> str:
+    """The state_dict name of tensor ``key`` of ``layer`` ("" is the model itself)."""
+    return f"{layer}.{key}" if layer else key
+
+
+def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Raises WireError for a dtype that NumPy, and so the wire, does not have."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        try:
+            arrays[name] = tensor.detach().cpu().numpy()
+        except TypeError as error:
+            raise WireError(
+                "tensor",
+                name,
+                f"expected a dtype that NumPy has, but got {tensor.dtype}: keep the model in float32, and set precision to mixed",
+            ) from error
+    return arrays
+
+
+def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Tensors of their own memory: arrays off the wire are read-only."""
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+
+
+def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """Three arrays per layer: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in the model's ``dtype``. Count 0: it did not run."""
+    arrays: dict[str, np.ndarray] = {}
+    for layer, m in moments.items():
+        arrays[tensor_name(layer, "count")] = np.array([m.count], dtype=np.int64)
+        arrays |= to_numpy({tensor_name(layer, key): getattr(m, key).to(dtype) for key in ("mean", "var")})
+    return arrays
+
+
+def decode_moments(arrays: Mapping[str, np.ndarray]) -> dict[str, Moments]:
+    """The inverse of ``encode_moments``, in float64; the arrays have passed a ``Schema``."""
+    layers = [name.rpartition(".")[0] for name in arrays if name.rpartition(".")[2] == "count"]
+    tensors = to_tensors(arrays)
+
+    def of(layer: str, key: str) -> Tensor:
+        return tensors[tensor_name(layer, key)]
+
+    return {layer: Moments(int(of(layer, "count")), of(layer, "mean").double(), of(layer, "var").double()) for layer in layers}
