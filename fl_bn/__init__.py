@@ -1,18 +1,53 @@
-"""Batch normalisation that works in federated learning, for any PyTorch network, on Flower."""
+"""Batch normalisation that works in federated learning, for any PyTorch network: in plain torch, around your own loop, or on Flower.
 
+>>> import fl_bn
+>>> fl_bn.methods.fixbn().name
+'fixbn'
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fl_bn import methods
     from fl_bn.conversion import convert
+    from fl_bn.federation.client import local_round
+    from fl_bn.federation.federation import Federation, SeededBatches
+    from fl_bn.federation.server import server_round, server_state
+    from fl_bn.task import Classification, MultiLabel, Regression, Segmentation, Task
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "convert"]
+__all__ = [
+    "Classification",
+    "Federation",
+    "MultiLabel",
+    "Regression",
+    "SeededBatches",
+    "Segmentation",
+    "Task",
+    "__version__",
+    "convert",
+    "local_round",
+    "methods",
+    "server_round",
+    "server_state",
+]
+
+_HOMES = {
+    "convert": "fl_bn.conversion",
+    "local_round": "fl_bn.federation.client",
+    "Federation": "fl_bn.federation.federation",
+    "SeededBatches": "fl_bn.federation.federation",
+    "server_round": "fl_bn.federation.server",
+    "server_state": "fl_bn.federation.server",
+    **dict.fromkeys(("Classification", "MultiLabel", "Regression", "Segmentation", "Task"), "fl_bn.task"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """``convert`` when it is first asked for: torch takes seconds to import, and commands such as ``fl-bn start`` need none of it."""
-    if name == "convert":
-        from fl_bn.conversion import convert
-
-        return convert
+    """A public name when it is first asked for: torch takes seconds to import, and commands such as ``fl-bn start`` need none of it."""
+    if name == "methods":
+        return import_module("fl_bn.methods")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

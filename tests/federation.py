@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import average, combine, running_statistics
-from fl_bn.federation.local import LocalResult, Samples, statistics_pass, torch_seed, train
+from fl_bn.federation.local import Samples, statistics_pass, torch_seed
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.methods import LayerReports, Method, Phase, Report
 from fl_bn.moments import Moments, Running
 from fl_bn.roles import Role, batch_norms, roles
+from tests.local import Result, train
 
 Rule = Callable[[LayerReports], Running]
 ONE_STEP = LocalTraining(batch_size=64, steps=1)
@@ -59,7 +60,7 @@ class Federation:
         rate: float = 0.1,
         phase: Phase = Phase.TRAIN,
         weights: Sequence[float] | None = None,
-    ) -> list[LocalResult]:
+    ) -> list[Result]:
         """One round with all clients; without ``batches`` each takes one step on all its samples."""
         models = [self.client(i) for i in range(len(self.clients))]
         reports: list[dict[str, Moments]] = []
@@ -83,7 +84,7 @@ class Federation:
     def measure(self, model: nn.Module, i: int, number: int) -> dict[str, Moments]:
         return statistics_pass(model, self.clients[i], self.method.statistics_pass, seeded(0, i, number))
 
-    def _report(self, model: nn.Module, result: LocalResult, phase: Phase) -> dict[str, Moments]:
+    def _report(self, model: nn.Module, result: Result, phase: Phase) -> dict[str, Moments]:
         if self.method.reports(phase) is not Report.RUNNING:
             return result.moments
         return {k: Moments(result.samples, s.mean.double(), s.var.double()) for k, s in running_statistics(model).items()}

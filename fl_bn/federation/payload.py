@@ -26,12 +26,12 @@ def signature(model: nn.Module, method: Method) -> str:
     return hashlib.sha256("\n".join([method.name, *parts]).encode()).hexdigest()[:16]
 
 
-def nbytes(payload: Payload) -> int:
-    """Bytes of the arrays themselves, without Flower's framing."""
-    return sum(array.nbytes for arrays in payload.values() for array in arrays.values())
+def nbytes(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> int:
+    """Bytes of the tensors or arrays themselves, without Flower's framing."""
+    return sum(int(array.nbytes) for arrays in payload.values() for array in arrays.values())
 
 
-def count_tensors(payload: Payload) -> int:
+def count_tensors(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> int:
     return sum(len(arrays) for arrays in payload.values())
 
 
@@ -60,19 +60,18 @@ def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
-def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """Three arrays per layer: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in the model's ``dtype``. Count 0: it did not run."""
-    arrays: dict[str, np.ndarray] = {}
+def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Three tensors per layer, on the CPU: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in ``dtype``. Count 0: the layer did not run."""
+    tensors: dict[str, Tensor] = {}
     for layer, m in moments.items():
-        arrays[tensor_name(layer, "count")] = np.array([m.count], dtype=np.int64)
-        arrays |= to_numpy({tensor_name(layer, key): getattr(m, key).to(dtype) for key in ("mean", "var")})
-    return arrays
+        tensors[tensor_name(layer, "count")] = torch.tensor([m.count])
+        tensors |= {tensor_name(layer, key): getattr(m, key).to(dtype).cpu() for key in ("mean", "var")}
+    return tensors
 
 
-def decode_moments(arrays: Mapping[str, np.ndarray]) -> dict[str, Moments]:
-    """The inverse of ``encode_moments``, in float64; the arrays have passed a ``Schema``."""
-    layers = [name.rpartition(".")[0] for name in arrays if name.rpartition(".")[2] == "count"]
-    tensors = to_tensors(arrays)
+def decode_moments(tensors: Named) -> dict[str, Moments]:
+    """The inverse of ``encode_moments``, in float64; the tensors have passed a ``Schema``."""
+    layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "count"]
 
     def of(layer: str, key: str) -> Tensor:
         return tensors[tensor_name(layer, key)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,25 +19,12 @@ from torch import Tensor
 
 from fl_bn import durable
 from fl_bn.federation.payload import to_numpy, to_tensors
+from fl_bn.federation.values import NOTHING, Kept
 from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.messages import KEPT_FOR
 from fl_bn.wire import WireError
 
 Sections = Mapping[str, Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Named sections of tensors, and the round they were kept in; 0 and empty before the client's first."""
-
-    round: int
-    sections: Mapping[str, dict[str, Tensor]]
-
-    def get(self, section: str) -> dict[str, Tensor]:
-        return self.sections.get(section, {})
-
-
-NOTHING = Kept(0, {})
 
 
 class ClientState(Protocol):

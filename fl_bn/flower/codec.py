@@ -20,8 +20,10 @@ from flwr.common import Array
 from flwr.common.constant import SType
 from torch import Tensor
 
-from fl_bn.federation.payload import Payload, to_tensors
+from fl_bn.federation.payload import Payload, to_numpy, to_tensors
+from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.messages import HEADER
+from fl_bn.methods import Phase
 from fl_bn.wire import WireError, reason, said
 
 FORMAT = "fl-bn/1"
@@ -43,6 +45,10 @@ class Header:
             if (came := getattr(other, key)) != expected:
                 hint = " (different model, method or version of fl-bn on the two sides)" if key in ("signature", "format") else ""
                 raise WireError("header", key, f"expected {expected!r}, but got {came!r}{hint}")
+
+
+def header_for(shared: SharedModel, round: int, phase: Phase) -> Header:
+    return Header(shared.method.name, phase.value, round, shared.signature)
 
 
 def to_records(payload: Payload, header: Header) -> RecordDict:
@@ -137,6 +143,10 @@ def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
         raise WireError("layout", "", f"describes {expected} arrays, but {len(arrays)} came")
     remaining = iter(arrays)
     return {section: {name: next(remaining) for name in names} for section, names in sections}
+
+
+def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    return ArrayRecord({name: Array(array) for name, array in to_numpy(tensors).items()})
 
 
 def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:

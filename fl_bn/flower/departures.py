@@ -27,9 +27,9 @@ from torch import nn
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation.payload import nbytes
 from fl_bn.federation.record import Departure, RoundRecord
+from fl_bn.federation.values import Reply
 from fl_bn.flower.codec import array_from, header_of
 from fl_bn.flower.population import Client
-from fl_bn.flower.replies import Contribution
 from fl_bn.methods import Method, Phase, Refresh, Report
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.roles import batch_norms
@@ -81,11 +81,11 @@ class Departures:
                 self._warned.add(departure.client)
                 log(logging.WARNING, "%s", warning(departure, round))
 
-    def masked(self, parts: Iterable[Contribution]) -> None:
+    def masked(self, parts: Iterable[Reply]) -> None:
         """Of a secure sum: what each client in it sent can be read by nobody."""
         for part in parts:
             self._add(
-                [Departure(part.client.index, "masked", "a masked vector: of all of them the sum can be read", 1, nbytes(part.payload))]
+                [Departure(part.client, "masked", "a masked vector: of all of them the sum can be read", 1, nbytes(part.sections))]
             )
 
     def enter(self, record: RoundRecord) -> RoundRecord:

@@ -25,10 +25,10 @@ def evaluation_at_clients(
 
     Of mean IoU and of the accuracies per class, the mean over the clients that have them.
     """
-    contributions, refused, _ = read_replies(replies, clients, schema.Schema({}), header, EVALUATED, sent)
+    came, refused, _ = read_replies(replies, clients, schema.Schema({}), header, EVALUATED, sent)
     for index, reason in refused.items():
         log(logging.WARNING, "client %s did not evaluate: %s", index, reason)
-    measured = {c.client.index: c.metrics for c in contributions if 0 <= c.metrics["accuracy"] <= 1}  # NaN: without a label
+    measured = {reply.client: reply.metrics for reply in came if 0 <= reply.metrics["accuracy"] <= 1}  # NaN: without a label
     if not measured:
         return None
     record.client_evaluation = {index: {k: m[k] for k in ("loss", "accuracy")} for index, m in measured.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from flwr.app import Message
@@ -18,16 +17,8 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.carriers import Carrier, GrpcCarrier, LocalCarrier, ReplayCarrier
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.population import Client, RunFailed
-from fl_bn.flower.replies import Contribution
-from fl_bn.methods import Method, Phase
 from fl_bn.moments import Average, weighted_mean
 from fl_bn.roles import batch_norms
-
-
-def check_weights(method: Method, client_weights: str) -> None:
-    """Raises ValueError where they are not those of the method's exchange."""
-    if client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
-        raise ValueError(f"{method.name} weighs clients by the batches they drew: client_weights must be 'samples', or its step is inexact")
 
 
 class Exchanges:
@@ -73,22 +64,6 @@ class Exchanges:
             believing=self.believing,
         )
         return self._carrier.carry(grid, {by_node[m.metadata.dst_node_id]: m for m in messages}, self.session, timeout)
-
-    def taking_part(self, contributions: Sequence[Contribution], refused: dict[int, str]) -> list[Contribution]:
-        """Of this round's contributions those whose batches the exchange holds, weighted by these; under ``abort`` all or none.
-
-        The reason for every other one is added to ``refused``.
-        """
-        session, usable = self.session, {c.client.index: c for c in contributions}
-        batches = session.taking_part
-        missing = sorted(set(batches) - set(usable))
-        if missing and session.policy == "abort":
-            session.fail(f"clients {missing} took part, but sent no usable reply (exchange-policy is abort)")
-        refused |= {index: "it took no part in the exchange" for index in usable if index not in batches}
-        if session.failure:
-            refused |= dict.fromkeys(refused.keys() | usable.keys(), session.failure)
-        refused |= session.dropped
-        return [replace(c, weight=batches[index]) for index, c in sorted(usable.items()) if index not in refused]
 
     def owing(self, grid: Grid) -> set[int]:
         """Clients dropped in an earlier round that have still not answered its message: dead or hanging, so not to be waited for again."""

@@ -10,12 +10,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common.logger import log
 
 from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.federation.values import Reply
 from fl_bn.flower.checkpoint import Checkpoint, generators, set_generators
 from fl_bn.flower.codec import tensors_of
 from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.population import Client, RunFailed
-from fl_bn.flower.replies import Contribution
-from fl_bn.flower.shared_model import SharedModel
 from fl_bn.secure.privacy import Accountant
 
 
@@ -58,9 +58,9 @@ class Recovery:
             message.content["config"] = ConfigRecord({**config, "counted": self._counted.get(client.index, 0)})
         return messages
 
-    def count(self, round: int, contributions: Sequence[Contribution]) -> None:
+    def count(self, round: int, replies: Sequence[Reply]) -> None:
         """The round has changed the model: with these."""
-        self._counted |= dict.fromkeys((part.client.index for part in contributions), round)
+        self._counted |= dict.fromkeys((part.client for part in replies), round)
 
     def go_back(self, checkpoint: Checkpoint, rounds: int, shared: SharedModel, optimizer: ServerOptimizer) -> None:
         """Let everything be as after ``checkpoint``.
@@ -82,12 +82,12 @@ class Recovery:
         set_generators(checkpoint.generators)
         log(logging.INFO, "going on after round %s of %s", checkpoint.round, rounds)
 
-    def check(self, round: int, contributions: Sequence[Contribution]) -> None:
+    def check(self, round: int, replies: Sequence[Reply]) -> None:
         """Say which clients trained from older tensors of their own than they kept before."""
-        for part in contributions:
+        for part in replies:
             if "kept" not in part.metrics:
                 continue
-            index, kept, known = part.client.index, int(part.metrics["kept"]), self._kept.get(part.client.index, 0)
+            index, kept, known = part.client, int(part.metrics["kept"]), self._kept.get(part.client, 0)
             if kept < known:
                 came = f"those of round {kept}" if kept else "none"
                 lost = "the later ones were lost with its process or disk (state-dir in the node config keeps them in files)"

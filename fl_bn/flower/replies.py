@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from flwr.app import Message
 
-from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.payload import Payload, nbytes
+from fl_bn.federation.payload import to_tensors
 from fl_bn.federation.schema import Schema
+from fl_bn.federation.values import Reply
 from fl_bn.flower.codec import Header, from_records
 from fl_bn.flower.fields import Form
 from fl_bn.flower.messages import REPLIED, TRAINED
 from fl_bn.flower.population import Client
 from fl_bn.wire import WireError, reason
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """One client's checked reply. ``weight``: of it in averages, the different samples trained on unless the phase says otherwise.
-
-    ``updates``: how often each BatchNorm layer's running statistics moved, where that is not once per step; empty if it is.
-    """
-
-    client: Client
-    payload: Payload
-    samples: int
-    weight: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    updates: tuple[int, ...] = ()
-
-    @property
-    def steps(self) -> int:
-        return int(self.metrics.get("steps", 0))
-
-    def local_drift(self, layers: Sequence[str]) -> Drift | None:
-        m = self.metrics
-        if "drift" not in m or not 0 <= (layer := int(m.get("drift-layer", -1))) < len(layers):
-            return None
-        return Drift(m["drift"], layers[layer], m.get("min-var", math.nan), m.get("growth", math.nan))
 
 
 class Absent(WireError):
@@ -55,7 +28,7 @@ def read_replies(
     form: Form,
     sent: Iterable[Message] = (),
     max_steps: int = 0,
-) -> tuple[list[Contribution], dict[int, str], set[int]]:
+) -> tuple[list[Reply], dict[int, str], set[int]]:
     """``(contributions in client order, reason by client index, who was wrong)``: every client of the cohort is in one of the first two.
 
     Replies with samples 0 (a client that sat out), errors, and late or missing ones count as refused, with the reason. The third are
@@ -65,7 +38,7 @@ def read_replies(
     """
     by_node = {client.node: client for client in cohort}
     addressee = {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
-    contributions: dict[int, Contribution] = {}
+    contributions: dict[int, Reply] = {}
     refused: dict[int, str] = {}
     wrong: set[int] = set()
     for reply in replies:
@@ -88,7 +61,7 @@ def read_replies(
     return [contributions[index] for index in sorted(contributions)], refused, wrong
 
 
-def _read(reply: Message, client: Client, schema: Schema, header: Header, form: Form, max_steps: int) -> Contribution:
+def _read(reply: Message, client: Client, schema: Schema, header: Header, form: Form, max_steps: int) -> Reply:
     if reply.has_error():
         raise Absent("error", "", f"code {reply.error.code}: {reason(reply.error.reason)}")
     payload, came = from_records(reply.content)
@@ -105,8 +78,6 @@ def _read(reply: Message, client: Client, schema: Schema, header: Header, form: 
     if form is TRAINED and "kept" in values and values["kept"] >= header.round:
         raise WireError("metrics", "kept", f"expected a round before {header.round}, but got {values['kept']}")
     numbers = {key: float(value) for key, value in values.items() if not isinstance(value, list)}
-    return Contribution(client, payload, samples, samples, numbers, tuple(values.get("updates", ())) if form is TRAINED else ())
-
-
-def section_bytes(payload: Payload) -> dict[str, int]:
-    return {section: nbytes({section: arrays}) for section, arrays in payload.items()}
+    updates = tuple(values.get("updates", ())) if form is TRAINED else ()
+    sections = {section: to_tensors(arrays) for section, arrays in payload.items()}
+    return Reply(client.index, sections, samples, samples, numbers, updates)

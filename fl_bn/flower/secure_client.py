@@ -25,8 +25,10 @@ from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext
 
 from fl_bn.data.batches import ClientTooSmall, draw_batches
 from fl_bn.federation import schema
+from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
-from fl_bn.flower.client import BATCHES, BatchNormClient
+from fl_bn.federation.training import BATCHES
+from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import from_records, header_of
 from fl_bn.flower.masks import client_half, secagg_mod
 from fl_bn.flower.messages import COLLECT, KEY, SECURE, SET_UP, SHARE_KEYS, TO_MEASURE, UNMASK
@@ -34,7 +36,6 @@ from fl_bn.flower.sums import (
     REFERENCE,
     STATISTICS,
     Plan,
-    Sections,
     Weighting,
     activations,
     additive,
@@ -204,11 +205,12 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
     """The plain reply as Flower's mod wants it: one vector, weight 1, and the counts."""
     client, plan = build(context), plan_of(build(context), message)
     received, header = from_records(message.content)
-    reference = references(received.pop(REFERENCE, received.get("statistics", {})))
+    reference = references(to_tensors(received.pop(REFERENCE, received.get("statistics", {}))))
     message.content.pop(REFERENCE, None)  # not for the handler: the model keeps the statistics that came with its weights
     phase, config = Phase(header.phase), SECURE.of_configs(message.content)
     plain = handle(message, context)
-    reply, repeated = from_records(plain.content)
+    payload, repeated = from_records(plain.content)
+    reply = {section: to_tensors(arrays) for section, arrays in payload.items()}
     told = plain.content.metric_records["metrics"]
     if (came := (told.get("samples"), told.get("steps", 0))) != (plan.samples, plan.steps):
         raise ValueError(f"client {client.site.client} planned {plan.samples} samples and {plan.steps} steps, but did {came}")
@@ -218,7 +220,7 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
     per_sample = activations(reply, plan)
     state = context.state.config_records[RECORD_KEY_STATE]
     limit = float(state[Key.CLIPPING_RANGE])  # type: ignore[arg-type]
-    parts, cut = additive(reply, received.get("weights", {}), reference, limit)
+    parts, cut = additive(reply, to_tensors(received.get("weights", {})), reference, limit)
     parts = {s: {k: t * weighting.of(s, plan) for k, t in part.items()} for s, part in parts.items() if s in shapes}
     if private:
         parts = _private(parts, config, int(state[Key.THRESHOLD]))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common import Array
 from flwr.common.logger import log
 from flwr.serverapp import Grid
@@ -17,21 +17,17 @@ from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import tensor_name
-from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.payload import Sections, tensor_name, to_tensors
 from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.server import Server, enter
+from fl_bn.federation.shared_model import NotFinite
+from fl_bn.federation.values import Reply
 from fl_bn.flower import sums
-from fl_bn.flower.codec import from_records, header_of
-from fl_bn.flower.exchanges import Exchanges
-from fl_bn.flower.ledger import enter
+from fl_bn.flower.codec import from_records, header_of, tensors_of
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.posting import copy_of
-from fl_bn.flower.recovery import Recovery
-from fl_bn.flower.replies import Contribution
 from fl_bn.flower.secure import Sum, SumFailed, Summand, secure_sum
-from fl_bn.flower.shared_model import NotFinite, SharedModel
-from fl_bn.flower.sums import CHECK, LOSS_RANGE, REFERENCE, Layout, Sections, from_vector, layout, length, moments_of, references, update_of
+from fl_bn.flower.sums import CHECK, LOSS_RANGE, REFERENCE, Layout, from_vector, layout, length, moments_of, references, update_of
 from fl_bn.methods import LayerReports, Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running
 from fl_bn.secure.additive import lost
@@ -64,22 +60,15 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
 class SecureRounds:
     """Secure aggregation for one run. ``accountant`` has the cost so far where its settings ask for privacy."""
 
-    def __init__(
-        self,
-        settings: SecureAggregation,
-        shared: SharedModel,
-        rounds: Rounds,
-        defence: Defence = NO_DEFENCE,
-        note: Callable[[Sequence[Contribution]], None] = lambda parts: None,
-    ) -> None:
-        check_secure(settings, shared.method, rounds, defence)
-        self.settings, self.shared, self.rounds, self._note = settings, shared, rounds, note
+    def __init__(self, settings: SecureAggregation, server: Server, note: Callable[[Sequence[Reply]], None] = lambda parts: None) -> None:
+        self.settings, self.server, self.shared, self.rounds = settings, server, server.shared, server.policy
+        check_secure(settings, server.method, server.policy, server.defence)
+        self._note = note
         self.accountant = None if settings.privacy is None else Accountant(settings.privacy)
-        self._exchanges = Exchanges(rounds.exchange, shared.model)  # none takes place
 
     def measure(
         self, grid: Grid, messages: Iterable[Message], clients: Sequence[Client], timeout: float
-    ) -> tuple[list[Contribution], dict[int, str]]:
+    ) -> tuple[list[Reply], dict[int, str]]:
         """A statistics-only exchange: store what all clients measured together; none contributed, with a warning, where nothing came about.
 
         Returns the contributions, of which only counts are known, and who is not among them, with the reason.
@@ -88,7 +77,7 @@ class SecureRounds:
         ``REPEATS`` times (with privacy never: each would cost). The data are normalised as the messages say every time.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
-        reference = references(shared.payload().get("statistics", {}))
+        reference = references(shared.sections().get("statistics", {}))
         for repeat in range(1, 1 + REPEATS):
             try:
                 total, average = self._sum(grid, [copy_of(message) for message in messages], clients, timeout, Phase.MEASURE)
@@ -104,7 +93,7 @@ class SecureRounds:
             if _clients(total, average, "statistics", self.settings.clipping_range):
                 moments = _widened(moments, reference, self.settings.clipping_range)
             arrays = _arrays(moments, reference)
-            reference = references({name: array.numpy() for name, array in arrays.items()})
+            reference = references(tensors_of(arrays))
             for message in messages:
                 message.content[REFERENCE] = arrays
         new = {name: replace_by_pooled(LayerReports(before[name], [m], 1.0, 1.0)) for name, m in moments.items() if m.count >= 2}
@@ -116,52 +105,43 @@ class SecureRounds:
         self._state()
         return [_entry(part, float("nan"), total.mean.size) for part in total.parts], total.refused
 
-    def train(
-        self,
-        grid: Grid,
-        messages: Iterable[Message],
-        cohort: Sequence[Client],
-        record: RoundRecord,
-        optimizer: ServerOptimizer,
-        recovery: Recovery,
-        timeout: float,
-        rounds: int,
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """One round of training of ``rounds``; what ``aggregate_train`` returns: ``(None, None)``, with a warning, where nothing changes.
+    def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
+        """One round of training: whether it changed the model (where not, with a warning), and who is in the sum, of whom counts are known.
 
-        In ``record`` every client's loss is the cohort's mean, as that is all there is; NaN with privacy, which has no budget for it.
+        In the record every client's loss is the cohort's mean, as that is all there is; NaN with privacy, which has no budget for it.
         """
-        shared, phase = self.shared, Phase(record.phase)
+        shared, server, record = self.shared, self.server, self.server.record
+        phase, who = Phase(record.phase), [client.index for client in cohort]
         try:
             messages = list(messages)
             total, average = self._sum(grid, messages, cohort, timeout, phase)
             reports = bool(shared.statistics()) and shared.method.reports(phase) is not Report.NOTHING
-            reference = references(shared.payload().get("statistics", {})) if reports else {}
+            reference = references(shared.sections().get("statistics", {})) if reports else {}
             moments = self._moments(total, average, reference)
         except (SumFailed, WireError) as error:
             self._say(error)
             refused = getattr(error, "refused", {})
-            enter(record, cohort, [], {client.index: refused.get(client.index, str(error)) for client in cohort}, self._exchanges)
+            enter(record, who, [], {index: refused.get(index, str(error)) for index in who})
             log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
-            return None, None
+            return False, []
         limit = self.settings.clipping_range
         loss = float(average["loss"]["loss"][0]) * LOSS_RANGE / limit if "loss" in average else float("nan")
-        enter(record, cohort, [_entry(part, loss, total.mean.size) for part in total.parts], total.refused, self._exchanges)
+        parts = [_entry(part, loss, total.mean.size) for part in total.parts]
+        enter(record, who, parts, total.refused)
         self._report_cut(record.round, total, average)
-        recovery.check(record.round, [_entry(part, loss, 0) for part in total.parts])
-        before, after = shared.statistics(), self._combined(total, moments, self.rounds.pace(record.learning_rate, rounds))
-        sent, _ = from_records(next(iter(messages)).content)
-        payload = update_of(average, sent.get("weights", {})) or {"weights": {}}
-        together = Contribution(cohort[0], payload, sum(p.plan.samples for p in total.parts), 1)
+        before, after = shared.statistics(), self._combined(total, moments, server.pace())
+        sent, _ = from_records(messages[0].content)
+        sections = update_of(average, to_tensors(sent.get("weights", {}))) or {"weights": {}}
+        together = Reply(who[0], sections, sum(p.plan.samples for p in total.parts), 1)
         try:
-            shared.change([together], [1.0], optimizer, record.learning_rate, NO_DEFENCE, after)
+            shared.change([together], [1.0], server.optimizer, record.learning_rate, NO_DEFENCE, after)
         except NotFinite as error:
             log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
-            return None, None
+            return False, parts
         record.aggregated = True
         record.drift = Drift.between(before, after)
         self._state()
-        return shared.arrays(), MetricRecord({"loss": loss, "samples": sum(part.plan.samples for part in total.parts)})
+        return True, parts
 
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
         """The sum, and the weighted averages in it by section and name, in the units of ``sums.layout``."""
@@ -272,10 +252,10 @@ class SecureRounds:
             log(logging.WARNING, "client %s is not in the sum: %s", index, reason)
 
 
-def _entry(part: Summand, loss: float, size: int) -> Contribution:
+def _entry(part: Summand, loss: float, size: int) -> Reply:
     """For the record: counts, and the size of the masked vector (int64)."""
-    masked = {"masked": {"vector": np.broadcast_to(np.int64(0), (size,))}}
-    return Contribution(part.client, masked, part.plan.samples, part.plan.samples, part.metrics | {"loss": loss})
+    masked = {"masked": {"vector": torch.zeros((), dtype=torch.int64).expand(size)}}
+    return Reply(part.client.index, masked, part.plan.samples, part.plan.samples, part.metrics | {"loss": loss})
 
 
 def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -14,31 +13,29 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from fl_bn.federation import schema
-from fl_bn.federation.aggregation import Drift, merge_drifts
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
-from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
-from fl_bn.federation.payload import Payload, count_tensors
+from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.passes import Exchanged, Measured, Passes, TooFewMeasured
+from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.server import Arrived, Server
+from fl_bn.federation.values import Instruction
 from fl_bn.flower.adversary import corrupt
-from fl_bn.flower.all_or_nothing import change_model, without_overflow
 from fl_bn.flower.checkpoint import Checkpoint
-from fl_bn.flower.codec import Header, to_records
+from fl_bn.flower.client_app import STATISTICS
+from fl_bn.flower.codec import arrays_of, header_for, tensors_of, to_records
 from fl_bn.flower.departures import Departures
 from fl_bn.flower.evaluation import evaluation_at_clients
-from fl_bn.flower.exchanges import Exchanges, check_weights
-from fl_bn.flower.ledger import enter
-from fl_bn.flower.messages import TRAINED
+from fl_bn.flower.exchanges import Exchanges
+from fl_bn.flower.messages import REPLIED, TRAINED
 from fl_bn.flower.normalisation import describe_round, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.recovery import Recovery
-from fl_bn.flower.replies import read_replies, section_bytes
+from fl_bn.flower.replies import read_replies
 from fl_bn.flower.secure_rounds import SecureRounds
-from fl_bn.flower.shared_model import SharedModel
-from fl_bn.flower.statistics_exchange import Measured, StatisticsExchange
 from fl_bn.flower.unseen import average_kept
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
@@ -75,88 +72,74 @@ class BatchNormStrategy(Strategy):
         keep_checkpoint: Callable[[Checkpoint], int] | None = None,
         secure: SecureAggregation | None = None,
     ) -> None:
-        check_weights(method, rounds.client_weights)
+        self.server = Server(model, method, rounds, optimizer=optimizer, defence=defence)
         self.method, self.rounds, self.observer, self.evaluate, self.save_clients = method, rounds, observer, evaluate, save_clients
-        self.source, self.shared = model, SharedModel(model, method, rounds.companions, rounds.clients)
-        self.optimizer = optimizer or server_optimizer("fedavg")
-        self.num_rounds, self.cohort, self.unseen = 1, list[Client](), dict[str, Tensor]()
+        self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
         self.population: Population | None = None
-        self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
-        self._sent, self._down = list[Message](), self.shared.payload()
+        self._sent, self._down = list[Message](), Payload()
         self.defence, self.at_clients = defence, method.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active)
         self.departures = Departures(self.shared.model, method)
-        self.secure = None if secure is None else SecureRounds(secure, self.shared, rounds, defence, self.departures.masked)
+        self.secure = None if secure is None else SecureRounds(secure, self.server, self.departures.masked)
         accountant = None if self.secure is None else self.secure.accountant
         self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint, accountant)
-        self.statistics = StatisticsExchange(self.shared, rounds, defence, self._messages, self._overheard, self.secure)
+        self.statistics = Passes(self.server, self._measured, private=accountant is not None)
+
+    @property
+    def record(self) -> RoundRecord:
+        """Of the round that is under way, or was the last."""
+        return self.server.record
 
     # The parts of a round, as Flower names them
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One train message per client of the cohort, in client order."""
-        phase, rate = self.method.phase(server_round, self.num_rounds), self.rounds.rate(server_round, self.num_rounds)
         self._clients(grid).wait_for(self.rounds.min_cohort, server_round)
         self.cohort = self._clients(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round, self.rounds.min_cohort)
         if owing := self.exchanges.owing(grid):
             log(logging.WARNING, "round %s: clients %s are left out until they answer an earlier round", server_round, sorted(owing))
             self.cohort = [client for client in self.cohort if client.index not in owing]
-        self.shared.load(arrays)
-        payload = self.shared.payload_to_train(self.optimizer)
-        self.record = RoundRecord(server_round, phase.value, rate, tensors_down=count_tensors(payload), bytes_down=section_bytes(payload))
-        header = self.shared.header(server_round, phase)
-        return self.recovery.tell(self._messages("train", header, self.cohort, {**config, "learning-rate": rate}, payload), self.cohort)
+        self.shared.load(tensors_of(arrays))
+        asked = self.server.begin(server_round)
+        messages = self._messages("train", asked, self.cohort, {**config, "learning-rate": asked.learning_rate})
+        return self.recovery.tell(messages, self.cohort)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check, average the weights, combine the statistics. ``(None, None)`` if too few replies were usable."""
-        shared, record, phase = self.shared, self.record, Phase(self.record.phase)
-        expected = schema.reply(shared.model, self.method, phase, self.rounds.update, self.rounds.companions)
-        replies = self._overheard(replies)
-        header, limit = shared.header(server_round, phase), self.rounds.max_steps
-        contributions, refused, wrong = read_replies(replies, self.cohort, expected, header, TRAINED, self._sent, limit)
-        low = {contributions[i].client.index: reason for i, reason in shared.undercut(contributions, phase).items()}
-        contributions = [c for c in contributions if c.client.index not in low]
-        refused, left = refused | low, self.defence.without(len(wrong | low.keys()))
-        if phase is Phase.EXCHANGE:
-            contributions = self.exchanges.taking_part(contributions, refused)
-        before, pace = shared.statistics(), self.rounds.pace(record.learning_rate, self.num_rounds)
-        change = partial(change_model, shared, self.optimizer, self.rounds, record, len(self.cohort), pace, left)
-        try:
-            contributions, overflowing, distances = without_overflow(contributions, change)
-        except TooFew as error:
-            enter(record, self.cohort, contributions, refused, self.exchanges)
-            self.recovery.check(server_round, contributions)
-            log(logging.WARNING, "round %s: %s", server_round, error)
+        """Read the replies, and leave the rest to the server's half of the round. ``(None, None)`` if too few were usable."""
+        phase = Phase(self.record.phase)
+        expected, header = self.server.expected(phase), header_for(self.shared, server_round, phase)
+        replies, limit = self._overheard(replies), self.rounds.max_steps
+        parts, refused, wrong = read_replies(replies, self.cohort, expected, header, TRAINED, self._sent, limit)
+        exchange, messages = (self.exchanges.session, self.exchanges.messages) if phase is Phase.EXCHANGE else (None, 1)
+        cohort = [client.index for client in self.cohort]
+        done = self.server.conclude(Arrived(cohort, parts, refused, wrong, exchange, self.exchanges.carrier, messages))
+        counted = [part for part in parts if part.client in {c.client for c in self.record.accepted}]
+        self.recovery.check(server_round, counted)
+        if not done:
             return None, None
-        enter(record, self.cohort, contributions, refused | overflowing, self.exchanges)
-        self.recovery.check(server_round, contributions)
-        record.aggregated = True
-        record.measure(distances)
-        self.recovery.count(server_round, contributions)
-        after = shared.statistics()
-        drifts = [c.local_drift(list(shared.layers)) for c in contributions]
-        record.drift = Drift.between(before, after) or merge_drifts(drift for drift in drifts if drift is not None)
-        return shared.arrays(), MetricRecord({"loss": record.loss, "samples": sum(c.samples for c in contributions)})
+        self.recovery.count(server_round, counted)
+        samples = sum(client.samples for client in self.record.accepted)
+        return arrays_of(self.shared.tensors()), MetricRecord({"loss": self.record.loss, "samples": samples})
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One evaluate message per client, where clients have models, or test data, of their own; none otherwise."""
         if not self.at_clients or not self._due(server_round):
             return []
-        self.shared.load(arrays)
-        save = self.save_clients if server_round == self.num_rounds and self.method.personal else ""
-        header = self.shared.header(server_round, Phase.TRAIN)
-        return self._messages("evaluate", header, self._clients(grid).everyone(), {**config, "save": save})
+        self.shared.load(tensors_of(arrays))
+        save = self.save_clients if server_round == self.server.rounds and self.method.personal else ""
+        asked = self.shared.instruction(server_round, Phase.TRAIN)
+        return self._messages("evaluate", asked, self._clients(grid).everyone(), {**config, "save": save})
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean, standard deviation and minimum of the clients' accuracies, each client counted once."""
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
-        header = self.shared.header(server_round, Phase.TRAIN)
+        header = header_for(self.shared, server_round, Phase.TRAIN)
         return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent)
 
     def summary(self) -> None:
         """Log the policy, and every normalisation layer by type."""
-        say_layers(self.source, self.shared.model, self.method)
+        say_layers(self.server.source, self.shared.model, self.method)
 
     # The loop
 
@@ -181,15 +164,15 @@ class BatchNormStrategy(Strategy):
         Raises:
             RunFailed: clients are missing at the start, too many rounds in a row failed, or there is nothing to measure.
         """
-        self.num_rounds, self.population = num_rounds, None
+        self.server.rounds, self.population = num_rounds, None
         if num_rounds == 0 and (reason := why_not(self.shared.model, self.method) or ("" if self.statistics.calibration(0) else NOTHING)):
             raise RunFailed(reason)
         timeout = self.rounds.timeout if timeout is None else timeout
-        arrays = self.shared.arrays() if initial_arrays is None else initial_arrays
+        arrays = arrays_of(self.shared.tensors()) if initial_arrays is None else initial_arrays
         self.summary()
         if resume is not None:
-            self.recovery.go_back(resume, num_rounds, self.shared, self.optimizer)
-            arrays = self.shared.arrays()
+            self.recovery.go_back(resume, num_rounds, self.shared, self.server.optimizer)
+            arrays = arrays_of(self.shared.tensors())
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         try:
             return self._rounds(grid, arrays, timeout, *configs, evaluate_fn, resume)
@@ -210,20 +193,23 @@ class BatchNormStrategy(Strategy):
 
         def show(measured: Measured) -> None:
             """Of a run of no rounds: its passes are evaluated and told of as rounds are."""
-            self.record, result.arrays, number = measured.record, measured.arrays, measured.record.round
+            self.server.record, result.arrays, number = measured.record, arrays_of(measured.tensors), measured.record.round
             if measured.last or number % self.rounds.evaluate_every == 0:
                 self._evaluate(number, result, evaluate_config, evaluate_fn, grid, timeout)
             self._tell()
 
-        population = self._clients(grid)
+        self._clients(grid)
+        self._timeout = timeout
         if self.shared.statistics() and resume is None:
-            arrays = self.statistics.calibrated(arrays, population, timeout, self.num_rounds, show)
-        for server_round in range(1 if resume is None else resume.round + 1, self.num_rounds + 1):
+            try:
+                arrays = arrays_of(self.statistics.calibrated(tensors_of(arrays), self.server.rounds, show))
+            except TooFewMeasured as error:
+                raise RunFailed(str(error)) from error
+        for server_round in range(1 if resume is None else resume.round + 1, self.server.rounds + 1):
             begin = time.perf_counter()
             messages = self.configure_train(server_round, arrays, train_config, grid)
             if self.secure is not None:
-                about = self.cohort, self.record, self.optimizer, self.recovery, timeout, self.num_rounds
-                new, metrics = self.secure.train(grid, messages, *about)
+                new, metrics = self._securely(grid, messages, timeout)
             elif Phase(self.record.phase) is Phase.EXCHANGE:
                 new, metrics = self.aggregate_train(server_round, self.exchanges.round(grid, self.cohort, messages, timeout))
             else:
@@ -235,17 +221,17 @@ class BatchNormStrategy(Strategy):
             result.arrays = arrays
             if self._due(server_round) and failed < self.rounds.max_failed:
                 if self.method.refresh is not Refresh.NOTHING and Phase(self.record.phase) is not Phase.FROZEN:
-                    result.arrays = self.statistics.refreshed(server_round, result.arrays, self._clients(grid), timeout)
+                    result.arrays = arrays_of(self.statistics.refreshed(server_round, tensors_of(result.arrays)))
                 self._evaluate(server_round, result, evaluate_config, evaluate_fn, grid, timeout)
-            if self.rounds.unseen and self.method.personal and server_round == self.num_rounds:
+            if self.rounds.unseen and self.method.personal and server_round == self.server.rounds:
                 clients, lineage = self._clients(grid), self.recovery.lineage
                 self.unseen = average_kept(clients, self.shared, server_round, self.rounds, lineage, self._overheard)
             self.record.seconds = time.perf_counter() - begin
             self._tell()
-            self.recovery.after_round(server_round, self.num_rounds, arrays, self.shared, self.optimizer, failed)
+            self.recovery.after_round(server_round, self.server.rounds, arrays, self.shared, self.server.optimizer, failed)
             if failed >= self.rounds.max_failed:
                 raise RunFailed(f"{failed} rounds in a row had too few usable replies; {WHY}")
-        if 0 < self.num_rounds == failed:
+        if 0 < self.server.rounds == failed:
             raise RunFailed(f"none of the {failed} rounds had enough usable replies, so nothing was trained; {WHY}")
         return result
 
@@ -258,7 +244,7 @@ class BatchNormStrategy(Strategy):
             result.evaluate_metrics_clientapp[server_round] = at_clients
             self.record.evaluation = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
         elif self.evaluate is not None and not self.at_clients:
-            self.shared.load(arrays)
+            self.shared.load(tensors_of(arrays))
             self.record.evaluation = self.evaluate(self.shared.model)
             result.evaluate_metrics_serverapp[server_round] = MetricRecord(dict(self.record.evaluation))
         if evaluate_fn is not None and (here := evaluate_fn(server_round, arrays)) is not None:
@@ -271,15 +257,42 @@ class BatchNormStrategy(Strategy):
         return self.population
 
     def _due(self, server_round: int) -> bool:
-        return self.num_rounds in (0, server_round) or server_round % self.rounds.evaluate_every == 0
+        return self.server.rounds in (0, server_round) or server_round % self.rounds.evaluate_every == 0
 
-    def _messages(
-        self, kind: str, header: Header, clients: Sequence[Client], config: Mapping[str, Any], payload: Payload | None = None
-    ) -> list[Message]:
-        self._down = payload or self.shared.payload()
-        content = to_records(self._down, header)
+    def _measured(self, asked: Instruction) -> Exchanged:
+        """A statistics-only exchange with everyone who is there."""
+        assert self.population is not None
+        grid, everyone = self.population.grid, self.population.everyone()
+        sent = self._messages(STATISTICS, asked, everyone, {"measured": asked.measured})
+        who = [client.index for client in everyone]
+        if self.secure is not None:
+            parts, refused = self.secure.measure(grid, sent, everyone, self._timeout)
+            return Exchanged(who, parts, refused, len(parts))
+        replies = self._overheard(send_and_receive(grid, sent, self._timeout, self.rounds.retry))
+        header = header_for(self.shared, asked.round, asked.phase)
+        parts, refused, wrong = read_replies(replies, everyone, self.server.expected(asked.phase), header, REPLIED, sent)
+        try:
+            parts, overflowing = self.server.measured(parts, len(wrong))
+        except TooFew as error:
+            log(logging.WARNING, "the statistics stay as they are, since %s", error)
+            return Exchanged(who, parts, refused, 0)
+        return Exchanged(who, parts, refused | overflowing, len(parts))
+
+    def _securely(self, grid: Grid, messages: Iterable[Message], timeout: float) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """A round of which the server sees the sum alone."""
+        assert self.secure is not None
+        done, parts = self.secure.train(grid, messages, self.cohort, timeout)
+        self.recovery.check(self.record.round, parts)
+        if not done:
+            return None, None
+        samples = sum(part.samples for part in parts)
+        return arrays_of(self.shared.tensors()), MetricRecord({"loss": parts[0].loss, "samples": samples})
+
+    def _messages(self, kind: str, asked: Instruction, clients: Sequence[Client], config: Mapping[str, Any]) -> list[Message]:
+        self._down = {section: to_numpy(tensors) for section, tensors in asked.sections.items()}
+        content = to_records(self._down, header_for(self.shared, asked.round, asked.phase))
         content["config"] = ConfigRecord({**config, **self.recovery.lineage.to_config()})
-        group, ttl = str(header.round), self.rounds.timeout
+        group, ttl = str(asked.round), self.rounds.timeout
         self._sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
         return self._sent
 
@@ -293,7 +306,7 @@ class BatchNormStrategy(Strategy):
         return replies
 
     def _tell(self) -> None:
-        log(logging.INFO, "%s", describe_round(self.record, self.num_rounds, self.method, self.shared.model))
+        log(logging.INFO, "%s", describe_round(self.record, self.server.rounds, self.method, self.shared.model))
         for warning in watch(self.record):
             log(logging.WARNING, "%s", warning)
         self.observer(self.departures.enter(self.record))

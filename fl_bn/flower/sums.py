@@ -1,7 +1,7 @@
 """From a reply to one vector that may be summed, and from the average of such vectors to what a server may know.
 
 The vector (d,) holds, in the order of ``layout``: weights as differences to those that went down (gradients as they are), statistics as
-standardised deviations from a public reference (``training.additive``), the training loss, whether anything of the statistics and of
+standardised deviations from a public reference (``secure.additive``), the training loss, whether anything of the statistics and of
 the update was cut off to fit the quantiser, and two constants. It has no names on the wire: both sides derive the layout from model, method
 and phase.
 """
@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_bn.federation.payload import Payload, decode_moments, tensor_name, to_tensors
+from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
 from fl_bn.federation.schema import Schema
 from fl_bn.moments import Moments, Running
 from fl_bn.secure.additive import deviations, from_deviations, from_running_deviations, running_deviations, running_within, within
 from fl_bn.wire import WireError
 
-Sections = dict[str, dict[str, Tensor]]
 Layout = dict[str, dict[str, tuple[int, ...]]]
 STATISTICS = ("statistics", "moments")
 LOSS_RANGE = 64.0  # of a training loss in a sum, whatever the quantiser's range
@@ -88,15 +87,14 @@ def length(shapes: Layout) -> int:
     return sum(math.prod(shape) for section in shapes.values() for shape in section.values())
 
 
-def references(statistics: Mapping[str, np.ndarray]) -> dict[str, Running]:
-    """Running statistics by layer, from arrays by state_dict name."""
-    tensors = to_tensors(statistics)
+def references(tensors: Named) -> dict[str, Running]:
+    """Running statistics by layer, from tensors by state_dict name."""
     layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "running_mean"]
     return {k: Running(tensors[tensor_name(k, "running_mean")], tensors[tensor_name(k, "running_var")]) for k in layers}
 
 
 def additive(
-    reply: Payload, weights: Mapping[str, np.ndarray], reference: Mapping[str, Running], limit: float
+    reply: Sections, weights: Named, reference: Mapping[str, Running], limit: float
 ) -> tuple[Sections, dict[str, int]]:
     """A client's reply as deviations from the ``weights`` that went down and from ``reference``, float64, by section of ``layout``; and
     how many channels' statistics were cut to fit a quantiser of ``[-limit, limit]``, by layer.
@@ -104,17 +102,15 @@ def additive(
     Raises:
         WireError: a value is not finite, or statistics are reported for a layer whose reference did not travel.
     """
-    down = to_tensors(weights)
     parts: Sections = {}
     cut: dict[str, int] = {}
-    for section, arrays in reply.items():
-        tensors = {name: tensor.double() for name, tensor in to_tensors(arrays).items()}
+    for section, tensors in reply.items():
         if section == "weights":
-            parts[section] = {name: tensor - down[name].double() for name, tensor in tensors.items()}
+            parts[section] = {name: tensor.double() - weights[name].double() for name, tensor in tensors.items()}
         elif section == "gradients":
-            parts[section] = tensors
+            parts[section] = {name: tensor.double() for name, tensor in tensors.items()}
         else:
-            parts[section] = _statistics(section, arrays, reference, limit, cut)
+            parts[section] = _statistics(section, tensors, reference, limit, cut)
     for section, part in parts.items():
         for name, tensor in part.items():
             if not bool(tensor.isfinite().all()):
@@ -123,15 +119,15 @@ def additive(
 
 
 def _statistics(
-    section: str, arrays: Mapping[str, np.ndarray], reference: Mapping[str, Running], limit: float, cut: dict[str, int]
+    section: str, tensors: Named, reference: Mapping[str, Running], limit: float, cut: dict[str, int]
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if section == "moments":
-        for layer, moments in decode_moments(arrays).items():
+        for layer, moments in decode_moments(tensors).items():
             first, second, cut[layer] = within(*deviations(moments, _reference(section, layer, reference)), limit)
             found |= {tensor_name(layer, "mean"): first, tensor_name(layer, "var"): second}
         return found
-    for layer, running in references(arrays).items():
+    for layer, running in references(tensors).items():
         mean, var, cut[layer] = running_within(*running_deviations(running, _reference(section, layer, reference)), limit)
         found |= {tensor_name(layer, "running_mean"): mean, tensor_name(layer, "running_var"): var}
     return found
@@ -143,7 +139,7 @@ def _reference(section: str, layer: str, reference: Mapping[str, Running]) -> Ru
     return reference[layer]
 
 
-def activations(reply: Payload, plan: Plan) -> dict[str, int]:
+def activations(reply: Sections, plan: Plan) -> dict[str, int]:
     """Activations per channel and sample of each layer, of a client's moments; 0: the layer did not run.
 
     Raises:
@@ -186,12 +182,11 @@ def from_vector(vector: np.ndarray, shapes: Layout) -> Sections:
     return parts
 
 
-def update_of(average: Sections, weights: Mapping[str, np.ndarray]) -> Payload:
+def update_of(average: Sections, weights: Named) -> Sections:
     """The averaged weights, or gradients, in float64; no section where all weights stay home."""
     if "weights" in average:
-        down = to_tensors(weights)
-        return {"weights": {name: (down[name].double() + difference).numpy() for name, difference in average["weights"].items()}}
-    return {"gradients": {name: t.numpy() for name, t in average["gradients"].items()}} if "gradients" in average else {}
+        return {"weights": {name: weights[name].double() + difference for name, difference in average["weights"].items()}}
+    return {"gradients": dict(average["gradients"])} if "gradients" in average else {}
 
 
 def moments_of(

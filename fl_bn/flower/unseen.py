@@ -13,16 +13,15 @@ from flwr.common.logger import log
 from torch import Tensor
 
 from fl_bn.federation.aggregation import average
-from fl_bn.federation.payload import to_tensors
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.schema import KEPT, kept_layers
-from fl_bn.flower.codec import to_records
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.flower.codec import header_for, to_records
 from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.population import Population
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.replies import read_replies
-from fl_bn.flower.shared_model import SharedModel
 from fl_bn.methods import Phase
 
 
@@ -35,7 +34,7 @@ def average_kept(
     overheard: Callable[[Iterable[Message]], list[Message]],
 ) -> dict[str, Tensor]:
     """The uniform average of what all clients keep, by state_dict name; empty if nobody answered."""
-    everyone, header = population.everyone(), shared.header(round, Phase.MEASURE)
+    everyone, header = population.everyone(), header_for(shared, round, Phase.MEASURE)
     expected = kept_layers(shared.model, shared.method)
     content, group = to_records({}, header), str(header.round)
     content["config"] = ConfigRecord(dict(lineage.to_config()))
@@ -44,7 +43,7 @@ def average_kept(
     parts, refused, _ = read_replies(overheard(replies), everyone, expected, header, REPLIED, sent)
     for index, reason in refused.items():
         log(logging.WARNING, "client %s's layers are not in the average for unseen clients: %s", index, reason)
-    tensors = [to_tensors(part.payload[KEPT]) for part in parts]
+    tensors = [part.sections[KEPT] for part in parts]
     if not tensors:
         return {}
     return {name: mean.to(tensors[0][name].dtype) for name, mean in average(tensors, [1.0] * len(tensors)).items()}

@@ -10,9 +10,10 @@ import torch
 
 from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
-from fl_bn.federation.local import Samples, torch_seed, train
+from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import seeded
+from fl_bn.federation.training import IndexBatches, alone, train
 from fl_bn.methods import METHODS, Phase
 from fl_bn.run.assembly import dataset, device, source_model
 from fl_bn.run.config import ConfigError, RunConfig
@@ -39,22 +40,23 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     settings = replace(config.local_training(), update="weights")  # one gradient, one step: the same
     steps = config.local_steps or config.local_epochs * max(1, len(samples) // (cohort * config.batch_size))
     optimizer = settings.make_optimizer([p for p in model.parameters() if p.requires_grad], config.learning_rate)
-    rate = config.schedule()
+    rate, method = config.schedule(), METHODS["fedavg"]()
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
         with RunDirectory.create(config) as directory:
             for round in range(1, config.rounds + 1):
                 begin = time.perf_counter()
-                batches = draw_batches(len(samples), cohort * config.batch_size, seeded(config.seed, 0, round, 0), steps=steps)
-                learning_rate = rate(round, config.rounds)
-                with torch_seed(int(seeded(config.seed, 0, round, 1).integers(2**62)), target):
-                    augment = augmenter(settings.augment, seeded(config.seed, 0, round, 2))
-                    result = train(
-                        model, samples, batches, settings, learning_rate, METHODS["fedavg"](), optimizer=optimizer, augment=augment
-                    )
-                record = RoundRecord(round, Phase.TRAIN.value, learning_rate, aggregated=True)
-                record.clients.append(ClientRecord(0, result.samples, result.steps, result.loss))
+                drawn = list(draw_batches(len(samples), cohort * config.batch_size, seeded(config.seed, 0, round, 0), steps=steps))
+                augment = augmenter(settings.augment, seeded(config.seed, 0, round, 2))
+                batches = IndexBatches(samples, drawn, next(model.parameters()), augment)
+                local = alone(model, method, settings, rate(round, config.rounds))
+                for group in optimizer.param_groups:
+                    group["lr"] = local.instruction.learning_rate
+                with torch_seed(int(seeded(config.seed, 0, round, 1).integers(2**62)), target), local.open():
+                    trained = train(local, batches, optimizer=optimizer)
+                record = RoundRecord(round, Phase.TRAIN.value, local.instruction.learning_rate, aggregated=True)
+                record.clients.append(ClientRecord(0, int(batches.seen.sum()), local.steps, trained.loss))
                 if round % config.evaluate_every == 0 or round == config.rounds:
                     record.evaluation = test_metrics(config, model, target)
                 record.seconds = time.perf_counter() - begin

@@ -19,7 +19,6 @@ from fl_bn import durable
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed
 from fl_bn.flower.checkpoint import Checkpoint
-from fl_bn.flower.codec import tensors_of
 from fl_bn.flower.log import LOGGER
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
@@ -192,7 +191,7 @@ class RunDirectory:
         """
         assert self.path is not None
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
-        durable.write(self.path / "model.safetensors", save(tensors_of(strategy.shared.arrays()), metadata), mode=0o666)
+        durable.write(self.path / "model.safetensors", save(strategy.shared.tensors(), metadata), mode=0o666)
 
         if strategy.unseen:
             durable.write(self.path / "unseen-client.safetensors", save(strategy.unseen, metadata), mode=0o666)

@@ -23,14 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.conversion import convert
-from fl_bn.federation.aggregation import average, combine, running_statistics
-from fl_bn.federation.local import Samples, train
+from fl_bn.federation.client import LocalRound
+from fl_bn.federation.local import Samples
+from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.server import Arrived, Server
 from fl_bn.federation.settings import LocalTraining, seeded
+from fl_bn.federation.training import client_round
+from fl_bn.federation.values import NOTHING, Reply
 from fl_bn.methods import METHODS
-from fl_bn.moments import Moments
-from fl_bn.roles import Role, batch_norms, roles
 from fl_bn.run.pictures import STYLE
+from fl_bn.task import Regression
 
 DIMENSIONS, WIDTH, RATE = 10, 100, 0.05
 COMPARED = ("fedavg", "fedbn")
@@ -85,26 +87,25 @@ def losses(name: str, clients: Sequence[Samples], steps: int, seed: int) -> list
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         network = nn.Sequential(nn.Linear(DIMENSIONS, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
-    server = convert(network, method)
-    models = [copy.deepcopy(server) for _ in clients]
-    role = roles(server)
-    shared = [key for key, part in role.items() if method.shares(part) and part is not Role.STATISTIC]
+    server = Server(network, method, Rounds(len(clients), rate=lambda round, rounds: RATE), steps)
+    models, kept = [copy.deepcopy(server.model) for _ in clients], [NOTHING for _ in clients]
     curve = [_loss(models, clients)]
-    for _ in range(steps):
-        for model, own in zip(models, clients, strict=True):
-            train(model, own, [np.arange(len(own))], settings, RATE, method, loss=squared)
-        down: dict[str, Tensor] = average([{key: m.state_dict()[key] for key in shared} for m in models], [len(own) for own in clients])
-        if method.shares(Role.STATISTIC):
-            after = [
-                {key: Moments(len(own), running.mean, running.var) for key, running in running_statistics(model).items()}
-                for model, own in zip(models, clients, strict=True)
-            ]
-            new = combine(method.combine, running_statistics(server), after, [1] * len(clients), batch_norms(server))
-            down |= {f"{key}.running_{part}": getattr(running, part) for key, running in new.items() for part in ("mean", "var")}
+    for step in range(1, steps + 1):
+        asked, replies = server.begin(step), list[Reply]()
+        for client, (model, own) in enumerate(zip(models, clients, strict=True)):
+            round = LocalRound(model, method, asked, kept[client], settings)
+            reply, kept[client] = client_round(round, own, seed, client, Signs())
+            replies.append(reply)
+        server.conclude(Arrived(range(len(clients)), replies))
         for model in models:
-            model.load_state_dict(down, strict=False)
+            model.load_state_dict(server.shared.tensors(), strict=False)
         curve.append(_loss(models, clients))
     return curve
+
+
+class Signs(Regression):
+    """Labels 0 and 1 as the values of one output."""
+
 
 
 def squared(out: Tensor, y: Tensor) -> Tensor:

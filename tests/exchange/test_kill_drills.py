@@ -24,6 +24,7 @@ from fl_bn.exchange.grpc.service import FRAME, ExchangeService
 from fl_bn.exchange.session import POLICIES, Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.local import Samples
+from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, Rounds
@@ -90,7 +91,7 @@ def drill(
     with ProcessGrid(LocalTraining(batch_size=64, steps=steps), notice=notice, restarts=restarts) as grid:
         ran = Drill(policy, grid, BatchNormStrategy(network(), fedtan(), rules))
         ran.strategy.observer = lambda record: ran.records.update({record.round: record})
-        ran.models[0] = arrays_of(ran.strategy.shared.arrays())
+        ran.models[0] = to_numpy(ran.strategy.shared.tensors())
         grid.strikes.update(strikes)
         grid.meanwhile = lambda: meanwhile(ran)
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from fl_bn import durable
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
+from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.client_state import NOTHING, FileState, Kept, MemoryState
 from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.recovery import Recovery
-from fl_bn.flower.shared_model import SharedModel
 from fl_bn.methods import METHODS
 
 RUN = Lineage("run/state-00000000")

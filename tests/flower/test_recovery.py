@@ -19,6 +19,7 @@ from fl_bn.conversion import convert
 from fl_bn.durable import Damaged
 from fl_bn.federation.local import Samples
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
+from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, Rounds, RunFailed, Site, make_client_app
 from fl_bn.flower.checkpoint import FORMAT, Checkpoint, generators, set_generators
@@ -223,7 +224,7 @@ def test_a_checkpoint_of_the_last_round_leaves_nothing_to_do(at: int, clients: l
 def test_a_checkpoint_of_another_model_or_method_is_refused_by_name(clients: list[Samples]) -> None:
     server = Server(FBN, WatchedGrid(client_app(FBN, clients), 3), every=1)
     strategy = server.run()
-    (back, *_), start = server.checkpoints, arrays_of(strategy.shared.arrays())
+    (back, *_), start = server.checkpoints, to_numpy(strategy.shared.tensors())
     name, tensor = next(iter(back.arrays.items()))
     wrong = {
         f"{name}: the run shares .*, but the checkpoint has nothing": {k: t for k, t in back.arrays.items() if k != name},
@@ -234,7 +235,7 @@ def test_a_checkpoint_of_another_model_or_method_is_refused_by_name(clients: lis
     for told, arrays in wrong.items():
         with pytest.raises(RunFailed, match=f"the checkpoint is not of this model and method: {told}"):
             server.run(replace(back, arrays=arrays))
-    assert identical(arrays_of(strategy.shared.arrays()), start)
+    assert identical(to_numpy(strategy.shared.tensors()), start)
 
 
 # Clients that lost what they kept

@@ -11,7 +11,7 @@ from torch import nn
 
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.local import Samples
-from fl_bn.federation.payload import decode_moments
+from fl_bn.federation.payload import decode_moments, to_numpy
 from fl_bn.methods import METHODS
 from fl_bn.methods.hbn import hbn
 from fl_bn.moments import Moments, pool
@@ -65,7 +65,7 @@ def test_what_is_evaluated_is_what_is_saved(clients: list[Samples]) -> None:
         return {"accuracy": 0.5}
 
     ran = run(hbn(), clients, 3, evaluate=evaluate)
-    saved = arrays_of(ran.strategy.shared.arrays())  # what RunDirectory writes
+    saved = to_numpy(ran.strategy.shared.tensors())  # what RunDirectory writes
     assert identical(saved, evaluated[-1])
     assert identical(saved, arrays_of(ran.result.arrays))
     pooled = [decode_moments(sections(m.content)["moments"]) for m in ran.grid.received if m.metadata.message_type == "query.statistics"][

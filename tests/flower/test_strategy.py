@@ -11,8 +11,9 @@ from flwr.serverapp.strategy import Strategy
 
 from fl_bn.federation.local import Samples
 from fl_bn.federation.optimizers import server_optimizer
+from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower import BatchNormStrategy, FedAvgBNStrategy, FixBNStrategy, HBNStrategy, Rounds, RunFailed
+from fl_bn.flower import BatchNormStrategy, FedAvgBNStrategy, FixBNStrategy, HBNStrategy, Rounds, RunFailed, codec
 from fl_bn.methods import METHODS, freeze
 from fl_bn.secure.settings import SecureAggregation
 from tests.in_process import FULL_BATCH, WatchedGrid, arrays_of, client_app, identical, run
@@ -65,11 +66,11 @@ def test_persistent_failures_stop_the_run(clients: list[Samples]) -> None:
     seen: list[RoundRecord] = []
     rounds = Rounds(3, max_failed=2, wait=0.0, calibrate=0)  # nothing moves before round 1 either
     strategy = BatchNormStrategy(seeded_network("cnn"), FBN, rounds, observer=seen.append)
-    start = arrays_of(strategy.shared.arrays())
+    start = to_numpy(strategy.shared.tensors())
     with pytest.raises(RunFailed, match="2 rounds in a row had too few usable replies; the warnings above say why"):
         strategy.start(failing(clients, {0, 1, 2}, set()), num_rounds=9)
     assert [record.round for record in seen] == [1, 2]
-    assert identical(arrays_of(strategy.shared.arrays()), start)
+    assert identical(to_numpy(strategy.shared.tensors()), start)
     now_and_then = failing(clients, {0, 1, 2}, {"train 1", "train 3", "train 5"})
     assert len(run(FBN, clients, 6, grid=now_and_then, policy={"max_failed": 2}).records) == 6  # control: never two in a row
 
@@ -116,7 +117,7 @@ def test_the_loop_of_flowers_base_class_gives_the_same_bits(name: str, clients: 
     ours = run(method, clients, 3)
     strategy = BatchNormStrategy(seeded_network("cnn"), method, Rounds(3, wait=0.0))
     grid = WatchedGrid(client_app(method, clients), 3)
-    result = Strategy.start(strategy, grid, strategy.shared.arrays(), num_rounds=3)
+    result = Strategy.start(strategy, grid, codec.arrays_of(strategy.shared.tensors()), num_rounds=3)
     assert identical(arrays_of(result.arrays), ours.trajectory[3])
     assert not identical(arrays_of(result.arrays), ours.trajectory[2])
 

@@ -31,6 +31,7 @@ from fl_bn.exchange.grpc.wire import decode_request, encode_request
 from fl_bn.exchange.session import Deliver, Session
 from fl_bn.federation import schema
 from fl_bn.federation.companions import companions
+from fl_bn.federation.payload import to_numpy
 from fl_bn.flower.codec import array_from
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.wire import WireError
@@ -371,7 +372,8 @@ def judged(name: str, ran: Served, lines: list[str]) -> Outcome:
     shared = ran.strategy.shared
     try:
         beside = companions(SCENARIOS[name].settings)
-        schema.instruction(shared.model, shared.method, beside).check(shared.payload_to_train(ran.strategy.optimizer))
+        asked = ran.strategy.server.begin(1).sections
+        schema.instruction(shared.model, shared.method, beside).check({section: to_numpy(tensors) for section, tensors in asked.items()})
     except ValueError as error:
         return Outcome(BROKEN, f"clients would refuse the model: {error}")
     if ran.strategy.defence.active and largest(tensors) > FAR * largest(truth.tensors):

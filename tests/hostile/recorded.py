@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.companions import companions
 from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds
@@ -21,7 +22,7 @@ from fl_bn.methods import METHODS
 from fl_bn.objectives import Scaffold
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import LIAR, people, what
-from tests.in_process import TWO_STEPS, arrays_of, client_app
+from tests.in_process import TWO_STEPS, client_app
 from tests.networks import seeded_network
 
 CLIENTS = 5
@@ -180,4 +181,4 @@ def served(name: str, grid: InProcessGrid) -> Served:
         secure=SecureAggregation() if scenario.secure else None,
     )
     strategy.start(grid, num_rounds=1)
-    return Served(strategy, records[-1], arrays_of(strategy.shared.arrays()))
+    return Served(strategy, records[-1], to_numpy(strategy.shared.tensors()))

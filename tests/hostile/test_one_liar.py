@@ -7,20 +7,22 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import Array
+from torch import Tensor
 
 from fl_bn.federation.defence import Defence, TooFew
 from fl_bn.federation.local import Samples
 from fl_bn.federation.optimizers import server_optimizer
-from fl_bn.flower.all_or_nothing import without_overflow
-from fl_bn.flower.population import Client
-from fl_bn.flower.replies import Contribution
-from fl_bn.flower.shared_model import SharedModel
+from fl_bn.federation.payload import to_numpy
+from fl_bn.federation.server import without_overflow
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.federation.values import Reply
 from fl_bn.methods import METHODS, Phase
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import LIAR, Spoil, lacks, lied, people, sets
-from tests.in_process import Run, arrays_of, identical
+from tests.in_process import Run, identical
 from tests.networks import seeded_network
 
 HELLO = {
@@ -215,27 +217,27 @@ def test_where_all_reports_are_in_range_but_their_union_is_not_the_farthest_is_r
 
 def test_what_is_not_finite_is_not_stored_and_the_farthest_is_named() -> None:
     shared = SharedModel(seeded_network("cnn"), METHODS["hbn"](lam=1.0))
-    before = arrays_of(shared.arrays())
-    parts = [Contribution(Client(i, i, 4), {"moments": moments(size)}, 4, 4) for i, size in enumerate((1.0, 1e39, 2.0))]
+    before = to_numpy(shared.tensors())
+    parts = [Reply(i, {"moments": moments(size)}, 4, 4) for i, size in enumerate((1.0, 1e39, 2.0))]
     seen: list[int] = []
 
-    def attempt(left: list[Contribution], out: int) -> None:
+    def attempt(left: list[Reply], out: int) -> None:
         seen.append(len(left))
         shared.store(shared.combined(left, Phase.TRAIN, Defence()))
 
     left, refused, _ = without_overflow(parts, attempt)
-    assert [part.client.index for part in left] == [0, 2]
+    assert [part.client for part in left] == [0, 2]
     assert refused == {1: "1.running_var: the clients' replies together are not finite, and its own is the largest (1e+39)"}
     assert seen == [3, 2]
-    assert all(np.isfinite(array).all() for array in arrays_of(shared.arrays()).values())
-    assert not identical(before, arrays_of(shared.arrays()))
+    assert all(np.isfinite(array).all() for array in to_numpy(shared.tensors()).values())
+    assert not identical(before, to_numpy(shared.tensors()))
 
 
 def test_where_too_few_are_left_then_the_one_that_was_left_out_is_still_named() -> None:
     shared = SharedModel(seeded_network("cnn"), METHODS["hbn"](lam=1.0))
-    parts = [Contribution(Client(i, i, 4), {"moments": moments(size)}, 4, 4) for i, size in enumerate((1.0, 1e39))]
+    parts = [Reply(i, {"moments": moments(size)}, 4, 4) for i, size in enumerate((1.0, 1e39))]
 
-    def attempt(left: list[Contribution], out: int) -> None:
+    def attempt(left: list[Reply], out: int) -> None:
         if len(left) < 2:
             raise TooFew("too few")
         shared.store(shared.combined(left, Phase.TRAIN, Defence()))
@@ -244,13 +246,13 @@ def test_where_too_few_are_left_then_the_one_that_was_left_out_is_still_named() 
         without_overflow(parts, attempt)
 
 
-def moments(var: float) -> dict[str, np.ndarray]:
+def moments(var: float) -> dict[str, Tensor]:
     """Of one activation per channel, at 0; layer 1 has the variance."""
-    arrays = {}
+    tensors = {}
     for layer, channels in (("1", 4), ("5", 6)):
-        arrays |= {f"{layer}.count": np.array([1]), f"{layer}.mean": np.zeros(channels)}
-        arrays[f"{layer}.var"] = np.full(channels, var if layer == "1" else 1.0)
-    return arrays
+        tensors |= {f"{layer}.count": torch.tensor([1]), f"{layer}.mean": torch.zeros(channels, dtype=torch.float64)}
+        tensors[f"{layer}.var"] = torch.full((channels,), var if layer == "1" else 1.0, dtype=torch.float64)
+    return tensors
 
 
 @pytest.mark.parametrize("optimizer", ["fedadam", "fedavgm"])

@@ -20,11 +20,12 @@ from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.exchange.session import Session
 from fl_bn.federation.aggregation import average
-from fl_bn.federation.local import Samples, torch_seed, train
+from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import Method, Phase
 from fl_bn.moments import Average, weighted_mean
 from fl_bn.roles import batch_norms
+from tests.local import train
 from tests.methods.centralised import ONE_STEP, RATE
 
 Alter = Callable[[Key, float, float, Answer], Answer]

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.companions import accompanied, companions
-from fl_bn.federation.local import LocalResult, Samples, torch_seed, train
+from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.objectives import CONTROL, PLAIN, Objective
+from tests.local import Result, train
 
 Schedule = Sequence[Sequence[int]]
 
@@ -34,7 +35,7 @@ class ObjectiveRounds:
         self.control: dict[str, Tensor] = {}
         if objective.travels:
             self.control = {name: torch.zeros_like(p) for name, p in accompanied(self.server, self.method).items()}
-        self.results: list[LocalResult] = []
+        self.results: list[Result] = []
 
     def round(self, chosen: Sequence[int], rate: float, seed: int = 0) -> None:
         self.results, models = [], []
@@ -51,13 +52,13 @@ class ObjectiveRounds:
                     kept={"objective": self.kept[i]},
                     control=self.control,
                 )
-            self.kept[i] = result.finish.kept
+            self.kept[i] = result.kept
             self.results.append(result)
             models.append({name: t for name, t in model.state_dict().items() if t.is_floating_point()})
         weights = [float(result.samples) for result in self.results]
         for companion in self.beside:
             assert companion.section == CONTROL
-            self.control = companion.combine(self.control, [result.finish.sent for result in self.results], weights, len(self.clients))
+            self.control = companion.combine(self.control, [result.sent for result in self.results], weights, len(self.clients))
         self.server.load_state_dict(average(models, weights), strict=False)
 
     def run(self, schedule: Schedule, rate: float) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fl_bn.conversion import convert
-from fl_bn.federation.local import Samples, train
+from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import decode_moments
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.layers import observe
@@ -19,6 +19,7 @@ from fl_bn.methods.method import LayerReports
 from fl_bn.moments import Moments, Running
 from tests.federation import ONE_STEP
 from tests.in_process import run
+from tests.local import train
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]

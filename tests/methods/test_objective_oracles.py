@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
-from fl_bn.federation.local import Samples, torch_seed, train
+from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Moon, Round, Scaffold, Start
 from fl_bn.objectives.fedprox import proximal_term
 from fl_bn.objectives.moon import contrastive_term
 from tests.federation import largest_deviation
+from tests.local import train
 from tests.methods.objective_rounds import ObjectiveRounds
 from tests.networks import seeded_network
 from tests.oracles import fedprox, fedsam, moon, scaffold

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.federation.local import Samples, train
+from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS, LayerReports
 from fl_bn.moments import Moments, Running, ema, plain_average, pool
 from fl_bn.roles import Role, batch_norms
 from tests.federation import Federation, Rule, largest_deviation, union
+from tests.local import train
 from tests.networks import seeded_network
 
 SIZES, ROUNDS, RATE, EXACT = (3, 7, 5), 5, 0.1, 1e-11

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from fl_bn.data.augment import augmenter
-from fl_bn.federation.local import Samples, train
+from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.methods import METHODS, Phase, Report
 from fl_bn.methods.fixbn import FROZEN
 from fl_bn.models import build
 from fl_bn.roles import Role, roles
 from fl_bn.run.config import ConfigError, RunConfig
+from tests.local import train
 
 SETTINGS = LocalTraining(batch_size=8, steps=3, momentum=0.9, weight_decay=1e-2)
 BATCHES = [np.arange(8), np.arange(8, 16), np.arange(8)]

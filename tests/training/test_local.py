@@ -14,12 +14,13 @@ from torch.nn import functional as F
 from fl_bn.conversion import convert
 from fl_bn.data.batches import draw_batches
 from fl_bn.federation.aggregation import average
-from fl_bn.federation.local import Samples, evaluate, statistics_pass, torch_seed, train
+from fl_bn.federation.local import Samples, evaluate, statistics_pass, torch_seed
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.methods import METHODS, Phase
 from fl_bn.roles import Role, roles
 from tests.federation import largest_deviation
+from tests.local import train
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.federation.local import Samples, evaluate, train
+from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.metrics import (
     Evaluation,
     confusion_counts,
@@ -21,6 +21,7 @@ from fl_bn.federation.metrics import (
 )
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
+from tests.local import train
 
 COUNTS = torch.tensor([[3, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])  # class 2 never hit, class 3 nowhere
 

@@ -1,15 +1,12 @@
-"""The server's model: what is shared, as a payload, as Flower's arrays, and as the statistics and weights that a round changes."""
+"""The server's model: what is shared of it, and the statistics and weights that a round changes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import ArrayRecord
-from flwr.common import Array
-from flwr.common.logger import log
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
@@ -18,14 +15,15 @@ from fl_bn.federation.aggregation import average, combine, pseudo_gradient, runn
 from fl_bn.federation.companions import Companion, accompanied
 from fl_bn.federation.defence import Defence, undercut
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import Payload, decode_moments, signature, tensor_name, to_numpy, to_tensors
+from fl_bn.federation.payload import Named, Sections, decode_moments, signature, tensor_name
 from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
-from fl_bn.flower.codec import Header, tensors_of
-from fl_bn.flower.replies import Contribution
+from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running
 from fl_bn.roles import Role, batch_norms
+
+LOGGER = logging.getLogger("flwr")
 
 
 class NotFinite(Exception):
@@ -35,22 +33,22 @@ class NotFinite(Exception):
         self.name = name
         super().__init__(f"{name}: what came out of the clients' replies together is not finite")
 
-    def farthest(self, parts: Sequence[Contribution]) -> int:
+    def farthest(self, parts: Sequence[Reply]) -> int:
         """The position of the contribution with the largest value in that tensor."""
         return max(range(len(parts)), key=lambda i: self._size(parts[i]))
 
-    def refusal(self, part: Contribution) -> str:
+    def refusal(self, part: Reply) -> str:
         return f"{self.name}: the clients' replies together are not finite, and its own is the largest ({self._size(part):.3g})"
 
-    def _size(self, part: Contribution) -> float:
+    def _size(self, part: Reply) -> float:
         section, _, name = self.name.rpartition("/")
         layer, _, key = name.rpartition(".")
         moment = tensor_name(layer, key.removeprefix("running_"))
         if section:
-            found = [part.payload[section][name]]
+            found = [part.sections[section][name]]
         else:
-            found = [arrays[n] for arrays in part.payload.values() for n in (name, moment) if n in arrays]
-        return max((float(np.abs(array.astype(np.float64)).max(initial=0)) for array in found), default=0.0)
+            found = [tensors[n] for tensors in part.sections.values() for n in (name, moment) if n in tensors]
+        return max((float(tensor.double().abs().max()) for tensor in found if tensor.numel()), default=0.0)
 
 
 class SharedModel:
@@ -63,60 +61,60 @@ class SharedModel:
         self.method, self._companions, self._clients = method, companions, clients
         self._source, self.model = model, convert(model, method).cpu()
         self.signature = signature(self.model, method)
+        self._expected = schema.instruction(self.model, method)
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         self._shares_statistics = method.shares(Role.STATISTIC)
         like = accompanied(self.model, method)
         self.companions = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in companions}
 
-    def header(self, round: int, phase: Phase) -> Header:
-        return Header(self.method.name, phase.value, round, self.signature)
+    def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
+        """What goes down to be measured or evaluated: weights, and statistics unless they stay home."""
+        return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
 
-    def payload(self) -> Payload:
-        """What goes down: weights, and statistics unless they stay home."""
+    def sections(self) -> Sections:
         state = self.model.state_dict()
-        sections = schema.instruction(self.model, self.method).sections
-        return {section: to_numpy({name: state[name] for name in names}) for section, names in sections.items()}
+        wanted = self._expected.sections
+        return {section: {name: state[name].detach().clone() for name in names} for section, names in wanted.items()}
 
-    def payload_to_train(self, optimizer: ServerOptimizer) -> Payload:
+    def instruction_to_train(self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float) -> Instruction:
         """What goes down when clients train: from where ``optimizer`` lets them start, and what accompanies the weights."""
-        payload, state = self.payload(), self.model.state_dict()
+        sections, state = self.sections(), self.model.state_dict()
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
-        payload["weights"] |= to_numpy({name: tensor.to(state[name].dtype) for name, tensor in ahead.items()})
-        return payload | {section: to_numpy(tensors) for section, tensors in self.companions.items()}
+        sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
+        sections |= {section: dict(tensors) for section, tensors in self.companions.items()}
+        return Instruction(round, phase, sections, learning_rate, signature=self.signature)
 
-    def _accompanied(self, parts: Sequence[Contribution], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
+    def _accompanied(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
         """What came beside the weights, combined."""
         new = {}
         for companion in self._companions:
-            came = [to_tensors(part.payload[companion.section]) for part in parts]
+            came = [part.sections[companion.section] for part in parts]
             new[companion.section] = companion.combine(self.companions[companion.section], came, weights, self._clients)
         return new
 
-    def arrays(self) -> ArrayRecord:
+    def tensors(self) -> dict[str, Tensor]:
         """Everything shared, by state_dict name."""
-        named = {name: array for section in self.payload().values() for name, array in section.items()}
-        return ArrayRecord({name: Array(array) for name, array in named.items()})
+        return {name: tensor for section in self.sections().values() for name, tensor in section.items()}
 
-    def load(self, arrays: ArrayRecord) -> None:
-        self.model.load_state_dict(tensors_of(arrays), strict=False)
+    def load(self, tensors: Named) -> None:
+        self.model.load_state_dict(dict(tensors), strict=False)
 
-    def unit_scaled(self, arrays: ArrayRecord) -> ArrayRecord:
-        """``arrays`` on unit scale, see ``unit_scale.rescaled``; as they are, with a warning, where the network cannot be traced."""
+    def to_unit_scale(self) -> None:
+        """Bring the weights to unit scale, see ``unit_scale.rescaled``; they stay as they are, with a warning, where the network cannot be
+        traced."""
         try:
             made = producers(self._source)
         except ValueError as error:
-            log(logging.WARNING, "the initial weights keep their scale, so mind the learning rate: %s", error)
-            return arrays
-        log(logging.INFO, "unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(made), len(self.layers))
-        self.load(arrays)
+            LOGGER.warning("the initial weights keep their scale, so mind the learning rate: %s", error)
+            return
+        LOGGER.info("unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(made), len(self.layers))
         eps = epsilons(self.model)
         self.model.load_state_dict(rescaled(self.model.state_dict(), self.statistics(), eps, made), strict=False)
-        return self.arrays()
 
     def restore(self, tensors: Mapping[str, Tensor], companions: Mapping[str, Tensor]) -> None:
         """``companions``: by ``section/name``. Raises ValueError where they are not exactly what is shared, by name, shape and dtype."""
-        mine = tensors_of(self.arrays()) | self.accompanying()
+        mine = self.tensors() | self.accompanying()
         came = {**tensors, **companions}
         for name in mine.keys() | came.keys():
             ours, theirs = (f"{tuple(t[name].shape)} {t[name].dtype}" if name in t else "nothing" for t in (mine, came))
@@ -146,7 +144,7 @@ class SharedModel:
 
     def change(
         self,
-        parts: Sequence[Contribution],
+        parts: Sequence[Reply],
         weights: Sequence[float],
         optimizer: ServerOptimizer,
         rate: float,
@@ -177,10 +175,10 @@ class SharedModel:
         return distances
 
     def _stepped(
-        self, parts: Sequence[Contribution], weights: Sequence[float], optimizer: ServerOptimizer, rate: float, defence: Defence
+        self, parts: Sequence[Reply], weights: Sequence[float], optimizer: ServerOptimizer, rate: float, defence: Defence
     ) -> tuple[dict[str, Tensor], list[float]]:
-        section, distances = "gradients" if "gradients" in parts[0].payload else "weights", list[float]()
-        state, tensors = self.model.state_dict(), [to_tensors(part.payload[section]) for part in parts]
+        section, distances = "gradients" if "gradients" in parts[0].sections else "weights", list[float]()
+        state, tensors = self.model.state_dict(), [part.sections[section] for part in parts]
         if not tensors[0]:
             return {}, distances  # all weights stay home
         if defence.updates == "mean":
@@ -193,22 +191,22 @@ class SharedModel:
         pseudo = pseudo_gradient(state, {name: mean[name] for name in mean if name in self._learnable})
         return {name: mean[name] for name in mean if name not in self._learnable} | optimizer.step(state, pseudo), distances
 
-    def combined(self, parts: Sequence[Contribution], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
+    def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
         """The shared statistics after this round's reports, float64. ``pace``: see ``LayerReports``."""
         shared, report = self.statistics(), self.method.reports(phase)
         if report is Report.NOTHING:
             return shared
         if report is Report.RUNNING:
-            reports = [self._running(to_tensors(part.payload.get("statistics", {})), part.weight) for part in parts]
+            reports = [self._running(part.sections.get("statistics", {}), part.weight) for part in parts]
         else:
-            reports = [decode_moments(part.payload["moments"]) for part in parts]
+            reports = [decode_moments(part.sections["moments"]) for part in parts]
         return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence, pace)
 
-    def undercut(self, parts: Sequence[Contribution], phase: Phase) -> dict[int, str]:
-        """Contributions, by position, whose running variances no honest training can have left, with the reason."""
+    def undercut(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
+        """Replys, by position, whose running variances no honest training can have left, with the reason."""
         if self.method.reports(phase) is not Report.RUNNING:
             return {}
-        reports = [self._running(to_tensors(part.payload.get("statistics", {})), part.weight) for part in parts]
+        reports = [self._running(part.sections.get("statistics", {}), part.weight) for part in parts]
         running = [{layer: Running(m.mean, m.var) for layer, m in report.items()} for report in reports]
         wrong = {
             i: f"metrics/updates: expected one number for each of {len(self.layers)} layers, but got {len(part.updates)}"
@@ -218,9 +216,9 @@ class SharedModel:
         updates = [{} if i in wrong else dict(zip(self.layers, part.updates, strict=False)) for i, part in enumerate(parts)]
         return undercut(self.statistics(), running, [part.steps for part in parts], self.layers, updates) | wrong
 
-    def measured(self, parts: Sequence[Contribution], defence: Defence) -> dict[str, Running]:
+    def measured(self, parts: Sequence[Reply], defence: Defence) -> dict[str, Running]:
         """The shared statistics that a statistics-only exchange found under the present weights."""
-        reports = [decode_moments(part.payload["moments"]) for part in parts]
+        reports = [decode_moments(part.sections["moments"]) for part in parts]
         return combine(replace_by_pooled, self.statistics(), reports, [1] * len(parts), self.layers, defence)
 
     def _running(self, statistics: Mapping[str, Tensor], weight: int) -> dict[str, Moments]:

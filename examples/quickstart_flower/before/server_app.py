@@ -1,0 +1,21 @@
+"""The ServerApp of Flower's PyTorch quickstart."""
+
+from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from task import Net
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    fraction_train: float = context.run_config["fraction-train"]
+    num_rounds: int = context.run_config["num-server-rounds"]
+    lr: float = context.run_config["lr"]
+
+    arrays = ArrayRecord(Net().state_dict())
+    strategy = FedAvg(fraction_train=fraction_train)
+
+    result = strategy.start(grid=grid, initial_arrays=arrays, train_config=ConfigRecord({"lr": lr}), num_rounds=num_rounds)
+    print(result.evaluate_metrics_clientapp)

@@ -1,0 +1,416 @@
+"""The client's half of a round, around any training loop: (instruction, kept) -> (reply, kept).
+
+``local_round`` is the half for a loop of one's own; ``fl_bn.federation.training`` is the loop of the application, around the same half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fl_bn.exchange.call import Exchange
+from fl_bn.federation import schema
+from fl_bn.federation.aggregation import Drift, running_statistics
+from fl_bn.federation.companions import Companion
+from fl_bn.federation.companions import companions as companions_of
+from fl_bn.federation.composition import check_composition
+from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, to_kept
+from fl_bn.federation.payload import Named, Sections, encode_moments, signature, to_numpy
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.unrecorded import Draws, unrecorded
+from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
+from fl_bn.layers import HybridBatchNorm, count_updates, freeze_statistics, normalisers, observe, pooled
+from fl_bn.layers import inputs as inputs_of
+from fl_bn.methods import NORMALISERS, Method, Phase, Report, StatisticsPass
+from fl_bn.methods.fedtan import exchanging
+from fl_bn.moments import Moments
+from fl_bn.objectives import CONTROL, PLAIN, Finish, Objective, Start, Step
+from fl_bn.roles import Role, roles
+from fl_bn.task import Classification, Task
+
+CLASSIFICATION = Classification()
+
+Connect = Callable[[int], Exchange]
+"""``connect(batch)``: this client's side of a layer-wise exchange, joined with the size of the batch that it drew."""
+
+
+def trainable(model: nn.Module, method: Method, phase: Phase) -> dict[str, nn.Parameter]:
+    """What an optimiser of this phase steps, by name: all that learns, but what the method freezes."""
+    role = roles(model)
+    fixed = method.frozen if phase is Phase.FROZEN else frozenset()
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and role[name] not in fixed}
+
+
+class LocalRound:
+    """One client in one round. ``model``, converted for ``method``, holds what the server sent and what the client kept.
+
+    ``settings``: of the application's own loop; a loop of the user's own has none, and an ``objective`` at most. ``connect``: needed in
+    phase EXCHANGE (FedTAN). Use it inside ``open``, then call ``reply``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        instruction: Instruction,
+        kept: Kept = NOTHING,
+        settings: LocalTraining | None = None,
+        connect: Connect | None = None,
+    ) -> None:
+        self.model, self.method, self.instruction, self.kept = model, method, instruction, kept
+        self.settings = settings or LocalTraining(batch_size=2, epochs=1)
+        self.phase, self.steps, self.batch, self.waited = instruction.phase, 0, 0, 0.0
+        self.corrected = 0  # gradients that the objective made
+        self.measured_samples = 0
+        self.moments: dict[str, Moments] = {}
+        self.buffers: Buffers = {}
+        self._connect, self._exchange = connect, ExitStack()
+        self._first, self._observed = ExitStack(), dict[str, list[Moments]]()
+        self._role = roles(model)
+        self._load()
+        if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
+            raise ValueError(f"an exchange belongs to phase exchange, and phase exchange needs one, but got {self.phase} and {connect}")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the instruction is to train; else statistics alone are measured."""
+        return self.phase is not Phase.MEASURE
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What an optimiser of this round steps, by name."""
+        return trainable(self.model, self.method, self.phase)
+
+    @property
+    def companions(self) -> tuple[Companion, ...]:
+        return companions_of(self.settings) if self.trains else ()
+
+    def _load(self) -> None:
+        instruction, model = self.instruction, self.model
+        if instruction.signature and (mine := signature(model, self.method)) != instruction.signature:
+            raise ValueError(
+                f"the server's model has signature {instruction.signature}, but this one {mine}: give the same network, converted for the "
+                f"same method: convert(model, method), here {self.method.name}"
+            )
+        expected = schema.instruction(model, self.method, self.companions)
+        expected.check({section: to_numpy(tensors) for section, tensors in instruction.sections.items()})
+        beside = {companion.section for companion in self.companions}
+        tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
+        model.load_state_dict(tensors | self.kept.get("local"), strict=False)
+        self._before = running_statistics(model)
+
+    @contextmanager
+    def open(self, full_gradient: Callable[[], dict[str, Tensor]] | None = None) -> Iterator[LocalRound]:
+        """The block in which the model trains: in training mode, frozen layers frozen, its BatchNorm layers observed.
+
+        ``full_gradient``: of the loss over all of the client's samples, for SCAFFOLD's option 1.
+        """
+        self.model.train()
+        if self.phase is Phase.FROZEN and Role.STATISTIC in self.method.frozen:
+            freeze_statistics(self.model)
+        parameters = self.parameters
+        shared = frozenset(name for name in parameters if self.method.shares(self._role[name]))
+        control = self.instruction.sections.get(CONTROL, {})
+        full = full_gradient or _no_full_gradient
+        start = Start(self.model, parameters, shared, self.kept.get("objective"), control, self.kept.counted, full)
+        with count_updates(self.model) as self._moved:
+            self._objective = self.settings.objective.begin(start)
+            if self.method.reports(self.phase) in (Report.BATCHES, Report.FIRST):
+                self._observed = self._first.enter_context(observe(self.model))
+            try:
+                with self._exchange:
+                    yield self
+            finally:
+                self._first.close()
+
+    def meet(self, batch: int) -> None:
+        """The first batch, of so many samples, comes now: in phase EXCHANGE its layers talk to the cohort from here on."""
+        self.batch = batch
+        if self._connect is not None:
+            self._live = self._connect(batch)
+            self._exchange.enter_context(exchanging(self.model, self._live))
+
+    def computed(self) -> None:
+        """The gradient of a batch is there; the exchange was for the first."""
+        if self._connect is not None and self.steps == 0:
+            self._exchange.close()
+            self.waited = self._live.seconds
+
+    def moved(self) -> None:
+        """The weights have made a step: what comes is seen by a local model, of which FBN reports nothing."""
+        self.steps += 1
+        if self.method.reports(self.phase) is Report.FIRST:
+            self._first.close()
+
+    def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
+        """Add the objective's gradient of one batch ``x``, whose loss ``forward()`` computes, to the parameters' ``grad``.
+
+        In place of ``loss.backward()``. Returns the loss alone, without the objective's own terms.
+        """
+        objective, draws = self.settings.objective, None
+        if objective.repeats:
+            draws = Draws.now(next(self.model.parameters()).device)
+
+        def again() -> Tensor:
+            if draws is not None:
+                draws.again()
+            with unrecorded(self.model, self._observed):
+                return forward()
+
+        self.corrected += 1
+        return self._objective.gradient(Step(x, forward, again))
+
+    def measure(self, batches: Iterable[Any], task: Task = CLASSIFICATION) -> None:
+        """HBN's pass before training, or all that a statistics-only exchange asks for: the moments of every BatchNorm layer over
+        ``batches``, of which ``task.read`` takes the inputs. Changes nothing of the model."""
+        if self.steps:
+            raise ValueError("the statistics are those of the shared weights: measure before the first step")
+        self.moments = measured(self.model, self._inputs(batches, task), self.asked, task.forward)
+
+    def _inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
+        """Of whole batches, until there are as many samples as are asked for. Normalisers need batches of two samples or more."""
+        device, most = next(self.model.parameters()).device, self.asked.samples
+        self.measured_samples = 0
+        for batch in batches:
+            x, y = task.read(batch)
+            if self.asked.measured == NORMALISERS and len(y) < 2:
+                continue
+            self.measured_samples += len(y)
+            yield moved_to(x, device)
+            if 0 < most <= self.measured_samples:
+                return
+
+    @property
+    def asked(self) -> StatisticsPass:
+        """The pass that this round asks for."""
+        own = self.method.statistics_pass
+        return own if self.trains else StatisticsPass.asked(self.instruction.measured, own.samples)
+
+    def load_momentum(self, optimizer: Optimizer) -> None:
+        """Let ``optimizer`` go on from the buffers of the round before: those that the server sent, else those that were kept."""
+        if self.settings.maintain != "reset":
+            buffers = from_kept(self.kept.get("optimizer"))
+            if self.settings.maintain == "global":
+                for key, section in SECTIONS[self.settings.optimizer].items():
+                    buffers[key] = buffers.get(key, {}) | self.instruction.sections[section]
+            load_buffers(optimizer, self.parameters, buffers)
+
+    def keep_momentum(self, optimizer: Optimizer) -> None:
+        if self.settings.maintain != "reset":
+            self.buffers = buffers_of(optimizer, self.parameters, SECTIONS[self.settings.optimizer])
+
+    def report(self) -> dict[str, Moments]:
+        """What was measured or observed of the BatchNorm layers so far, by layer."""
+        return self.moments or pooled(self._observed)
+
+    def reply(
+        self,
+        samples: int,
+        loss: float = float("nan"),
+        *,
+        client: int = 0,
+        metrics: Mapping[str, float] | None = None,
+        tells_drift: bool = False,
+    ) -> tuple[Reply, Kept]:
+        """What goes to the server, and what the client keeps for its next round.
+
+        ``samples``: different ones that it trained on, the client's weight in averages. ``loss``: mean over the batches. ``metrics``: of
+        one's own, for the record. ``tells_drift``: how far statistics that stay at home moved is told.
+        """
+        if not self.trains:
+            return Reply(client, {"moments": self._complete(self.moments)}, samples, samples), self.kept
+        gradients = self._ema_gradients() if self.settings.update == "gradients" else {}
+        finish = self._objective.finish(self.steps, self.instruction.learning_rate)
+        if gradients:
+            self._step_local(gradients)
+        moments, reports = self.report(), self.method.reports(self.phase)
+        if reports is Report.PASS and not moments:
+            raise ValueError(f"{self.method.name} reports moments of a pass before training: call round.measure(batches) first")
+        told: dict[str, float] = {**(metrics or {}), "loss": loss, "steps": self.steps, "waited": self.waited}
+        told |= self._local_drift() if tells_drift else {}
+        told |= {"batch": self.batch} if reports is Report.FIRST else {}
+        counts = tuple(self._moved.values())
+        updates = counts if reports is Report.RUNNING and {*counts} - {self.steps} else ()
+        kept = self._to_keep(gradients, finish)
+        if kept.sections:
+            told["kept"] = self.kept.round
+        return Reply(client, self._sections(gradients, finish, moments), samples, samples, told, updates), kept
+
+    def _complete(self, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
+        """Of every layer, with count 0 where it did not run."""
+        unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(self.model).items()}
+        complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
+        return encode_moments(complete, next(self.model.parameters()).dtype)
+
+    def _sections(self, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
+        """Of what travels beside the weights, what this round did not train goes back as it came, and a control variate unchanged."""
+        state, settings = self.model.state_dict(), self.settings
+        expected = schema.reply(self.model, self.method, self.phase, settings.update, self.companions).sections
+        sources: dict[str, Named] = {"weights": state, "statistics": state, "gradients": gradients}
+        if settings.objective.travels:
+            sources[CONTROL] = {n: torch.zeros_like(state[n]) for n in expected[CONTROL]} | dict(finish.sent)
+        if settings.maintain == "global":
+            for key, section in SECTIONS[settings.optimizer].items():
+                new = {n: t.to(state[n].dtype) for n, t in self.buffers.get(key, {}).items()}
+                sources[section] = self.instruction.sections[section] | new
+        sections = {k: {n: sources[k][n].detach().to("cpu", copy=True) for n in expected[k]} for k in expected if k != "moments"}
+        return sections | ({"moments": self._complete(moments)} if "moments" in expected else {})
+
+    def _to_keep(self, gradients: Named, finish: Finish) -> Kept:
+        state, settings = self.model.state_dict(), self.settings
+        local = {name: state[name].clone() for name, role in self._role.items() if role in self.method.local}
+        sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
+        if gradients and settings.momentum > 0:
+            sections["momentum"] = dict(gradients)
+        if finish.kept:
+            sections["objective"] = dict(finish.kept)
+        buffers = self.buffers
+        if settings.maintain == "global":
+            buffers = {k: {n: t for n, t in of.items() if not self.method.shares(self._role[n])} for k, of in buffers.items()}
+        if maintained := to_kept(buffers):
+            sections["optimizer"] = maintained
+        return Kept(self.instruction.round, sections)
+
+    def _local_drift(self) -> dict[str, float]:
+        if self.method.shares(Role.STATISTIC):
+            return {}
+        after = running_statistics(self.model)
+        if (drift := Drift.between(self._before, after)) is None:
+            return {}
+        return {"drift": drift.largest, "drift-layer": list(after).index(drift.layer), "min-var": drift.min_var, "growth": drift.growth}
+
+    def _ema_gradients(self) -> dict[str, Tensor]:
+        """``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, section 6)."""
+        settings, momentum, gradients = self.settings, self.kept.get("momentum"), dict[str, Tensor]()
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+                gradient = gradient + settings.weight_decay * parameter.detach()
+                before = momentum.get(name, torch.zeros_like(gradient)).to(gradient)
+                gradients[name] = settings.momentum * before + (1 - settings.momentum) * gradient
+        return gradients
+
+    @torch.no_grad()
+    def _step_local(self, gradients: Named) -> None:
+        """The server never steps what stays home, so the client does."""
+        for name, parameter in self.model.named_parameters():
+            if name in gradients and not self.method.shares(self._role[name]):
+                parameter.sub_(gradients[name], alpha=self.instruction.learning_rate)
+
+
+@contextmanager
+def local_round(
+    model: nn.Module,
+    method: Method,
+    instruction: Instruction,
+    kept: Kept = NOTHING,
+    *,
+    objective: Objective = PLAIN,
+    connect: Connect | None = None,
+) -> Iterator[LocalRound]:
+    """The client's half of a round around a training loop of your own.
+
+    Inside the block train ``model`` (converted: ``convert(net, method)``) with any loss, optimiser, scheduler, mixed precision or gradient
+    accumulation; after it, ``round.reply(samples)`` is what to send and to keep. Optimiser steps are noticed by a hook of torch's.
+
+    >>> from fl_bn import convert, methods, server_state, local_round
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    >>> state, model = server_state(net, methods.fixbn(), rounds=2), convert(net, methods.fixbn())
+    >>> with local_round(model, methods.fixbn(), state.instruction()) as round:
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     model(torch.randn(16, 4)).square().mean().backward()
+    ...     optimizer.step()
+    >>> reply, kept = round.reply(samples=16)
+
+    ``objective``: FedProx, FedSAM or SCAFFOLD; then call ``round.backward(lambda: loss_of(x), x)`` in place of ``loss.backward()``.
+    Where ``round.trains`` is false, call ``round.measure(batches)`` and do not train.
+
+    Raises:
+        ValueError: model, method and instruction do not fit together, or the loop does what this method cannot do with.
+    """
+    settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
+    check_composition(method, settings)
+    round = LocalRound(model, method, instruction, kept, settings, connect)
+    if not round.trains:
+        yield round
+        return
+    with round.open(), _watched(round):
+        yield round
+
+
+@contextmanager
+def _watched(round: LocalRound) -> Iterator[None]:
+    """Tell ``round`` of forward passes and optimiser steps of a foreign loop."""
+    mine, exchanges = {id(p) for p in round.parameters.values()}, round.phase is Phase.EXCHANGE
+
+    def forward(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if round.steps or not model.training:
+            return
+        batch = next((len(x) for x in (*args, *named.values()) if isinstance(x, Tensor) and x.dim()), 0)
+        if exchanges and round.batch:
+            raise ValueError(
+                f"{round.method.name}'s first local step exchanges the statistics of one batch: call the optimiser after the first batch, "
+                "without gradient accumulation or a second forward pass in training mode"
+            )
+        round.meet(batch) if not round.batch else setattr(round, "batch", round.batch + batch)
+
+    def stepped(optimizer: Optimizer, args: Any, named: Any) -> None:
+        if mine.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+            return
+        if round.settings.objective is not PLAIN and not round.corrected:
+            name = round.settings.objective.name
+            raise ValueError(f"{name} makes the gradients: call round.backward(lambda: loss_of(x), x) in place of loss.backward()")
+        round.computed()
+        round.moved()
+
+    handles = [round.model.register_forward_pre_hook(forward, with_kwargs=True), register_optimizer_step_post_hook(stepped)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def measured(
+    model: nn.Module,
+    inputs: Iterable[Any],
+    how: StatisticsPass,
+    forward: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
+) -> dict[str, Moments]:
+    """Moments that ``how`` asks for, of every BatchNorm layer over batches of ``inputs``, in evaluation mode.
+
+    Changes nothing: no gradient, no random number, no statistic, the mode of every module as before.
+    """
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    if how.lower_layers == "hybrid":
+        for layer in model.modules():
+            layer.training = isinstance(layer, HybridBatchNorm)
+    try:
+        with observe(model, normalisers if how.measured == NORMALISERS else inputs_of) as observed:
+            for x in inputs:
+                forward(model, x)
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    return pooled(observed)
+
+
+def moved_to(x: Any, device: torch.device) -> Any:
+    """Tensors of a batch, in tuples, lists and dicts, too, on ``device``."""
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if isinstance(x, Mapping):
+        return {key: moved_to(value, device) for key, value in x.items()}
+    return type(x)(moved_to(value, device) for value in x) if isinstance(x, tuple | list) else x
+
+
+def _no_full_gradient() -> dict[str, Tensor]:
+    raise ValueError("SCAFFOLD's option 1 needs the gradient over all of a client's data: take option 2 with a loop of your own")

@@ -1,0 +1,145 @@
+"""Statistics-only exchanges: all clients measure under the present weights, the server pools; pass p makes layers 1..p exact.
+
+Before round 1 (``calibrate``), before evaluations (HBN, static BN: ``Method.refresh``), and as a run of its own (``rounds=0``:
+re-calibration).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.payload import Named, count_tensors
+from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons
+from fl_bn.federation.record import ClientRecord, RoundRecord
+from fl_bn.federation.rounds import AS_METHOD, UNTIL_STILL
+from fl_bn.federation.server import Server, section_bytes
+from fl_bn.federation.values import Instruction, Reply
+from fl_bn.methods import INPUTS, NORMALISERS, Phase, Refresh
+
+LOGGER = logging.getLogger("flwr")
+
+
+class TooFewMeasured(Exception):
+    """A run that measures statistics alone has too few clients to do so."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """One statistics-only exchange, which has changed the server's statistics, or left them where too few clients could be used.
+
+    ``asked``: clients, in order; ``parts``: what came; ``refused``: why another client's is missing; ``clients``: that count.
+    """
+
+    asked: Sequence[int]
+    parts: Sequence[Reply]
+    refused: dict[int, str]
+    clients: int
+
+
+Exchange = Callable[[Instruction], Exchanged]
+"""Asks everyone to measure, and stores what all measured in the server."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """After one exchange. ``tensors``: everything shared, with the new statistics; ``record.round`` is the pass's number."""
+
+    tensors: Named
+    outcome: Pass
+    record: RoundRecord
+    last: bool
+
+
+class Passes:
+    """The exchanges of one run. ``private``: each costs privacy, so none is made that nobody asked for."""
+
+    def __init__(self, server: Server, exchange: Exchange, private: bool = False) -> None:
+        self.server, self._exchange, self.private = server, exchange, private
+        self.outcomes: list[Pass] = []
+
+    def calibration(self, rounds: int) -> int:
+        """Exchanges before round 1, or ``UNTIL_STILL``."""
+        if self.server.policy.calibrate != AS_METHOD:
+            return self.server.policy.calibrate
+        return UNTIL_STILL if self.server.method.uses_shared(rounds) and not self.private else 0
+
+    def calibrated(self, tensors: Named, rounds: int, show: Callable[[Measured], None] = lambda measured: None) -> Named:
+        """``tensors`` as round 1 of ``rounds`` starts from: after the exchanges before it, which ``outcomes`` has then, and on unit scale
+        where training starts with shared statistics.
+
+        With 0 rounds these exchanges are all of the run: ``show`` is called with what they start from, and after each of them; each needs
+        the clients that a round needs.
+
+        Raises:
+            TooFewMeasured: they were not there.
+        """
+        shared, policy = self.server.shared, self.server.policy
+        most, tolerance, least = self.calibration(rounds), 0.0, 0
+        if most == UNTIL_STILL:
+            most, tolerance = len(shared.statistics()), TOLERANCE
+        if rounds == 0:
+            show(Measured(tensors, Pass(0, (), 0, False), RoundRecord(0, Phase.MEASURE.value, 0.0), False))
+            least = max(1, policy.min_cohort, math.ceil(policy.min_replies * policy.clients))
+        for measured in self._passes(0, tensors, most, tolerance):
+            if measured.outcome.clients < least:
+                raise TooFewMeasured(
+                    f"pass {measured.outcome.number}: the statistics of {measured.outcome.clients} clients could be used, but {least} are "
+                    "needed (min-replies, min-cohort); the warnings above say why"
+                )
+            tensors = measured.tensors
+            self.outcomes.append(measured.outcome)
+            if rounds == 0:
+                show(measured)
+        if policy.unit_scale and rounds > 0 and most != 0 and self.server.method.uses_shared(rounds):
+            shared.load(tensors)
+            shared.to_unit_scale()
+            tensors = shared.tensors()
+        return tensors
+
+    def refreshed(self, round: int, tensors: Named) -> Named:
+        """``tensors`` with statistics of its weights, as the method wants them evaluated: exact, or as training normalises."""
+        refresh, made = self.server.method.refresh, 0
+        most, what = (1, NORMALISERS) if refresh is Refresh.HYBRID else (len(self.server.shared.layers), INPUTS)
+        for measured in self._passes(round, tensors, most, measured=what):
+            tensors, made = measured.tensors, measured.outcome.number
+        said = "round %s: statistics for the evaluation: %s, by %d exchange%s with all clients"
+        LOGGER.info(said, round, refresh.value, made, "s" * (made != 1))
+        return tensors
+
+    def _passes(self, round: int, tensors: Named, most: int, tolerance: float = 0.0, measured: str = INPUTS) -> Iterator[Measured]:
+        """``most`` exchanges, fewer where one moves nothing by more than ``tolerance``: with 0 not a bit, so that more would not, either.
+
+        Each measures under the statistics that the one before found; ``tensors`` itself is not touched.
+        """
+        for number in range(1, most + 1):
+            made = self._pass(number, round, tensors, tolerance, number == most, measured)
+            yield made
+            if made.last:
+                return
+            tensors = made.tensors
+
+    def _pass(self, number: int, round: int, tensors: Named, tolerance: float, last: bool, measured: str) -> Measured:
+        begin, shared = time.perf_counter(), self.server.shared
+        shared.load(tensors)
+        before, asked = shared.statistics(), shared.instruction(round, Phase.MEASURE, measured=measured)
+        done = self._exchange(asked)
+        for index, reason in done.refused.items():
+            LOGGER.warning("client %s's statistics are missing from the exchange: %s", index, reason)
+        after = shared.statistics()
+        outcome = Pass.between(number, done.clients, before, after, epsilons(shared.model), tolerance)
+        bytes_down = section_bytes(asked.sections)
+        record = RoundRecord(number, Phase.MEASURE.value, 0.0, tensors_down=count_tensors(asked.sections), bytes_down=bytes_down)
+        down, parts = sum(bytes_down.values()), {part.client: part for part in done.parts}
+        for client in done.asked:
+            if (part := parts.get(client)) is None:
+                record.clients.append(ClientRecord(client, bytes_down=down, refused=done.refused[client]))
+                continue
+            record.bytes_up, record.tensors_up = section_bytes(part.sections), count_tensors(part.sections)
+            record.clients.append(ClientRecord(client, part.samples, bytes_down=down, bytes_up=sum(record.bytes_up.values())))
+        record.aggregated, record.drift, record.seconds = done.clients > 0, Drift.between(before, after), time.perf_counter() - begin
+        return Measured(shared.tensors(), outcome, record, last or outcome.settled)

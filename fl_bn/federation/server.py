@@ -1,0 +1,297 @@
+"""The server's half of a round: (state, replies) -> (state, record).
+
+A round changes the shared model, or leaves it as it was: what is not finite is never stored, and whoever made it so is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from fl_bn.exchange.session import Session, Traffic
+from fl_bn.federation import schema
+from fl_bn.federation.aggregation import Drift, merge_drifts
+from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
+from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
+from fl_bn.federation.payload import count_tensors, nbytes, to_numpy
+from fl_bn.federation.record import ClientRecord, RoundRecord
+from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.shared_model import NotFinite, SharedModel
+from fl_bn.federation.values import Instruction, Reply
+from fl_bn.methods import Method, Phase
+from fl_bn.wire import WireError
+
+T = TypeVar("T")
+LOGGER = logging.getLogger("flwr")
+
+
+@dataclass
+class Arrived:
+    """A round's replies. ``parts``: usable ones, in client order; ``refused``: why another client's is not, by client.
+
+    ``wrong``: clients whose reply no correct client would have sent. ``cohort``: all who were asked. ``exchange``: the session of the
+    layer-wise exchange (FedTAN), with its ``carrier``, and how many ``messages`` a client was sent.
+    """
+
+    cohort: Sequence[int]
+    parts: list[Reply]
+    refused: dict[int, str] = field(default_factory=dict)
+    wrong: set[int] = field(default_factory=set)
+    exchange: Session | None = None
+    carrier: str = ""
+    messages: int = 1
+
+
+class Server:
+    """The state of a federation's server: the shared model, what its optimiser remembers, and the rounds so far.
+
+    ``model``: unconverted; its tensors are the start. ``policy``: how rounds are run; ``rounds``: how many there will be. ``optimizer``
+    steps on the pseudo-gradient of the shared weights (default: the average itself). ``defence``: rules against Byzantine clients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        policy: Rounds,
+        rounds: int = 1,
+        *,
+        optimizer: ServerOptimizer | None = None,
+        defence: Defence = NO_DEFENCE,
+    ) -> None:
+        check_weights(method, policy.client_weights)
+        self.source, self.method, self.policy, self.rounds, self.defence = model, method, policy, rounds, defence
+        self.shared = SharedModel(model, method, policy.companions, policy.clients)
+        self.optimizer = optimizer or server_optimizer("fedavg")
+        self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
+        self.round = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The shared model, converted for the method."""
+        return self.shared.model
+
+    def instruction(self) -> Instruction:
+        """What the clients of the next round are asked."""
+        return self.begin(self.round + 1)
+
+    def begin(self, round: int) -> Instruction:
+        """What the clients of ``round`` are asked; opens the round's record."""
+        phase, rate = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
+        asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate)
+        down = asked.sections
+        self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=section_bytes(down))
+        return asked
+
+    def expected(self, phase: Phase) -> schema.Schema:
+        """What a client's reply holds in ``phase``."""
+        return schema.reply(self.model, self.method, phase, self.policy.update, self.policy.companions)
+
+    def checked(self, replies: Sequence[Reply], phase: Phase | None = None) -> Arrived:
+        """``replies`` in this process to the round that is under way: those that hold what was asked for, and why not the others."""
+        expected, parts, refused = self.expected(phase or Phase(self.record.phase)), list[Reply](), dict[int, str]()
+        for reply in sorted(replies, key=lambda reply: reply.client):
+            try:
+                expected.check({section: to_numpy(tensors) for section, tensors in reply.sections.items()})
+                parts.append(reply)
+            except WireError as error:
+                refused[reply.client] = str(error)
+        return Arrived(sorted({reply.client for reply in replies}), parts, refused, set(refused))
+
+    def conclude(self, came: Arrived) -> bool:
+        """Check and combine the round's replies, and make the server's step: true, or false where too few were usable; then nothing
+        changes. ``record`` says which."""
+        shared, record, phase = self.shared, self.record, Phase(self.record.phase)
+        self.round = record.round
+        low = {came.parts[i].client: reason for i, reason in shared.undercut(came.parts, phase).items()}
+        parts = [part for part in came.parts if part.client not in low]
+        refused, left = came.refused | low, self.defence.without(len(came.wrong | low.keys()))
+        if phase is Phase.EXCHANGE and came.exchange is not None:
+            parts = taking_part(came.exchange, parts, refused)
+        before = shared.statistics()
+
+        def change(parts: list[Reply], overflowing: int) -> list[float]:
+            return self._change(parts, overflowing, len(came.cohort), left)
+
+        try:
+            parts, overflowing, distances = without_overflow(parts, change)
+        except TooFew as error:
+            self._enter(came, parts, refused)
+            LOGGER.warning("round %s: %s", record.round, error)
+            return False
+        self._enter(came, parts, refused | overflowing)
+        record.aggregated = True
+        record.measure(distances)
+        drifts = [part.local_drift(list(shared.layers)) for part in parts]
+        record.drift = Drift.between(before, shared.statistics()) or merge_drifts(drift for drift in drifts if drift is not None)
+        return True
+
+    def pace(self) -> float:
+        """See ``LayerReports``."""
+        return self.policy.pace(self.record.learning_rate, self.rounds)
+
+    def _change(self, parts: list[Reply], overflowing: int, cohort: int, defence: Defence) -> list[float]:
+        """Change the shared model by a round's replies, of a ``cohort`` of so many; ``overflowing``: how many were left out for that.
+
+        Returns what ``SharedModel.change`` does.
+
+        Raises:
+            TooFew: the round may not count with so few.
+            NotFinite: what came out is no model.
+        """
+        policy, phase = self.policy, Phase(self.record.phase)
+        needed = max(float(policy.min_cohort), policy.min_replies * cohort)
+        if len(parts) < needed:
+            usable = f"{len(parts)} of {cohort} replies could be used"
+            raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed: nothing changes")
+        if overflowing and phase is Phase.EXCHANGE and policy.exchange.policy == "abort":
+            raise TooFew("nothing changes: clients left the cohort's batch after its exchange (exchange-policy is abort)")
+        defence = defence.without(overflowing)
+        try:
+            defence.check(len(parts))
+        except TooFew as error:
+            raise TooFew(f"nothing changes, since {error}") from error
+        believed = not defence.active and (policy.client_weights == "samples" or phase is Phase.EXCHANGE)
+        weights = [float(part.weight) if believed else 1.0 for part in parts]
+        statistics = self.shared.combined(parts, phase, defence, self.pace())
+        return self.shared.change(parts, weights, self.optimizer, self.record.learning_rate, defence, statistics)
+
+    def measured(self, parts: list[Reply], wrong: int = 0) -> tuple[list[Reply], dict[int, str]]:
+        """Store the statistics that a statistics-only exchange found; the replies that count, and why others do not, by client.
+
+        Raises:
+            TooFew: fewer than the defence needs; the statistics stay as they are.
+        """
+
+        def store(parts: list[Reply], overflowing: int) -> None:
+            defence = self.defence.without(wrong + overflowing)
+            defence.check(len(parts))
+            self.shared.store(self.shared.measured(parts, defence))
+
+        parts, overflowing, _ = without_overflow(parts, store)
+        return parts, overflowing
+
+    def _enter(self, came: Arrived, parts: Sequence[Reply], refused: Mapping[int, str]) -> None:
+        """Every client of the cohort, and the bytes of the round, into the record; who was refused, and why, into the log."""
+        exchange = came.exchange if Phase(self.record.phase) is Phase.EXCHANGE else None
+        self.record.carrier = "" if exchange is None else came.carrier
+        enter(self.record, came.cohort, parts, refused, exchange, came.messages)
+
+
+def enter(
+    record: RoundRecord,
+    cohort: Sequence[int],
+    parts: Sequence[Reply],
+    refused: Mapping[int, str],
+    exchange: Session | None = None,
+    messages: int = 1,
+) -> None:
+    """Add every client of ``cohort`` to ``record``, and the bytes of the round; say who was refused, and why."""
+    usable, traffic = {part.client: part for part in parts}, {} if exchange is None else exchange.traffic
+    if exchange is not None:
+        record.exchanges = exchange.exchanges
+        record.bytes_down = {section: count * messages for section, count in record.bytes_down.items()}
+    shared_down = sum(record.bytes_down.values())
+    for client in cohort:
+        layers = traffic.get(client, Traffic())
+        down = shared_down + layers.down
+        if (part := usable.get(client)) is None:
+            reason = refused[client]
+            LOGGER.warning("round %s: client %s's reply is not used: %s", record.round, client, reason)
+            record.clients.append(ClientRecord(client, bytes_down=down, exchanges=layers.exchanges, refused=reason))
+            continue
+        record.bytes_up, record.tensors_up = section_bytes(part.sections), count_tensors(part.sections)
+        up = sum(record.bytes_up.values()) + layers.up
+        waited = part.metrics.get("waited", 0.0)
+        record.clients.append(ClientRecord(client, part.samples, part.steps, part.loss, down, up, layers.exchanges, waited))
+    if traffic:
+        record.bytes_down |= {"exchange": max(t.down for t in traffic.values())}
+        record.bytes_up |= {"exchange": max(t.up for t in traffic.values())}
+
+
+def without_overflow(parts: Sequence[Reply], attempt: Callable[[list[Reply], int], T]) -> tuple[list[Reply], dict[int, str], T]:
+    """``attempt(parts, 0)``; where that is NotFinite, again without the reply that is the largest, ``attempt(others, 1)`` ...
+
+    Returns the parts that were used, the reason for each of the others by client, and the result. A TooFew of ``attempt`` goes on with
+    the names of those who were left out.
+    """
+    left, refused = list(parts), dict[int, str]()
+    while True:
+        try:
+            return left, refused, attempt(left, len(refused))
+        except TooFew as error:
+            names = "; ".join(f"client {index}: {why}" for index, why in refused.items())
+            raise TooFew(f"{error} ({names})" if names else str(error)) from error
+        except NotFinite as problem:
+            worst = left.pop(problem.farthest(left))
+            refused[worst.client] = problem.refusal(worst)
+
+
+def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
+    """Of this round's replies those whose batches the exchange holds, weighted by these; under ``abort`` all or none.
+
+    The reason for every other one is added to ``refused``.
+    """
+    usable, batches = {part.client: part for part in parts}, session.taking_part
+    missing = sorted(set(batches) - set(usable))
+    if missing and session.policy == "abort":
+        session.fail(f"clients {missing} took part, but sent no usable reply (exchange-policy is abort)")
+    refused |= {index: "it took no part in the exchange" for index in usable if index not in batches}
+    if session.failure:
+        refused |= dict.fromkeys(refused.keys() | usable.keys(), session.failure)
+    refused |= session.dropped
+    return [replace(part, weight=batches[index]) for index, part in sorted(usable.items()) if index not in refused]
+
+
+def check_weights(method: Method, client_weights: str) -> None:
+    """Raises ValueError where they are not those of the method's exchange."""
+    if client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
+        raise ValueError(f"{method.name} weighs clients by the batches they drew: client_weights must be 'samples', or its step is inexact")
+
+
+def section_bytes(sections: Mapping[str, Mapping[str, Tensor]]) -> dict[str, int]:
+    return {section: nbytes({section: tensors}) for section, tensors in sections.items()}
+
+
+def server_state(
+    model: nn.Module,
+    method: Method,
+    rounds: int,
+    *,
+    clients: int = 1,
+    optimizer: ServerOptimizer | None = None,
+    defence: Defence = NO_DEFENCE,
+    rate: Callable[[int, int], float] | None = None,
+) -> Server:
+    """The server's state before round 1, for ``server_round``.
+
+    ``model``: as it is, unconverted. ``clients``: in the population. ``rate(round, rounds)``: the learning rate that the instruction tells
+    the clients; a loop of your own may ignore it. ``optimizer`` and ``defence``: see ``Server``.
+    """
+    policy = Rounds(clients=clients) if rate is None else Rounds(clients=clients, rate=rate)
+    return Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
+
+
+def server_round(state: Server, replies: Sequence[Reply]) -> tuple[Server, RoundRecord]:
+    """One round: ``replies`` to ``state.instruction()`` are checked, combined and stepped along. ``state`` itself is not changed.
+
+    A reply that does not have the tensors that were asked for is left out; its client and the reason are in the record. So is every
+    client of a round that changed nothing, since too few replies were usable.
+
+    >>> from fl_bn import methods
+    >>> state = server_state(nn.Linear(2, 1), methods.fedavg(), rounds=1)
+    >>> weights = {"weight": nn.Parameter(Tensor([[1.0, 1.0]])), "bias": Tensor([0.0])}
+    >>> state, record = server_round(state, [Reply(0, {"weights": weights}, samples=10, weight=10)])
+    >>> record.aggregated, state.model.weight.tolist()
+    (True, [[1.0, 1.0]])
+    """
+    new = copy.deepcopy(state)
+    new.begin(state.round + 1)
+    new.conclude(new.checked(replies))
+    return new, new.record

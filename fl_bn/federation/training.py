@@ -1,0 +1,179 @@
+"""The application's training loop: seeded index batches, a task's loss, an objective, clipping, mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fl_bn.data.augment import Augment, augmenter
+from fl_bn.data.batches import check_size, draw_batches
+from fl_bn.federation import schema
+from fl_bn.federation.client import CLASSIFICATION, Connect, LocalRound, moved_to
+from fl_bn.federation.clipping import clip, norm_in_round
+from fl_bn.federation.companions import companions
+from fl_bn.federation.local import Samples, statistics_pass, torch_seed
+from fl_bn.federation.settings import LocalTraining, seeded
+from fl_bn.federation.unrecorded import Draws, unrecorded
+from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
+from fl_bn.methods import NORMALISERS, Method, Phase, Report
+from fl_bn.models.head import head_of
+from fl_bn.task import Task
+
+BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # what a seeded generator is for
+
+
+@dataclass
+class IndexBatches:
+    """Batches of ``samples`` by index arrays, as inputs and targets on the device, and in the dtype, of ``like``.
+
+    ``seen``: which samples were drawn so far. ``augment``: changes every batch.
+    """
+
+    samples: Samples
+    indices: list[np.ndarray]
+    like: Tensor
+    augment: Augment | None = None
+    seen: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = np.zeros(len(self.samples), dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in self.indices:
+            self.seen[index] = True
+            yield self.samples.batch(index, self.like, self.augment)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """``loss``: mean over the samples of the training batches; ``samples``: how many these were, a sample drawn twice counted twice."""
+
+    loss: float
+    samples: int
+
+
+def train(
+    round: LocalRound,
+    batches: Iterable[Any],
+    task: Task = CLASSIFICATION,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+) -> Trained:
+    """Train ``round.model`` in place on ``batches``, as the round's settings, method and phase say, inside ``round.open()``.
+
+    ``optimizer``: by default a fresh one, as the settings say. ``scheduler``: of it, stepped after every batch.
+    """
+    model, settings, rate = round.model, round.settings, round.instruction.learning_rate
+    like, parameters = next(model.parameters()), round.parameters
+    if optimizer is None:
+        optimizer = settings.make_optimizer(parameters.values(), rate)
+    head = head_of(model) if settings.clip == "adaptive" else None
+    limit = settings.clip_limit
+    if settings.clip == "round":
+        batches = batches if isinstance(batches, Sized) else list(batches)
+        limit = norm_in_round(limit, rate, len(batches), settings.momentum)
+    total, count = torch.zeros((), dtype=torch.float64, device=like.device), 0
+    for batch in batches:
+        x, y = (moved_to(part, like.device) for part in task.read(batch))
+        optimizer.zero_grad()
+        if round.steps == 0:
+            round.meet(len(y))
+        loss = round.backward(partial(_loss, model, task, settings, x, y), x)
+        round.computed()
+        if settings.clip != "none":
+            clip(parameters.values(), settings.clip, limit, head[1].parameters() if head else ())
+        if settings.update == "weights":
+            optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        round.moved()
+        count += len(y)
+        total += loss.detach().double() * len(y)
+    return Trained(float(total) / max(count, 1), count)
+
+
+def _loss(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: Any) -> Tensor:
+    device = next(model.parameters()).device.type
+    with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "mixed"):
+        return task.loss(task.predict(model, x), y)
+
+
+def client_round(
+    round: LocalRound, samples: Samples, seed: int, client: int, task: Task = CLASSIFICATION, tells_drift: bool = False
+) -> tuple[Reply, Kept]:
+    """All of one client's round on ``samples``, as the round's settings say. All that is drawn at random depends on ``seed``, the client
+    and the round alone.
+
+    Raises:
+        ClientTooSmall: fewer than two samples, which have no variance.
+    """
+    settings, number, n = round.settings, round.instruction.round, len(samples)
+
+    def measure() -> None:
+        rng, how = seeded(seed, client, number, SUBSET, not round.trains), round.asked
+        size = {"batch_size": settings.batch_size} if how.measured == NORMALISERS else {}
+        round.moments = statistics_pass(round.model, samples, how, rng, **size)
+
+    if not round.trains:
+        measure()
+        return round.reply(n, client=client)
+    check_size(n)  # before the statistics pass, which one sample may break
+    if round.method.reports(round.phase) is Report.PASS:
+        measure()
+    like = next(round.model.parameters())
+    drawn = list(draw_batches(n, settings.batch_size, seeded(seed, client, number, BATCHES), epochs=settings.epochs, steps=settings.steps))
+    batches = IndexBatches(samples, drawn, like, augmenter(settings.augment, seeded(seed, client, number, AUGMENT)))
+    optimizer = settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
+    round.load_momentum(optimizer)
+    dropout = int(seeded(seed, client, number, DROPOUT).integers(2**62))
+    with torch_seed(dropout, like.device), round.open(full_gradient(round, samples, task)):
+        trained = train(round, batches, task, optimizer)
+    round.keep_momentum(optimizer)
+    return round.reply(int(batches.seen.sum()), trained.loss, client=client, tells_drift=tells_drift)
+
+
+def alone(
+    model: nn.Module,
+    method: Method,
+    settings: LocalTraining,
+    learning_rate: float,
+    phase: Phase = Phase.TRAIN,
+    kept: Kept = NOTHING,
+    connect: Connect | None = None,
+) -> LocalRound:
+    """A round of ``model`` by itself, from the tensors that it has."""
+    state, expected = model.state_dict(), schema.instruction(model, method, companions(settings)).sections
+    sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
+    return LocalRound(model, method, Instruction(0, phase, sections, learning_rate), kept, settings, connect)
+
+
+def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATION) -> Callable[[], dict[str, Tensor]]:
+    """Computes the gradient of the mean loss over ``samples``, weight decay included, in batches of about the batch size, in the mode that
+    the model is in; changes nothing."""
+    model, settings, trained = round.model, round.settings, round.parameters
+
+    def compute() -> dict[str, Tensor]:
+        draws, mean = Draws.now(next(model.parameters()).device), {name: torch.zeros_like(p) for name, p in trained.items()}
+        for index in np.array_split(np.arange(len(samples)), max(1, len(samples) // settings.batch_size)):
+            model.zero_grad()
+            with unrecorded(model, {}):
+                _loss(model, task, settings, *samples.batch(index, next(model.parameters()))).backward()
+            for name, p in trained.items():
+                if p.grad is not None:
+                    mean[name].add_(p.grad, alpha=len(index) / len(samples))
+        model.zero_grad()
+        draws.again()
+        return {name: gradient.add_(trained[name].detach(), alpha=settings.weight_decay) for name, gradient in mean.items()}
+
+    return compute

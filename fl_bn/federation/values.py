@@ -1,0 +1,84 @@
+"""The values of a round: what goes to a client, what the client keeps, and what comes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.payload import Sections
+from fl_bn.methods import INPUTS, Phase
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What the server asks of every client of a cohort.
+
+    ``sections``: ``weights`` and, where they are shared, running ``statistics``, by state_dict name; in training also what accompanies
+    the weights (control variates, momentum). ``measured``: of a statistics-only exchange (``Phase.MEASURE``), ``inputs`` or
+    ``normalisers``. ``signature``: of model and method, see ``payload.signature``; empty: not checked.
+    """
+
+    round: int
+    phase: Phase
+    sections: Sections
+    learning_rate: float = 0.1
+    measured: str = INPUTS
+    signature: str = ""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a client keeps between its rounds: sections of tensors (``local``: layers that stay at home; ``momentum``, ``objective``,
+    ``optimizer``), and the round after which they were kept; 0 and empty before its first.
+
+    ``counted``: the reply of that round changed the server's model.
+    """
+
+    round: int = 0
+    sections: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
+    counted: bool = True
+
+    def get(self, section: str) -> dict[str, Tensor]:
+        return self.sections.get(section, {})
+
+
+NOTHING = Kept()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one client sends after a round.
+
+    ``sections``: ``weights`` or ``gradients``, ``statistics`` or ``moments`` as the method reports them, and what accompanies the weights.
+    ``samples``: different ones that it trained on, or measured. ``weight``: of it in averages, its samples unless the phase says
+    otherwise. ``metrics``: ``loss`` (mean over the training batches), ``steps``, ``batch`` (samples of the first batch), ``waited``
+    (seconds), ``kept`` (the round of the state that it went on from), and where it is asked how far its own statistics moved, ``drift``,
+    ``drift-layer``, ``min-var``, ``growth``. ``updates``: how often each BatchNorm layer's running statistics moved, where that is not once
+    per step; empty if it is.
+    """
+
+    client: int
+    sections: Sections
+    samples: int
+    weight: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    updates: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return int(self.metrics.get("steps", 0))
+
+    @property
+    def loss(self) -> float:
+        return self.metrics.get("loss", math.nan)
+
+    def local_drift(self, layers: Sequence[str]) -> Drift | None:
+        """How far statistics that stay at home moved, where the client tells."""
+        m = self.metrics
+        if "drift" not in m or not 0 <= (layer := int(m.get("drift-layer", -1))) < len(layers):
+            return None
+        return Drift(m["drift"], layers[layer], m.get("min-var", math.nan), m.get("growth", math.nan))

@@ -1,0 +1,214 @@
+"""The door for a Flower app of your own: your handlers and your training loop, with the client's half of the round around them.
+
+In client_app.py::
+
+    app = ClientApp()
+    answer(app, Net, fixbn(), lambda context: load_data(context)[0])
+
+    @app.train()
+    def train(msg, context):
+        with training(msg, context, Net(), fixbn()) as round:
+            loss = my_training_loop(round.model, trainloader)
+        return round.message(len(trainloader.dataset), loss)
+
+In server_app.py the strategy is ``fl_bn.flower.FixBN(Net())`` (``own_strategies``) in place of ``FedAvg()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from fl_bn.conversion import convert
+from fl_bn.exchange.replay import Unanswered
+from fl_bn.federation.client import CLASSIFICATION, Connect, LocalRound, local_round
+from fl_bn.federation.payload import signature, to_numpy, to_tensors
+from fl_bn.federation.values import Instruction
+from fl_bn.flower.client import connect, state_of
+from fl_bn.flower.client_app import HELLO, RENDEZVOUS, STATISTICS
+from fl_bn.flower.codec import Header, from_records, to_records
+from fl_bn.flower.messages import TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
+from fl_bn.flower.transcript import detach, request_payload
+from fl_bn.methods import INPUTS, Method, Phase, Report
+from fl_bn.objectives import PLAIN, Objective
+from fl_bn.task import Task
+
+Batches = Callable[[Context], Iterable[Any]]
+"""The training batches of the client whose Flower context it is: a DataLoader, say."""
+
+
+class OwnRound:
+    """What ``training`` yields. ``model`` is what the loop trains; ``message`` makes the reply, after the block."""
+
+    def __init__(self, message: Message, local: LocalRound | None, keep: Callable[[LocalRound, Any], None]) -> None:
+        self._message, self._local, self._keep = message, local, keep
+        self.pending: RecordDict | None = None
+
+    @property
+    def local(self) -> LocalRound:
+        """The client's half of the round in plain torch: ``backward``, ``measure``, ``steps``."""
+        assert self._local is not None
+        return self._local
+
+    @property
+    def model(self) -> nn.Module:
+        """The network, converted for the method, with what the server sent and what this client kept; in training mode."""
+        return self.local.model
+
+    def message(self, samples: int, loss: float = 0.0) -> Message:
+        """The reply of a round over ``samples`` different samples, whose mean training loss was ``loss``."""
+        if self.pending is not None:  # an exchange by replay: the round is not over
+            return Message(self.pending, reply_to=self._message)
+        payload, header = from_records(self._message.content)
+        reply, kept = self.local.reply(samples, float(loss))
+        content = to_records({section: to_numpy(tensors) for section, tensors in reply.sections.items()}, header)
+        whole = {"steps", "batch", "kept"}
+        metrics: dict[str, Any] = {key: int(value) if key in whole else value for key, value in reply.metrics.items()}
+        metrics |= {"updates": list(reply.updates)} if reply.updates else {}
+        content["metrics"] = MetricRecord({"samples": reply.samples, **metrics})
+        self._keep(self.local, kept)
+        return Message(content, reply_to=self._message)
+
+
+@contextmanager
+def training(
+    message: Message,
+    context: Context,
+    model: nn.Module,
+    method: Method,
+    batches: Iterable[Any] | None = None,
+    *,
+    task: Task = CLASSIFICATION,
+    objective: Objective = PLAIN,
+) -> Iterator[OwnRound]:
+    """The client's half of a round inside a train handler of your own.
+
+    ``model``: your network, unconverted. ``batches``: for HBN, whose pass before training measures them. ``objective``: FedProx, SCAFFOLD
+    or FedSAM; then call ``round.local.backward(lambda: loss_of(x), x)`` in place of ``loss.backward()``. What the client keeps between
+    its rounds is in ``context.state``, or below ``state-dir`` of the node config.
+
+    Raises:
+        ValueError: the server's message is for another model or method, or ``batches`` are missing.
+    """
+    converted = convert(model, method)
+    asked, values = _read(message, converted, method, TO_TRAIN)
+    state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
+    kept = state.read(before=asked.round)
+    kept = replace(kept, counted=int(values.get("counted", kept.round)) >= kept.round)
+    transcript = detach(from_records(message.content)[0], values) if asked.phase is Phase.EXCHANGE else []
+    joins: Connect | None = partial(connect, values, transcript) if asked.phase is Phase.EXCHANGE else None
+    if method.reports(asked.phase) is Report.PASS and batches is None:
+        raise ValueError(f"{method.name} measures the training data before training: give training(..., batches=trainloader)")
+
+    def keep(local: LocalRound, kept: Any) -> None:
+        if kept.sections:
+            state.write(asked.round, kept.sections)
+
+    own = OwnRound(message, None, keep)
+    try:
+        with local_round(converted, method, asked, kept, objective=objective, connect=joins) as local:
+            own._local = local
+            if batches is not None and method.reports(asked.phase) is Report.PASS:
+                local.measure(batches, task)
+            yield own
+    except Unanswered as pending:
+        _, header = from_records(message.content)
+        content = to_records(request_payload(pending.request), header)
+        content["metrics"] = MetricRecord({"samples": 0, "batch": pending.batch, "count": pending.request.count})
+        own.pending = content
+
+
+def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
+    """The network that an evaluate handler of your own tests: converted, with what the server sent and what this client kept."""
+    converted = convert(model, method)
+    asked, values = _read(message, converted, method, TO_EVALUATE)
+    state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
+    LocalRound(converted, method, replace(asked, phase=Phase.MEASURE), state.read(before=asked.round + 1))
+    return converted.eval()
+
+
+def answer(
+    app: ClientApp, model: Callable[[], nn.Module], method: Method, batches: Batches, *, task: Task = CLASSIFICATION
+) -> None:
+    """Let ``app`` answer what the server asks beside training: who it is, and the statistics of its data.
+
+    ``model()`` makes your network, unconverted. ``batches(context)``: the training batches.
+    """
+
+    @app.query(HELLO.removeprefix("query."))
+    def hello(message: Message, context: Context) -> Message:
+        data, loader = convert(model(), method), batches(context)
+        samples = _count(loader, task)
+        said: dict[str, int | str] = {
+            "client": _index(context),
+            "clients": int(_needed(context, "num-partitions")),
+            "samples": samples,
+            "signature": signature(data, method),
+            "label-counts": "[]",
+        }
+        return Message(RecordDict({"hello": ConfigRecord({**said})}), reply_to=message)
+
+    @app.query(STATISTICS.removeprefix("query."))
+    def statistics(message: Message, context: Context) -> Message:
+        converted, (_, header) = convert(model(), method), from_records(message.content)
+        asked, values = _read(message, converted, method, TO_MEASURE)
+        state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
+        with local_round(converted, method, asked, state.read(before=asked.round + 1)) as local:
+            local.measure(batches(context), task)
+        reply, _ = local.reply(local.measured_samples)
+        content = to_records({section: to_numpy(tensors) for section, tensors in reply.sections.items()}, header)
+        content["metrics"] = MetricRecord({"samples": reply.samples})
+        return Message(content, reply_to=message)
+
+    @app.query(RENDEZVOUS.removeprefix("query."))
+    def rendezvous(message: Message, context: Context) -> Message:
+        connect(TO_MEET.of_configs(message.content), [], 1).close()
+        return Message(RecordDict(), reply_to=message)
+
+
+def _read(message: Message, converted: nn.Module, method: Method, form: Any) -> tuple[Instruction, Any]:
+    """The instruction in a message, and the checked values of its config."""
+    if "header" not in message.content:
+        raise ValueError(
+            "this message is of another strategy: in server_app.py start one of fl_bn.flower's (FixBN, FedBN, HBN, FBN, FedTAN, ...)"
+        )
+    payload, header = from_records(message.content)
+    values = form.of_configs(message.content)
+    phase = Phase(header.phase)
+    if phase is Phase.EXCHANGE:
+        payload.pop("transcript", None)
+    Header(method.name, header.phase, header.round, signature(converted, method)).check(header)
+    sections = {section: to_tensors(arrays) for section, arrays in payload.items()}
+    if phase is Phase.MEASURE:
+        return Instruction(header.round, phase, sections, measured=str(values.get("measured", INPUTS))), values
+    rate = float(values["learning-rate"]) if form is TO_TRAIN else 0.0
+    return Instruction(header.round, phase, sections, rate), values
+
+
+def _needed(context: Context, key: str) -> Any:
+    if key not in context.node_config:
+        raise ValueError(f"this client's node config has no {key!r}: start it with --node-config \"partition-id=0 num-partitions=5\"")
+    return context.node_config[key]
+
+
+def _index(context: Context) -> int:
+    return int(_needed(context, "partition-id"))
+
+
+def _folder(context: Context) -> Path | None:
+    return Path(str(context.node_config["state-dir"])) if "state-dir" in context.node_config else None
+
+
+def _count(loader: Iterable[Any], task: Task) -> int:
+    data: Any = getattr(loader, "dataset", None)
+    return len(data) if hasattr(data, "__len__") else sum(len(task.read(batch)[1]) for batch in loader)
+
+

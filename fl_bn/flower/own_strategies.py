@@ -1,0 +1,204 @@
+"""The strategies for a Flower app of your own: Flower's own arguments, ``start`` included, and a method's options.
+
+    strategy = FixBN(Net(), freeze_after=10, fraction_train=0.5)
+    result = strategy.start(grid, initial_arrays, num_rounds=20, train_config=ConfigRecord({"lr": 0.1}))
+
+An argument of Flower's ``FedAvg`` that would be ignored here is no argument here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import nn
+
+from fl_bn.conversion import convert
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.payload import signature
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
+from fl_bn.flower.client_app import HELLO as ASK_HELLO
+from fl_bn.flower.messages import HELLO
+from fl_bn.flower.population import RunFailed
+from fl_bn.flower.posting import send_and_receive
+from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.methods import METHODS, Method
+from fl_bn.wire import WireError, reason, shown
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class _Rounds(BatchNormStrategy):
+    """Evaluates at the clients with any metrics, weighted by ``num-examples`` as Flower's own strategies weigh them."""
+
+    evaluates = True
+
+    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        self.at_clients = self.evaluates
+        return super().configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        if not self.evaluates:
+            return None
+        sums, total = dict[str, float](), 0.0
+        for reply in replies:
+            if reply.has_error():
+                continue
+            for metrics in reply.content.metric_records.values():
+                weight = metrics.get("num-examples")
+                if not isinstance(weight, int | float) or not 0 < weight < 2**53:
+                    continue
+                total += weight
+                for name, value in metrics.items():
+                    if name != "num-examples" and isinstance(value, int | float):
+                        sums[name] = sums.get(name, 0.0) + weight * value
+        if not total:
+            return None
+        return MetricRecord({name: value / total for name, value in sums.items()})
+
+
+class OwnAppStrategy(Strategy):
+    """Trains ``model`` (unconverted) by ``method`` over a Flower app of your own, whose ClientApp uses ``fl_bn.flower.answer`` and
+    ``fl_bn.flower.training``.
+
+    ``fraction_train``, ``fraction_evaluate`` (0 or 1), ``min_train_nodes`` and ``min_available_nodes`` as in Flower's ``FedAvg``. ``rate``:
+    the learning rate by ``(round, rounds)``, which FBN's tracking follows; your clients learn theirs from ``train_config``. ``observer``
+    gets every round's record.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        *,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_available_nodes: int = 2,
+        seed: int = 0,
+        rate: Callable[[int, int], float] = constant_rate,
+        calibrate: int = AS_METHOD,
+        unit_scale: bool = True,
+        optimizer: ServerOptimizer | None = None,
+        defence: Defence = NO_DEFENCE,
+        observer: Callable[[RoundRecord], None] = lambda record: None,
+    ) -> None:
+        if fraction_evaluate not in (0, 1):
+            raise ValueError(f"fraction_evaluate must be 0 or 1: all clients evaluate, or none, but got {fraction_evaluate}")
+        self.model, self.method, self.fraction_train, self.evaluates = model, method, fraction_train, bool(fraction_evaluate)
+        self.min_train_nodes, self.min_available_nodes, self.seed, self.rate = min_train_nodes, min_available_nodes, seed, rate
+        self.calibrate, self.unit_scale = calibrate, unit_scale
+        self.optimizer, self.defence, self.observer = optimizer, defence, observer
+        self._rounds: _Rounds | None = None
+
+    @property
+    def rounds(self) -> BatchNormStrategy:
+        """What runs the rounds, once ``start`` knows the clients."""
+        if self._rounds is None:
+            raise RunFailed("the clients are known once start was called: call strategy.start(grid, ...)")
+        return self._rounds
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        return self.rounds.configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        return self.rounds.aggregate_train(server_round, replies)
+
+    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        return self.rounds.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return self.rounds.aggregate_evaluate(server_round, replies)
+
+    def summary(self) -> None:
+        if self._rounds is not None:
+            self._rounds.summary()
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Run ``num_rounds`` rounds from ``initial_arrays`` (default: the model's own tensors), as ``Strategy.start`` does.
+
+        Raises:
+            RunFailed: the clients are missing, or their app does not answer; the message says which line it lacks.
+        """
+        wanted = signature(convert(self.model, self.method), self.method)
+        clients = _population(grid, self.min_available_nodes, timeout, wanted)
+        policy = Rounds(
+            clients,
+            self.fraction_train,
+            timeout=timeout,
+            min_cohort=min(self.min_train_nodes, clients),
+            seed=self.seed,
+            rate=self.rate,
+            calibrate=self.calibrate,
+            unit_scale=self.unit_scale,
+        )
+        self._rounds = _Rounds(
+            self.model, self.method, policy, optimizer=self.optimizer, defence=self.defence, observer=self.observer
+        )
+        self._rounds.evaluates = self.evaluates
+        return self._rounds.start(
+            grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+        )
+
+
+def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:
+    """How many clients there are, as one of them says, whose model must have signature ``wanted``."""
+    end = time.monotonic() + timeout
+    while len(nodes := sorted(grid.get_node_ids())) < least:
+        if time.monotonic() > end:
+            raise RunFailed(f"only {len(nodes)} of {least} nodes came within {timeout:.0f} s (min_available_nodes)")
+        time.sleep(1.0)
+    (reply,) = send_and_receive(grid, [Message(RecordDict(), nodes[0], ASK_HELLO, ttl=timeout, group_id="0")], timeout) or (None,)
+    if reply is None:
+        raise RunFailed(f"node {nodes[0]} did not say within {timeout:.0f} s who it is")
+    if reply.has_error():
+        raise RunFailed(_missing(reply.error.reason))
+    try:
+        said = HELLO.of_configs(reply.content)
+    except WireError as error:
+        raise RunFailed(f"node {nodes[0]} introduced itself in a way that cannot be read: {error}") from error
+    if said["signature"] != wanted:
+        raise RunFailed(
+            f"client {said['client']} has another model, method or version of fl-bn (signature {shown(said['signature'])}, here {wanted}): "
+            "name the same network, method and options in fl_bn.flower.answer and training (client_app.py) and in the strategy (server_app.py)"
+        )
+    return int(said["clients"])
+
+
+def _missing(why: str | None) -> str:
+    if "No query function registered" in (why or ""):
+        return (
+            "the ClientApp does not answer who it is: add to client_app.py, after app = ClientApp(), the line "
+            "fl_bn.flower.answer(app, Net, method, batches)"
+        )
+    return f"a client could not say who it is: {reason(why)}"
+
+
+def _named(method: str) -> Callable[..., OwnAppStrategy]:
+    def make(model: nn.Module, **options: Any) -> OwnAppStrategy:
+        own = {name: options.pop(name) for name in [*options] if name in _OPTIONS}
+        return OwnAppStrategy(model, METHODS[method](**options), **own)
+
+    make.__doc__ = f"``{method}`` for a Flower app of your own: its options (``fl_bn.methods``), and those of ``OwnAppStrategy``."
+    return make
+
+
+_OPTIONS = set(OwnAppStrategy.__init__.__kwdefaults__ or {})
+FedAvgBN, FixBN, FedBN, SiloBN, HBN, FBN, FedTAN, FedTAN2 = map(
+    _named, ("fedavg", "fixbn", "fedbn", "silobn", "hbn", "fbn", "fedtan", "fedtan2")
+)

@@ -1,0 +1,103 @@
+"""Flower's quickstart app, before and after: few lines change, and every method runs in it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+
+from fl_bn.flower import InProcessGrid
+from fl_bn.flower.population import RunFailed
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart_flower"
+METHODS = {"fixbn": "FixBN", "fedbn": "FedBN", "hbn": "HBN", "fbn": "FBN", "fedtan": "FedTAN"}
+CONFIG: dict[str, Any] = {"num-server-rounds": 3, "fraction-train": 1.0, "local-epochs": 1, "lr": 0.02}
+
+
+def source(folder: str, file: str, method: str = "fixbn") -> str:
+    text = (QUICKSTART / folder / file).read_text()
+    return text.replace("FixBN(", f"{METHODS[method]}(").replace("import FixBN", f"import {METHODS[method]}").replace("fixbn", method)
+
+
+@contextmanager
+def app_in(folder: Path) -> Iterator[tuple[Any, Any]]:
+    """The ServerApp and the ClientApp of a folder, imported as Flower imports them."""
+    names = ("task", "client_app", "server_app")
+    sys.path.insert(0, str(folder))
+    try:
+        yield tuple(importlib.import_module(name).app for name in names[:0:-1])
+    finally:
+        sys.path.remove(str(folder))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+def ran(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[int, dict[str, float]]:
+    """The evaluations at the clients, by round."""
+    with app_in(folder) as (server, client):
+        torch.manual_seed(0)
+        server(InProcessGrid(client, 5, CONFIG), Context(1, 0, {}, RecordDict(), dict(CONFIG)))
+    printed = capsys.readouterr().out.strip().splitlines()[-1]
+    return {int(k): dict(v) for k, v in eval(printed, {"nan": math.nan}).items()}  # noqa: S307 - the example prints a dict
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Any:
+    def write(method: str, *, without: str = "") -> Path:
+        for file in ("task.py", "client_app.py", "server_app.py"):
+            lines = source("after", file, method).splitlines(keepends=True)
+            (tmp_path / file).write_text("".join(line for line in lines if not without or not line.startswith(without)))
+        return tmp_path
+
+    return write
+
+
+def test_before_it_is_plain_flower(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ran(QUICKSTART / "before", capsys)
+    assert set(found) == {1, 2, 3}
+    assert 0 < found[3]["eval_acc"] <= 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_in_it(method: str, written: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = ran(written(method), capsys)
+    assert set(found) == {1, 2, 3}
+    assert all(math.isfinite(metrics["eval_loss"]) for metrics in found.values())
+    assert found[1]["eval_loss"] != found[3]["eval_loss"]
+
+
+@pytest.mark.parametrize(("file", "most"), [("client_app.py", 10), ("server_app.py", 5), ("task.py", 0)])
+@pytest.mark.parametrize("method", METHODS)
+def test_few_lines_change(file: str, most: int, method: str) -> None:
+    before, after = source("before", file).splitlines(), source("after", file, method).splitlines()
+    changed = [line for line in difflib.unified_diff(before, after, lineterm="", n=0) if line[0] == "+" and not line.startswith("+++")]
+    assert len([line for line in changed if not line.startswith('+"""')]) <= most
+
+
+def test_an_app_without_the_line_is_told_which(written: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunFailed, match=r"add to client_app.py, .* the line fl_bn.flower.answer\(app, Net, method, batches\)"):
+        ran(written("fixbn", without="answer(app"), capsys)
+
+
+def test_a_client_with_another_method_is_told(written: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written("fixbn")
+    (folder / "client_app.py").write_text(source("after", "client_app.py", "fbn"))
+    with pytest.raises(RunFailed, match="another model, method or version"):
+        ran(folder, capsys)
+
+
+def test_another_strategy_s_message_is_named(written: Any, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    folder = written("fixbn")
+    (folder / "server_app.py").write_text(source("before", "server_app.py"))
+    with pytest.raises(Exception, match=".*") as raised:
+        ran(folder, capsys)
+    assert "start one of fl_bn.flower's" in caplog.text + str(raised.value)

@@ -1,0 +1,69 @@
+"""One client's training by itself: the application's loop on chosen batches, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_bn.data.augment import Augment
+from fl_bn.exchange.call import Exchange
+from fl_bn.federation.client import CLASSIFICATION
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.training import IndexBatches, alone, full_gradient
+from fl_bn.federation.training import train as train_round
+from fl_bn.federation.values import Kept
+from fl_bn.methods import Method, Phase, Report
+from fl_bn.moments import Moments
+from fl_bn.task import Task
+
+
+@dataclass
+class Result:
+    """What training yielded; the model holds the new weights. ``kept`` and ``sent``: the objective's."""
+
+    loss: float
+    samples: int
+    steps: int
+    moments: dict[str, Moments]
+    gradients: Mapping[str, Tensor]
+    kept: Mapping[str, Tensor]
+    sent: Mapping[str, Tensor]
+
+
+def train(
+    model: nn.Module,
+    samples: Samples,
+    indices: Sequence[np.ndarray],
+    settings: LocalTraining,
+    rate: float,
+    method: Method,
+    phase: Phase = Phase.TRAIN,
+    *,
+    kept: Mapping[str, Mapping[str, Tensor]] | None = None,
+    control: Mapping[str, Tensor] | None = None,
+    exchange: Exchange | None = None,
+    optimizer: Optimizer | None = None,
+    augment: Augment | None = None,
+    task: Task = CLASSIFICATION,
+) -> Result:
+    connect: Callable[[int], Exchange] | None = None if exchange is None else lambda batch: exchange
+    before = Kept(0, {section: dict(tensors) for section, tensors in (kept or {}).items()})
+    round = alone(model, method, settings, rate, phase, before, connect)
+    if control is not None:
+        round.instruction.sections["control"] = dict(control)
+    batches = IndexBatches(samples, list(indices), next(model.parameters()), augment)
+    with round.open(full_gradient(round, samples, task)):
+        trained = train_round(round, batches, task, optimizer)
+    moments = round.report()
+    if method.reports(phase) is Report.PASS:  # which is not made here
+        round.moments = {"no pass": Moments(0, torch.zeros(1), torch.zeros(1))}
+    reply, keeps = round.reply(int(batches.seen.sum()), trained.loss)
+    gradients = keeps.get("momentum") or reply.sections.get("gradients", {})
+    sent = reply.sections.get("control", {})
+    return Result(trained.loss, reply.samples, round.steps, moments, gradients, keeps.get("objective"), sent)
