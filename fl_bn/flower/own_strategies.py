@@ -175,7 +175,7 @@ def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:
     if said["signature"] != wanted:
         raise RunFailed(
             f"client {said['client']} has another model, method or version of fl-bn (signature {shown(said['signature'])}, here {wanted}): "
-            "name the same network, method and options in fl_bn.flower.answer and training (client_app.py) and in the strategy (server_app.py)"
+            "name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy)"
         )
     return int(said["clients"])
 

@@ -98,6 +98,5 @@ def test_a_client_with_another_method_is_told(written: Any, capsys: pytest.Captu
 def test_another_strategy_s_message_is_named(written: Any, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     folder = written("fixbn")
     (folder / "server_app.py").write_text(source("before", "server_app.py"))
-    with pytest.raises(Exception, match=".*") as raised:
-        ran(folder, capsys)
-    assert "start one of fl_bn.flower's" in caplog.text + str(raised.value)
+    assert ran(folder, capsys) == {}  # Flower's own strategies go on without replies
+    assert "in server_app.py start one of fl_bn.flower's" in caplog.text
