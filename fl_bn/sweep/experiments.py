@@ -4,14 +4,16 @@ Beside a sweep's own tables such a file has
 
     [experiment]
     paper = "FixBN"
-    program = "fl_bn.sweep.normalisation_error:run"    # instead of a sweep: a function of folder, and of small, variant, data, jobs
+    program = "programs/normalisation_error.py:run"    # instead of a sweep: a function of folder, and of small, variant, data, jobs
 """
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 import inspect
 import shutil
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +31,7 @@ COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table or figure. ``program``: "module:function" where it is no sweep."""
+    """One table or figure. ``program``: "file:function", the file beside the experiment's own, where it is no sweep."""
 
     name: str
     file: Path
@@ -70,7 +72,7 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
         return
     from fl_bn.report import write_program_report
 
-    called = _named(experiment.program)
+    called = program_of(experiment)
     folder.mkdir(parents=True, exist_ok=True)
     limit_threads(1)  # small matrices: more threads wait for each other
     known: dict[str, Any] = {"small": variant == "small", "variant": variant, "data": data, "jobs": jobs}
@@ -87,6 +89,25 @@ def made(maker: str, folder: Path) -> Path:
         make(unfinished)
         unfinished.rename(folder)
     return folder
+
+
+def program_of(experiment: Experiment) -> Callable[..., Any]:
+    """The function of a file in ``programs/`` beside the experiment's. Raises ConfigError."""
+    file, _, name = experiment.program.partition(":")
+    path, folder = (experiment.file.parent / file).resolve(), (experiment.file.parent / "programs").resolve()
+    if path.parent != folder or path.suffix != ".py" or not path.is_file():
+        raise ConfigError(f"{experiment.file}: program must be programs/FILE.py:FUNCTION in {folder}, but is {experiment.program!r}")
+    spec = importlib.util.spec_from_file_location(f"experiments.programs.{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.get(spec.name) or importlib.util.module_from_spec(spec)
+    if spec.name not in sys.modules:
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"{experiment.file}: {file} has no function {name!r}")
+    return found  # type: ignore[no-any-return]
 
 
 def _named(name: str) -> Callable[..., Any]:

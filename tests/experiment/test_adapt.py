@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
+from experiments.programs.unseen_domain import BEFORE, KNOWN, METHODS, SHIFTS, Row, plan, table
 from fl_bn.cli.main import app
 from fl_bn.federation.adaptation import HOW
 from fl_bn.federation.local import evaluate
@@ -21,7 +22,6 @@ from fl_bn.flower import run_in_process
 from fl_bn.run import assembly
 from fl_bn.run.adapt import adapt, newcomer, read_run, ways
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.sweep.unseen_domain import BEFORE, KNOWN, METHODS, SHIFTS, Row, plan, table
 
 KEYS: dict[str, Any] = {
     "dataset": "digits-plain", "image-size": 8, "shifts": "none,invert,contrast,background", "hold-out": "contrast", "model": "simple-cnn",

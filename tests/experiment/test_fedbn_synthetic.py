@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments.programs import fedbn_synthetic
+from experiments.programs.fedbn_synthetic import gaussians, losses
 from fl_bn.federation.settings import seeded
-from fl_bn.sweep import fedbn_synthetic
-from fl_bn.sweep.fedbn_synthetic import gaussians, losses
 
 
 def after(method: str, shift: float) -> float:

@@ -9,9 +9,9 @@ import matplotlib.image
 import pytest
 import torch
 
+from experiments.programs import normalisation_error
+from experiments.programs.normalisation_error import CENTRALISED, FBN, FIXBN, HETEROGENEITY, NAIVE, RUNNING, expected, normalised, run
 from fl_bn.federation.settings import seeded
-from fl_bn.sweep import normalisation_error
-from fl_bn.sweep.normalisation_error import CENTRALISED, FBN, FIXBN, HETEROGENEITY, NAIVE, RUNNING, expected, normalised, run
 
 
 def error(points: dict[str, torch.Tensor], method: str) -> float:

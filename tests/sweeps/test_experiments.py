@@ -11,7 +11,7 @@ import pytest
 
 from fl_bn.run.config import ConfigError
 from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.experiments import FOLDER, Log, find, made, perform_program
+from fl_bn.sweep.experiments import FOLDER, Log, find, made, perform_program, program_of
 from fl_bn.sweep.file import read
 
 EXPECTED = {
@@ -53,8 +53,14 @@ def test_every_variant_is_a_sweep(name: str, tmp_path: Path) -> None:
 def test_programs_can_be_called() -> None:
     for experiment in ALL:
         if experiment.program:
-            module, _, function = experiment.program.partition(":")
-            assert callable(getattr(importlib.import_module(module), function))
+            assert callable(program_of(experiment))
+
+
+@pytest.mark.parametrize("program", ["../outside.py:run", "programs/fedbn_synthetic.py:nothing", "programs/none.py:run", "os:system"])
+def test_a_program_is_a_function_in_a_file_beside_its_experiment(program: str) -> None:
+    (experiment,) = find(["001-F9"])
+    with pytest.raises(ConfigError, match="program must be|has no function"):
+        program_of(replace(experiment, program=program))
 
 
 def test_names_a_paper_and_one_that_is_not_there() -> None:
@@ -74,7 +80,7 @@ def test_a_folder_without_experiments_or_with_a_wrong_one(tmp_path: Path) -> Non
 
 def test_a_program_runs_once_and_its_variant_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (experiment,) = find(["003-F1"])
-    module = importlib.import_module("fl_bn.sweep.normalisation_error")
+    module = importlib.import_module("experiments.programs.normalisation_error")
     called: list[bool] = []
     monkeypatch.setattr(module, "run", lambda folder, small: called.append(small))
     for _ in range(2):
@@ -87,7 +93,7 @@ def test_a_program_runs_once_and_its_variant_must_be_there(tmp_path: Path, monke
 
 def test_a_program_gets_what_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (experiment,) = find(["001-G"])
-    module = importlib.import_module("fl_bn.sweep.unseen_domain")
+    module = importlib.import_module("experiments.programs.unseen_domain")
     called: list[tuple[str, str, int]] = []
     monkeypatch.setattr(module, "run", lambda folder, variant, data, jobs: called.append((variant, data, jobs)))
     perform_program(experiment, "shared", "here", tmp_path / "out", jobs=3)
