@@ -117,7 +117,7 @@ def test_a_file_of_a_sweep_names_no_function_of_python_s(name: str, tmp_path: Pa
     with pytest.raises(ConfigError, match="a sweep's function"):
         made(name, tmp_path / "none")
     (experiment,) = find(["003-F1"])
-    with pytest.raises(ConfigError, match="a sweep's function"):
+    with pytest.raises(ConfigError, match="program must be programs/FILE.py:FUNCTION"):
         perform_program(replace(experiment, program=name), "small", "", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
