@@ -64,6 +64,8 @@ EVALUATED = Form(
     series={"accuracy-class-": measured(0, 1)},
 )
 
+OWN_METRICS = Form("metrics", {"num-examples": whole()}, others=True)  # of an evaluation by an app of one's own: any numbers
+
 # from the server
 
 RUN = Form(

@@ -8,11 +8,13 @@ An argument of Flower's ``FedAvg`` that would be ignored here is no argument her
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
@@ -24,7 +26,7 @@ from fl_bn.federation.payload import signature
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.flower.client_app import HELLO as ASK_HELLO
-from fl_bn.flower.messages import HELLO
+from fl_bn.flower.messages import HELLO, OWN_METRICS
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.strategy import BatchNormStrategy
@@ -50,14 +52,16 @@ class _Rounds(BatchNormStrategy):
         for reply in replies:
             if reply.has_error():
                 continue
-            for metrics in reply.content.metric_records.values():
-                weight = metrics.get("num-examples")
-                if not isinstance(weight, int | float) or not 0 < weight < 2**53:
-                    continue
-                total += weight
-                for name, value in metrics.items():
-                    if name != "num-examples" and isinstance(value, int | float):
-                        sums[name] = sums.get(name, 0.0) + weight * value
+            try:
+                metrics = OWN_METRICS.of_metrics(reply.content)
+            except WireError as error:
+                log(logging.WARNING, "an evaluation is not counted: %s", error)
+                continue
+            weight = metrics.pop("num-examples")
+            total += weight
+            for name, value in metrics.items():
+                if isinstance(value, int | float):
+                    sums[name] = sums.get(name, 0.0) + weight * value
         if not total:
             return None
         return MetricRecord({name: value / total for name, value in sums.items()})

@@ -76,7 +76,7 @@ class BatchNormStrategy(Strategy):
         self.method, self.rounds, self.observer, self.evaluate, self.save_clients = method, rounds, observer, evaluate, save_clients
         self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
         self.population: Population | None = None
-        self._sent, self._down = list[Message](), Payload()
+        self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
         self.defence, self.at_clients = defence, method.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active)
         self.departures = Departures(self.shared.model, method)
@@ -94,13 +94,13 @@ class BatchNormStrategy(Strategy):
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One train message per client of the cohort, in client order."""
+        self.shared.load(tensors_of(arrays))
+        asked = self.server.begin(server_round)
         self._clients(grid).wait_for(self.rounds.min_cohort, server_round)
         self.cohort = self._clients(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round, self.rounds.min_cohort)
         if owing := self.exchanges.owing(grid):
             log(logging.WARNING, "round %s: clients %s are left out until they answer an earlier round", server_round, sorted(owing))
             self.cohort = [client for client in self.cohort if client.index not in owing]
-        self.shared.load(tensors_of(arrays))
-        asked = self.server.begin(server_round)
         messages = self._messages("train", asked, self.cohort, {**config, "learning-rate": asked.learning_rate})
         return self.recovery.tell(messages, self.cohort)
 

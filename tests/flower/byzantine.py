@@ -12,13 +12,14 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.local import Samples
+from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower import BatchNormStrategy, Rounds
+from fl_bn.flower import BatchNormStrategy, Rounds, codec
 from fl_bn.methods import METHODS, attacked
 from fl_bn.robust.attacks import Attack
 from tests.federation import random_samples
 from tests.flower.malformed import Reply, taken_apart
-from tests.in_process import WatchedGrid, arrays_of, client_app
+from tests.in_process import WatchedGrid, client_app
 from tests.networks import seeded_network
 
 Tensors = dict[str, np.ndarray]
@@ -57,7 +58,7 @@ class OneRound:
         self.grid = WatchedGrid(client_app(self.method, clients), len(clients))
         first = self._server(NO_DEFENCE)
         self.population = first.population
-        self.arrays = first.shared.arrays()
+        self.arrays = codec.arrays_of(first.shared.tensors())
         self.messages = list(first.configure_train(1, self.arrays, ConfigRecord(), self.grid))
         self.population = first.population
         self.replies = list(self.grid.send_and_receive(self.messages))
@@ -102,7 +103,7 @@ class OneRound:
                     content = apart.content()
                 replies.append(Message(RecordDict(dict(content.items())), reply_to=message))
         after, _ = server.aggregate_train(1, replies)
-        tensors = arrays_of(server.shared.arrays())
+        tensors = to_numpy(server.shared.tensors())
         assert after is None or all(np.array_equal(tensors[k], a.numpy(), equal_nan=True) for k, a in after.items())
         return Served(tensors, server.record)
 

@@ -11,10 +11,11 @@ from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
 from fl_bn.federation.local import Samples
+from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.methods import INPUTS, Method
 from fl_bn.secure.settings import SecureAggregation
-from tests.in_process import WatchedGrid, arrays_of, client_app
+from tests.in_process import WatchedGrid, client_app
 from tests.networks import seeded_network
 
 
@@ -53,11 +54,10 @@ def measured(
     """The shared tensors after one statistics-only exchange from ``start`` (default: the network's own)."""
     grid = grid or WatchedGrid(client_app(method, clients), len(clients))
     server = strategy(method, clients, secure)
-    arrays = server.shared.arrays()
-    for name, array in (start or {}).items():
-        arrays[name] = type(arrays[name])(array)
-    (made,) = server.statistics._passes(0, arrays, server._clients(grid), 60.0, 1, measured=what)
-    return arrays_of(made.arrays), grid
+    tensors = server.shared.tensors() | to_tensors(start or {})
+    server._clients(grid)
+    (made,) = server.statistics._passes(0, tensors, 1, measured=what)
+    return to_numpy(made.tensors), grid
 
 
 def masked_vectors(grid: WatchedGrid) -> list[np.ndarray]:

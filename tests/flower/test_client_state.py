@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fl_bn import durable
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.shared_model import SharedModel
+from fl_bn.flower import codec
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.client_state import NOTHING, FileState, Kept, MemoryState
 from fl_bn.flower.lineage import Lineage
@@ -281,7 +282,7 @@ class Timelines(RuleBasedStateMachine):
     @rule(clients=st.sets(st.integers(0, CLIENTS - 1)))
     def round(self, clients: set[int]) -> None:
         self.line.append(self.train(sorted(clients)))
-        self.recovery.after_round(len(self.line), ROUNDS, SHARED.arrays(), SHARED, optimizer(), 0)
+        self.recovery.after_round(len(self.line), ROUNDS, codec.arrays_of(SHARED.tensors()), SHARED, optimizer(), 0)
 
     @precondition(lambda self: self.checkpoints)
     @rule(clients=st.sets(st.integers(0, CLIENTS - 1)), damaged=st.booleans())

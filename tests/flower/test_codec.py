@@ -164,7 +164,7 @@ def test_moments_round_trip(counts: dict[str, int], dtype: torch.dtype) -> None:
     values = torch.tensor([0.1, -3.0, 7.5]).to(dtype).double()
     moments = {layer: Moments(count, values, values.square()) for layer, count in counts.items()}
     encoded = encode_moments(moments, dtype)
-    assert all(str(encoded[tensor_name(k, "mean")].dtype) == str(dtype).removeprefix("torch.") for k in moments)
+    assert all(encoded[tensor_name(k, "mean")].dtype == dtype for k in moments)
     decoded = decode_moments(encoded)
     assert list(decoded) == list(moments)
     for layer, m in decoded.items():
@@ -179,5 +179,5 @@ def test_a_dtype_that_numpy_lacks_is_refused_by_name() -> None:
         to_numpy({"head.bias": torch.zeros(2), "head.weight": torch.zeros(2, dtype=torch.bfloat16)})
     moments = {"norm": Moments(3, torch.zeros(2), torch.ones(2))}
     with pytest.raises(WireError, match=r"^tensor/norm.mean: expected a dtype"):
-        encode_moments(moments, torch.bfloat16)
+        to_numpy(encode_moments(moments, torch.bfloat16))
     assert to_numpy({"x": torch.ones(2, dtype=torch.float16)})["x"].dtype == np.float16  # control

@@ -51,7 +51,7 @@ def test_of_one_batch_the_running_statistics_can_be_computed_back(clients: list[
     assert of(ran, 1, "weights")[0].samples == 4
     sent, reply = ran.grid.train(1)[1]["statistics"], ran.grid.train(1, replies=True)[1]["statistics"]
     mean = (reply["1.running_mean"] - 0.9 * sent["1.running_mean"]) / 0.1  # so it is
-    model = ran.strategy.source[0]
+    model = ran.strategy.server.source[0]
     with torch.no_grad():
         weights = torch.from_numpy(np.array(ran.grid.train(1)[1]["weights"]["0.weight"]))
         x = clients[1].batch(np.arange(len(clients[1])), weights)[0]

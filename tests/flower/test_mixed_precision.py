@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.local import Samples
-from fl_bn.federation.payload import decode_moments
+from fl_bn.federation.payload import decode_moments, to_tensors
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.layers import observe
 from fl_bn.methods import METHODS
@@ -133,7 +133,7 @@ def test_reported_moments_are_float32_on_the_wire_and_close(name: str, clients: 
     method = METHODS[name]()
     plain, mixed = (run(method, clients, 1, settings=settings) for settings in (TWO_STEPS, MIXED))
     for a, b in zip(plain.grid.train(1, replies=True), mixed.grid.train(1, replies=True), strict=True):
-        ours, theirs = decode_moments(a["moments"]), decode_moments(b["moments"])
+        ours, theirs = decode_moments(to_tensors(a["moments"])), decode_moments(to_tensors(b["moments"]))
         for layer in ours:
             assert ours[layer].count == theirs[layer].count
             assert torch.allclose(ours[layer].mean, theirs[layer].mean, atol=0.02)
@@ -161,7 +161,7 @@ def test_what_is_exchanged_stays_float32(name: str, carrier: str, clients: list[
 
         return exchanging(model, Watched())  # type: ignore[arg-type]
 
-    monkeypatch.setattr("fl_bn.federation.local.exchanging", watching)
+    monkeypatch.setattr("fl_bn.federation.client.exchanging", watching)
     ran = run(METHODS[name](), clients, 2, settings=MIXED, policy={"exchange": ExchangeSettings(carrier=carrier)})
     assert ran.records[0].aggregated
     assert len(exchanged) >= 2 * 3 * 2

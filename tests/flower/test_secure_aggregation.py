@@ -14,6 +14,7 @@ from scipy.stats import kstest
 
 from fl_bn.federation import schema
 from fl_bn.federation.local import Samples
+from fl_bn.federation.payload import to_tensors
 from fl_bn.flower import masks
 from fl_bn.flower.sums import Plan, Weighting, additive, flags, layout, references, to_vector
 from fl_bn.methods import METHODS, NORMALISERS, Phase
@@ -121,10 +122,10 @@ def vectors_of(clients: list[Samples]) -> list[np.ndarray]:
     server = strategy(hbn(), clients, None)
     _, grid = measured(hbn(), clients, None)
     shapes = layout(schema.reply(server.shared.model, hbn(), Phase.MEASURE), loss=False)
-    reference, weighting = references(server.shared.payload()["statistics"]), Weighting(0, max(SIZES), max(SIZES))
+    reference, weighting = references(server.shared.sections()["statistics"]), Weighting(0, max(SIZES), max(SIZES))
     found = []
     for size, message in zip(SIZES, [m for m in grid.received if m.metadata.message_type == "query.statistics"], strict=True):
-        parts, cut = additive(sections(message.content), {}, reference, 8.0)
+        parts, cut = additive({k: to_tensors(v) for k, v in sections(message.content).items()}, {}, reference, 8.0)
         parts = {s: {k: t * weighting.of(s, Plan(size, size, 0)) for k, t in part.items()} for s, part in parts.items()}
         parts |= flags(0.0, 1.0, any(cut.values()), False, 8.0)
         found.append(to_vector(parts, shapes))

@@ -11,7 +11,7 @@ from torch import nn
 
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.local import Samples
-from fl_bn.federation.payload import decode_moments, to_numpy
+from fl_bn.federation.payload import decode_moments, to_numpy, to_tensors
 from fl_bn.methods import METHODS
 from fl_bn.methods.hbn import hbn
 from fl_bn.moments import Moments, pool
@@ -68,9 +68,8 @@ def test_what_is_evaluated_is_what_is_saved(clients: list[Samples]) -> None:
     saved = to_numpy(ran.strategy.shared.tensors())  # what RunDirectory writes
     assert identical(saved, evaluated[-1])
     assert identical(saved, arrays_of(ran.result.arrays))
-    pooled = [decode_moments(sections(m.content)["moments"]) for m in ran.grid.received if m.metadata.message_type == "query.statistics"][
-        -3:
-    ]
+    measured = [m for m in ran.grid.received if m.metadata.message_type == "query.statistics"][-3:]
+    pooled = [decode_moments(to_tensors(sections(m.content)["moments"])) for m in measured]
     for layer in ("1", "5"):
         merged = pool([part[layer] for part in pooled])
         assert np.array_equal(saved[f"{layer}.running_mean"], merged.mean.float().numpy())

@@ -10,7 +10,7 @@ import torch
 
 from fl_bn.conversion import convert
 from fl_bn.federation.local import Samples
-from fl_bn.federation.payload import decode_moments
+from fl_bn.federation.payload import decode_moments, to_tensors
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.layers import observe
 from fl_bn.methods.fbn import fbn
@@ -49,9 +49,9 @@ def test_a_pass_is_made_before_training(tiny_clients: Clients) -> None:
     clients = tiny_clients((6, 5))
     ran = run(fbn(report="pass"), clients, 1)
     for client, payload in zip(clients, ran.grid.train(1, replies=True), strict=True):
-        moments = decode_moments(payload["moments"])
+        moments = decode_moments(to_tensors(payload["moments"]))
         assert {m.count for m in moments.values()} == {len(client) * 64}  # every sample once, 8 x 8 pixels
-    first = decode_moments(run(fbn(), clients, 1).grid.train(1, replies=True)[0]["moments"])
+    first = decode_moments(to_tensors(run(fbn(), clients, 1).grid.train(1, replies=True)[0]["moments"]))
     assert {m.count for m in first.values()} == {4 * 64}  # one batch of four
 
 
@@ -94,7 +94,7 @@ def test_a_run_tracks_as_its_learning_rate_says(tiny_clients: Clients) -> None:
     constant = run(fbn(tracking=0.4), clients, 2)
     for round, ran_, weight in ((1, ran, 0.4), (2, ran, 0.1), (2, constant, 0.4)):
         sent, after = ran_.grid.train(round)[0]["statistics"], ran_.trajectory[round]
-        parts = [decode_moments(p["moments"])["1"] for p in ran_.grid.train(round, replies=True)]
+        parts = [decode_moments(to_tensors(p["moments"]))["1"] for p in ran_.grid.train(round, replies=True)]
         mean = sum(p.count * p.mean.numpy() for p in parts) / sum(p.count for p in parts)
         assert np.allclose(after["1.running_mean"], (1 - weight) * sent["1.running_mean"] + weight * mean, atol=1e-6)
 
