@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from flwr.app import RecordDict
 from flwr.client import NumPyClient
-from flwr.common.logger import log
 from safetensors.torch import save_file
 from torch import nn
 
@@ -37,6 +36,7 @@ from fl_bn.flower import schema
 from fl_bn.flower.client_state import ClientState, FileState, Kept, MemoryState
 from fl_bn.flower.codec import Header, Payload, encode_moments, flatten, header_from, signature, to_numpy, to_tensors, unflatten
 from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import TO_EVALUATE
 from fl_bn.flower.transcript import Transcript, detach, request_payload
 from fl_bn.layers import count_updates

@@ -17,9 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
-from flwr.common import Array
-from flwr.common.constant import SType
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor, nn
 
 from fl_bn.flower.fields import WireError, reason, said
@@ -29,6 +27,7 @@ from fl_bn.moments import Moments
 from fl_bn.roles import roles
 
 FORMAT = "fl-bn/1"
+NUMPY = "numpy.ndarray"  # Flower's name for how it serialises arrays
 LONGEST_HEAD = 4096  # bytes of an array before its values
 Payload = dict[str, dict[str, np.ndarray]]
 
@@ -124,7 +123,7 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
 
 
 def _decode(section: str, name: str, array: Array) -> np.ndarray:
-    if array.stype != SType.NUMPY:
+    if array.stype != NUMPY:
         raise WireError(section, name, f"expected a NumPy array, but its bytes are {said(array.stype)}")
     return array_from(array.data, section, name)
 

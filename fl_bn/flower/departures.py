@@ -19,15 +19,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord
-from flwr.common import Array
-from flwr.common.logger import log
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from torch import nn
 
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation.record import Departure, RoundRecord
 from fl_bn.flower.codec import array_from, header_of, nbytes
 from fl_bn.flower.fields import WireError, shown
+from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Contribution
 from fl_bn.methods import Method, Phase, Refresh, Report

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 from flwr.app import Message
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 from torch import nn
 
@@ -17,6 +16,7 @@ from fl_bn.exchange.session import Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.carriers import Carrier, GrpcCarrier, LocalCarrier, ReplayCarrier
 from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.replies import Contribution
 from fl_bn.methods import Method, Phase

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from flwr.common.logger import log
-
 from fl_bn.exchange.session import Traffic
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.flower.codec import count_tensors
 from fl_bn.flower.exchanges import Exchanges
+from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Contribution, section_bytes
 from fl_bn.methods import Phase

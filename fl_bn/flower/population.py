@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fl_bn.federation.rounds import Rounds
 from fl_bn.flower import client_app
 from fl_bn.flower.fields import WireError, reason, shown
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO
 from fl_bn.flower.posting import PASSING, send_and_receive
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fl_bn.flower.fields import reason
 from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.log import log
 
 PASSING = {3, 4, 5, 8}  # Flower's error codes for a message, a node or a process of it that is gone: it may come back
 EXPIRED, NEAR = 3, 2.0  # the code of a message whose time to live, our deadline, ran out: seconds before the end that count as then

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.common import Array
-from flwr.common.logger import log
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fl_bn.exchange.session import LARGEST_COUNT
@@ -24,6 +22,7 @@ from fl_bn.flower.codec import from_records, header_of, tensor_name
 from fl_bn.flower.exchanges import Exchanges
 from fl_bn.flower.fields import WireError, said
 from fl_bn.flower.ledger import enter
+from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.posting import copy_of
 from fl_bn.flower.recovery import Recovery

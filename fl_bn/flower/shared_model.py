@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord
-from flwr.common import Array
-from flwr.common.logger import log
+from flwr.app import Array, ArrayRecord
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
@@ -21,6 +19,7 @@ from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.flower import schema
 from fl_bn.flower.codec import Header, Payload, decode_moments, signature, tensor_name, tensors_of, to_numpy, to_tensors
+from fl_bn.flower.log import log
 from fl_bn.flower.replies import Contribution
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running

@@ -11,10 +11,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, Message
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fl_bn.federation.aggregation import Drift
@@ -26,13 +25,16 @@ from fl_bn.flower import schema
 from fl_bn.flower.all_or_nothing import without_overflow
 from fl_bn.flower.client_app import STATISTICS
 from fl_bn.flower.codec import Header, count_tensors, nbytes
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.replies import Contribution, read_replies, section_bytes
-from fl_bn.flower.secure_rounds import SecureRounds
 from fl_bn.flower.shared_model import SharedModel
 from fl_bn.methods import INPUTS, NORMALISERS, Phase, Refresh
+
+if TYPE_CHECKING:
+    from fl_bn.flower.secure_rounds import SecureRounds
 
 Messages = Callable[[str, Header, Sequence[Client], Mapping[str, Any]], list[Message]]
 

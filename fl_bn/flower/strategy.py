@@ -6,10 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
@@ -29,18 +28,21 @@ from fl_bn.flower.departures import Departures
 from fl_bn.flower.evaluation import evaluation_at_clients
 from fl_bn.flower.exchanges import Exchanges, check_weights
 from fl_bn.flower.ledger import enter
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import TRAINED
 from fl_bn.flower.normalisation import describe_round, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.recovery import Recovery
 from fl_bn.flower.replies import read_replies, section_bytes
-from fl_bn.flower.secure_rounds import SecureRounds
 from fl_bn.flower.shared_model import SharedModel
 from fl_bn.flower.statistics_exchange import Measured, StatisticsExchange
 from fl_bn.flower.unseen import average_kept
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
+
+if TYPE_CHECKING:
+    from fl_bn.flower.secure_rounds import SecureRounds
 
 WHY = "the warnings above say why (values that are not finite mean that training diverged: lower the learning rate)"
 NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or to a number of passes"
@@ -85,7 +87,7 @@ class BatchNormStrategy(Strategy):
         self.defence, self.at_clients = defence, method.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active)
         self.departures = Departures(self.shared.model, method)
-        self.secure = None if secure is None else SecureRounds(secure, self.shared, rounds, defence, self.departures.masked)
+        self.secure = None if secure is None else self._secure_rounds(secure)
         accountant = None if self.secure is None else self.secure.accountant
         self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint, accountant)
         self.statistics = StatisticsExchange(self.shared, rounds, defence, self._messages, self._overheard, self.secure)
@@ -152,6 +154,11 @@ class BatchNormStrategy(Strategy):
             return None
         header = self.shared.header(server_round, Phase.TRAIN)
         return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent)
+
+    def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
+        from fl_bn.flower.secure_rounds import SecureRounds  # only now: a plain run does without SecAgg+
+
+        return SecureRounds(settings, self.shared, self.rounds, self.defence, self.departures.masked)
 
     def summary(self) -> None:
         """Log the policy, and every normalisation layer by type."""

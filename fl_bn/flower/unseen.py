@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable, Iterable
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.common.logger import log
 from torch import Tensor
 
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.rounds import Rounds
 from fl_bn.flower.codec import to_records, to_tensors
 from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.population import Population
 from fl_bn.flower.posting import send_and_receive

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.common import Array
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fl_bn.federation.defence import Defence, TooFew
 from fl_bn.federation.local import Samples
