@@ -77,6 +77,11 @@ def identify(run_id: int) -> None:
         identity.task_id, identity.run_id, identity.node_id = run_id, run_id, run_id
 
 
+def address(message: Any, run_id: int, message_id: str) -> None:
+    """Write into an outgoing message what Flower's own grids do: the run, which is also the sender, and the message's id."""
+    message.metadata.__dict__.update(_run_id=run_id, _src_node_id=run_id, _message_id=message_id)
+
+
 def copy_of(name: str) -> ModuleType:
     """Flower's module ``name``, loaded once more under a name of its own: to change it changes nothing for others.
 

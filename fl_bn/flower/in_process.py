@@ -24,7 +24,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.exchange.local import Turns, ended
-from fl_bn.flower.compat import identify
+from fl_bn.flower.compat import address, identify
 from fl_bn.flower.log import log
 from fl_bn.own_code import OWN
 
@@ -77,7 +77,7 @@ class InProcessGrid(Grid):
         messages = list(messages)
         ids = [uuid.uuid4().hex for _ in messages]
         for message, identity in zip(messages, ids, strict=True):
-            message.metadata.__dict__.update(_run_id=self._run.run_id, _src_node_id=self._run.run_id, _message_id=identity)
+            address(message, self._run.run_id, identity)
         if any(_exchange_token(message) for message in messages):
             answers = Turns(len(messages)).run([partial(self._answer_in_turn, message) for message in messages])
         else:
