@@ -104,4 +104,4 @@ def check_deployed(what: str) -> None:
 
 
 def _advice(wanted: str) -> str:
-    return f"in this environment, pip install 'flwr[simulation]=={wanted}.*'"
+    return f"in this environment, pip install 'flwr=={wanted}.*'"
