@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -10,10 +11,15 @@ import torch
 from hypothesis import settings
 
 from fl_bn.federation.local import Samples
+from fl_bn.flower.compat import identify
 from tests.federation import random_samples
 
 settings.register_profile("fl-bn", deadline=None, derandomize=True)  # the first torch call alone takes longer than the default deadline
 settings.load_profile("fl-bn")
+
+
+def pytest_report_header() -> str:
+    return f"flwr {version('flwr')}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,6 +29,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def identity() -> None:
+    """Tests make messages, for which later versions of Flower want to know in whose name."""
+    identify(1)
 
 
 @pytest.fixture

@@ -30,6 +30,15 @@ RANK = {module: rank for rank, modules in enumerate(ORDER) for module in modules
 PUBLIC = {"fl_bn/__init__.py"}  # names what users import
 EXPORTED = {"convert": "conversion"}
 
+FLOWER_PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}  # for all of fl_bn/flower
+FLOWER_LEGACY = {  # public, too, but of Flower's older API: the files that still need it
+    "fl_bn/flower/client.py": {"flwr.client"},
+    "fl_bn/flower/secure.py": {"flwr.common", "flwr.server", "flwr.server.strategy"},
+    "fl_bn/flower/secure_client.py": {"flwr.common"},
+    "fl_bn/flower/secure_stages.py": {"flwr.common"},
+}
+FLOWER_PRIVATE = "fl_bn/flower/compat.py"  # the one file that may name anything else of Flower's, or ask for its version
+
 FLOWER = {  # the files outside fl_bn/flower that use Flower, and all of it that they may
     "server_app/app.py": {"flwr.app", "flwr.serverapp"},
     "client_app/app.py": {"flwr.app"},
@@ -110,6 +119,46 @@ def flower_of(source: str) -> set[str]:
 def test_flower_is_imported_behind_its_boundary_only(file: Path) -> None:
     if not relative(file).startswith("fl_bn/flower/"):
         assert flower_of(file.read_text()) == FLOWER.get(relative(file), set())
+
+
+def beyond_the_public(file: str, source: str) -> list[str]:
+    """What ``file`` of fl_bn/flower uses of Flower that it may not: modules, imported or named in a text, and its version."""
+    if file == FLOWER_PRIVATE:
+        return []
+    allowed = FLOWER_PUBLIC | FLOWER_LEGACY.get(file, set())
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    named = {text for text in texts if text.startswith("flwr.") and text.replace(".", "").replace("_", "").isalnum()}
+    versions = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node).endswith("version('flwr')")]
+    of_its_own = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node) == "flwr.__version__"]
+    return sorted((flower_of(source) | named) - allowed) + ["its version"] * (len(versions) + len(of_its_own))
+
+
+@pytest.mark.parametrize("file", [file for file in SOURCES if relative(file).startswith("fl_bn/")], ids=relative)
+def test_what_depends_on_flowers_version_is_in_one_file(file: Path) -> None:
+    assert beyond_the_public(relative(file), file.read_text()) == []
+
+
+def test_what_is_allowed_of_flower_is_used() -> None:
+    used = {file: flower_of((ROOT / file).read_text()) for file in FLOWER_LEGACY}
+    assert {file: modules - used[file] for file, modules in FLOWER_LEGACY.items()} == dict.fromkeys(FLOWER_LEGACY, set())
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from flwr.common.logger import log", ["flwr.common.logger"]),
+        ("def f():\n    from flwr.common import recorddict_compat", ["flwr.common"]),
+        ("import flwr\nflwr.__version__", ["flwr", "its version"]),
+        ("from importlib.metadata import version\nversion('flwr')", ["its version"]),
+        ("import_module('flwr.client.mod')", ["flwr.client.mod"]),
+        ("from flwr.app import Message\n'flwr.app'", []),
+    ],
+)
+def test_a_private_part_of_flower_is_found(source: str, found: list[str]) -> None:
+    """Negative control."""
+    assert beyond_the_public("fl_bn/flower/strategy.py", source) == found
+    assert beyond_the_public(FLOWER_PRIVATE, source) == []
 
 
 def test_the_boundary_is_where_flower_is() -> None:

@@ -10,8 +10,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message
-from flwr.common import Array
+from flwr.app import Array, ArrayRecord, Message
 from torch import Tensor
 
 from fl_bn.federation.defence import Defence, variance_floor

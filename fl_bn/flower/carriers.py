@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fl_bn.exchange import local
@@ -22,6 +21,7 @@ from fl_bn.exchange.session import NOT_JOINED, Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.client_app import RENDEZVOUS
 from fl_bn.flower.codec import header_of
+from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.posting import copy_of
 from fl_bn.flower.transcript import attach, read_request

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from flwr.app import RecordDict
 from flwr.client import NumPyClient
-from flwr.common.logger import log
 from safetensors.torch import save_file
 from torch import nn
 
@@ -35,6 +34,7 @@ from fl_bn.federation.values import Instruction
 from fl_bn.flower.client_state import ClientState, FileState, MemoryState
 from fl_bn.flower.codec import Header, flatten, header_from, unflatten
 from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import TO_EVALUATE
 from fl_bn.flower.transcript import Transcript, detach, request_payload
 from fl_bn.methods import INPUTS, Method, Phase, StatisticsPass

@@ -15,7 +15,7 @@ from fl_bn.federation.schema import KEPT, kept_layers
 from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import Header, flatten, from_records, header_of, to_records, unflatten
 from fl_bn.flower.fields import Form, Values
-from fl_bn.flower.messages import HEADER, LAYOUT, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
+from fl_bn.flower.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
 from fl_bn.flower.secure_client import secured
 from fl_bn.methods import Phase
 
@@ -23,6 +23,7 @@ HELLO = "query.hello"
 STATISTICS = "query.statistics"
 RENDEZVOUS = "query.rendezvous"
 DEPLOYED = "flwr-clientapp"  # Flower's program that runs a ClientApp for one message
+Handler = Callable[[Message, Context], Message]
 
 
 def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
@@ -62,16 +63,29 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
         build(context).meet(TO_MEET.of_configs(message.content))
         return Message(RecordDict(), reply_to=message)
 
-    app.train()(_within_its_time(secured(fit, build)))
+    app.train()(_within_its_time(_secured(fit, build)))
     app.evaluate()(_within_its_time(evaluate))
-    app.query("statistics")(_within_its_time(secured(fit, build)))
+    app.query("statistics")(_within_its_time(_secured(fit, build)))
     app.query("hello")(_within_its_time(hello))
-    app.query(KEPT)(_within_its_time(secured(kept, build)))
+    app.query(KEPT)(_within_its_time(_secured(kept, build)))
     app.query("rendezvous")(_within_its_time(rendezvous))
     return app
 
 
-def _within_its_time(handle: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
+def _secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Handler:
+    """``handle``, behind SecAgg+ where the message carries its record, or where this client answers nothing in the clear."""
+
+    def answer(message: Message, context: Context) -> Message:
+        required = any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config))
+        if RECORD_KEY_CONFIGS not in message.content and not required:
+            return handle(message, context)
+
+        return secured(handle, build)(message, context)
+
+    return answer
+
+
+def _within_its_time(handle: Handler) -> Handler:
     """``handle``; in a deployment, where each message has a process of its own, that process ends when nobody waits for it any longer.
 
     One that hangs (on a dead network drive, say) would keep its client from every later round. Where it hung is printed to stderr.

@@ -12,15 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
-from flwr.common import Array
-from flwr.common.logger import log
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fl_bn import durable
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.values import NOTHING, Kept
 from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import KEPT_FOR
 from fl_bn.wire import WireError
 

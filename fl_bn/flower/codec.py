@@ -15,9 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
-from flwr.common import Array
-from flwr.common.constant import SType
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fl_bn.federation.payload import Payload, to_numpy, to_tensors
@@ -27,6 +25,7 @@ from fl_bn.methods import Phase
 from fl_bn.wire import WireError, reason, said
 
 FORMAT = "fl-bn/1"
+NUMPY = "numpy.ndarray"  # Flower's name for how it serialises arrays
 LONGEST_HEAD = 4096  # bytes of an array before its values
 
 
@@ -118,7 +117,7 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
 
 
 def _decode(section: str, name: str, array: Array) -> np.ndarray:
-    if array.stype != SType.NUMPY:
+    if array.stype != NUMPY:
         raise WireError(section, name, f"expected a NumPy array, but its bytes are {said(array.stype)}")
     return array_from(array.data, section, name)
 

@@ -19,9 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord
-from flwr.common import Array
-from flwr.common.logger import log
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from torch import nn
 
 from fl_bn.exchange.session import Session, Traffic
@@ -29,6 +27,7 @@ from fl_bn.federation.payload import nbytes
 from fl_bn.federation.record import Departure, RoundRecord
 from fl_bn.federation.values import Reply
 from fl_bn.flower.codec import array_from, header_of
+from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
 from fl_bn.methods import Method, Phase, Refresh, Report
 from fl_bn.methods.fedtan import CohortBatchNorm

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from flwr.app import Message, MetricRecord
-from flwr.common.logger import log
 
 from fl_bn.federation import schema
 from fl_bn.federation.metrics import mean_over_clients
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.codec import Header
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import EVALUATED
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import read_replies

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from flwr.app import Message
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 from torch import nn
 
@@ -16,6 +15,7 @@ from fl_bn.exchange.session import Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.carriers import Carrier, GrpcCarrier, LocalCarrier, ReplayCarrier
 from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.moments import Average, weighted_mean
 from fl_bn.roles import batch_norms

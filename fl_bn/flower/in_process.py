@@ -6,24 +6,26 @@ tests, sweeps, notebooks and one GPU. On the CPU the numbers are those of a simu
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 import traceback
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.logger import log
-from flwr.common.object_ref import load_app
-from flwr.common.typing import Run
-from flwr.server import ServerApp
-from flwr.serverapp import Grid
+from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.exchange.local import Turns, ended
+from fl_bn.flower.compat import address, identify
+from fl_bn.flower.log import log
 from fl_bn.own_code import OWN
 
 OWNER = {"allow-modules": OWN}  # who runs all of it in one process may name modules of their own
@@ -31,12 +33,20 @@ CLIENT_APP_RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 App = TypeVar("App")
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a grid tells of the run it serves."""
+
+    run_id: int
+
+
 class InProcessGrid(Grid):
     """Every node is a ``Context``; a message is answered when it is pushed."""
 
     def __init__(self, app: ClientApp, clients: int, run_config: Mapping[str, Any]) -> None:
         self._app = app
-        self._run = Run.create_empty(run_id=1)
+        self._run = Run(1)
+        identify(1)
         self._answers: dict[str, Message] = {}
         self._contexts = {
             node: Context(
@@ -49,11 +59,12 @@ class InProcessGrid(Grid):
             for node in range(1, clients + 1)
         }
 
-    def set_run(self, run_id: int) -> None:
-        self._run = Run.create_empty(run_id=run_id)
+    def set_run(self, run_id: Any) -> None:
+        """Serve the run with this number, or, in later versions, this run of Flower's."""
+        self._run = Run(int(getattr(run_id, "run_id", run_id)))
 
     @property
-    def run(self) -> Run:
+    def run(self) -> Any:
         return self._run
 
     def create_message(self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None) -> Message:
@@ -66,7 +77,7 @@ class InProcessGrid(Grid):
         messages = list(messages)
         ids = [uuid.uuid4().hex for _ in messages]
         for message, identity in zip(messages, ids, strict=True):
-            message.metadata.__dict__.update(_run_id=self._run.run_id, _src_node_id=self._run.run_id, _message_id=identity)
+            address(message, self._run.run_id, identity)
         if any(_exchange_token(message) for message in messages):
             answers = Turns(len(messages)).run([partial(self._answer_in_turn, message) for message in messages])
         else:
@@ -123,9 +134,16 @@ def _exchange_token(message: Message) -> str:
 
 
 def _loaded(app: App | str, kind: type[App]) -> App:
+    """``app``, or what the import path ``module:name`` leads to; as in ``flwr run``, modules may lie in the working directory."""
     if not isinstance(app, str):
         return app
-    loaded = load_app(app, ValueError)
+    module, _, name = app.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        loaded = attrgetter(name)(importlib.import_module(module))
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        raise ValueError(f"expected a {kind.__name__} at {app!r} (module:name), but {error}") from error
     if not isinstance(loaded, kind):
         raise TypeError(f"{app} must be a {kind.__name__}, but is a {type(loaded).__name__}")
     return loaded

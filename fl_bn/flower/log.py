@@ -1,5 +1,6 @@
-"""Flower's log, in which a run tells its story."""
+"""Flower's log, in which a run tells its story; by its name, which is the same in every version of Flower."""
 
-from flwr.common.logger import FLOWER_LOGGER as LOGGER
+import logging
 
-__all__ = ["LOGGER"]
+LOGGER = logging.getLogger("flwr")
+log = LOGGER.log

@@ -1,8 +1,8 @@
 """Flower's two halves of SecAgg+ (its client mod and its server workflow), unchanged but for what the masks are made of.
 
-Flower 1.25 folds every 32-byte seed of a mask into the 32 bits that seed a Mersenne Twister (``pseudo_rand_gen``). Of the pairwise seeds,
-which are base64 text, 28 bits are left: a server that has removed the private masks, as it must, can search them. Here a mask is the
-key stream of AES-256 in counter mode, keyed by SHA-256 of the whole seed; keys, shares, encryption and stages stay Flower's own.
+Flower (1.25 to 1.42) folds every 32-byte seed of a mask into the 32 bits that seed a Mersenne Twister (``pseudo_rand_gen``). Of the
+pairwise seeds, which are base64 text, 28 bits are left: a server that has removed the private masks, as it must, can search them. Here a
+mask is the key stream of AES-256 in counter mode, keyed by SHA-256 of the whole seed; keys, shares, encryption and stages stay Flower's.
 
 The two modules are loaded a second time, under names of their own, so that Flower's stay as they are for everyone else. Others reach the
 client's half through ``secagg_mod``: a handler that is pickled takes a module along by its name, and would find Flower's there.
@@ -13,7 +13,6 @@ Reference: Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, Bel
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -23,8 +22,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from flwr.app import Context, Message
 
-CLIENT = "flwr.client.mod.secure_aggregation.secaggplus_mod"
-SERVER = "flwr.server.workflow.secure_aggregation.secaggplus_workflow"
+from fl_bn.flower.compat import SECAGG_CLIENT, SECAGG_SERVER, copy_of
 
 
 def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...]]) -> list[np.ndarray]:
@@ -47,21 +45,16 @@ def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...
     return masks
 
 
-def _own_copy(name: str) -> ModuleType:
-    original = importlib.util.find_spec(name)
-    spec = original and importlib.util.spec_from_file_location(f"{name}_of_fl_bn", original.origin)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"Flower has no {name}: secure aggregation needs flwr 1.25")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def _strengthened(name: str) -> ModuleType:
+    module = copy_of(name)
     if not hasattr(module, "pseudo_rand_gen"):
         raise ImportError(f"{name} makes its masks otherwise than in flwr 1.25: fl-bn cannot strengthen them, so it refuses to run")
     vars(module)["pseudo_rand_gen"] = key_stream
     return module
 
 
-client_half: Any = _own_copy(CLIENT)
-server_half: Any = _own_copy(SERVER)
+client_half: Any = _strengthened(SECAGG_CLIENT)
+server_half: Any = _strengthened(SECAGG_SERVER)
 
 
 def secagg_mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:

@@ -6,13 +6,13 @@ hold, in ``exchange.session``. All else that one side reads of what the other se
 
 from __future__ import annotations
 
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
-
 from fl_bn.flower.fields import Form, blobs, data, measured, number, one_of, text, whole, whole_list, wholes, wholes_by_name
 from fl_bn.flower.lineage import FOLDER, NAME, RESUMES
 from fl_bn.methods import INPUTS, MEASURED, Phase
 from fl_bn.wire import REASON
 
+REQUIRED = "secure-aggregation"  # in the run config, or in a client's own node config: answer nothing in the clear
+RECORD_KEY_CONFIGS = "secaggplus_configs"  # Flower's name for SecAgg+'s record, here so that a plain run loads nothing of SecAgg+
 CLASSES, LAYERS, NODES = 65_536, 10_000, 10_000  # the most of each that a message may name
 KEY, SHARE = 1024, 4096  # bytes of a public key, of an encrypted pair of shares, at most
 

@@ -8,10 +8,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from flwr.common.logger import log
 from torch import nn
 
 from fl_bn.federation.record import RoundRecord
+from fl_bn.flower.log import log
 from fl_bn.methods import Method, Phase
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.roles import NORM_LAYERS, Role, batch_norms, roles

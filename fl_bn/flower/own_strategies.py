@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
@@ -26,6 +25,7 @@ from fl_bn.federation.payload import signature
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.flower.client_app import HELLO as ASK_HELLO
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO, OWN_METRICS
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.posting import send_and_receive

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fl_bn.federation.rounds import Rounds
 from fl_bn.flower import client_app
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO
 from fl_bn.flower.posting import PASSING, send_and_receive
 from fl_bn.wire import WireError, reason, shown

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.common.logger import log
 
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.shared_model import SharedModel
@@ -15,6 +14,7 @@ from fl_bn.federation.values import Reply
 from fl_bn.flower.checkpoint import Checkpoint, generators, set_generators
 from fl_bn.flower.codec import tensors_of
 from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.secure.privacy import Accountant
 

@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.common import FitIns, FitRes, ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.common import recorddict_compat as compat
-from flwr.common.secure_aggregation.secaggplus_constants import Stage
 from flwr.server import LegacyContext
-from flwr.server.compat.grid_client_proxy import GridClientProxy
 from flwr.server.strategy import FedAvg
 from flwr.serverapp import Grid
 
 from fl_bn.flower.codec import Header
+from fl_bn.flower.compat import GridClientProxy, Stage, parameters_to_arrayrecord
 from fl_bn.flower.masks import server_half
 from fl_bn.flower.population import Client
 from fl_bn.flower.secure_stages import Stages
@@ -218,5 +216,5 @@ def _summand(client: Client, stages: Stages, node: int) -> Summand:
 def _context(strategy: _Legacy, round: int) -> LegacyContext:
     context = LegacyContext(Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}), strategy=strategy)
     context.state["config"] = ConfigRecord({"current_round": round})
-    context.state["parameters"] = compat.parameters_to_arrayrecord(ndarrays_to_parameters([]), keep_input=True)
+    context.state["parameters"] = parameters_to_arrayrecord(ndarrays_to_parameters([]), keep_input=True)
     return context

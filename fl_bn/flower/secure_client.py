@@ -1,6 +1,6 @@
 """The client's half of secure aggregation: Flower's SecAgg+ mod around the handlers that train and measure.
 
-Acts only on messages that carry a SecAgg+ record. The plain reply never leaves this file: it becomes a vector (``sums``), with noise if
+The plain reply never leaves this file: it becomes a vector (``sums``), with noise if
 privacy is asked for, and Flower's mod quantises and masks it. What is told in the clear are counts: samples, batches, activations per
 sample.
 """
@@ -14,14 +14,8 @@ from typing import Any
 
 import numpy as np
 from cryptography.fernet import InvalidToken
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
-from flwr.common import recorddict_compat as compat
-from flwr.common.constant import MessageType
-from flwr.common.logger import log
-from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE, Key, Stage
-from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_separate
 
 from fl_bn.data.batches import ClientTooSmall, draw_batches
 from fl_bn.federation import schema
@@ -30,8 +24,10 @@ from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES
 from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import from_records, header_of
+from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, share_keys_plaintext_separate
+from fl_bn.flower.log import log
 from fl_bn.flower.masks import client_half, secagg_mod
-from fl_bn.flower.messages import COLLECT, KEY, SECURE, SET_UP, SHARE_KEYS, TO_MEASURE, UNMASK
+from fl_bn.flower.messages import COLLECT, KEY, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SET_UP, SHARE_KEYS, TO_MEASURE, UNMASK
 from fl_bn.flower.sums import (
     REFERENCE,
     STATISTICS,
@@ -51,7 +47,6 @@ from fl_bn.secure.privacy import clipped, noisy
 from fl_bn.secure.settings import LEAST, MODULUS
 from fl_bn.wire import said
 
-REQUIRED = "secure-aggregation"  # in the run config, or in a client's own node config: answer nothing in the clear
 ROUNDING = 100  # purpose of a seeded generator, beside those in client.py
 
 Handler = Callable[[Message, Context], Message]
@@ -62,19 +57,17 @@ class Insecure(ValueError):
 
 
 def secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Handler:
-    """``handle``, which answers train messages in the clear, behind SecAgg+ for the messages that carry its record.
+    """``handle``, which answers train messages in the clear, behind SecAgg+.
 
     Raises (in the handler):
-        Insecure: this client must be aggregated securely, and the message asks for a plain reply; or the protocol's parameters, or the
-            shares asked for, would undo the masks.
+        Insecure: the message carries no SecAgg+ record, so that it asks for a plain reply; or the protocol's parameters, or the shares
+            asked for, would undo the masks.
     """
 
     def secure(message: Message, context: Context) -> Message:
         kind, content = message.metadata.message_type, message.content
         if RECORD_KEY_CONFIGS not in content:
-            if any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config)):
-                raise Insecure(f"{REQUIRED} is on, so this client answers no {kind} message in the clear")
-            return handle(message, context)
+            raise Insecure(f"{REQUIRED} is on, so this client answers no {kind} message in the clear")
         if kind != MessageType.TRAIN:  # which Flower's mod lets pass, so that the vector would leave unmasked
             raise Insecure(f"SecAgg+ serves train messages alone, but this is a {kind} message: its vector would not be masked")
         stage, plan = str(content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE)), Plan(0, 0, 0)
@@ -233,7 +226,7 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
     if not private:  # a sum of integers is exact: with the same roundings a run is reproducible, bit for bit
         rng = seeded(client.seed, client.site.client, header.round, ROUNDING, not trained)
         np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
-    content: RecordDict = compat.fitres_to_recorddict(result, keep_input=False)
+    content: RecordDict = fitres_to_recorddict(result, keep_input=False)
     return Message(content, reply_to=message)
 
 

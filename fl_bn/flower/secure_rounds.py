@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.common import Array
-from flwr.common.logger import log
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from fl_bn.exchange.session import LARGEST_COUNT
@@ -24,6 +22,7 @@ from fl_bn.federation.shared_model import NotFinite
 from fl_bn.federation.values import Reply
 from fl_bn.flower import sums
 from fl_bn.flower.codec import from_records, header_of, tensors_of
+from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.posting import copy_of
 from fl_bn.flower.secure import Sum, SumFailed, Summand, secure_sum

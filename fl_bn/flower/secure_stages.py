@@ -19,13 +19,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
-from flwr.common import recorddict_compat as compat
-from flwr.common.logger import log
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.serverapp import Grid
 
 from fl_bn.flower.codec import LONGEST_HEAD, Header, array_from, header_from
-from fl_bn.flower.messages import KEYS, MASKED, PLAN, RESULT, SHARES_BACK, SHARES_OUT, STATUS, UNREADABLE, WEIGHT
+from fl_bn.flower.compat import Key, Stage, fitres_to_recorddict
+from fl_bn.flower.log import log
+from fl_bn.flower.messages import KEYS, MASKED, PLAN, RECORD_KEY_CONFIGS, RESULT, SHARES_BACK, SHARES_OUT, STATUS, UNREADABLE, WEIGHT
 from fl_bn.flower.population import Client
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.sums import Plan
@@ -164,7 +163,7 @@ class Stages:
         _check_masked(masked, self.size)
         self.activations[node], self.kept[node] = told["activations"], {"kept": float(told["kept"])} if "kept" in told else {}
         result = FitRes(Status(Code(status["code"]), ""), ndarrays_to_parameters([]), weight["num_examples"], {})
-        checked: RecordDict = compat.fitres_to_recorddict(result, keep_input=False)
+        checked: RecordDict = fitres_to_recorddict(result, keep_input=False)
         checked[RECORD_KEY_CONFIGS] = ConfigRecord({Key.MASKED_PARAMETERS: masked})
         return checked
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from fl_bn.flower.codec import arrays_of, header_for, tensors_of, to_records
 from fl_bn.flower.departures import Departures
 from fl_bn.flower.evaluation import evaluation_at_clients
 from fl_bn.flower.exchanges import Exchanges
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import REPLIED, TRAINED
 from fl_bn.flower.normalisation import describe_round, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
@@ -39,6 +39,9 @@ from fl_bn.flower.secure_rounds import SecureRounds
 from fl_bn.flower.unseen import average_kept
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
+
+if TYPE_CHECKING:
+    from fl_bn.flower.secure_rounds import SecureRounds
 
 WHY = "the warnings above say why (values that are not finite mean that training diverged: lower the learning rate)"
 NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or to a number of passes"
@@ -80,7 +83,7 @@ class BatchNormStrategy(Strategy):
         self.defence, self.at_clients = defence, method.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active)
         self.departures = Departures(self.shared.model, method)
-        self.secure = None if secure is None else SecureRounds(secure, self.server, self.departures.masked)
+        self.secure = None if secure is None else self._secure_rounds(secure)
         accountant = None if self.secure is None else self.secure.accountant
         self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint, accountant)
         self.statistics = Passes(self.server, self._measured, private=accountant is not None)
@@ -136,6 +139,11 @@ class BatchNormStrategy(Strategy):
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
         return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent)
+
+    def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
+        from fl_bn.flower.secure_rounds import SecureRounds  # only now: a plain run does without SecAgg+
+
+        return SecureRounds(settings, self.server, self.departures.masked)
 
     def summary(self) -> None:
         """Log the policy, and every normalisation layer by type."""

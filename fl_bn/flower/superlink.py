@@ -4,12 +4,13 @@ A ServerApp sends a message in two steps, first the message, then its tensors. A
 but Flower 1.25.0 counts the traffic of that answer, 0 bytes, as an error: the SuperNode then gives the message up and hangs for ever. It
 happens once in a hundred messages to small models, and more often the longer the tensors take. Here an answer of no bytes is not counted.
 
-Run by its path, since the package around it would import torch.
+Run by its path, and so is ``compat``, since the package around them would import torch.
 """
 
+import runpy
+import sys
+from pathlib import Path
 from typing import Any
-
-from flwr.server.superlink.linkstate import InMemoryLinkState, SqliteLinkState
 
 
 def repair(kind: Any) -> None:
@@ -24,11 +25,15 @@ def repair(kind: Any) -> None:
 
 
 def main() -> None:
-    from flwr.server.app import run_superlink
-
-    for kind in (InMemoryLinkState, SqliteLinkState):
+    compat = runpy.run_path(str(Path(__file__).with_name("compat.py")))
+    try:
+        compat["check_deployed"]("fl-bn's SuperLink")
+    except ValueError as error:
+        sys.exit(str(error))
+    find = compat["find"]
+    for kind in (find("InMemoryLinkState"), find("SqliteLinkState")):
         repair(kind)
-    run_superlink()
+    find("run_superlink")()
 
 
 if __name__ == "__main__":

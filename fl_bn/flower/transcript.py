@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.common import Array
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fl_bn.exchange.call import Answer, Key, Local, Quantity
 from fl_bn.federation.payload import Payload

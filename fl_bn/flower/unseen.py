@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterable
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.common.logger import log
 from torch import Tensor
 
 from fl_bn.federation.aggregation import average
@@ -18,6 +17,7 @@ from fl_bn.federation.schema import KEPT, kept_layers
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.codec import header_for, to_records
 from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.population import Population
 from fl_bn.flower.posting import send_and_receive

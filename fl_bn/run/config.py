@@ -21,7 +21,6 @@ from fl_bn.federation.rounds import AS_METHOD, Rounds
 from fl_bn.federation.settings import LocalTraining, learning_rate, milestones_of
 from fl_bn.flower.lineage import FOLDER
 from fl_bn.flower.population import round_half_up
-from fl_bn.flower.secure_rounds import check_secure
 from fl_bn.methods import METHODS, Method, attacked, freeze
 from fl_bn.objectives import FedProx, FedSAM, Moon, Objective, Scaffold
 from fl_bn.run.keys import LONGEST, Value, joins_of, kebab, short, unfit
@@ -142,6 +141,8 @@ class RunConfig(RunKeys):
         check_composition(method, self.local_training(), robust, self.server_optimizer)
         self.schedule(), self.build_server_optimizer()
         if (secure := self.secure()) is not None:
+            from fl_bn.flower.secure_rounds import check_secure  # only now: a plain run does without SecAgg+
+
             exchange = replace(self.exchange_settings(), certificates=None) if self.method in FEDTAN else ExchangeSettings()
             check_secure(secure, method, self._rounds(exchange), self.defence())
             if self.unseen_client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import sys
 import sysconfig
@@ -16,6 +17,7 @@ from fl_bn.site.folders import ServerFolder, SiteFolder
 
 WATCHED = Path(__file__).with_name("watched.py")  # notices where a SuperNode would hang
 SUPERLINK = Path(__file__).parents[1] / "flower" / "superlink.py"  # Flower's, with a repair
+COMPAT = SUPERLINK.with_name("compat.py")  # run by its path: the package around it imports torch
 UNREACHABLE = "Connection attempt failed"  # Flower's words, also for a process of the site itself that has just ended
 
 
@@ -39,8 +41,18 @@ class Command:
 
 
 def commands(folder: ServerFolder | SiteFolder) -> list[Command]:
-    """What runs on the machine with ``folder``. The folders that the commands need are made by ``prepare``."""
+    """What runs on the machine with ``folder``. The folders that the commands need are made by ``prepare``.
+
+    Raises:
+        WrongFlower: see ``check_flower``.
+    """
+    check_flower("fl-bn start")
     return server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder)]
+
+
+def check_flower(what: str) -> None:
+    """Raises WrongFlower (a ValueError) where the installed Flower is not the one whose programs ``what`` starts."""
+    runpy.run_path(str(COMPAT))["check_deployed"](what)
 
 
 def prepare(folder: ServerFolder | SiteFolder) -> None:

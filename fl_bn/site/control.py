@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.pairs import flower_config
-from fl_bn.site.commands import environment, local, program
+from fl_bn.site.commands import check_flower, environment, local, program
 from fl_bn.site.folders import ServerFolder
 
 FEDERATION = "deployment"
@@ -101,7 +101,15 @@ class Control:
 
 @contextmanager
 def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
-    """The SuperLink of ``server``, at ``address`` if its Control API is reached by another one than ``server.toml`` has."""
+    """The SuperLink of ``server``, at ``address`` if its Control API is reached by another one than ``server.toml`` has.
+
+    Raises:
+        ControlError: Flower's commands are of another version than the deployment's.
+    """
+    try:
+        check_flower("the command flwr, through which fl-bn talks to a SuperLink,")
+    except ValueError as error:
+        raise ControlError(str(error)) from error
     address = address or local(server.control)
     with tempfile.TemporaryDirectory(prefix="fl-bn-") as project:
         text = PROJECT.format(federation=FEDERATION, address=json.dumps(address), authority=json.dumps(str(server.authority)))

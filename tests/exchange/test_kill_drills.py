@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord
-from flwr.common.logger import FLOWER_LOGGER
 from flwr.server.superlink.linkstate.utils import NODE_UNAVAILABLE_ERROR_REASON
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,6 +28,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.flower.carriers import GrpcCarrier
+from fl_bn.flower.log import LOGGER
 from fl_bn.methods.fedtan import fedtan
 from tests.exchange.processes import FIRST_NODE, SIZES, ProcessGrid, Strike, federation, network
 from tests.federation import largest_deviation, union
@@ -47,8 +47,8 @@ both_policies = pytest.mark.parametrize("policy", ["abort", "shrink"])
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(FLOWER_LOGGER, "propagate", True)
-    caplog.set_level(logging.INFO, logger=FLOWER_LOGGER.name)
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    caplog.set_level(logging.INFO, logger=LOGGER.name)
     return caplog
 
 

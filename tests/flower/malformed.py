@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common import Array
+from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from fl_bn.federation.payload import Payload
 from fl_bn.flower.codec import Header, from_records, to_records

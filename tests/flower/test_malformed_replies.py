@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message
-from flwr.common import Array
+from flwr.app import Array, ConfigRecord, Message
 
 from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import to_numpy

@@ -13,7 +13,8 @@ from scipy.stats import kstest
 
 from fl_bn.federation.local import Samples
 from fl_bn.flower import InProcessGrid
-from fl_bn.flower.masks import CLIENT, SERVER, client_half, key_stream, server_half
+from fl_bn.flower.compat import SECAGG_CLIENT, SECAGG_SERVER
+from fl_bn.flower.masks import client_half, key_stream, server_half
 from fl_bn.flower.secure_client import Insecure, check_setup, check_unmask
 from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
@@ -137,7 +138,7 @@ def test_masks_are_uniform(bits: int) -> None:
 
 
 def test_flower_s_own_modules_stay_as_they_are() -> None:
-    for name in (CLIENT, SERVER):
+    for name in (SECAGG_CLIENT, SECAGG_SERVER):
         assert importlib.import_module(name).pseudo_rand_gen is pseudo_rand_gen
     assert client_half.pseudo_rand_gen is server_half.pseudo_rand_gen is key_stream
 

@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common import Array
-from flwr.common.logger import FLOWER_LOGGER
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Local, Refused, Request
 from fl_bn.exchange.grpc import exchange_pb2 as pb
@@ -34,6 +32,7 @@ from fl_bn.federation.companions import companions
 from fl_bn.federation.payload import to_numpy
 from fl_bn.flower.codec import array_from
 from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.log import LOGGER
 from fl_bn.wire import WireError
 from tests.hostile.liars import LIAR
 from tests.hostile.recorded import (
@@ -328,15 +327,15 @@ class Said(logging.Handler):
 @contextmanager
 def listening() -> Iterator[Said]:
     """Flower's logger says nothing but to this."""
-    said, before, level = Said(), list(FLOWER_LOGGER.handlers), FLOWER_LOGGER.level
-    FLOWER_LOGGER.handlers[:], propagate = [said], FLOWER_LOGGER.propagate
-    FLOWER_LOGGER.propagate = False
-    FLOWER_LOGGER.setLevel(logging.WARNING)
+    said, before, level = Said(), list(LOGGER.handlers), LOGGER.level
+    LOGGER.handlers[:], propagate = [said], LOGGER.propagate
+    LOGGER.propagate = False
+    LOGGER.setLevel(logging.WARNING)
     try:
         yield said
     finally:
-        FLOWER_LOGGER.handlers[:], FLOWER_LOGGER.propagate = before, propagate
-        FLOWER_LOGGER.setLevel(level)
+        LOGGER.handlers[:], LOGGER.propagate = before, propagate
+        LOGGER.setLevel(level)
 
 
 class Outcome(NamedTuple):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.common import Array
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from torch import Tensor, nn
 
 from fl_bn.federation.defence import undercut

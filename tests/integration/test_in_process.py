@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import matplotlib.image
@@ -60,7 +61,7 @@ def test_a_run_leaves_all_its_files(method: str, tmp_path: Path) -> None:
     assert f"# {method} on digits" in summary
     assert f"accuracy after round 3: **{float(rounds[-1]['accuracy']):.1%}**" in summary
     assert "failed" not in summary
-    assert json.loads((path / "environment.json").read_text())["packages"]["flwr"].startswith("1.25")
+    assert json.loads((path / "environment.json").read_text())["packages"]["flwr"] == version("flwr")
     assert any((path / "tensorboard").iterdir())
     if personal:
         assert sorted(file.name for file in (path / "clients").iterdir()) == [f"client-{i}.safetensors" for i in range(3)]

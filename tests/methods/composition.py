@@ -6,13 +6,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
-from flwr.common.object_ref import load_app
 from torch import nn
 
 from fl_bn.federation.optimizers import ADAPTIVE, SERVER_OPTIMIZERS
@@ -127,7 +127,7 @@ def keys(method: str, objective: str = "none", server: str = "fedavg", network: 
 
 @cache
 def client_app() -> Any:
-    return load_app("client_app.app:app", ValueError)
+    return import_module("client_app.app").app
 
 
 def made(method: str, objective: str = "none", server: str = "fedavg", network: str = "resnet", **overrides: Any) -> Made:

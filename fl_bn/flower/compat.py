@@ -1,0 +1,107 @@
+"""All that depends on Flower's version: names of Flower's that are private or have moved, and the version that deployments need.
+
+``from fl_bn.flower.compat import Stage`` looks for ``Stage`` where each version of Flower keeps it, and not before. Everything else that
+this package imports of Flower is public, and has been in the same place since the oldest version (``tests/test_architecture.py`` has the
+list).
+
+Imports nothing but the standard library, so that ``superlink.py`` can load it by its path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+LIBRARY = ">=1.25,<2"  # versions for everything but deployments; .ci/run runs the Flower tests on the oldest and on the newest of them
+DEPLOYED = "1.25"  # the version for deployments and `flwr run`, whose programs fl-bn starts and repairs
+
+RECORDS = ("flwr.common.recorddict_compat", "flwr.compat.common.recorddict_compat")
+SECAGG = "flwr.common.secure_aggregation"
+PLACES = {  # name: the modules that may have it
+    "fitres_to_recorddict": RECORDS,
+    "parameters_to_arrayrecord": RECORDS,
+    "GridClientProxy": ("flwr.server.compat.grid_client_proxy",),
+    "Key": (f"{SECAGG}.secaggplus_constants",),
+    "Stage": (f"{SECAGG}.secaggplus_constants",),
+    "RECORD_KEY_STATE": (f"{SECAGG}.secaggplus_constants",),
+    "share_keys_plaintext_separate": (f"{SECAGG}.secaggplus_utils",),
+    "decrypt": (f"{SECAGG}.crypto.symmetric_encryption",),
+    "TaskIdentity": ("flwr.supercore.task_identity",),
+    "InMemoryLinkState": ("flwr.server.superlink.linkstate",),
+    "SqliteLinkState": ("flwr.server.superlink.linkstate",),
+    "run_superlink": ("flwr.server.app",),
+}
+SECAGG_CLIENT = "flwr.client.mod.secure_aggregation.secaggplus_mod"
+SECAGG_SERVER = "flwr.server.workflow.secure_aggregation.secaggplus_workflow"
+
+
+class WrongFlower(ValueError):
+    """The installed Flower cannot do what is asked for; the message says which one can."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return find(name)
+
+
+def find(name: str) -> Any:
+    """The object ``name`` of ``PLACES``.
+
+    Raises:
+        ImportError: the installed Flower has it at none of its places.
+    """
+    for place in PLACES[name]:
+        try:
+            return getattr(importlib.import_module(place), name)
+        except ModuleNotFoundError as error:
+            if not f"{place}.".startswith(f"{error.name}."):
+                raise  # Flower misses a package of its own
+        except AttributeError:
+            continue
+    raise ImportError(f"expected {name} in {' or '.join(PLACES[name])}, but Flower {version('flwr')} does not have it: {_advice(DEPLOYED)}")
+
+
+def identify(run_id: int) -> None:
+    """Let this process make messages, if it cannot already: later versions of Flower (1.42, not yet 1.34) ask in whose name it does."""
+    try:
+        identity = find("TaskIdentity")
+    except ImportError:
+        return
+    try:
+        identity.run_id  # noqa: B018
+    except RuntimeError:  # not set
+        identity.task_id, identity.run_id, identity.node_id = run_id, run_id, run_id
+
+
+def address(message: Any, run_id: int, message_id: str) -> None:
+    """Write into an outgoing message what Flower's own grids do: the run, which is also the sender, and the message's id."""
+    message.metadata.__dict__.update(_run_id=run_id, _src_node_id=run_id, _message_id=message_id)
+
+
+def copy_of(name: str) -> ModuleType:
+    """Flower's module ``name``, loaded once more under a name of its own: to change it changes nothing for others.
+
+    Raises:
+        ImportError: the installed Flower has no such module.
+    """
+    original = importlib.util.find_spec(name)
+    spec = original and importlib.util.spec_from_file_location(f"{name}_of_fl_bn", original.origin)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"expected a module {name}, but Flower {version('flwr')} has none: {_advice(DEPLOYED)}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_deployed(what: str) -> None:
+    """Raises WrongFlower where ``what``, a part of a deployment, would start on another version of Flower than it is made for."""
+    if not f"{(here := version('flwr'))}.".startswith(f"{DEPLOYED}."):
+        raise WrongFlower(f"{what} needs Flower {DEPLOYED}, but flwr {here} is installed: {_advice(DEPLOYED)}")
+
+
+def _advice(wanted: str) -> str:
+    return f"in this environment, pip install 'flwr=={wanted}.*'"

@@ -1,0 +1,150 @@
+"""Flower's versions: what has moved is found, what is missing is said, and a plain run does without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array
+from flwr.common.logger import FLOWER_LOGGER
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from fl_bn.flower import compat, in_process
+from fl_bn.flower.codec import NUMPY
+from fl_bn.flower.log import LOGGER
+from fl_bn.flower.messages import RECORD_KEY_CONFIGS
+from fl_bn.site.commands import SUPERLINK, check_flower
+from tests.integration.runs import TINY
+
+ROOT = Path(__file__).parents[2]
+SERVERS_OWN = ("InMemoryLinkState", "SqliteLinkState", "run_superlink")
+pinned = pytest.mark.pinned("the SuperLink that fl-bn repairs is this version's")
+
+
+NEW = ("TaskIdentity",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pinned) if n in SERVERS_OWN else n for n in compat.PLACES if n not in NEW])
+def test_what_has_moved_is_found(name: str) -> None:
+    assert getattr(compat, name) is compat.find(name)
+
+
+def test_names_of_flowers_that_are_written_here_are_flowers() -> None:
+    from flwr.common.secure_aggregation import secaggplus_constants
+
+    assert Array(np.zeros(1)).stype == NUMPY
+    assert secaggplus_constants.RECORD_KEY_CONFIGS == RECORD_KEY_CONFIGS
+    assert FLOWER_LOGGER is LOGGER
+
+
+def test_what_no_version_has_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compat.PLACES, "Nothing", ("flwr.app", "flwr.nowhere.at.all"))
+    with pytest.raises(ImportError, match=r"expected Nothing in flwr.app or flwr.nowhere.at.all, but Flower .* pip install 'flwr"):
+        compat.find("Nothing")
+    monkeypatch.setitem(compat.PLACES, "Nothing", ("flwr.nowhere", "flwr.app"))
+    monkeypatch.setattr("flwr.app.Nothing", 5, raising=False)
+    assert compat.find("Nothing") == 5  # control: at its second place
+    with pytest.raises(ImportError, match=r"expected a module flwr.nowhere, but Flower .* pip install 'flwr"):
+        compat.copy_of("flwr.nowhere")
+    with pytest.raises(AttributeError):
+        compat.Nobody  # noqa: B018
+
+
+def test_a_package_that_flower_misses_is_not_taken_for_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_more.py").write_text("import surely_not_installed")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(compat.PLACES, "Thing", ("needs_more", "flwr.app"))
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        compat.find("Thing")
+
+
+# Deployments
+
+
+@pytest.mark.parametrize(("here", "serves"), [("1.25.0", True), ("1.25.7", True), ("1.42.0", False), ("1.250.0", False), ("2.0", False)])
+def test_a_deployment_says_which_flower_it_needs(here: str, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: here)
+    if serves:
+        check_flower("a part")
+    else:
+        with pytest.raises(ValueError, match=rf"a part needs Flower 1\.25, but flwr {here} is installed: .* pip install 'flwr.*1\.25"):
+            check_flower("a part")
+
+
+def test_the_superlink_does_not_start_on_another_flower(tmp_path: Path) -> None:
+    (tmp_path / "flwr-9.9.0.dist-info").mkdir()
+    (tmp_path / "flwr-9.9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: flwr\nVersion: 9.9.0\n")
+    found = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-P", SUPERLINK], env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("fl-bn's SuperLink needs Flower 1.25, but flwr 9.9.0 is installed")
+
+
+def test_the_requirement_is_the_version_of_deployments() -> None:
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (flower,) = (found for found in map(Requirement, stated) if found.name == "flwr")
+    library = SpecifierSet(compat.LIBRARY)
+    versions = ("1.24.9", "1.25.0", "1.25.9", "1.26.0", "1.42.0")
+    assert list(flower.specifier.filter(versions)) == ["1.25.0", "1.25.9"]
+    assert list(library.filter(versions)) == ["1.25.0", "1.25.9", "1.26.0", "1.42.0"]
+    assert f"{compat.DEPLOYED}.0" in flower.specifier
+
+
+# Runs
+
+RUN = """
+import json, sys
+import flwr.app, flwr.client, flwr.clientapp, flwr.serverapp  # import their own secure aggregation: it is taken out again
+theirs = [name for name in sys.modules if "secure_aggregation" in name]
+for name in theirs:
+    del sys.modules[name]
+from fl_bn.flower import run_in_process
+run_in_process(json.loads(sys.argv[1]))
+ours = {f"fl_bn.flower.{name}" for name in ("secure", "secure_client", "secure_rounds", "secure_stages", "masks")}
+found = [name for name in sys.modules if "secure_aggregation" in name or name in ours]
+print(json.dumps([theirs, found]))
+"""
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_plain_run_loads_nothing_of_secure_aggregation(secure: bool, tmp_path: Path) -> None:
+    config = {**TINY, "rounds": 1, "output": str(tmp_path), "secure-aggregation": secure}
+    done = subprocess.run([sys.executable, "-c", RUN, json.dumps(config)], cwd=ROOT, capture_output=True, text=True, check=True)
+    theirs, found = json.loads(done.stdout.splitlines()[-1])
+    assert theirs  # control: these would be found
+    assert bool(found) == secure
+    if secure:
+        assert {"fl_bn.flower.masks", "fl_bn.flower.secure_client", "fl_bn.flower.secure_rounds"} <= set(found)
+
+
+# What Flower's own did before: apps by name, and a grid's run
+
+
+def test_apps_by_name_may_lie_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "app_of_this_test.py").write_text("from flwr.clientapp import ClientApp\nclass Parts:\n    app = ClientApp()\nnumber = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    load: Any = in_process._loaded
+    assert isinstance(load("app_of_this_test:Parts.app", in_process.ClientApp), in_process.ClientApp)
+    with pytest.raises(TypeError, match="app_of_this_test:number must be a ClientApp, but is a int"):
+        load("app_of_this_test:number", in_process.ClientApp)
+    for wrong in ("app_of_this_test:missing", "app_of_this_test", "no_such_module:app", ""):
+        with pytest.raises(ValueError, match=r"expected a ClientApp at .* \(module:name\), but"):
+            load(wrong, in_process.ClientApp)
+
+
+def test_a_grid_takes_a_run_and_its_number() -> None:
+    grid = in_process.InProcessGrid(in_process.ClientApp(), 2, {})
+    assert grid.run.run_id == 1
+    grid.set_run(7)
+    assert grid.run.run_id == 7
+    grid.set_run(type("Run", (), {"run_id": 8})())
+    assert grid.run.run_id == 8
