@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from fl_bn.flower import schema
-from tests.hostile.fuzz import BROKEN, REFUSED, SCENARIOS, TARGETS, Outcome, fuzz, honest, judged, lie_to_server, table
-from tests.hostile.recorded import CLIENTS
+from tests.hostile.fuzz import fuzz, table
+from tests.hostile.lies import TARGETS, lie_to_server
+from tests.hostile.outcomes import BROKEN, REFUSED, Outcome, honest, judged
+from tests.hostile.recorded import CLIENTS, SCENARIOS
 
 MEMORY = 200.0  # MB: the largest mutated payload has some 4
 
