@@ -126,7 +126,9 @@ class Population:
         for reply in send_and_receive(self.grid, messages, patience):
             node = reply.metadata.src_node_id
             silent -= {node} if node in new else new  # Flower's own errors do not say whose they are
-            if reply.has_error():
+            if node in self._claims:
+                log(logging.WARNING, "node %s introduced itself twice: what it said first counts", node)
+            elif reply.has_error():
                 if reply.error.code in PASSING:
                     log(
                         logging.WARNING,
@@ -153,19 +155,19 @@ class Population:
         for index, nodes in claims.items():
             known = [self._first.get(index), before[index].node if self._joined and index in before else None]
             preferred = [node for node in nodes if node == known[0]] or [node for node in nodes if node == known[1] or len(nodes) == 1]
-            node = preferred[0] if preferred else None
-            if node is None:
+            holder = preferred[0] if preferred else None
+            if holder is None:
                 problem = (
                     f"nodes {' and '.join(map(str, nodes))} call themselves client {index}, so none of them takes part: give every "
                     "SuperNode a partition-id of its own, and end those that are not that client"
                 )
             else:
-                self._serve(self._claims[node])
-            rivals = [other for other in nodes if other != node]
+                self._serve(self._claims[holder])
+            rivals = [node for node in nodes if node != holder]
             if rivals != self._rivals.get(index, []):
-                for other in rivals if node is not None else ():
-                    log(logging.WARNING, "node %s refused: client %s is already served by node %s", other, index, node)
-                if node is None:
+                for rival in rivals if holder is not None else ():
+                    log(logging.WARNING, "node %s refused: client %s is already served by node %s", rival, index, holder)
+                if holder is None:
                     log(logging.WARNING, "%s", problem)
             self._rivals[index] = rivals
         return problem

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
+from flwr.app import Message
 
 from fl_bn.federation.local import Samples
 from fl_bn.federation.rounds import Rounds
@@ -94,6 +96,23 @@ def test_a_client_of_another_method_is_refused(clients: list[Samples], log: pyte
     with pytest.raises(RunFailed, match="only 0 of 3"):
         run(FBN, clients, 1, grid=grid, policy={"wait": 0.01})
     assert "client 0 has another model, method or version of fl-bn" in log.text
+
+
+def test_what_a_node_says_first_counts(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    class Twice(WatchedGrid):
+        """Node 2 answers as client 1, and then as client 2."""
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            replies = list(super().pull_messages(message_ids))
+            for reply in [r for r in replies if "hello" in r.content.config_records and r.metadata.src_node_id == 2]:
+                second = copy.deepcopy(reply)
+                second.content.config_records["hello"]["client"] = 2
+                replies.append(second)
+            return replies
+
+    ran = run(FBN, clients, 1, grid=Twice(client_app(FBN, clients), 3))
+    assert [c.client for c in ran.records[0].accepted] == [0, 1, 2]
+    assert log.text.count("node 2 introduced itself twice: what it said first counts") == 1
 
 
 class TwinGrid(WatchedGrid):

@@ -21,7 +21,7 @@ import torch
 
 from tests.hostile.lies import TARGETS, requests
 from tests.hostile.mutations import pick
-from tests.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, SAME, honest, listening
+from tests.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, SAME, Outcome, honest, listening
 from tests.hostile.recorded import SCENARIOS
 
 
@@ -31,24 +31,37 @@ class Tally(NamedTuple):
     peak: float  # MB that the process grew by
 
 
-def fuzz(mutations: int, seed: int = 0, seconds: float = float("inf")) -> Tally:
-    """``mutations`` over all targets, as many as fit into ``seconds``: the same for the same seed."""
+class Case(NamedTuple):
+    """``name``: of the scenario; ``what``: was changed."""
+
+    target: str
+    name: str
+    what: str
+    outcome: Outcome
+
+
+def run_case(seed: int, number: int) -> Case:
+    rng = np.random.default_rng([seed, number])
+    target = str(rng.choice(list(TARGETS), p=[share for _, _, share in TARGETS.values()]))
+    attack, names, _ = TARGETS[target]
+    name = pick(rng, names)
+    with listening():
+        return Case(target, name, *attack(name, rng))
+
+
+def fuzz(mutations: int, seed: int = 0, seconds: float = float("inf"), first: int = 0) -> Tally:
+    """Cases ``first``, ``first`` + 1, ... of ``seed``, ``mutations`` of them, or as many as fit into ``seconds``."""
     with listening():
         for name in SCENARIOS:
             honest(name)  # recorded, and in memory, before memory is measured
         requests()
     before, end = peak_memory(), time.monotonic() + seconds
     counts, broken = Counter[tuple[str, str]](), list[str]()
-    for number in range(mutations):
-        rng = np.random.default_rng([seed, number])
-        target = str(rng.choice(list(TARGETS), p=[share for _, _, share in TARGETS.values()]))
-        attack, names, _ = TARGETS[target]
-        name = pick(rng, names)
-        with listening():
-            what, outcome = attack(name, rng)
-        counts[target, outcome.kind] += 1
-        if outcome.kind == BROKEN:
-            broken.append(f"{seed}/{number} {target} {name}: {what}: {outcome.why}"[:1000])
+    for number in range(first, first + mutations):
+        case = run_case(seed, number)
+        counts[case.target, case.outcome.kind] += 1
+        if case.outcome.kind == BROKEN:
+            broken.append(f"{seed}/{number} {case.target} {case.name}: {case.what}: {case.outcome.why}"[:1000])
         if time.monotonic() > end:
             break
     return Tally(counts, broken, peak_memory() - before)
@@ -72,11 +85,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case: processes may share a seed, or go on")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     begin, cpu = time.monotonic(), time.process_time()
-    tally = fuzz(asked.mutations, asked.seed, asked.seconds)
+    tally = fuzz(asked.mutations, asked.seed, asked.seconds, asked.first)
     print(table(tally))
     print(f"\npeak memory: {peak_memory():.0f} MB, of which {tally.peak:.0f} MB since the first mutation")
     print(f"{time.monotonic() - begin:.0f} s, {time.process_time() - cpu:.0f} s of one core")

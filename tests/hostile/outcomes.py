@@ -23,6 +23,7 @@ REFUSED, SAME, HONEST, GIVEN_UP, BROKEN = (
     "round given up, and said why",
     "BROKEN",
 )
+FEW = "samples left it"  # a warning for the client's own good, which refuses nobody
 FAR = 4.0  # under a defence no weight may become so many times the largest honest one
 
 
@@ -72,7 +73,7 @@ def largest(tensors: dict[str, np.ndarray]) -> float:
 def judged(name: str, ran: Served, lines: list[str]) -> Outcome:
     """What became of one lie. Broken: the round did not go on, another client paid, or the model is none that clients take."""
     truth, tensors = honest(name), ran.tensors
-    named = [line for line in lines if f"client {LIAR}" in line or f"node {LIAR + 1} " in line]
+    named = [line for line in lines if (f"client {LIAR}" in line or f"node {LIAR + 1} " in line) and FEW not in line]
     others = [c for c in ran.record.clients if c.client != LIAR and c.refused]
     if any(len(line) > 4000 or "\x1b" in line or "\n" in line for line in lines):
         return Outcome(BROKEN, "a line of the log holds what a client made of it")
