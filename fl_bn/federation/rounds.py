@@ -36,6 +36,7 @@ class Rounds:
     ``unseen``: after the last round clients are asked what they keep of BatchNorm, for the average that unseen clients get.
     ``at_start``: so many clients suffice for the run to start, 0: all; the others take part from the round before which they came.
     ``joining``: client by client the first round in which it may take part, where that is not 1.
+    ``nodes``: Flower's node id of each client, by index, so that no other node is taken for it; empty: not known.
     """
 
     clients: int
@@ -61,6 +62,7 @@ class Rounds:
     unseen: bool = False
     at_start: int = 0
     joining: Mapping[int, int] = field(default_factory=dict)
+    nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.clients < 1 or self.evaluate_every < 1 or self.max_failed < 1:
@@ -85,6 +87,9 @@ class Rounds:
             raise ValueError(
                 f"of {self.clients} clients {first} may take part in round 1: at_start must be 0..{first}, but got {self.at_start}"
             )
+
+        if self.nodes and not len(set(self.nodes)) == len(self.nodes) == self.clients:
+            raise ValueError(f"nodes must name one node for each of {self.clients} clients, no node twice, but got {self.nodes}")
 
     def pace(self, learning_rate: float, rounds: int) -> float:
         """``learning_rate`` as a share of the first round's; 1 where it is larger (a warm-up)."""

@@ -46,14 +46,21 @@ class Population:
 
     ``clients`` have introduced themselves; of these the ones whose round has come take part (``everyone``). ``round``: the next one, at
     first the one with which the run starts or goes on.
+
+    An index is a node's own word. Where the operator names the node of each client (``rounds.nodes``), no other node is believed.
+    Elsewhere the node that served an index first has it, whenever it is online; while it is offline another node may serve it. Of
+    several nodes that claim an index which none of them served before, none gets it.
     """
 
     def __init__(self, grid: Grid, rounds: Rounds, signature: str, round: int = 1) -> None:
         self.grid, self.rounds, self.signature, self.round = grid, rounds, signature, round
         self.clients: dict[int, Client] = {}
+        self._claims: dict[int, Client] = {}  # by node: as it introduced itself, whether or not it serves that index
+        self._first: dict[int, int] = {}  # index -> the node that served it first, since the start
+        self._last: dict[int, int] = {}  # index -> the node that served it last
+        self._rivals: dict[int, list[int]] = {}  # index -> the other nodes that claim it, as was said in the log
         self._refused: set[int] = set()
         self._gone: set[int] = set()
-        self._doubles: dict[int, int] = {}  # refused node -> the index it claims, which another node serves
         self._joined: set[int] = set()  # took part in a round, or were asked to
 
     def gather(self) -> None:
@@ -82,6 +89,7 @@ class Population:
                 )
             time.sleep(0.2)
         self._joined = {client.index for client in self.everyone()}
+        self._first = {client.index: client.node for client in self.clients.values()}
         if later := sorted(set(range(self.rounds.clients)) - self._joined):
             log(logging.INFO, "starting with %d clients; clients %s may join later", here, later)
 
@@ -103,22 +111,24 @@ class Population:
     def greet(self) -> str:
         """Ask every node not seen before who it is; forget clients whose node is gone.
 
-        Returns what is wrong with a node that could take part otherwise, and what to do: its data cannot be read, say. Empty: with none.
+        Returns what is wrong with a node that could take part otherwise, and what to do: its data cannot be read, say, or two nodes
+        claim one index. Empty: nothing.
         """
         online = set(self.grid.get_node_ids())
         if gone := sorted(i for i, c in self.clients.items() if c.node not in online):
             log(logging.WARNING, "clients %s are offline", gone)
             self._gone |= set(gone)
-        self.clients = {i: c for i, c in self.clients.items() if c.node in online}
+        self._claims = {node: client for node, client in self._claims.items() if node in online}
         self._refused &= online
-        self._refused -= {node for node, index in self._doubles.items() if index not in self.clients}
-        new = online - {c.node for c in self.clients.values()} - self._refused
+        new = online - set(self._claims) - self._refused
         messages = [Message(RecordDict(), node, client_app.HELLO, ttl=self.rounds.timeout, group_id="0") for node in sorted(new)]
         patience, silent, problem = min(self.rounds.timeout, max(self.rounds.wait, 1.0)), set(new), ""
         for reply in send_and_receive(self.grid, messages, patience):
             node = reply.metadata.src_node_id
             silent -= {node} if node in new else new  # Flower's own errors do not say whose they are
-            if reply.has_error():
+            if node in self._claims:
+                log(logging.WARNING, "node %s introduced itself twice: what it said first counts", node)
+            elif reply.has_error():
                 if reply.error.code in PASSING:
                     log(
                         logging.WARNING,
@@ -134,10 +144,54 @@ class Population:
                 problem = problem or wrong
         for node in silent if self._joined else ():  # before the start they are waited for
             self._refuse(node, f"it did not say within {patience:.0f} s who it is; it is asked again when it was offline")
+        return self._assign() or problem
+
+    def _assign(self) -> str:
+        """Let one of the nodes that claim an index serve it. Returns what is wrong where none can be preferred."""
+        claims: dict[int, list[int]] = {}
+        for node, client in sorted(self._claims.items()):
+            claims.setdefault(client.index, []).append(node)
+        before, self.clients, problem = self.clients, {}, ""
+        for index, nodes in claims.items():
+            known = [self._first.get(index), before[index].node if self._joined and index in before else None]
+            preferred = [node for node in nodes if node == known[0]] or [node for node in nodes if node == known[1] or len(nodes) == 1]
+            holder = preferred[0] if preferred else None
+            if holder is None:
+                problem = (
+                    f"nodes {' and '.join(map(str, nodes))} call themselves client {index}, so none of them takes part: give every "
+                    "SuperNode a partition-id of its own, and end those that are not that client"
+                )
+            else:
+                self._serve(self._claims[holder])
+            rivals = [node for node in nodes if node != holder]
+            if rivals != self._rivals.get(index, []):
+                for rival in rivals if holder is not None else ():
+                    log(logging.WARNING, "node %s refused: client %s is already served by node %s", rival, index, holder)
+                if holder is None:
+                    log(logging.WARNING, "%s", problem)
+            self._rivals[index] = rivals
         return problem
 
+    def _serve(self, client: Client) -> None:
+        index, last = client.index, self._last.get(client.index, client.node)
+        self.clients[index] = client
+        if self._joined:
+            self._first.setdefault(index, client.node)
+            if client.node not in (last, self._first[index]):
+                log(
+                    logging.WARNING,
+                    "client %s is now served by node %s, and was by node %s: if that is not the same client, restarted, stop the run",
+                    index,
+                    client.node,
+                    last,
+                )
+        self._last[index] = client.node
+        if index in self._gone:
+            self._gone.discard(index)
+            log(logging.INFO, "client %s is back", index)
+
     def _admit(self, node: int, reply: Message) -> str:
-        """Add the client, or refuse the node. Returns what to do where the whole run may have been set up wrongly."""
+        """Note whom the node claims to be, or refuse it. Returns what to do where the whole run may have been set up wrongly."""
         try:
             said = HELLO.of_configs(reply.content)
         except WireError as error:
@@ -159,14 +213,13 @@ class Population:
                 f"client {index} has another model, method or version of fl-bn ({shown(said['signature'])}, here {self.signature}; "
                 "a strategy takes the model as it is, a client convert(model, method))",
             )
-        elif index in self.clients:
-            self._doubles[node] = index  # a restarted client, say: asked again once the other node is gone
-            self._refuse(node, f"client {index} is already served by node {self.clients[index].node}")
+        elif self.rounds.nodes and self.rounds.nodes[index] != node:
+            theirs = f"client {self.rounds.nodes.index(node)}'s" if node in self.rounds.nodes else "no client's"
+            other = f"it calls itself client {index}, but its key is {theirs}: correct its partition-id"
+            self._refuse(node, other)
+            return f"node {node} cannot take part: {other}"
         else:
-            self.clients[index] = Client(index, node, said["samples"], said["label-counts"])
-            if index in self._gone:
-                self._gone.discard(index)
-                log(logging.INFO, "client %s is back", index)
+            self._claims[node] = Client(index, node, said["samples"], said["label-counts"])
         return ""
 
     def _refuse(self, node: int, reason: str) -> None:

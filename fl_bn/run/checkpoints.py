@@ -17,7 +17,7 @@ FOLDER, CONFIG = "checkpoints", "config.toml"
 AT_ONCE = 2  # the one before the last is there in case the last is damaged
 FREE = {  # what may differ from the run that is resumed: none of it decides a number
     "name", "output", "resume", "checkpoint_every", "pictures", "device", "threads", "share_label_counts", "min_replies", "min_cohort",
-    "clients_at_start", "max_failed_rounds", "round_timeout", "wait_timeout", "retry_timeout",
+    "clients_at_start", "client_nodes", "max_failed_rounds", "round_timeout", "wait_timeout", "retry_timeout",
     *(spec.name for spec in fields(RunConfig) if spec.name.startswith("exchange")),
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ from fl_bn.flower.lineage import FOLDER
 from fl_bn.flower.population import round_half_up
 from fl_bn.methods import METHODS, Method, attacked, freeze
 from fl_bn.objectives import FedProx, FedSAM, Moon, Objective, Scaffold
-from fl_bn.run.keys import LONGEST, Value, joins_of, kebab, short, unfit
+from fl_bn.run.keys import LONGEST, Value, joins_of, kebab, nodes_of, short, unfit
 from fl_bn.run.run_keys import RunKeys
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
@@ -168,6 +168,8 @@ class RunConfig(RunKeys):
 
     def _check_joining(self) -> None:
         joins = joins_of(self.join_rounds)
+        if (named := len(nodes_of(self.client_nodes))) not in (0, self.clients):
+            raise ConfigError(f"client-nodes must name a node for each of clients={self.clients}, but names {named}")
         if strangers := [client for client in joins if client >= self.clients]:
             raise ConfigError(
                 f"join-rounds must name clients 0..{self.clients - 1}, since clients={self.clients}, but got client {strangers[0]}"
@@ -298,4 +300,5 @@ class RunConfig(RunKeys):
             unseen=self.unseen_client,
             at_start=self.clients_at_start,
             joining=joins_of(self.join_rounds),
+            nodes=nodes_of(self.client_nodes),
         )

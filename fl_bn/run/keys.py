@@ -85,6 +85,22 @@ def joins_of(text: str) -> dict[int, int]:
 known_joins = parses(joins_of)
 
 
+def nodes_of(text: str) -> tuple[int, ...]:
+    """``"17, 4"`` as (17, 4); empty of an empty text.
+
+    Raises:
+        ValueError: it is no list of Flower's node ids, or names a node twice.
+    """
+    names = names_of(text)
+    nodes = tuple(int(name) for name in names if re.fullmatch(r"\d{1,20}", name, re.ASCII))
+    if len(set(nodes)) < len(names):
+        raise ValueError(f"expected NODE,NODE,..., each node once, but got {text!r}")
+    return nodes
+
+
+known_nodes = parses(nodes_of)
+
+
 def known_shifts(text: str) -> bool:
     return all(name in SHIFTS for name in names_of(text))
 

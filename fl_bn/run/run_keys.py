@@ -33,6 +33,7 @@ from fl_bn.run.keys import (
     known_device,
     known_diagnostics,
     known_joins,
+    known_nodes,
     known_rule,
     known_shifts,
     weight,
@@ -121,6 +122,13 @@ class RunKeys(MethodKeys):
     )
     join_rounds: str = key(
         "", "clients that take part only from a later round, '4:10,5:20': client 4 from round 10", "CLIENT:ROUND,...", known_joins
+    )
+    client_nodes: str = key(
+        "",
+        "Flower's node ids of clients 0, 1, ..., so that no other node is taken for them (fl-bn submit gives them); empty: a client is who "
+        "it says it is",
+        "NODE,NODE,...",
+        known_nodes,
     )
     fraction: float = key(1.0, "fraction of the clients that train in a round", "(0, 1]", weight)
     rounds: int = key(

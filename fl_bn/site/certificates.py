@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
     load_pem_private_key,
+    load_pem_public_key,
     load_ssh_private_key,
     load_ssh_public_key,
 )
@@ -126,6 +127,11 @@ def public_half(private: Path) -> bytes:
 def read_public(path: Path) -> bytes:
     """The public key at ``path`` (OpenSSH), as DER. Raises OSError, ValueError."""
     return _der(load_ssh_public_key(path.read_bytes()))
+
+
+def public_in(content: bytes) -> bytes:
+    """The public key in ``content`` (PEM), as DER. Raises ValueError."""
+    return _der(load_pem_public_key(content))
 
 
 def key_in(certificate: x509.Certificate) -> bytes:

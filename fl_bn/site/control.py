@@ -6,7 +6,7 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import dropwhile
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.pairs import flower_config
+from fl_bn.site.certificates import public_in, read_public
 from fl_bn.site.commands import check_flower, environment, local, program
 from fl_bn.site.folders import ServerFolder
 
@@ -82,6 +83,21 @@ class Control:
         at = flower_config({"address": self.address, "root-certificates": str(self.authority)})
         answer = self.ask("run", str(app), FEDERATION, "--federation-config", at, "--run-config", run_config)
         return str(answer["run-id"])
+
+    def nodes(self, sites: Sequence[Path]) -> list[int]:
+        """The node id of each of ``sites``, given by their public keys. Raises ControlError where one is not registered."""
+        from fl_bn.flower.registered import registered_keys  # with torch, which the other commands do without
+
+        try:
+            registered = registered_keys(self.address, self.authority.read_bytes())
+        except ConnectionError as error:
+            raise ControlError(str(error)) from error
+        nodes = {public_in(key): node for node, key in registered.items()}
+        if missing := [key for key in sites if read_public(key) not in nodes]:
+            raise ControlError(
+                f"the SuperLink at {self.address} does not know the key {missing[0]}: `fl-bn register` tells it (`fl-bn start` does, too)"
+            )
+        return [nodes[read_public(key)] for key in sites]
 
     def status(self, run: str) -> str:
         """``running``, ``finished:completed``, ``finished:failed``, ... Raises ControlError."""

@@ -51,6 +51,9 @@ def submit(server: ServerFolder, overrides: str, address: str = "", say: Callabl
     """
     config = run_config(server, overrides)
     with control_of(server, address) as control:
+        if not config.get("client-nodes") and config["clients"] == len(server.sites):
+            nodes = control.nodes([server.public_key(site) for site in server.sites])
+            config["client-nodes"] = ",".join(map(str, nodes))
         with _staged(project_of(server)) as app:
             run = control.start_run(app, flower_config(config))
         say(f"run {run} is submitted to {control.address}")

@@ -250,9 +250,14 @@ class Breaking:
             raise answer
         return str(answer)
 
+    def nodes(self, sites: list[Path]) -> list[int]:
+        assert [path.name for path in sites] == ["A.pub", "B.pub"]
+        return [2**64 - 1, 7]
+
     def start_run(self, app: Path, config: str) -> str:
         assert (app / "client_app/app.py").exists()
-        assert parse_config_args([config])["clients"] == 2
+        sent = parse_config_args([config])
+        assert (sent["clients"], sent["client-nodes"]) == (2, "18446744073709551615,7")
         return "7"
 
 

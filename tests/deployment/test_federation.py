@@ -111,6 +111,24 @@ def test_strangers_are_refused(federation: Federation, tmp_path: Path) -> None:
         assert code != 0
 
 
+def test_a_site_that_claims_another_s_place_is_refused_by_its_key(federation: Federation) -> None:
+    """Site b calls itself client 0, which is site a."""
+    config = {**SMALL, "method": "fedavg", "rounds": 1, "evaluate-every": 1, "clients-at-start": 1}
+    federation.stop("sites/b")
+    federation.edit("sites/b", {"partition-id": 0})
+    before = federation.log("sites/b", "supernode").count("SuperNode ID")
+    federation.start("sites/b")
+    wait_until("site b is connected", lambda: federation.log("sites/b", "supernode").count("SuperNode ID") > before, 120)
+    try:
+        log = federation.run({**config, "name": "claims"})
+    finally:
+        federation.stop("sites/b")
+        federation.edit("sites/b", {"partition-id": 1})
+        federation.start("sites/b")
+    assert "it calls itself client 0, but its key is client 1's: correct its partition-id" in log
+    assert "2/2 clients" in log
+
+
 def test_a_join_without_token_is_refused_and_harms_nobody(federation: Federation, tmp_path: Path) -> None:
     config: dict[str, Any] = {**SMALL, "method": "fedtan", "name": "strangers", "rounds": 2}
     before = federation.log("server", "serverapp").count("exchange: listening")

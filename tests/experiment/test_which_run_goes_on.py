@@ -65,7 +65,7 @@ def test_what_may_differ_is_where_and_how_it_runs_not_what() -> None:
     exchange = {spec.name for spec in fields(RunConfig) if spec.name.startswith("exchange")}
     assert FREE - exchange == {
         "name", "output", "resume", "checkpoint_every", "pictures", "device", "threads", "share_label_counts", "min_replies", "min_cohort",
-        "clients_at_start",
+        "clients_at_start", "client_nodes",
         "max_failed_rounds", "round_timeout", "wait_timeout", "retry_timeout",
     }  # fmt: skip
 

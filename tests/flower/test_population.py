@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
+from flwr.app import Message
 
 from fl_bn.federation.local import Samples
+from fl_bn.federation.rounds import Rounds
 from fl_bn.flower import BatchNormClient, RunFailed
 from fl_bn.flower.population import round_half_up, sample_cohort
 from fl_bn.methods import METHODS
@@ -95,41 +98,139 @@ def test_a_client_of_another_method_is_refused(clients: list[Samples], log: pyte
     assert "client 0 has another model, method or version of fl-bn" in log.text
 
 
-class TwinGrid(WatchedGrid):
-    """One more node, which serves the partition of node 2; ``gone`` are offline."""
+def test_what_a_node_says_first_counts(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    class Twice(WatchedGrid):
+        """Node 2 answers as client 1, and then as client 2."""
 
-    def __init__(self, clients: list[Samples]) -> None:
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            replies = list(super().pull_messages(message_ids))
+            for reply in [r for r in replies if "hello" in r.content.config_records and r.metadata.src_node_id == 2]:
+                second = copy.deepcopy(reply)
+                second.content.config_records["hello"]["client"] = 2
+                replies.append(second)
+            return replies
+
+    ran = run(FBN, clients, 1, grid=Twice(client_app(FBN, clients), 3))
+    assert [c.client for c in ran.records[0].accepted] == [0, 1, 2]
+    assert log.text.count("node 2 introduced itself twice: what it said first counts") == 1
+
+
+class TwinGrid(WatchedGrid):
+    """More nodes that serve the partition of node 2, at first offline; ``gone`` are offline, from round ``r`` on ``then[r]``."""
+
+    def __init__(self, clients: list[Samples], twins: tuple[int, ...] = (77,)) -> None:
         super().__init__(client_app(FBN, clients), len(clients))
-        (twin,) = list(WatchedGrid(client_app(FBN, clients), len(clients))._contexts.values())[1:2]
-        twin.node_id, self._contexts[77], self.gone = 77, twin, set[int]()
+        for node in twins:
+            twin = list(WatchedGrid(client_app(FBN, clients), len(clients))._contexts.values())[1]
+            twin.node_id, self._contexts[node] = node, twin
+        self.gone, self.then = set(twins), dict[int, set[int]]()
 
     def get_node_ids(self) -> Iterable[int]:
         return [node for node in super().get_node_ids() if node not in self.gone]
 
+    def rate(self, round: int, rounds: int) -> float:
+        self.gone = self.then.pop(round, self.gone)
+        return 0.1
+
+    def trained(self) -> dict[str, int]:
+        """The node that served client 1, by round."""
+        sent = (m.metadata for m in self.sent if m.metadata.message_type == "train")
+        return {about.group_id: about.dst_node_id for about in sent if about.dst_node_id not in (1, 3)}
+
 
 def test_a_second_node_of_one_client_is_refused_by_name(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    ran = run(FBN, clients, 2, grid=TwinGrid(clients))
+    grid = TwinGrid(clients)
+    grid.then = {1: set()}
+    ran = run(FBN, clients, 2, grid=grid, policy={"rate": grid.rate})
     assert log.text.count("node 77 refused: client 1 is already served by node 2") == 1
     assert all([c.client for c in record.accepted] == [0, 1, 2] for record in ran.records)
     assert identical(ran.trajectory[2], run(FBN, clients, 2).trajectory[2])
     assert not any(message.metadata.dst_node_id == 77 for message in ran.grid.sent if message.metadata.message_type == "train")
 
 
-def test_a_restarted_client_takes_its_place_again_once_the_old_node_is_gone(clients: list[Samples]) -> None:
+def test_a_restarted_client_takes_its_place_again_once_the_old_node_is_gone(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     grid = TwinGrid(clients)
-
-    def leave(round: int) -> None:
-        if round == 2:
-            grid.gone = {2}
-
-    ran = run(FBN, clients, 3, grid=grid, evaluate=None, policy={"rate": lambda round, rounds: leave(round) or 0.1})
+    grid.then = {1: set(), 2: {2}}
+    ran = run(FBN, clients, 3, grid=grid, evaluate=None, policy={"rate": grid.rate})
     assert [[c.client for c in record.accepted] for record in ran.records] == [[0, 1, 2]] * 3
-    served = {
-        m.metadata.group_id: m.metadata.dst_node_id
-        for m in grid.sent
-        if m.metadata.dst_node_id in (2, 77) and m.metadata.message_type == "train"
-    }
-    assert served == {"1": 2, "2": 77, "3": 77}  # at once: who is there is asked before every round
+    assert grid.trained() == {"1": 2, "2": 77, "3": 77}  # at once: who is there is asked before every round
+    assert log.text.count("client 1 is now served by node 77, and was by node 2: if that is not the same client, restarted, stop") == 1
+
+
+def test_the_node_that_served_a_client_first_gets_its_place_back(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    grid = TwinGrid(clients)
+    grid.then = {2: {2}, 3: set(), 5: {2}, 6: set()}
+    run(FBN, clients, 6, grid=grid, evaluate=None, policy={"rate": grid.rate})
+    assert grid.trained() == {"1": 2, "2": 77, "3": 2, "4": 2, "5": 77, "6": 2}
+    assert log.text.count("node 77 refused: client 1 is already served by node 2") == 2
+    assert log.text.count("client 1 is now served by node 77") == 2
+
+
+def test_of_two_nodes_that_claim_one_client_before_the_start_neither_is_preferred(clients: list[Samples]) -> None:
+    grid = TwinGrid(clients)
+    grid.gone = set()
+    with pytest.raises(RunFailed, match="nodes 2 and 77 call themselves client 1, so none of them takes part: give every SuperNode"):
+        run(FBN, clients, 1, grid=grid)
+
+
+@pytest.mark.usefixtures("no_sleep")
+def test_nor_is_the_one_that_was_there_earlier(clients: list[Samples]) -> None:
+    class Later(TwinGrid):
+        """Node 77 comes second, and node 3 would be the last."""
+
+        asked = 0
+
+        def get_node_ids(self) -> Iterable[int]:
+            self.asked += 1
+            self.gone = {77, 3} if self.asked < 3 else {3}
+            return super().get_node_ids()
+
+    with pytest.raises(RunFailed, match="nodes 2 and 77 call themselves client 1"):
+        run(FBN, clients, 1, grid=Later(clients), policy={"wait": 60.0})
+
+
+def test_a_run_that_can_start_without_them_names_both_and_takes_the_one_that_stays(
+    clients: list[Samples], log: pytest.LogCaptureFixture
+) -> None:
+    grid = TwinGrid(clients)
+    grid.gone, grid.then = set(), {3: {77}}
+    ran = run(FBN, clients, 4, grid=grid, policy={"at_start": 2, "rate": grid.rate})
+    assert accepted(ran) == [[0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
+    assert log.text.count("nodes 2 and 77 call themselves client 1, so none of them takes part") == 1
+    assert grid.trained() == {"3": 2, "4": 2}
+
+
+def test_of_two_newcomers_in_the_place_of_one_that_is_gone_neither_is_preferred(
+    clients: list[Samples], log: pytest.LogCaptureFixture
+) -> None:
+    grid = TwinGrid(clients, (77, 78))
+    grid.then = {2: {2}, 4: set()}
+    ran = run(FBN, clients, 4, grid=grid, policy={"rate": grid.rate})
+    assert accepted(ran) == [[0, 1, 2], [0, 2], [0, 2], [0, 1, 2]]
+    assert grid.trained() == {"1": 2, "4": 2}
+    assert "nodes 77 and 78 call themselves client 1" in log.text
+
+
+def test_where_the_operator_names_the_nodes_no_other_is_believed(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    """Present from the start, before the true one, or alone: the stranger never takes part."""
+    for gone, rounds in ((set[int](), [[0, 1, 2]] * 3), ({2}, [[0, 2]] * 3)):
+        grid = TwinGrid(clients)
+        grid.gone = gone
+        ran = run(FBN, clients, 3, grid=grid, policy={"at_start": 2, "nodes": (1, 2, 3)})
+        assert accepted(ran) == rounds
+        assert 77 not in grid.trained().values()
+    assert "node 77 refused: it calls itself client 1, but its key is no client's: correct its partition-id" in log.text
+    swapped = {"at_start": 1, "nodes": (2, 1, 3)}
+    assert accepted(run(FBN, clients, 2, policy=swapped)) == [[2]] * 2
+    assert "node 1 refused: it calls itself client 0, but its key is client 1's" in log.text
+    with pytest.raises(RunFailed, match="node 1 cannot take part: it calls itself client 0, but its key is client 1's"):
+        run(FBN, clients, 2, policy={**swapped, "at_start": 0})
+
+
+@pytest.mark.parametrize("nodes", [(1, 2), (1, 2, 2), (1, 2, 3, 4)])
+def test_nodes_are_named_for_all_clients_or_none(nodes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="nodes must name one node for each of 3 clients, no node twice"):
+        Rounds(3, nodes=nodes)
 
 
 def test_a_run_whose_clients_all_leave_stops_with_a_sentence(clients: list[Samples]) -> None:

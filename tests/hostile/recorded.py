@@ -172,6 +172,7 @@ def served(name: str, grid: InProcessGrid) -> Served:
     scenario, records = SCENARIOS[name], list[RoundRecord]()
     settings = scenario.settings
     rules = {"wait": 0.0, "at_start": CLIENTS - 1, "update": settings.update, "companions": companions(settings), **scenario.policy}
+    rules["nodes"] = tuple(range(1, CLIENTS + 1))  # as in a deployment, where each client's key is known
     strategy = BatchNormStrategy(
         seeded_network("cnn"),
         METHODS[scenario.method](),

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from fl_bn.federation import schema
-from tests.hostile.fuzz import BROKEN, REFUSED, SCENARIOS, TARGETS, Outcome, fuzz, honest, judged, lie_to_server, table
-from tests.hostile.recorded import CLIENTS
+from tests.hostile.fuzz import fuzz, run_case, table
+from tests.hostile.lies import TARGETS, lie_to_server
+from tests.hostile.outcomes import BROKEN, REFUSED, Outcome, honest, judged
+from tests.hostile.recorded import CLIENTS, SCENARIOS
 
 MEMORY = 200.0  # MB: the largest mutated payload has some 4
 
@@ -30,6 +32,13 @@ def test_mutated_messages() -> None:
 def test_some_thousand() -> None:
     """The command makes 100,000: ``python -m tests.hostile.fuzz``."""
     check(3000, seed=17)
+
+
+def test_a_client_that_calls_itself_another_is_refused_and_the_other_takes_part() -> None:
+    """It took the other's place, whose replies were then measured against what the liar had said."""
+    case = run_case(18, 4344)
+    assert (case.target, case.name) == ("server", "ln")
+    assert case.outcome == Outcome(REFUSED, "node 2 refused: it calls itself client 3, but its key is client 1's: correct its partition-id")
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -37,13 +37,14 @@ class Siamese(nn.Module):
         return self.head(self.flat(torch.cat([self.encode(x), self.encode(x.flip(-1))], 1)))
 
 
-def siamese(spoil: Spoil, method: str = "fedavg", rounds: int = 2) -> Run:
-    """Four clients with pictures, and client 1 with grey ones: its activations have no variance at all."""
+def siamese(spoil: Spoil, method: str = "fedavg", rounds: int = 2, scale: float = 1.0) -> Run:
+    """Four clients with pictures, and client 1 with grey ones: its activations have no variance at all. ``scale``: of the others'."""
     clients = [random_samples(8, brightness=0.5, seed=i) for i in range(5)]
     clients[LIAR] = Samples(torch.full_like(clients[LIAR].x, 128), clients[LIAR].y)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Siamese()
+        model.conv.weight.data.mul_(scale)
     grid = LyingGrid(client_app(METHODS[method](), clients, STEPS, model=model), 5, spoil)
     return run(METHODS[method](), clients, rounds, settings=STEPS, grid=grid, model=model)
 
@@ -52,9 +53,11 @@ def nothing(message: Message, asked: str, content: RecordDict) -> None:
     """Nobody lies."""
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize("method", ["fedavg", "fedtan"])
-def test_an_honest_client_without_variance_is_not_refused(method: str) -> None:
-    for record in siamese(nothing, method).records:
+def test_an_honest_client_without_variance_is_not_refused(method: str, scale: float) -> None:
+    """Where all variances are small, and where only the one client's is."""
+    for record in siamese(nothing, method, scale=scale).records:
         assert [c.refused for c in record.clients] == [""] * 5
 
 

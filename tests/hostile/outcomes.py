@@ -1,0 +1,102 @@
+"""What became of one lie, read from the round's record, the model, and the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from flwr.common.logger import FLOWER_LOGGER
+
+from fl_bn.federation import schema
+from fl_bn.federation.companions import companions
+from fl_bn.federation.payload import to_numpy
+from tests.hostile.liars import LIAR
+from tests.hostile.recorded import SCENARIOS, Liar, LivingGrid, PlayingGrid, Served, app_of, recorded, served
+
+REFUSED, SAME, HONEST, GIVEN_UP, BROKEN = (
+    "refused, and named",
+    "accepted: no bit of the model changed",
+    "accepted: as an honest client could have sent",
+    "round given up, and said why",
+    "BROKEN",
+)
+FEW = "samples left it"  # a warning for the client's own good, which refuses nobody
+FAR = 4.0  # under a defence no weight may become so many times the largest honest one
+
+
+class Outcome(NamedTuple):
+    """``why``: of what is broken, or of a round that was given up; else who was named, and how."""
+
+    kind: str
+    why: str
+
+
+class Said(logging.Handler):
+    """The warnings of a run."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "was overwritten: record of type" not in record.msg:  # said by the liar's own RecordDict, which is in this process
+            self.lines.append(record.getMessage())
+
+
+@contextmanager
+def listening() -> Iterator[Said]:
+    """Flower's logger says nothing but to this."""
+    said, before, level = Said(), list(FLOWER_LOGGER.handlers), FLOWER_LOGGER.level
+    FLOWER_LOGGER.handlers[:], propagate = [said], FLOWER_LOGGER.propagate
+    FLOWER_LOGGER.propagate = False
+    FLOWER_LOGGER.setLevel(logging.WARNING)
+    try:
+        yield said
+    finally:
+        FLOWER_LOGGER.handlers[:], FLOWER_LOGGER.propagate = before, propagate
+        FLOWER_LOGGER.setLevel(level)
+
+
+@cache
+def honest(name: str) -> Served:
+    scenario = SCENARIOS[name]
+    return served(name, LivingGrid(app_of(scenario), Liar()) if scenario.secure else PlayingGrid(recorded(name), Liar()))
+
+
+def largest(tensors: dict[str, np.ndarray]) -> float:
+    return max(float(np.abs(array).max(initial=0)) for array in tensors.values())
+
+
+def judged(name: str, ran: Served, lines: list[str]) -> Outcome:
+    """What became of one lie. Broken: the round did not go on, another client paid, or the model is none that clients take."""
+    truth, tensors = honest(name), ran.tensors
+    named = [line for line in lines if (f"client {LIAR}" in line or f"node {LIAR + 1} " in line) and FEW not in line]
+    others = [c for c in ran.record.clients if c.client != LIAR and c.refused]
+    if any(len(line) > 4000 or "\x1b" in line or "\n" in line for line in lines):
+        return Outcome(BROKEN, "a line of the log holds what a client made of it")
+    if others:
+        if SCENARIOS[name].secure and not ran.record.aggregated:
+            return Outcome(GIVEN_UP, lines[-1])
+        return Outcome(BROKEN, f"client {others[0].client} paid: {others[0].refused}")
+    if not ran.record.aggregated:
+        return Outcome(GIVEN_UP if SCENARIOS[name].secure else BROKEN, lines[-1] if lines else "nothing was said")
+    shared = ran.strategy.shared
+    try:
+        beside = companions(SCENARIOS[name].settings)
+        asked = ran.strategy.server.begin(1).sections
+        schema.instruction(shared.model, shared.method, beside).check({section: to_numpy(tensors) for section, tensors in asked.items()})
+    except ValueError as error:
+        return Outcome(BROKEN, f"clients would refuse the model: {error}")
+    if ran.strategy.defence.active and largest(tensors) > FAR * largest(truth.tensors):
+        return Outcome(BROKEN, f"under a defence the largest weight is {largest(tensors):.3g}")
+    evaluated = set(ran.record.client_evaluation) if truth.record.client_evaluation else set()
+    if truth.record.client_evaluation and not set(truth.record.client_evaluation) - {LIAR} <= evaluated:
+        return Outcome(BROKEN, "an honest client's evaluation is missing")
+    if named:
+        return Outcome(REFUSED, named[0])
+    same = all(np.array_equal(tensors[k], a) for k, a in truth.tensors.items())
+    return Outcome(SAME if same else HONEST, "")
