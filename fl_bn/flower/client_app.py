@@ -16,7 +16,6 @@ from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import Header, flatten, from_records, header_of, to_records, unflatten
 from fl_bn.flower.fields import Form, Values
 from fl_bn.flower.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
-from fl_bn.flower.secure_client import secured
 from fl_bn.methods import Phase
 
 HELLO = "query.hello"

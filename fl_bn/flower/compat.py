@@ -33,6 +33,8 @@ PLACES = {  # name: the modules that may have it
     "InMemoryLinkState": ("flwr.server.superlink.linkstate",),
     "SqliteLinkState": ("flwr.server.superlink.linkstate",),
     "run_superlink": ("flwr.server.app",),
+    "ListNodesRequest": ("flwr.proto.control_pb2",),
+    "ControlStub": ("flwr.proto.control_pb2_grpc",),
 }
 SECAGG_CLIENT = "flwr.client.mod.secure_aggregation.secaggplus_mod"
 SECAGG_SERVER = "flwr.server.workflow.secure_aggregation.secaggplus_workflow"

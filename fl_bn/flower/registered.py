@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import grpc
-from flwr.proto.control_pb2 import ListNodesRequest
-from flwr.proto.control_pb2_grpc import ControlStub
+
+from fl_bn.flower.compat import ControlStub, ListNodesRequest
 
 
 def registered_keys(address: str, authority: bytes, timeout: float = 30.0) -> dict[int, bytes]:

@@ -35,7 +35,6 @@ from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.recovery import Recovery
 from fl_bn.flower.replies import read_replies
-from fl_bn.flower.secure_rounds import SecureRounds
 from fl_bn.flower.unseen import average_kept
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
