@@ -15,7 +15,7 @@ ORDER = [  # a module may import from layers above its own, and from its own pac
     {"moments", "roles", "robust", "durable", "finding", "own_code", "pairs"},
     {"layers", "models", "exchange"},
     {"methods"},
-    {"conversion", "objectives"},
+    {"conversion", "objectives", "task"},
     {"data"},
     {"federation"},
     {"secure"},
