@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from fl_bn.data.augment import Augment
 from fl_bn.data.dataset import to_input
 from fl_bn.exchange.call import Exchange
 from fl_bn.federation.clipping import clip, norm_in_round
-from fl_bn.federation.metrics import Evaluation, confusion_counts, cross_entropy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.layers import HybridBatchNorm, freeze_statistics, inputs, normalisers, observe, pooled
@@ -26,6 +26,7 @@ from fl_bn.models.head import head_of
 from fl_bn.moments import Moments
 from fl_bn.objectives import Finish, Round, Start, Step
 from fl_bn.roles import Role, roles
+from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batches = Iterable[np.ndarray]
@@ -33,9 +34,9 @@ Batches = Iterable[np.ndarray]
 
 @dataclass(frozen=True)
 class Samples:
-    """Labelled samples of one client: ``x`` uint8 images (N, C, H, W), or float32 (N, ...) as the network takes them; ``y`` int64 (N,).
+    """Samples of one client: ``x`` uint8 images (N, C, H, W), or float32 (N, ...) as the network takes them; ``y`` int64 (N,).
 
-    Of segmentation, ``y`` are masks (N, H, W), 255 where a pixel has no label.
+    ``y`` may also be masks (N, H, W), 255 where a pixel has no label, values float32 (N,) or (N, D), or sets of labels, 0 or 1 (N, K).
     """
 
     x: Tensor
@@ -98,7 +99,7 @@ def train(
     learning_rate: float,
     method: Method,
     phase: Phase = Phase.TRAIN,
-    loss: Loss = cross_entropy,
+    task: Task = CLASSIFICATION,
     kept: Mapping[str, Mapping[str, Tensor]] | None = None,
     control: Mapping[str, Tensor] | None = None,
     counted: bool = True,
@@ -136,7 +137,7 @@ def train(
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast(like.device.type, torch.bfloat16, enabled=settings.precision == "mixed"):
-            return loss(model(x), y)
+            return task.loss(task.predict(model, x), y)
 
     round = _begin(settings, model, method, trained, samples, loss_of, kept, control or {}, counted)
     with ExitStack() as stack:
@@ -268,18 +269,21 @@ def statistics_pass(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, samples: Samples, batch_size: int = 0, loss: Loss = cross_entropy) -> Evaluation:
-    """``model`` in evaluation mode on ``samples``. ``batch_size`` 0: 500 images, or 8 with masks, which are large."""
+def evaluate(
+    model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 0, task: Task = CLASSIFICATION
+) -> MetricState:
+    """``model`` in evaluation mode on ``data``: samples, or batches of any iterable as ``task.read`` takes them (a DataLoader's, say).
+
+    ``batch_size``: of samples; 0: 500, or 8 with masks, which are large.
+    """
     model.eval()
-    size = batch_size or (500 if samples.y.ndim == 1 else 8)
-    like, total, weight, confusion = next(model.parameters()), 0.0, 0, None
-    for index in np.array_split(np.arange(len(samples)), max(1, -(-len(samples) // size))):
-        x, y = samples.batch(index, like)
-        out = model(x)
-        counts = confusion_counts(out, y)
-        confusion = counts if confusion is None else confusion.add_(counts)
-        labelled = len(index) if y.ndim == 1 else int(counts.sum())
-        total += float(loss(out, y)) * labelled
-        weight += labelled
-    assert confusion is not None
-    return Evaluation(total / max(weight, 1), confusion.cpu(), samples.y.ndim > 1)
+    state, like = task.state(), next(model.parameters())
+    if isinstance(data, Samples):
+        size = batch_size or (500 if data.y.ndim <= 2 else 8)
+        pieces = np.array_split(np.arange(len(data)), max(1, -(-len(data) // size)))
+        batches: Iterable[Any] = (data.batch(index, like) for index in pieces)
+    else:
+        batches = (to_device(task.read(batch), like.device) for batch in data)
+    for x, y in batches:
+        state.update(task.predict(model, x), y)
+    return state

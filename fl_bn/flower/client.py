@@ -44,6 +44,7 @@ from fl_bn.methods import INPUTS, NORMALISERS, Method, Phase, Report, Statistics
 from fl_bn.moments import Moments
 from fl_bn.objectives import CONTROL
 from fl_bn.roles import Role, roles
+from fl_bn.task import CLASSIFICATION, Task
 
 BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # what a seeded generator is for
 
@@ -84,9 +85,10 @@ class BatchNormClient(NumPyClient):
         seed: int = 0,
         tells: bool = False,
         shares_drift: bool = False,
+        task: Task = CLASSIFICATION,
     ) -> None:
         check_composition(method, settings)
-        self.method, self.settings, self.site, self.seed = method, settings, site, seed
+        self.method, self.settings, self.site, self.seed, self.task = method, settings, site, seed, task
         self.model = copy.deepcopy(model).to(site.device)
         self.signature, self.tells, self.shares_drift = signature(model, method), tells, shares_drift
         self._context_state, self._roles = state, roles(model)
@@ -145,7 +147,7 @@ class BatchNormClient(NumPyClient):
         """Loss and other metrics on this client's test data, with its own local tensors; ``save``: file name under the site's folder."""
         kept = self._state(config).read(before=int(config["round"]) + 1)
         self._load(unflatten(parameters, config["layout"]), config, kept)
-        metrics = evaluate(self.model, self.site.test).metrics()
+        metrics = evaluate(self.model, self.site.test, task=self.task).result()
         if (name := str(config.get("save", ""))) and self.site.folder is not None:
             TO_EVALUATE.read({"save": name})  # a folder's name, and no way out of this client's own
             path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
@@ -226,6 +228,7 @@ class BatchNormClient(NumPyClient):
                 learning_rate,
                 self.method,
                 phase,
+                self.task,
                 kept=kept.sections,
                 control=to_tensors(payload.get(CONTROL, {})),
                 counted=counted >= kept.round,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
 from fl_bn.flower.fields import (
+    NEEDED,
     REASON,
     Form,
     blobs,
@@ -24,6 +25,7 @@ from fl_bn.flower.fields import (
 )
 from fl_bn.flower.lineage import FOLDER, NAME, RESUMES
 from fl_bn.methods import INPUTS, MEASURED, Phase
+from fl_bn.task import Task
 
 CLASSES, LAYERS, NODES = 65_536, 10_000, 10_000  # the most of each that a message may name
 KEY, SHARE = 1024, 4096  # bytes of a public key, of an encrypted pair of shares, at most
@@ -70,11 +72,17 @@ TRAINED = REPLIED.and_also(
     )
 )
 REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})  # replay: needs an answer; the session knows the limits
-EVALUATED = Form(
-    "metrics",
-    {"samples": whole(), "loss": measured(), "accuracy": measured(0, 1), "mean-iou": measured(0, 1, default=None)},
-    series={"accuracy-class-": measured(0, 1)},
-)
+EVALUATED = Form("metrics", {"samples": whole(), "loss": measured()})
+
+
+def evaluated(task: Task) -> Form:
+    """``EVALUATED`` with the metrics that ``task`` declares, of which the client must send the one that tables show."""
+    ranges = task.declared()
+    fields = {name: measured(*ends, default=NEEDED if name == task.metric else None) for name, ends in ranges.items() if name[-1] != "-"}
+    series = {name: measured(*ends) for name, ends in ranges.items() if name[-1] == "-"}
+    return Form(EVALUATED.record, {**EVALUATED.fields, **fields}, series)
+
+
 
 # from the server
 

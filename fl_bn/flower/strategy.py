@@ -41,6 +41,7 @@ from fl_bn.flower.statistics_exchange import Measured, StatisticsExchange
 from fl_bn.flower.unseen import average_kept
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
+from fl_bn.task import CLASSIFICATION, Task
 
 WHY = "the warnings above say why (values that are not finite mean that training diverged: lower the learning rate)"
 NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or to a number of passes"
@@ -55,7 +56,7 @@ class BatchNormStrategy(Strategy):
     metrics. ``save_clients``: name of the run's folder, in which clients with models of their own save them at the end, none if empty.
     ``keep_checkpoint`` stores a ``Checkpoint`` and returns the oldest round that the run can still go back to. ``secure``: SecAgg+.
     ``defence``: robust rules for statistics and updates, against how many Byzantine clients; the statistics' rule serves the layer-wise
-    exchange (FedTAN), too.
+    exchange (FedTAN), too. ``task``: whose metrics clients with models of their own evaluate, and the log shows.
 
     What travels as ``arrays`` is everything shared: weights, affine and running statistics, by state_dict name.
     """
@@ -73,11 +74,12 @@ class BatchNormStrategy(Strategy):
         defence: Defence = NO_DEFENCE,
         keep_checkpoint: Callable[[Checkpoint], int] | None = None,
         secure: SecureAggregation | None = None,
+        task: Task = CLASSIFICATION,
     ) -> None:
         check_weights(method, rounds.client_weights)
         self.method, self.rounds, self.observer, self.evaluate, self.save_clients = method, rounds, observer, evaluate, save_clients
         self.source, self.shared = model, SharedModel(model, method, rounds.companions, rounds.clients)
-        self.optimizer = optimizer or server_optimizer("fedavg")
+        self.optimizer, self.task = optimizer or server_optimizer("fedavg"), task
         self.num_rounds, self.cohort, self.unseen = 1, list[Client](), dict[str, Tensor]()
         self.population: Population | None = None
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
@@ -151,7 +153,7 @@ class BatchNormStrategy(Strategy):
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
         header = self.shared.header(server_round, Phase.TRAIN)
-        return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent)
+        return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent, self.task)
 
     def summary(self) -> None:
         """Log the policy, and every normalisation layer by type."""
@@ -292,7 +294,7 @@ class BatchNormStrategy(Strategy):
         return replies
 
     def _tell(self) -> None:
-        log(logging.INFO, "%s", describe_round(self.record, self.num_rounds, self.method, self.shared.model))
+        log(logging.INFO, "%s", describe_round(self.record, self.num_rounds, self.method, self.shared.model, self.task))
         for warning in watch(self.record):
             log(logging.WARNING, "%s", warning)
         self.observer(self.departures.enter(self.record))

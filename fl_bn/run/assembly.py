@@ -28,6 +28,7 @@ from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.keys import known_device, names_of
+from fl_bn.task import Task, find_task, kind_of
 
 DOMAINS = ("domain", "natural")  # partitions of which a client has data of one domain
 
@@ -135,6 +136,16 @@ def missing_classes(counts: Sequence[int]) -> str:
 
 
 _without = lru_cache(maxsize=2)(without_domain)
+
+
+@_as_config_error()
+def task(config: RunConfig, targets: Tensor | None = None) -> Task:
+    """What the run's network is trained for.
+
+    ``targets``: of the data; "auto" looks at them, and any other task must be able to take them. Without them only the names of the task's
+    metrics are sure.
+    """
+    return find_task(config.task, None if targets is None else kind_of(targets), _modules)
 
 
 def shape(config: RunConfig) -> tuple[int, int, int]:

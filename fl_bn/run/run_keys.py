@@ -38,6 +38,7 @@ from fl_bn.run.keys import (
     weight,
 )
 from fl_bn.run.method_keys import MethodKeys
+from fl_bn.task import AUTO, TASKS
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,12 @@ class RunKeys(MethodKeys):
         ("auto", "imagenet", "small"),
     )
     model_weights: str = key("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
+    task: str = key(
+        AUTO,
+        f"what the network learns: {', '.join(TASKS)}, or package.module:function of your own; auto: classification of samples, or of "
+        "pixels where labels are masks",
+        "see fl_bn.task",
+    )
     dataset: str = key(
         "digits",
         f"{', '.join(DATASETS)} (npz and folder: give data-path); package.module:function; sites: every "

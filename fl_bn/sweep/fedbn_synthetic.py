@@ -21,7 +21,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import average, combine, running_statistics
@@ -31,6 +30,7 @@ from fl_bn.methods import METHODS
 from fl_bn.moments import Moments
 from fl_bn.roles import Role, batch_norms, roles
 from fl_bn.run.pictures import STYLE
+from fl_bn.task import Regression
 
 DIMENSIONS, WIDTH, RATE = 10, 100, 0.05
 COMPARED = ("fedavg", "fedbn")
@@ -92,7 +92,7 @@ def losses(name: str, clients: Sequence[Samples], steps: int, seed: int) -> list
     curve = [_loss(models, clients)]
     for _ in range(steps):
         for model, own in zip(models, clients, strict=True):
-            train(model, own, [np.arange(len(own))], settings, RATE, method, loss=squared)
+            train(model, own, [np.arange(len(own))], settings, RATE, method, task=Regression())
         down: dict[str, Tensor] = average([{key: m.state_dict()[key] for key in shared} for m in models], [len(own) for own in clients])
         if method.shares(Role.STATISTIC):
             after = [
@@ -107,13 +107,9 @@ def losses(name: str, clients: Sequence[Samples], steps: int, seed: int) -> list
     return curve
 
 
-def squared(out: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(out.flatten(), y.to(out.dtype))
-
-
 @torch.no_grad()
 def _loss(models: Sequence[nn.Module], clients: Sequence[Samples]) -> float:
-    return float(np.mean([float(squared(model.eval()(own.x), own.y)) for model, own in zip(models, clients, strict=True)]))
+    return float(np.mean([float(Regression().loss(model.eval()(own.x), own.y)) for model, own in zip(models, clients, strict=True)]))
 
 
 def _draw(rows: Sequence[Loss], path: Path) -> None:

@@ -18,6 +18,7 @@ from fl_bn.flower import messages
 from fl_bn.flower.checkpoint import FORMAT, Checkpoint
 from fl_bn.flower.client_state import NOTHING, MemoryState
 from fl_bn.flower.fields import Form, Undeclared, Values, WireError, said, shown, whole
+from fl_bn.task import CLASSIFICATION
 from tests.hostile.recorded import SCENARIOS, recorded
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks 
     ("query.statistics", False): {"header": messages.HEADER, "config": messages.TO_MEASURE},
     ("query.statistics", True): {"header": messages.HEADER, "metrics": messages.REPLIED},
     ("evaluate", False): {"header": messages.HEADER, "config": messages.TO_EVALUATE},
-    ("evaluate", True): {"header": messages.HEADER, "metrics": messages.EVALUATED},
+    ("evaluate", True): {"header": messages.HEADER, "metrics": messages.evaluated(CLASSIFICATION)},
     ("query.kept", False): {"header": messages.HEADER, "config": messages.TO_TELL},
     ("query.kept", True): {"header": messages.HEADER, "metrics": messages.REPLIED},
     ("train setup", False): {"secaggplus_configs": messages.SET_UP, "header": messages.HEADER, "config": EITHER},
