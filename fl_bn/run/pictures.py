@@ -124,9 +124,9 @@ def draw_labels(
         )  # fmt: skip
         axes, last = all_axes[0, 0], all_axes[-1, 0]
         _discs(axes, table, "tab10" if classes <= 10 else "viridis")
-        axes.set(ylabel="class")
+        axes.set(ylabel="class" if classes > 1 else "")
         if classes <= 30:
-            axes.set_yticks(range(classes))
+            axes.set_yticks(range(classes) if classes > 1 else [])
         if below.size:
             _discs(last, below, "Dark2")
             last.set_yticks(range(len(names)), names)

@@ -69,7 +69,7 @@ class RunKeys(MethodKeys):
         "client has its own, named in its node config, and the server none (give classes, channels, image-size)",
         "see fl_bn.data",
     )
-    classes: int = key(0, "dataset=sites: number of classes", ">= 0", at_least(0))
+    classes: int = key(0, "dataset=sites: number of classes (of other tasks: values, or labels)", ">= 0", at_least(0))
     channels: int = key(0, "dataset=sites: channels of the images", ">= 0", at_least(0))
     data_path: str = key(
         "",
