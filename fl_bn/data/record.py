@@ -48,7 +48,6 @@ class Dataset:
     domains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_alike(f"dataset {self.name!r}", self.y_train, self.y_test)
         self._check_split("train", self.x_train, self.y_train, self.domain_train)
         self._check_split("test", self.x_test, self.y_test, self.domain_test)
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
@@ -56,6 +55,7 @@ class Dataset:
                 f"dataset {self.name!r}: training and test images must have one shape (C, H, W), "
                 f"but got {tuple(self.x_train.shape[1:])} and {tuple(self.x_test.shape[1:])}"
             )
+        check_alike(f"dataset {self.name!r}", self.y_train, self.y_test)
 
     @property
     def channels(self) -> int:

@@ -44,12 +44,12 @@ def check(config: RunConfig) -> None:
         to_numpy(model.state_dict())
     except WireError as error:
         raise ConfigError(f"model {config.model!r}: {error}") from error
-    if (two := _two_samples(config)) is not None:
-        _try(config, *two)
     try:
         round_columns(task(config))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if (two := _two_samples(config)) is not None:
+        _try(config, *two)
     if config.dataset != SITES and (change := augmenter(config.augment, seeded(config.seed))) is not None:
         data = dataset(config)
         try:
