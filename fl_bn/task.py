@@ -385,7 +385,12 @@ def find_task(name: str, kind: str | None = None, modules: Modules | None = None
     if name in TASKS:
         task: Task = TASKS[name]()
     elif ":" in name:
-        task = function("your own task", name, modules)()
+        try:
+            task = function("your own task", name, modules)()
+        except ValueError:
+            raise
+        except Exception as error:  # a stranger's module: anything may happen in it
+            raise ValueError(f"task {name!r} raised {type(error).__name__}: {error}") from error
         if not isinstance(task, Task):
             raise ValueError(f"task {name!r} must return a Task (fl_bn.task), but returned {type(task).__name__}")
     else:

@@ -91,6 +91,10 @@ def no_task():
     return "a task"
 
 
+def raises():
+    return {}["a"]
+
+
 class Clash(Grades):
     metric = "seconds"
 '''
@@ -143,7 +147,7 @@ def test_a_task_of_ones_own_is_one_file_and_one_line(
 
 
 @pytest.mark.parametrize(("name", "data"), [("regression", "values"), ("multi-label", "tags")])
-def test_shipped_tasks_run_resume_and_are_what_the_saved_model_measures(name: str, data: str, package: str, tmp_path: Path) -> None:
+def test_shipped_tasks_run_and_their_metrics_are_what_the_saved_model_measures(name: str, data: str, package: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     config = RunConfig.from_mapping({**SHORT, "method": "fbn", "dataset": f"{package}:{data}", "task": name})
@@ -199,6 +203,7 @@ def test_a_network_that_answers_in_a_dict(package: str, tmp_path: Path) -> None:
         ({"dataset": "{}:data", "model": "{}:model", "task": "{}:Clash"}, "a metric cannot be called 'seconds'"),
         ({"dataset": "{}:values", "model": "{}:model", "task": "regression"}, "outputs .2, 1. do not fit targets .2, 2."),
         ({"dataset": "{}:data", "task": "os:system"}, "your own task 'os:system' is not called"),
+        ({"dataset": "{}:data", "task": "{}:raises"}, "raised KeyError: 'a'"),
         ({"dataset": "{}:data", "task": "ordinal"}, "task must be auto, one of classification, segmentation"),
     ],
 )
