@@ -303,7 +303,8 @@ class Regression(Task):
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         output, targets = _alike(self, output, targets)
-        return F.mse_loss(output, targets.to(output.dtype))
+        dtype = torch.promote_types(output.dtype, targets.dtype)  # values are not rounded to the bfloat16 of mixed precision
+        return F.mse_loss(output.to(dtype), targets.to(dtype))
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
         output, y = (t.double().reshape(len(t), -1) for t in _alike(self, output, targets))

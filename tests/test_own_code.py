@@ -156,7 +156,7 @@ def test_a_client_refuses_it_too(app: Path, tmp_path: Path, own: dict[str, str |
     with pytest.raises(ConfigError, match="os:system' is not called"):
         client(own, dataset="os:system", data_path=f"touch {marker}", partition="iid", model="mlp")
     with pytest.raises(ConfigError, match="your own task 'os:system' is not called"):
-        client(own, task="os:system", dataset="beside:load", partition="iid", model="mlp")
+        client(own, task="os:system", dataset="digits-plain", partition="iid")
     assert not marker.exists()
 
 

@@ -1,7 +1,7 @@
 """A finished run's model for a client that the run did not have: its data, before and after, in numbers and as files.
 
 See ``training.adaptation`` for what the ways of adapting are. The client's training samples serve without their labels, for statistics;
-its test samples measure accuracy.
+its test samples measure the metrics of the run's task.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def adapt(
 
 
 def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, folder: Path) -> None:
-    """``adaptation.csv`` (accuracy 0..1), ``adaptation.png``, and every model as ``model-HOW.safetensors``, in ``folder``."""
+    """``adaptation.csv`` (a share as 0..1), ``adaptation.png``, and every model as ``model-HOW.safetensors``, in ``folder``."""
     task = assembly.task(config, client.test.y)
     metric, scale = task.metric, task.scale()
     folder.mkdir(parents=True, exist_ok=True)

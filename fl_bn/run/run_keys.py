@@ -59,9 +59,9 @@ class RunKeys(MethodKeys):
     model_weights: str = key("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
     task: str = key(
         AUTO,
-        f"what the network learns: {', '.join(TASKS)}, or package.module:function of your own; auto: classification of samples, or of "
-        "pixels where labels are masks",
-        "see fl_bn.task",
+        "what the network learns, and so loss and metrics; auto: classification, of pixels (segmentation) where labels are masks",
+        f"{', '.join((AUTO, *TASKS))}, package.module:function",
+        lambda name: name in (AUTO, *TASKS) or ":" in name,
     )
     dataset: str = key(
         "digits",

@@ -41,7 +41,7 @@ def summary(
     ]
     if records:
         lines += _traffic(records)
-    return "\n".join([*lines, "", *departures, "Files: " + FILES.replace("accuracy", task.metric), ""])
+    return "\n".join([*lines, "", *departures, "Files: " + FILES.format(picture=f"{task.metric}.png"), ""])
 
 
 def _of_recalibration(
@@ -72,7 +72,7 @@ def _of_recalibration(
 
 
 FILES = (
-    "`accuracy.png` and `labels.png` to look at; `rounds.csv` (also `.jsonl`) and `clients.csv`, one line per round and client; "
+    "`{picture}` and `labels.png` to look at; `rounds.csv` (also `.jsonl`) and `clients.csv`, one line per round and client; "
     "`departures.csv`, what left each client; "
     "`model.safetensors`, the model as evaluated last (`clients/` has one per client where clients keep layers of their own); "
     "`config.toml`, `environment.json`; `tensorboard/`."

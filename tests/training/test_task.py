@@ -112,6 +112,14 @@ def test_regression_of_one_value_takes_a_column_for_a_list_and_broadcasts_nothin
         REGRESSION.loss(out.expand(3, 2), y)
 
 
+def test_values_are_not_rounded_to_the_precision_of_outputs() -> None:
+    y = torch.tensor([1.001, 2.003])
+    out = y.bfloat16()
+    assert float(REGRESSION.loss(out, y)) == pytest.approx(float((out.float() - y).square().mean()))
+    assert float(nn.functional.mse_loss(out, y.bfloat16())) == 0  # control: rounded, they are equal
+    assert REGRESSION.loss(torch.zeros(2, dtype=torch.float64, requires_grad=True), y).dtype == torch.float64
+
+
 def test_r2_has_no_value_where_targets_do_not_vary_and_stands_large_means() -> None:
     out = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     assert math.isnan(state_of(REGRESSION, (out, torch.full((3,), 0.1, dtype=torch.float64)))["r2"])
