@@ -14,6 +14,7 @@ from fl_bn.run.assembly import (
     device,
     limit_threads,
     partition_of,
+    task,
 )
 from fl_bn.run.config import RunConfig
 
@@ -38,7 +39,8 @@ def build_client(context: Context) -> BatchNormClient:
         state=folder if "state-dir" in node or config.checkpoint_every else None,
     )
     model, method, training = client_model(at_client(config)), config.build_method(), config.local_training()
-    return BatchNormClient(model, method, training, site, context.state, config.seed, config.unseen_client, config.share_drift)
+    tells, learns = (config.unseen_client, config.share_drift), task(config, train.y)
+    return BatchNormClient(model, method, training, site, context.state, config.seed, *tells, learns)
 
 
 app = make_client_app(build_client)

@@ -163,6 +163,21 @@ class Task(ABC):
         """The range of every metric that the task may give, ``metric`` first."""
         return {cls.metric: cls.ranges.get(cls.metric, ANY), **cls.ranges}
 
+    @classmethod
+    def scale(cls, metric: str = "") -> float:
+        """100 for a metric between 0 and 1, which tables and pictures show in percent, else 1. Empty: of ``cls.metric``."""
+        return 100.0 if cls.declared().get(metric or cls.metric) == SHARE else 1.0
+
+    @classmethod
+    def shown(cls, value: float) -> str:
+        """A value of ``metric`` for a log: 51.2%, or 0.3456."""
+        return f"{value:.1%}" if cls.scale() == 100 else f"{value:.4g}"
+
+    @classmethod
+    def worst(cls) -> str:
+        """What the worst client's value of ``metric`` is: ``min``, or ``max`` where lower is better."""
+        return "min" if cls.higher_is_better else "max"
+
 
 class MetricState:
     """The sums behind a task's metrics over some data, and the loss. ``update`` adds a batch, ``+`` and ``union`` other data.
@@ -288,7 +303,8 @@ class Regression(Task):
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         output, targets = _alike(self, output, targets)
-        return F.mse_loss(output, targets.to(output.dtype))
+        dtype = torch.promote_types(output.dtype, targets.dtype)  # values are not rounded to the bfloat16 of mixed precision
+        return F.mse_loss(output.to(dtype), targets.to(dtype))
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
         output, y = (t.double().reshape(len(t), -1) for t in _alike(self, output, targets))
@@ -344,6 +360,7 @@ class MultiLabel(Task):
         return {"mean-average-precision": float(precision.nanmean()), "f1-micro": micro, "f1-macro": float(f1.mean())}
 
 
+CLASSIFICATION = Classification()
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Segmentation, Regression, MultiLabel)}
 
 
@@ -352,31 +369,45 @@ def kind_of(targets: Tensor) -> str:
     return VALUES if targets.is_floating_point() else {1: LABELS, 2: LABEL_SETS}.get(targets.ndim, MASKS)
 
 
-def find_task(name: str, kind: str = LABELS, modules: Modules | None = None) -> Task:
+def find_task(name: str, kind: str | None = None, modules: Modules | None = None) -> Task:
     """The task ``name``: one of ``TASKS``, one's own as "package.module:function", or "auto" for classes per sample or pixel.
 
-    A function, or class, of one's own is called without arguments. ``kind``: of the data's targets (``kind_of``). ``modules``: where
-    one's own may come from; None: from anywhere.
+    A function, or class, of one's own is called without arguments. ``kind``: of the data's targets (``kind_of``); None: unknown, where
+    "auto" is classification, whose metrics' names segmentation shares. ``modules``: where one's own may come from; None: from anywhere.
 
     Raises:
         ValueError: there is no such task, or it does not learn from targets of this kind.
     """
     if name == AUTO:
-        if kind in (LABELS, MASKS):
+        if kind in (None, LABELS, MASKS):
             return Segmentation() if kind == MASKS else Classification()
         wanted = Regression.name if kind == VALUES else MultiLabel.name
         raise ValueError(f"the data have {kind}: if that is meant, set task='{wanted}'; task='auto' is for classes per sample or pixel")
     if name in TASKS:
         task: Task = TASKS[name]()
     elif ":" in name:
-        task = function("your own task", name, modules)()
+        try:
+            task = function("your own task", name, modules)()
+        except ValueError:
+            raise
+        except Exception as error:  # a stranger's module: anything may happen in it
+            raise ValueError(f"task {name!r} raised {type(error).__name__}: {error}") from error
         if not isinstance(task, Task):
             raise ValueError(f"task {name!r} must return a Task (fl_bn.task), but returned {type(task).__name__}")
     else:
         raise ValueError(f"task must be {AUTO}, one of {', '.join(TASKS)}, or your own as {OWN}, but got {name!r}")
-    if task.takes and kind not in task.takes:
+    if task.takes and kind is not None and kind not in task.takes:
         raise ValueError(f"task {task.name!r} learns from {' or '.join(task.takes)}, but the data have {kind}")
     return task
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A tensor, or a tuple, list or dict of tensors, on ``device``."""
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return (tuple if isinstance(batch, tuple) else list)(to_device(value, device) for value in batch)
+    return batch.to(device) if isinstance(batch, Tensor) else batch
 
 
 def confusion_counts(output: Tensor, targets: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ def run(grid: Grid, context: Context) -> None:
             defence=config.defence(),
             keep_checkpoint=directory.keep_checkpoint,
             secure=config.secure(),
+            task=directory.task,
         )
         directory.start(strategy)
         strategy.start(grid, num_rounds=config.rounds, resume=directory.resumed)

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from fl_bn.data.augment import Augment
 from fl_bn.exchange.call import Exchange
-from fl_bn.federation.client import CLASSIFICATION
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import IndexBatches, alone, full_gradient
@@ -20,7 +19,7 @@ from fl_bn.federation.training import train as train_round
 from fl_bn.federation.values import Kept
 from fl_bn.methods import Method, Phase, Report
 from fl_bn.moments import Moments
-from fl_bn.task import Task
+from fl_bn.task import CLASSIFICATION, Task
 
 
 @dataclass

@@ -7,9 +7,10 @@ import pytest
 
 from fl_bn.methods import METHODS
 from fl_bn.run.config import RunConfig
-from fl_bn.run.history import CLIENT_COLUMNS, ROUND_COLUMNS
+from fl_bn.run.history import client_columns, round_columns
 from fl_bn.run.keys import table
 from fl_bn.run.overrides import parse_overrides
+from fl_bn.task import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -51,5 +52,5 @@ def test_run_config_examples_are_valid() -> None:
 
 
 def test_columns_of_the_csv_files_are_unique() -> None:
-    assert len(set(ROUND_COLUMNS)) == len(ROUND_COLUMNS)
-    assert len(set(CLIENT_COLUMNS)) == len(CLIENT_COLUMNS)
+    for columns in (columns(task()) for task in TASKS.values() for columns in (round_columns, client_columns)):
+        assert len(set(columns)) == len(columns)

@@ -132,11 +132,11 @@ def test_a_folder_of_installed_packages_is_no_app() -> None:
         function("data", "torch.hub:load", Modules.of(installed))
 
 
-@pytest.mark.parametrize("key", ["dataset", "model"])
+@pytest.mark.parametrize("key", ["dataset", "model", "task"])
 def test_a_run_config_runs_no_command(key: str, app: Path, tmp_path: Path) -> None:
     """What was possible: ``dataset='os:system' data-path='...'`` ran a command at the server and at every client."""
     marker = tmp_path / "ran"
-    command = {"dataset": {"dataset": "os:system", "data-path": f"touch {marker}"}, "model": {"model": "os:system"}}[key]
+    command = {key: "os:system"} | ({"data-path": f"touch {marker}"} if key == "dataset" else {})
     config = {"clients": 2, "rounds": 1, "output": "", "pictures": False, **command}
     with pytest.raises(ConfigError, match="os:system' is not called: os is Python's own"):
         run_in_process(RunConfig.from_mapping(config).to_mapping())
@@ -155,6 +155,8 @@ def test_a_client_refuses_it_too(app: Path, tmp_path: Path, own: dict[str, str |
     marker = tmp_path / "ran"
     with pytest.raises(ConfigError, match="os:system' is not called"):
         client(own, dataset="os:system", data_path=f"touch {marker}", partition="iid", model="mlp")
+    with pytest.raises(ConfigError, match="your own task 'os:system' is not called"):
+        client(own, task="os:system", dataset="digits-plain", partition="iid")
     assert not marker.exists()
 
 

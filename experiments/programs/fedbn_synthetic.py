@@ -20,8 +20,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.local import Samples
@@ -94,7 +93,7 @@ def losses(name: str, clients: Sequence[Samples], steps: int, seed: int) -> list
         asked, replies = server.begin(step), list[Reply]()
         for client, (model, own) in enumerate(zip(models, clients, strict=True)):
             round = LocalRound(model, method, asked, kept[client], settings)
-            reply, kept[client] = client_round(round, own, seed, client, Signs())
+            reply, kept[client] = client_round(round, own, seed, client, Regression())
             replies.append(reply)
         server.conclude(Arrived(range(len(clients)), replies))
         for model in models:
@@ -103,18 +102,9 @@ def losses(name: str, clients: Sequence[Samples], steps: int, seed: int) -> list
     return curve
 
 
-class Signs(Regression):
-    """Labels 0 and 1 as the values of one output."""
-
-
-
-def squared(out: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(out.flatten(), y.to(out.dtype))
-
-
 @torch.no_grad()
 def _loss(models: Sequence[nn.Module], clients: Sequence[Samples]) -> float:
-    return float(np.mean([float(squared(model.eval()(own.x), own.y)) for model, own in zip(models, clients, strict=True)]))
+    return float(np.mean([float(Regression().loss(model.eval()(own.x), own.y)) for model, own in zip(models, clients, strict=True)]))
 
 
 def _draw(rows: Sequence[Loss], path: Path) -> None:

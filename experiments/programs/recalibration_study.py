@@ -44,7 +44,7 @@ def run(folder: Path, small: bool = True) -> list[Result]:
             assert trained is not None
             after = run_in_process(planned(trained, {}).to_mapping())
             assert after is not None
-            found += [Result(split, seed, row.number, row.accuracy or 0.0) for row in rows(after)]
+            found += [Result(split, seed, row.number, row.metric or 0.0) for row in rows(after)]
     with (folder / "recalibration.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([Result._fields, *found])
     _draw(found, folder / "recalibration.png")

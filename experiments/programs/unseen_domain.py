@@ -100,9 +100,9 @@ def adapted(cell: Cell) -> Iterator[Row]:
     outcomes = adapt(made, client, ways(made, "all"), BATCH, device)
     if outcomes[0].before is None:
         raise ConfigError(f"{cell.path}: the clients' models are not there, so nobody knows what the run would hand out")
-    yield Row(*at, BEFORE, 100 * outcomes[0].before.accuracy)
+    yield Row(*at, BEFORE, 100 * outcomes[0].before["accuracy"])
     for outcome in outcomes:
-        yield Row(*at, outcome.how, 100 * outcome.after.accuracy, outcome.note)
+        yield Row(*at, outcome.how, 100 * outcome.after["accuracy"], outcome.note)
 
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from fl_bn.federation.metrics import Evaluation
+    from fl_bn.task import MetricState
 
 
 def adapt(
@@ -25,10 +25,10 @@ def adapt(
     seed: Annotated[int, typer.Option(min=0, help="draws the samples, and the order of the test samples")] = 0,
     output: Annotated[str, typer.Option(help="folder for tables, picture and models. Default: adapt-CLIENT in the run's")] = "",
 ) -> None:
-    """A finished run's model for a client that it did not have: BatchNorm fitted to its unlabelled data, accuracy before and after."""
+    """A finished run's model for a client that it did not have: BatchNorm fitted to its unlabelled data, metrics before and after."""
     from fl_bn.federation.adaptation import HOW
     from fl_bn.run import adapt as adapting
-    from fl_bn.run.assembly import device, limit_threads
+    from fl_bn.run.assembly import device, limit_threads, task
 
     try:
         config = adapting.read_config(model)
@@ -36,16 +36,18 @@ def adapt(
         run = adapting.read_run(model)
         chosen = adapting.ways(run, how)
         client = adapting.newcomer(config, domain, data).drawn(samples, seed)
-        outcomes = adapting.adapt(run, client, chosen, batch_size, device(config, {"device": "auto"}))
+        of = task(config, client.test.y)
+        outcomes = adapting.adapt(run, client, chosen, batch_size, device(config, {"device": "auto"}), of)
     except (ValueError, FileNotFoundError, ImportError) as error:
         Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
         raise typer.Exit(2) from error
     plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in client.name)
     folder = Path(output) if output else model / f"adapt-{plain}"
     adapting.write(outcomes, client, config, folder)
-    shown = Table("how", "before (%)", "after (%)", "", title=f"{config.method}: {client.name}, {len(client.test)} test samples")
+    unit = " (%)" if of.scale() == 100 else ""
+    shown = Table("how", f"before{unit}", f"after{unit}", "", title=f"{config.method}: {client.name}, {len(client.test)} test samples")
     for outcome in outcomes:
-        shown.add_row(outcome.how, _percent(outcome.before), _percent(outcome.after), outcome.note)
+        shown.add_row(outcome.how, _shown(outcome.before), _shown(outcome.after), outcome.note)
     console = Console()
     console.print(shown)
     if client.seen:
@@ -55,5 +57,7 @@ def adapt(
     console.print(f"adaptation.csv, adaptation.png and the models: {folder}", highlight=False, soft_wrap=True)
 
 
-def _percent(evaluation: Evaluation | None) -> str:
-    return "unknown" if evaluation is None else f"{100 * evaluation.accuracy:.1f}"
+def _shown(state: MetricState | None) -> str:
+    from fl_bn.run.pictures import in_table
+
+    return "unknown" if state is None else in_table(state.task, state[state.task.metric])

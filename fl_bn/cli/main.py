@@ -67,7 +67,7 @@ def compare(
     from fl_bn.run.config import ConfigError, RunConfig
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.sweep.cells import run_cells
-    from fl_bn.sweep.compare import Variant, gather, plan, write
+    from fl_bn.sweep.compare import Variant, gather, heading, plan, write
     from fl_bn.sweep.compare import table as rows_of
 
     folder = Path(output or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}")
@@ -84,7 +84,7 @@ def compare(
     split = f"{config.partition} {config.partition_parameter:g}"
     title = f"{config.dataset}, {config.model}, {config.clients} clients, {split}, {config.rounds} rounds"
     write(outcome, title, folder)
-    shown = Table("method", "last round (%)", "best round (%)", "runs", title=title)
+    shown = Table(*heading(outcome), title=title)
     for row in rows_of(outcome):
         shown.add_row(*row)
     console.print(shown)

@@ -26,8 +26,10 @@ def recalibrate(
     """
     from fl_bn.flower import RunFailed, run_in_process
     from fl_bn.layers import Unconvertible
+    from fl_bn.run.assembly import task
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
+    from fl_bn.run.pictures import axis_of, in_table
     from fl_bn.run.recalibrate import elsewhere, planned, rows
 
     console = Console()
@@ -38,17 +40,18 @@ def recalibrate(
         Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
         raise typer.Exit(2) from error
     assert folder is not None
-    shown = Table("pass", "accuracy (%)", "largest move of a mean (sd)", "in layer", "clients", title=f"re-calibration of {source}")
-    for row in rows(folder):
-        accuracy = "" if row.accuracy is None else f"{100 * row.accuracy:.1f}"
+    of = task(config)
+    shown = Table("pass", axis_of(of), "largest move of a mean (sd)", "in layer", "clients", title=f"re-calibration of {source}")
+    for row in rows(folder, of.metric):
+        value = "" if row.metric is None else in_table(of, row.metric)
         moved = "" if row.moved is None else f"{row.moved:.3g}"
         first = row.number == 0
         shown.add_row(
-            "before" if first else str(row.number), accuracy, moved, row.layer, "" if first else f"{row.clients}/{config.clients}"
+            "before" if first else str(row.number), value, moved, row.layer, "" if first else f"{row.clients}/{config.clients}"
         )
     console.print(shown)
     for line in (folder / "summary.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("- ") and ("accuracy before" in line or "passes over" in line or "not all clients" in line):
+        if line.startswith("- ") and (f"{of.metric} before" in line or "passes over" in line or "not all clients" in line):
             console.print(line.removeprefix("- ").replace("*", ""), highlight=False, soft_wrap=True)
     console.print(f"model.safetensors, recalibration.csv and .png, summary.md: {folder}", highlight=False, soft_wrap=True)
     console.print(f"the same on Ray, or with its run config elsewhere:\n{elsewhere(config)}", highlight=False, markup=False, soft_wrap=True)

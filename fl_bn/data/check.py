@@ -19,7 +19,7 @@ from fl_bn.data.function import load_function
 from fl_bn.data.image_folders import LAYOUTS
 from fl_bn.data.listing import LARGE, LargeData
 from fl_bn.data.public import CLASSES, ROOT, files_of
-from fl_bn.data.record import DataNotFound, Dataset
+from fl_bn.data.record import DataNotFound, Dataset, describe
 from fl_bn.data.segmentation import cityscapes_files, read_mask
 from fl_bn.finding import Finding
 
@@ -71,7 +71,7 @@ def _whole(name: str, path: str) -> Iterator[Finding]:
 def _contents(data: Dataset) -> str:
     domains = f", domains {', '.join(data.domains)}" if data.domains else ""
     shape = tuple(data.x_train.shape[1:])
-    return f"{len(data.x_train):,} + {len(data.x_test):,} samples {shape} of {data.classes} classes{domains}"
+    return f"{len(data.x_train):,} + {len(data.x_test):,} samples {shape} of {describe(data.y_train, data.classes)}{domains}"
 
 
 def _counts(name: str, samples: int) -> Iterator[Finding]:

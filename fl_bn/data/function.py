@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
+from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, outputs, resize, targets
 from fl_bn.own_code import Modules, function
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
@@ -42,7 +42,7 @@ class Measurements(Dataset):
                 f"dataset {self.name!r}: x_{split} must be finite, as one NaN or infinity makes every weight NaN, but sample {row} is not; "
                 "fill or drop what is missing"
             )
-        self._check_indices(f"y_{split}", y, x.shape[0], self.classes)
+        self._check_targets(f"y_{split}", y, x.shape[0])
 
 
 def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:
@@ -50,7 +50,8 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
 
     If it has a parameter called ``image_size``, that is given by name, too (0: as the data are). It returns ``x_train,
     y_train, x_test, y_test`` as arrays or tensors. Labels are integers (N,) counting from 0; the number of classes is the
-    largest label, plus one. Samples are either
+    largest label, plus one. For other tasks they are floats (N,) or (N, D) (regression), or 0 or 1 (N, K) (multi-label).
+    Samples are either
 
     * floats (N, ...) of any shape, which reach the network as they are, in float32: scaling them is the function's
       business. They are never resized: ``image_size`` must be 0 or theirs (1 for a table). Or
@@ -64,12 +65,13 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
         ValueError: for a function that is not there, that raises, or returns anything else.
     """
     arrays = _checked_arrays(name, _called(name, _imported(name, modules), path, image_size))
-    labels = {key: _labels(name, key, arrays[key]) for key in ("y_train", "y_test")}
+    where = f"data function {name!r}"
+    labels = {f"y_{split}": targets(where, f"y_{split}", arrays[f"y_{split}"], len(arrays[f"x_{split}"])) for split in ("train", "test")}
     samples = {key: _samples(name, key, arrays[key], image_size) for key in ("x_train", "x_test")}
     floats = {key: x.is_floating_point() for key, x in samples.items()}
     if len(set(floats.values())) > 1:
         raise ValueError(f"data function {name!r}: x_train and x_test must be both floats or both uint8 images, but only one is")
-    classes = 1 + max((int(y.max()) for y in labels.values() if len(y)), default=0)
+    classes = outputs(where, *labels.values())
     kind = Measurements if floats["x_train"] else Dataset
     data = kind(name, samples["x_train"], labels["y_train"], samples["x_test"], labels["y_test"], classes=classes)
     if image_size not in (0, data.image_size):
@@ -120,19 +122,11 @@ def _checked_arrays(name: str, returned: Any) -> dict[str, np.ndarray[Any, Any]]
         arrays[key] = value
     for split in ("train", "test"):
         x, y = arrays[f"x_{split}"], arrays[f"y_{split}"]
-        if x.ndim == 0 or y.shape != x.shape[:1]:
+        if x.ndim == 0 or y.shape[:1] != x.shape[:1]:
             raise ValueError(
                 f"data function {name!r}: y_{split} must have a label for each sample of x_{split}, but they are {y.shape} and {x.shape}"
             )
     return arrays
-
-
-def _labels(name: str, key: str, y: np.ndarray[Any, Any]) -> Tensor:
-    if not np.issubdtype(y.dtype, np.integer):
-        raise ValueError(f"data function {name!r}: {key} must be integers, but is {y.dtype}; number the classes from 0")
-    if len(y) and y.min() < 0:
-        raise ValueError(f"data function {name!r}: {key} must count classes from 0, but holds {y.min()}")
-    return torch.from_numpy(y.astype(np.int64))
 
 
 def _samples(name: str, key: str, x: np.ndarray[Any, Any], image_size: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_bn.data.record import DataNotFound, Dataset, how_to_bytes, images_to_tensor, resize
+from fl_bn.data.record import DataNotFound, Dataset, how_to_bytes, images_to_tensor, outputs, resize, targets
 
 SPLITS = ("train", "test")
 
@@ -19,7 +19,8 @@ def load_npz(path: str, image_size: int) -> Dataset:
     """``npz``: the archives of ``path``, one or several separated by commas; several make a domain each.
 
     Images are uint8 (N, H, W, C) or (N, H, W) and square, labels integers (N,) counting from 0; the number of classes
-    is the largest label, plus one. A domain is named after its file. Images of several sizes are resized to
+    is the largest label, plus one. For other tasks, ``y_train`` and ``y_test`` are floats (N,) or (N, D) (regression), or
+    0 or 1 (N, K) (multi-label). A domain is named after its file. Images of several sizes are resized to
     ``image_size`` or, if that is 0, to the largest size among them; where grey meets colour, grey is repeated in three
     channels.
     Pickled objects are never loaded.
@@ -38,6 +39,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
     archives = [_read(file) for file in files]
     images = _one_shape([archive[f"x_{split}"] for archive in archives for split in SPLITS], image_size)
     train, test = torch.cat(images[0::2]), torch.cat(images[1::2])
+    classes = outputs(path, *(archive[f"y_{split}"] for archive in archives for split in SPLITS))
     labels = {split: torch.cat([archive[f"y_{split}"] for archive in archives]) for split in SPLITS}
     domains = {split: _domain_indices([len(archive[f"y_{split}"]) for archive in archives]) for split in SPLITS}
     several = len(files) > 1
@@ -47,7 +49,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
         labels["train"],
         test,
         labels["test"],
-        classes=1 + max(int(y.max()) for y in labels.values()),
+        classes=classes,
         domain_train=domains["train"] if several else None,
         domain_test=domains["test"] if several else None,
         domains=names if several else (),
@@ -82,7 +84,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         for split in SPLITS:
             x, y = (_array(file, archive, f"{letter}_{split}") for letter in "xy")
             arrays[f"x_{split}"] = _checked_images(file, f"x_{split}", x)
-            arrays[f"y_{split}"] = _checked_labels(file, f"y_{split}", y, len(x))
+            arrays[f"y_{split}"] = targets(str(file), f"y_{split}", y, len(x))
     return arrays
 
 
@@ -106,12 +108,3 @@ def _checked_images(file: Path, key: str, x: NDArray[np.generic]) -> Tensor:
     if x.shape[1] != x.shape[2]:
         raise ValueError(f"{file}: {key} must hold square images, but is {x.shape}; crop or pad them first")
     return images_to_tensor(x.astype(np.uint8, copy=False))
-
-
-def _checked_labels(file: Path, key: str, y: NDArray[np.generic], samples: int) -> Tensor:
-    if not np.issubdtype(y.dtype, np.integer) or y.shape != (samples,):
-        raise ValueError(f"{file}: {key} must be integers of shape ({samples},), one for each image, but is {y.dtype} {y.shape}")
-    labels = y.astype(np.int64)
-    if labels.min() < 0:
-        raise ValueError(f"{file}: {key} must count classes from 0, but holds {labels.min()}")
-    return torch.from_numpy(labels)

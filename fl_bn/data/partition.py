@@ -213,10 +213,9 @@ def partition(
         raise ValueError(f"partition must be one of {', '.join(KINDS)}, but got {kind!r}")
     if sizes not in SIZES:
         raise ValueError(f"sizes must be one of {', '.join(SIZES)}, but got {sizes!r}")
-    if kind in BY_LABEL and labels.ndim != 1:
-        raise ValueError(
-            f"partition {kind!r} needs one label per sample, but these have masks {labels.shape[1:]}: use natural, domain or iid"
-        )
+    if kind in BY_LABEL and (labels.ndim != 1 or labels.dtype.kind == "f"):
+        have = {1: "values", 2: "values" if labels.dtype.kind == "f" else "sets of labels"}.get(labels.ndim, f"masks {labels.shape[1:]}")
+        raise ValueError(f"partition {kind!r} needs one label per sample, but these have {have}: use natural, domain or iid")
     parts = _divide(kind, labels, domains, clients, parameter, seed)
     return equal_sizes(parts, seed) if sizes == "equal" else parts
 
@@ -238,7 +237,10 @@ def _divide(kind: str, labels: Labels, domains: Labels | None, clients: int, par
 
 
 def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
-    """How many samples of each class each client holds: (clients, classes); of masks, how many pixels, 255 not counted."""
+    """How many samples of each class each client holds: (clients, classes); of masks, how many pixels, 255 not counted. Of values and
+    sets of labels, where no sample has a class, (clients, 0)."""
+    if labels.dtype.kind == "f" or labels.ndim == 2:
+        return np.zeros((len(parts), 0), dtype=np.int64)
     if labels.ndim == 1:
         return np.stack([np.bincount(labels[part], minlength=classes) for part in parts])
     pixels = (labels[part] for part in parts)

@@ -1,4 +1,4 @@
-"""What a data set is, once loaded: uint8 images and integer labels, in two splits.
+"""What a data set is, once loaded: uint8 images and their targets, in two splits.
 
 Legend: N samples, C channels, H height, W width.
 """
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from fl_bn.task import LABEL_SETS, LABELS, VALUES, kind_of
+
 _RESIZE_CHUNK = 1024  # images turned into floats at a time: a whole set as float32 takes four times its size
 
 
@@ -24,10 +26,11 @@ class DataNotFound(FileNotFoundError):
 class Dataset:
     """A labelled set of square images, in a training and a test split.
 
-    ``x_train`` and ``x_test`` are uint8 (N, C, H, H); ``y_train`` and ``y_test`` int64 (N,) in ``[0, classes)``. Where
-    the samples come from several sources (cameras, scripts), ``domain_train`` and ``domain_test`` are int64 (N,)
-    indices into ``domains``; otherwise both are None and ``domains`` is empty. The tensors are shared by everyone in
-    the process: do not write into them.
+    ``x_train`` and ``x_test`` are uint8 (N, C, H, H); ``y_train`` and ``y_test`` are labels, int64 (N,) in ``[0, classes)``,
+    or what other tasks learn from: sets of labels, int64 0 or 1 (N, classes), or finite values, float32 (N,) or
+    (N, classes). So ``classes`` is the number of a network's outputs. Where the samples come from several sources (cameras,
+    scripts), ``domain_train`` and ``domain_test`` are int64 (N,) indices into ``domains``; otherwise both are None and
+    ``domains`` is empty. The tensors are shared by everyone in the process: do not write into them.
 
     Raises:
         ValueError: for a wrong dtype or shape, unequal lengths, an empty split, a label or a domain out of range, or
@@ -52,6 +55,7 @@ class Dataset:
                 f"dataset {self.name!r}: training and test images must have one shape (C, H, W), "
                 f"but got {tuple(self.x_train.shape[1:])} and {tuple(self.x_test.shape[1:])}"
             )
+        check_alike(f"dataset {self.name!r}", self.y_train, self.y_test)
 
     @property
     def channels(self) -> int:
@@ -74,8 +78,21 @@ class Dataset:
                 f"{where}: images must be square, but those of x_{split} are {x.shape[2]} high and {x.shape[3]} wide; "
                 "crop or pad them first"
             )
-        self._check_indices(f"y_{split}", y, x.shape[0], self.classes)
+        self._check_targets(f"y_{split}", y, x.shape[0])
         self._check_domain(split, domain, x.shape[0])
+
+    def _check_targets(self, what: str, y: Tensor, samples: int) -> None:
+        if (kind := kind_of(y)) not in (VALUES, LABEL_SETS):
+            self._check_indices(what, y, samples, self.classes)
+            return
+        fits = y.dtype == torch.float32 if kind == VALUES else y.dtype == torch.int64 and not bool(((y != 0) & (y != 1)).any())
+        if not fits or y.shape not in {(samples, self.classes), *([(samples,)] if self.classes == 1 and kind == VALUES else [])}:
+            wanted = "float32" if kind == VALUES else "int64, 0 or 1,"
+            raise ValueError(
+                f"dataset {self.name!r}: {what} must be {wanted} of shape {(samples, self.classes)}, but got {y.dtype} {tuple(y.shape)}"
+            )
+        if not bool(y.isfinite().all()):
+            raise ValueError(f"dataset {self.name!r}: {what} must be finite, but sample {int((~y.isfinite()).nonzero()[0, 0])} is not")
 
     def _check_domain(self, split: str, domain: Tensor | None, samples: int) -> None:
         if (domain is None) != (not self.domains):
@@ -112,6 +129,57 @@ def to_input(images_uint8: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
     if images_uint8.dtype != torch.uint8:
         raise ValueError(f"to_input expects uint8 images (0..255), but got {images_uint8.dtype}")
     return (images_uint8.to(dtype) / 255 - 0.5) / 0.5
+
+
+def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tensor:
+    """Labels int64 (N,), sets of labels int64 (N, K), or values float32 (N,) or (N, D), of an array of one's own.
+
+    Raises:
+        ValueError: it is none of these; ``where`` and ``key`` name it.
+    """
+    whole, number = np.issubdtype(y.dtype, np.integer), np.issubdtype(y.dtype, np.floating)
+    if y.shape[:1] != (samples,) or not (y.ndim in (1, 2) and (whole or number)) and not (y.ndim == 2 and y.dtype == bool):
+        raise ValueError(
+            f"{where}: {key} must be integers of shape ({samples},), one for each image; or for task='regression' floats ({samples},) or "
+            f"({samples}, D), for task='multi-label' 0 or 1 ({samples}, K); but is {y.dtype} {y.shape}"
+        )
+    if number:
+        with np.errstate(over="ignore"):  # infinities are refused later
+            return torch.from_numpy(y.astype(np.float32))
+    labels = y.astype(np.int64)
+    if y.ndim == 1 and len(y) and labels.min() < 0:
+        raise ValueError(f"{where}: {key} must count classes from 0, but holds {labels.min()}")
+    if y.ndim == 2 and len(y) and not np.isin(labels, (0, 1)).all():
+        spans = f"{y.min()}..{y.max()}"
+        raise ValueError(f"{where}: {key} of shape {y.shape} must be 0 or 1, whether a sample has each label, but spans {spans}")
+    return torch.from_numpy(labels)
+
+
+def check_alike(where: str, *parts: Tensor) -> None:
+    """Raises ValueError unless all targets of a data set are of one kind, dtype and size of a sample."""
+    forms = {(y.dtype, y.shape[1:]): f"{kind_of(y)}, {y.dtype} (N{''.join(f', {n}' for n in y.shape[1:])})" for y in parts}
+    if len(forms) > 1:
+        raise ValueError(f"{where}: y_train and y_test must be of one kind, but got {' and '.join(forms.values())}")
+
+
+def outputs(where: str, *parts: Tensor) -> int:
+    """How many outputs a network needs for these targets: the largest label plus one, the labels of a set, or the values of a sample.
+
+    Raises:
+        ValueError: see ``check_alike``.
+    """
+    check_alike(where, *parts)
+    if kind_of(parts[0]) == LABELS:
+        return 1 + max((int(y.max()) for y in parts if len(y)), default=0)
+    return 1 if parts[0].ndim == 1 else parts[0].shape[1]
+
+
+def describe(y: Tensor, classes: int) -> str:
+    """What there is to learn: ``10 classes``, ``3 values per sample``, ``5 labels, any of them per sample``."""
+    kind = kind_of(y)
+    if kind == VALUES:
+        return f"{classes} value{'s' if classes > 1 else ''} per sample"
+    return f"{classes} labels, any of them per sample" if kind == LABEL_SETS else f"{classes} classes"
 
 
 def images_to_tensor(array: NDArray[np.uint8]) -> Tensor:

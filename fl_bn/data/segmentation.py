@@ -17,8 +17,8 @@ from torch import Tensor
 from fl_bn.data.folder import read_picture, visible
 from fl_bn.data.listing import find_root, gather, stretch, warn_if_large
 from fl_bn.data.record import DataNotFound, Dataset
+from fl_bn.task import IGNORE
 
-IGNORE = 255  # what a mask says of a pixel that counts neither in the loss nor in the score
 SPLITS = ("train", "val")  # Cityscapes keeps the labels of its test split
 
 # labelIds of Cityscapes and their train ids, in the order of the benchmark's 19 classes; all others are ignored.

@@ -32,9 +32,7 @@ from fl_bn.methods.fedtan import exchanging
 from fl_bn.moments import Moments
 from fl_bn.objectives import CONTROL, PLAIN, Finish, Objective, Start, Step
 from fl_bn.roles import Role, roles
-from fl_bn.task import Classification, Task
-
-CLASSIFICATION = Classification()
+from fl_bn.task import CLASSIFICATION, Task, to_device
 
 Connect = Callable[[int], Exchange]
 """``connect(batch)``: this client's side of a layer-wise exchange, joined with the size of the batch that it drew."""
@@ -182,7 +180,7 @@ class LocalRound:
             if self.asked.measured == NORMALISERS and len(y) < 2:
                 continue
             self.measured_samples += len(y)
-            yield moved_to(x, device)
+            yield to_device(x, device)
             if 0 < most <= self.measured_samples:
                 return
 
@@ -401,15 +399,6 @@ def measured(
         for module, mode in training.items():
             module.training = mode
     return pooled(observed)
-
-
-def moved_to(x: Any, device: torch.device) -> Any:
-    """Tensors of a batch, in tuples, lists and dicts, too, on ``device``."""
-    if isinstance(x, Tensor):
-        return x.to(device)
-    if isinstance(x, Mapping):
-        return {key: moved_to(value, device) for key, value in x.items()}
-    return type(x)(moved_to(value, device) for value in x) if isinstance(x, tuple | list) else x
 
 
 def _no_full_gradient() -> dict[str, Tensor]:

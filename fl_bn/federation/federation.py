@@ -23,7 +23,7 @@ from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session
-from fl_bn.federation.client import CLASSIFICATION, LocalRound, moved_to
+from fl_bn.federation.client import LocalRound
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.optimizers import ServerOptimizer
@@ -38,7 +38,7 @@ from fl_bn.federation.values import NOTHING, Instruction, Reply
 from fl_bn.methods import Method, Phase, Refresh, Report
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import batch_norms
-from fl_bn.task import Task
+from fl_bn.task import CLASSIFICATION, Task, to_device
 
 Loader = Iterable[Any]
 """Batches that can be gone through again and again: a DataLoader, a list; in a form that the task reads."""
@@ -290,7 +290,7 @@ def evaluated(model: nn.Module, batches: Loader, task: Task = CLASSIFICATION) ->
     device, state, training = next(model.parameters()).device, task.state(), model.training
     model.eval()
     for batch in batches:
-        x, y = (moved_to(part, device) for part in task.read(batch))
+        x, y = (to_device(part, device) for part in task.read(batch))
         state.update(task.predict(model, x), y)
     model.train(training)
     return state.result()

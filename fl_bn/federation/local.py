@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,18 +14,18 @@ from torch import Tensor, nn
 from fl_bn.data.augment import Augment
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.client import measured
-from fl_bn.federation.metrics import Evaluation, confusion_counts, cross_entropy
 from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.moments import Moments
+from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Labelled samples of one client: ``x`` uint8 images (N, C, H, W), or float32 (N, ...) as the network takes them; ``y`` int64 (N,).
+    """Samples of one client: ``x`` uint8 images (N, C, H, W), or float32 (N, ...) as the network takes them; ``y`` int64 (N,).
 
-    Of segmentation, ``y`` are masks (N, H, W), 255 where a pixel has no label.
+    ``y`` may also be masks (N, H, W), 255 where a pixel has no label, values float32 (N,) or (N, D), or sets of labels, 0 or 1 (N, K).
     """
 
     x: Tensor
@@ -78,18 +79,21 @@ def statistics_pass(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, samples: Samples, batch_size: int = 0, loss: Loss = cross_entropy) -> Evaluation:
-    """``model`` in evaluation mode on ``samples``. ``batch_size`` 0: 500 images, or 8 with masks, which are large."""
+def evaluate(
+    model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 0, task: Task = CLASSIFICATION
+) -> MetricState:
+    """``model`` in evaluation mode on ``data``: samples, or batches of any iterable as ``task.read`` takes them (a DataLoader's, say).
+
+    ``batch_size``: of samples; 0: 500, or 8 with masks, which are large.
+    """
     model.eval()
-    size = batch_size or (500 if samples.y.ndim == 1 else 8)
-    like, total, weight, confusion = next(model.parameters()), 0.0, 0, None
-    for index in np.array_split(np.arange(len(samples)), max(1, -(-len(samples) // size))):
-        x, y = samples.batch(index, like)
-        out = model(x)
-        counts = confusion_counts(out, y)
-        confusion = counts if confusion is None else confusion.add_(counts)
-        labelled = len(index) if y.ndim == 1 else int(counts.sum())
-        total += float(loss(out, y)) * labelled
-        weight += labelled
-    assert confusion is not None
-    return Evaluation(total / max(weight, 1), confusion.cpu(), samples.y.ndim > 1)
+    state, like = task.state(), next(model.parameters())
+    if isinstance(data, Samples):
+        size = batch_size or (500 if data.y.ndim <= 2 else 8)
+        pieces = np.array_split(np.arange(len(data)), max(1, -(-len(data) // size)))
+        batches: Iterable[Any] = (data.batch(index, like) for index in pieces)
+    else:
+        batches = (to_device(task.read(batch), like.device) for batch in data)
+    for x, y in batches:
+        state.update(task.predict(model, x), y)
+    return state

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_bn.data.augment import Augment, augmenter
 from fl_bn.data.batches import check_size, draw_batches
 from fl_bn.federation import schema
-from fl_bn.federation.client import CLASSIFICATION, Connect, LocalRound, moved_to
+from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.clipping import clip, norm_in_round
 from fl_bn.federation.companions import companions
 from fl_bn.federation.local import Samples, statistics_pass, torch_seed
@@ -25,7 +25,7 @@ from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
 from fl_bn.methods import NORMALISERS, Method, Phase, Report
 from fl_bn.models.head import head_of
-from fl_bn.task import Task
+from fl_bn.task import CLASSIFICATION, Task, to_device
 
 BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # what a seeded generator is for
 
@@ -85,7 +85,7 @@ def train(
         limit = norm_in_round(limit, rate, len(batches), settings.momentum)
     total, count = torch.zeros((), dtype=torch.float64, device=like.device), 0
     for batch in batches:
-        x, y = (moved_to(part, like.device) for part in task.read(batch))
+        x, y = (to_device(part, like.device) for part in task.read(batch))
         optimizer.zero_grad()
         if round.steps == 0:
             round.meet(len(y))

@@ -24,7 +24,7 @@ from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.federation import schema
-from fl_bn.federation.client import CLASSIFICATION, LocalRound
+from fl_bn.federation.client import LocalRound
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.payload import Payload, signature, to_numpy, to_tensors
@@ -38,7 +38,7 @@ from fl_bn.flower.log import log
 from fl_bn.flower.messages import TO_EVALUATE
 from fl_bn.flower.transcript import Transcript, detach, request_payload
 from fl_bn.methods import INPUTS, Method, Phase, StatisticsPass
-from fl_bn.task import Task
+from fl_bn.task import CLASSIFICATION, Task
 
 WHOLE: dict[str, Callable[[float], float]] = dict.fromkeys(("steps", "batch", "kept", "drift-layer"), int)  # metrics that are counts
 
@@ -82,7 +82,7 @@ class BatchNormClient(NumPyClient):
         task: Task = CLASSIFICATION,
     ) -> None:
         check_composition(method, settings)
-        self.method, self.settings, self.site, self.seed = method, settings, site, seed
+        self.method, self.settings, self.site, self.seed, self.task = method, settings, site, seed, task
         self.model = copy.deepcopy(model).to(site.device)
         self.signature, self.tells, self.shares_drift = signature(model, method), tells, shares_drift
         self._context_state, self.task = state, task
@@ -136,7 +136,7 @@ class BatchNormClient(NumPyClient):
         kept = self._state(config).read(before=int(config["round"]) + 1)
         asked = self._instruction(Phase.MEASURE, unflatten(parameters, config["layout"]), config)
         LocalRound(self.model, self.method, asked, kept)
-        metrics = evaluate(self.model, self.site.test).metrics()
+        metrics = evaluate(self.model, self.site.test, task=self.task).result()
         if (name := str(config.get("save", ""))) and self.site.folder is not None:
             TO_EVALUATE.read({"save": name})  # a folder's name, and no way out of this client's own
             path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"

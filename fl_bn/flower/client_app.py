@@ -78,6 +78,7 @@ def _secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Ha
         required = any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config))
         if RECORD_KEY_CONFIGS not in message.content and not required:
             return handle(message, context)
+        from fl_bn.flower.secure_client import secured  # only now: a plain run does without SecAgg+
 
         return secured(handle, build)(message, context)
 

@@ -5,34 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 from flwr.app import Message, MetricRecord
 
 from fl_bn.federation import schema
-from fl_bn.federation.metrics import mean_over_clients
+from fl_bn.federation.metrics import fits, over_clients
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.codec import Header
 from fl_bn.flower.log import log
-from fl_bn.flower.messages import EVALUATED
+from fl_bn.flower.messages import evaluated
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import read_replies
+from fl_bn.task import Task
 
 
 def evaluation_at_clients(
-    record: RoundRecord, replies: Iterable[Message], clients: Sequence[Client], header: Header, sent: Iterable[Message]
+    record: RoundRecord, replies: Iterable[Message], clients: Sequence[Client], header: Header, sent: Iterable[Message], task: Task
 ) -> MetricRecord | None:
-    """Mean, standard deviation and minimum of the clients' accuracies, each client counted once; each one's goes into ``record``.
-
-    Of mean IoU and of the accuracies per class, the mean over the clients that have them.
-    """
-    came, refused, _ = read_replies(replies, clients, schema.Schema({}), header, EVALUATED, sent)
+    """What ``over_clients`` makes of the clients' metrics; each one's own loss and metric go into ``record``."""
+    came, refused, _ = read_replies(replies, clients, schema.Schema({}), header, evaluated(task), sent)
     for index, reason in refused.items():
         log(logging.WARNING, "client %s did not evaluate: %s", index, reason)
-    measured = {reply.client: reply.metrics for reply in came if 0 <= reply.metrics["accuracy"] <= 1}  # NaN: without a label
+    measured = {reply.client: reply.metrics for reply in came if fits(task, task.metric, reply.metrics[task.metric])}  # NaN: no label
     if not measured:
         return None
-    record.client_evaluation = {index: {k: m[k] for k in ("loss", "accuracy")} for index, m in measured.items()}
-    accuracy = np.array([m["accuracy"] for m in measured.values()])
-    loss = float(np.mean([m["loss"] for m in measured.values()]))
-    spread = {"accuracy": float(accuracy.mean()), "accuracy-std": float(accuracy.std()), "accuracy-min": float(accuracy.min())}
-    return MetricRecord({**spread, "loss": loss, **mean_over_clients(list(measured.values()))})
+    record.client_evaluation = {index: {k: m[k] for k in ("loss", task.metric)} for index, m in measured.items()}
+    return MetricRecord({**over_clients(task, [dict(m) for m in measured.values()])})

@@ -62,7 +62,8 @@ def measured(least: float = -math.inf, most: float = math.inf, default: Any = NE
     def fits(value: Any) -> bool:
         return type(value) is float and (math.isnan(value) or least <= value <= most)
 
-    return Field(fits, "a number" if math.isinf(least) else f"a number {least:g}..{most:g}, or NaN", default, float)
+    limits = "" if math.isinf(least) and math.isinf(most) else f" {least:g}..{most:g}, or NaN"
+    return Field(fits, f"a number{limits}", default, float)
 
 
 def text(longest: int, pattern: str = ".*", default: Any = NEEDED, wanted: str = "") -> Field:

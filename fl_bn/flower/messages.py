@@ -6,9 +6,10 @@ hold, in ``exchange.session``. All else that one side reads of what the other se
 
 from __future__ import annotations
 
-from fl_bn.flower.fields import Form, blobs, data, measured, number, one_of, text, whole, whole_list, wholes, wholes_by_name
+from fl_bn.flower.fields import NEEDED, Form, blobs, data, measured, number, one_of, text, whole, whole_list, wholes, wholes_by_name
 from fl_bn.flower.lineage import FOLDER, NAME, RESUMES
 from fl_bn.methods import INPUTS, MEASURED, Phase
+from fl_bn.task import Task
 from fl_bn.wire import REASON
 
 REQUIRED = "secure-aggregation"  # in the run config, or in a client's own node config: answer nothing in the clear
@@ -58,11 +59,17 @@ TRAINED = REPLIED.and_also(
     )
 )
 REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})  # replay: needs an answer; the session knows the limits
-EVALUATED = Form(
-    "metrics",
-    {"samples": whole(), "loss": measured(), "accuracy": measured(0, 1), "mean-iou": measured(0, 1, default=None)},
-    series={"accuracy-class-": measured(0, 1)},
-)
+EVALUATED = Form("metrics", {"samples": whole(), "loss": measured()})
+
+
+def evaluated(task: Task) -> Form:
+    """``EVALUATED`` with the metrics that ``task`` declares, of which the client must send the one that tables show."""
+    ranges = task.declared()
+    fields = {name: measured(*ends, default=NEEDED if name == task.metric else None) for name, ends in ranges.items() if name[-1] != "-"}
+    series = {name: measured(*ends) for name, ends in ranges.items() if name[-1] == "-"}
+    return Form(EVALUATED.record, {**EVALUATED.fields, **fields}, series)
+
+
 
 OWN_METRICS = Form("metrics", {"num-examples": whole()}, others=True)  # of an evaluation by an app of one's own: any numbers
 

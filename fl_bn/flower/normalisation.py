@@ -15,6 +15,7 @@ from fl_bn.flower.log import log
 from fl_bn.methods import Method, Phase
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.roles import NORM_LAYERS, Role, batch_norms, roles
+from fl_bn.task import CLASSIFICATION, Task
 
 RUNAWAY_GROWTH = 10.0  # a layer's mean variance, from one round to the next
 RUNAWAY_DRIFT = 10.0  # a mean, in standard deviations
@@ -60,12 +61,12 @@ def say_layers(source: nn.Module, model: nn.Module, method: Method) -> None:
         log(logging.WARNING, "%s", without)
 
 
-def describe_round(record: RoundRecord, rounds: int, method: Method, model: nn.Module) -> str:
+def describe_round(record: RoundRecord, rounds: int, method: Method, model: nn.Module, task: Task = CLASSIFICATION) -> str:
     """One line per round: training, then normalisation."""
-    accuracy = record.evaluation.get("accuracy")
-    shown = "" if accuracy is None else f", accuracy {accuracy:.1%}"
-    if "accuracy-std" in record.evaluation:
-        shown += f" (std {record.evaluation['accuracy-std']:.1%}, min {record.evaluation['accuracy-min']:.1%} over clients)"
+    found, metric, worst = record.evaluation, task.metric, task.worst()
+    shown = f", {metric} {task.shown(found[metric])}" if metric in found else ""
+    if f"{metric}-std" in found:
+        shown += f" (std {task.shown(found[f'{metric}-std'])}, {worst} {task.shown(found[f'{metric}-{worst}'])} over clients)"
     if record.phase == Phase.MEASURE.value and not record.clients:
         return f"[pass {record.round}] the statistics as they came{shown}"
     training = f"[pass {record.round}] {len(record.accepted)}/{len(record.clients)} clients{shown}"

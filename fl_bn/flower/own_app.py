@@ -29,7 +29,7 @@ from torch import nn
 
 from fl_bn.conversion import convert
 from fl_bn.exchange.replay import Unanswered
-from fl_bn.federation.client import CLASSIFICATION, Connect, LocalRound, local_round
+from fl_bn.federation.client import Connect, LocalRound, local_round
 from fl_bn.federation.payload import signature, to_numpy, to_tensors
 from fl_bn.federation.values import Instruction
 from fl_bn.flower.client import connect, state_of
@@ -39,7 +39,7 @@ from fl_bn.flower.messages import TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
 from fl_bn.flower.transcript import detach, request_payload
 from fl_bn.methods import INPUTS, Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.task import Task
+from fl_bn.task import CLASSIFICATION, Task
 
 Batches = Callable[[Context], Iterable[Any]]
 """The training batches of the client whose Flower context it is: a DataLoader, say."""

@@ -38,6 +38,7 @@ from fl_bn.flower.replies import read_replies
 from fl_bn.flower.unseen import average_kept
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
+from fl_bn.task import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
     from fl_bn.flower.secure_rounds import SecureRounds
@@ -55,7 +56,7 @@ class BatchNormStrategy(Strategy):
     metrics. ``save_clients``: name of the run's folder, in which clients with models of their own save them at the end, none if empty.
     ``keep_checkpoint`` stores a ``Checkpoint`` and returns the oldest round that the run can still go back to. ``secure``: SecAgg+.
     ``defence``: robust rules for statistics and updates, against how many Byzantine clients; the statistics' rule serves the layer-wise
-    exchange (FedTAN), too.
+    exchange (FedTAN), too. ``task``: whose metrics clients with models of their own evaluate, and the log shows.
 
     What travels as ``arrays`` is everything shared: weights, affine and running statistics, by state_dict name.
     """
@@ -73,10 +74,12 @@ class BatchNormStrategy(Strategy):
         defence: Defence = NO_DEFENCE,
         keep_checkpoint: Callable[[Checkpoint], int] | None = None,
         secure: SecureAggregation | None = None,
+        task: Task = CLASSIFICATION,
     ) -> None:
         self.server = Server(model, method, rounds, optimizer=optimizer, defence=defence)
         self.method, self.rounds, self.observer, self.evaluate, self.save_clients = method, rounds, observer, evaluate, save_clients
         self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
+        self.task = task
         self.population: Population | None = None
         self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
         self.defence, self.at_clients = defence, method.personal or rounds.at_clients
@@ -137,7 +140,7 @@ class BatchNormStrategy(Strategy):
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
-        return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent)
+        return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent, self.task)
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
         from fl_bn.flower.secure_rounds import SecureRounds  # only now: a plain run does without SecAgg+
@@ -313,7 +316,7 @@ class BatchNormStrategy(Strategy):
         return replies
 
     def _tell(self) -> None:
-        log(logging.INFO, "%s", describe_round(self.record, self.server.rounds, self.method, self.shared.model))
+        log(logging.INFO, "%s", describe_round(self.record, self.server.rounds, self.method, self.shared.model, self.task))
         for warning in watch(self.record):
             log(logging.WARNING, "%s", warning)
         self.observer(self.departures.enter(self.record))

@@ -49,7 +49,7 @@ def build(
     weights: str = "",
     modules: Modules | None = None,
 ) -> nn.Module:
-    """A freshly initialised network for images (channels, image_size, image_size), with ``classes`` outputs.
+    """A freshly initialised network for images (channels, image_size, image_size), with ``classes`` outputs: classes, or values, or labels.
 
     ``name`` is one of ``MODELS``, a classification model of torchvision ("resnet18", "vgg11_bn"), "deeplabv3plus-" and an encoder
     (classes per pixel), or one's own function as "package.module:function", which is called with ``classes``, ``channels`` and
@@ -63,9 +63,9 @@ def build(
             the network cannot take, or weights of another network.
         TypeError: if one's own function returns no ``nn.Module``.
     """
-    if classes < 2 or channels < 1 or image_size < 1:
+    if min(classes, channels, image_size) < 1:
         raise ValueError(
-            "a model needs at least 2 classes, 1 channel and 1 pixel, "
+            "a model needs at least 1 output (class), 1 channel and 1 pixel, "
             f"but got classes={classes}, channels={channels}, image_size={image_size}"
         )
     if stem not in STEMS:

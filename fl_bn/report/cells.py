@@ -13,11 +13,17 @@ from typing import Any
 
 from fl_bn.report.settings import label
 from fl_bn.run.config import ConfigError
+from fl_bn.task import CLASSIFICATION, SHARE, TASKS
 
 Row = Mapping[str, Any]
-EVALUATION = ("accuracy", "accuracy-std", "accuracy-min", "test-loss", "mean-iou")  # measured in some rounds only
+EVALUATION = {  # measured in some rounds only
+    "test-loss",
+    *(name for task in TASKS.values() for of in task.declared() for name in (of, f"{of}-std", f"{of}-{task.worst()}")),
+}
+SHARES = {name for task in TASKS.values() for name, ends in task.declared().items() if ends == SHARE}
 MEGABYTES = "megabytes"  # that a round moves: every client's upload, and one download, which a server can broadcast
-LOWER = ("loss", "accuracy-std", "bytes", "seconds", "drift", "waited", "exchanges")  # what is best when small, by parts of its name
+LOWER = ("loss", "-std", "bytes", "seconds", "drift", "waited", "exchanges")  # what is best when small, by parts of its name
+ERRORS = ("mse", "mae")
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,16 @@ class Cell:
     @property
     def finished(self) -> bool:
         return self.status == "finished"
+
+    @property
+    def metric(self) -> str:
+        """That of the run's task: the column with a spread over clients beside it; accuracy where there is none."""
+        row = self.rows[0] if self.rows else {}
+        return next((name for name in row if f"{name}-std" in row and {f"{name}-min", f"{name}-max"} & row.keys()), CLASSIFICATION.metric)
+
+    def lower_is_better(self, metric: str) -> bool:
+        """A task's metric, whose worst client has the highest value, is lower the better."""
+        return any(f"{metric}-max" in row for row in self.rows[:1]) or lower_is_better(metric)
 
     def at(self, axis: str) -> str:
         """Where it stands on ``axis``, as shown; a dash for a run that has no such axis."""
@@ -58,15 +74,15 @@ class Cell:
         curve = {round: value for round, value in self.curve(metric).items() if math.isfinite(value)}
         if not curve:
             return self.last(metric)
-        return (min if lower_is_better(metric) else max)(curve.items(), key=lambda point: point[1])
+        return (min if self.lower_is_better(metric) else max)(curve.items(), key=lambda point: point[1])
 
     def measured(self, metric: str, at: str) -> tuple[int, float] | None:
         return self.best(metric) if at == "best" else self.last(metric)
 
-    def client_accuracies(self) -> list[float]:
-        """In percent, one per client, of the last evaluation that has them."""
+    def of_clients(self, metric: str) -> list[float]:
+        """``metric`` (percent where it is a share), one per client, of the last evaluation that has them."""
         for row in reversed(self.rows):
-            if found := [100 * c["accuracy"] for c in row.get("clients") or () if c.get("accuracy") is not None]:
+            if found := [scale(metric) * c[metric] for c in row.get("clients") or () if c.get(metric) is not None]:
                 return found
         return []
 
@@ -96,7 +112,9 @@ def read_cells(folder: Path) -> list[Cell]:
 
 
 def scale(metric: str) -> float:
-    return 100.0 if metric.startswith("accuracy") or metric == "mean-iou" else 1.0
+    for suffix in ("-std", "-min", "-max"):
+        metric = metric.removesuffix(suffix)
+    return 100.0 if metric.startswith("accuracy") or metric in SHARES else 1.0
 
 
 def title(metric: str) -> str:
@@ -113,7 +131,7 @@ def title(metric: str) -> str:
 
 
 def lower_is_better(metric: str) -> bool:
-    return any(part in metric for part in LOWER)
+    return metric in ERRORS or any(part in metric for part in LOWER)
 
 
 def _read(file: Path) -> Cell:

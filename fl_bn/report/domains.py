@@ -12,7 +12,7 @@ AVERAGE = "average"
 
 
 def by_domain(cells: Sequence[Cell]) -> list[Cell]:
-    """For each run one per domain, whose accuracy is that on the domain's test data, and one with the mean over domains.
+    """For each run one per domain, whose metric is that on the domain's test data, and one with the mean over domains.
 
     What is of the run as a whole (its clients, its diagnostics) stays with the mean; a run without such numbers is there as the mean.
     """
@@ -21,15 +21,15 @@ def by_domain(cells: Sequence[Cell]) -> list[Cell]:
         names = list(dict.fromkeys(name for row in cell.rows for name in row.get("per-domain") or ()))
         for name in names:
             rows = tuple(
-                {**row, "accuracy": (row.get("per-domain") or {}).get(name), "clients": [], "per-class": None, "per-domain": None}
+                {**row, cell.metric: (row.get("per-domain") or {}).get(name), "clients": [], "per-class": None, "per-domain": None}
                 for row in cell.rows
             )
             found.append(replace(cell, axes={**cell.axes, AXIS: name}, rows=rows, layers={}))
-        means = tuple({**row, "accuracy": _mean(row["per-domain"])} if row.get("per-domain") else row for row in cell.rows)
+        means = tuple({**row, cell.metric: _mean(row["per-domain"])} if row.get("per-domain") else row for row in cell.rows)
         found.append(replace(cell, axes={**cell.axes, AXIS: AVERAGE}, rows=means))
     return found
 
 
-def _mean(accuracies: dict[str, float | None]) -> float | None:
-    values = [value for value in accuracies.values() if value is not None]
-    return sum(values) / len(values) if len(values) == len(accuracies) else None
+def _mean(by_domain: dict[str, float | None]) -> float | None:
+    values = [value for value in by_domain.values() if value is not None]
+    return sum(values) / len(values) if len(values) == len(by_domain) else None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
-from fl_bn.report.cells import MEGABYTES, Cell, lower_is_better, scale, title
+from fl_bn.report.cells import MEGABYTES, Cell, scale, title
 from fl_bn.report.settings import SEED, Settings, nearest
 from fl_bn.run.config import ConfigError
+from fl_bn.task import CLASSIFICATION
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Layout:
     @property
     def metric(self) -> str:
         return self.settings.metric
+
+    @property
+    def lower_is_better(self) -> bool:
+        return any(cell.lower_is_better(self.metric) for cell in self.cells)
 
     def finished(self, row: str, column: str) -> list[Cell]:
         return [cell for cell in self.groups.get((row, column), ()) if cell.finished]
@@ -137,6 +142,7 @@ def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     """Raises ConfigError where [report] names an axis that no run has. Axes that it does not name become columns: runs with different
     settings are never averaged."""
     readable = [cell for cell in cells if cell.status != "unreadable"]
+    settings = replace(settings, metric=settings.metric or next((cell.metric for cell in readable if cell.rows), CLASSIFICATION.metric))
     axes = [axis for axis in _axes(readable) if axis != SEED]
     row_axis = settings.rows or ("method" if "method" in axes else axes[0] if axes else "")
     for what, names in (("rows", [settings.rows] if settings.rows else []), ("columns", settings.columns or ())):
@@ -165,7 +171,7 @@ def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
             made = layout.entry(layout.groups.get((row, column), ()))
             paper = numbers.get(row, {}).get(column, "")
             entries.setdefault(row, {})[column] = Entry(made.values, made.runs, made.instead, paper)
-    best = {(row, column) for column in layout.columns for row in _best(entries, column, layout.metric)}
+    best = {(row, column) for column in layout.columns for row in _best(entries, column, layout)}
     elsewhere = tuple(
         f"{row}, {column}: {number}"
         for row, of in numbers.items()
@@ -195,13 +201,13 @@ def _wrong(cell: Cell, metric: str, at: str) -> str:
     return "" if math.isfinite(point[1]) else f"{metric} was not a finite number in round {point[0]}"
 
 
-def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, metric: str) -> list[str]:
+def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layout) -> list[str]:
     """The rows that show the best number, if there are others to compare with."""
     means = {row: of[column].mean for row, of in entries.items() if of[column].values}
     if len(means) < 2:
         return []
-    top = (min if lower_is_better(metric) else max)(means.values())
-    return [row for row, mean in means.items() if shown(mean, metric) == shown(top, metric)]
+    top = shown((min if layout.lower_is_better else max)(means.values()), layout.metric)
+    return [row for row, mean in means.items() if shown(mean, layout.metric) == top]
 
 
 def _values(axis: str, cells: Sequence[Cell], settings: Settings) -> list[str]:

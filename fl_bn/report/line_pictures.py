@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from fl_bn.report.cells import lower_is_better, scale, title
+from fl_bn.report.cells import scale, title
 from fl_bn.report.curves import Series, series
 from fl_bn.report.layout import Entry, Layout, shown
 from fl_bn.report.pictures import Picture, first_of_lines, in_words, legend, line, logarithmic, panels, percent_limits, same_limits, wrapped
@@ -59,7 +59,7 @@ def _panels_of(layout: Layout, found: Mapping[str, Sequence[Series]], x: str) ->
     most = len(columns) if len(found) > 1 and len(columns) <= 4 else 3
     headings = [layout.column_heading(column) for column in columns]
     names = [name for _ in found for name in [*headings, *([None] * (-len(columns) % most if len(found) > 1 else 0))]]
-    texts = _ranked(next(iter(found.values())), layout.metric) if len(names) == 1 else {row: row for row in rows}
+    texts = _ranked(next(iter(found.values())), layout) if len(names) == 1 else {row: row for row in rows}
     with panels(names, list(texts.values()), (5.4, 2.5) if most == 1 and len(found) > 1 else None, most) as (figure, every):
         for n, (metric, of) in enumerate(found.items()):
             panel = every[n * len(columns) : (n + 1) * len(columns)]
@@ -88,9 +88,10 @@ def _curve(axes: Axes, one: Series, x: str, index: int, metric: str) -> None:
         logarithmic(axes)
 
 
-def _ranked(found: Sequence[Series], metric: str) -> dict[str, str]:
+def _ranked(found: Sequence[Series], layout: Layout) -> dict[str, str]:
     """Row -> its last value, the best first, for the legend of one panel."""
-    ranked = sorted(found, key=lambda one: one.mean[-1] if lower_is_better(metric) else -one.mean[-1])
+    metric = layout.metric
+    ranked = sorted(found, key=lambda one: one.mean[-1] if layout.lower_is_better else -one.mean[-1])
     spread = [f" ± {shown(one.std[-1], metric)}" if one.seeds > 1 else "" for one in ranked]
     return {one.row: f"{one.row}: {shown(one.mean[-1], metric)}{of}" for one, of in zip(ranked, spread, strict=True)}
 

@@ -16,6 +16,7 @@ from fl_bn.report.layout import Layout, shown
 from fl_bn.report.pictures import COLOURS, INK, Picture, panels, wrapped
 from fl_bn.report.settings import Heat
 from fl_bn.run.config import ConfigError
+from fl_bn.task import CLASSIFICATION
 
 NUMBERS = 16  # columns of a map, up to which its numbers can be read
 FRAMED: Any = {"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}
@@ -151,11 +152,13 @@ def per_class(layout: Layout) -> Picture | None:
 
 
 def boxplot(layout: Layout) -> Picture | None:
-    """The clients' accuracies in the last evaluation, of all seeds."""
+    """The metric of the runs' task at each client in the last evaluation, of all seeds."""
+    metric = next((cell.metric for cell in layout.cells if cell.rows), layout.metric)
+    name, share = metric.replace("-", " "), scale(metric) == 100
     found: dict[str, dict[str, list[float]]] = {}
     for column in layout.columns:
         for row in layout.rows:
-            if values := [value for cell in layout.finished(row, column) for value in cell.client_accuracies()]:
+            if values := [value for cell in layout.finished(row, column) for value in cell.of_clients(metric)]:
                 found.setdefault(column, {})[row] = values
     if not found:
         return None
@@ -165,19 +168,20 @@ def boxplot(layout: Layout) -> Picture | None:
         with panels([layout.column_heading(column) for column in found], size=(3.9, 0.95 + 0.36 * max(3, len(rows)))) as (figure, every):
             for n, (axes, of) in enumerate(zip(every, found.values(), strict=True)):
                 _boxes(axes, of, rows, layout)
-                axes.set_xlabel("accuracy of a client (%)")
+                axes.set_xlabel(f"{name} of a client{' (%)' if share else ''}")
                 axes.set_yticks(range(len(rows)), [wrapped(row, 26) for row in rows] if n % 3 == 0 else [""] * len(rows))
             low = min(axes.get_xlim()[0] for axes in every)
             for axes in every:
-                axes.set(xlim=(max(-2, low), 102), ylim=(len(rows) - 0.4, -0.6))
+                axes.set(xlim=(max(-2, low), 102) if share else None, ylim=(len(rows) - 0.4, -0.6))
         return figure
 
     middle = "; ".join(
-        f"{row}{f' ({column})' if layout.rest else ''} {np.median(v):.1f} ({min(v):.1f} to {max(v):.1f})"
+        f"{row}{f' ({column})' if layout.rest else ''} {shown(np.median(v), metric)} ({shown(min(v), metric)} to {shown(max(v), metric)})"
         for column, of in found.items()
         for row, v in of.items()
     )
-    caption = "Accuracies of the clients in the last evaluation, all seeds: quartiles, a point per client."
+    what = "Accuracies" if metric == CLASSIFICATION.metric else f"{name[:1].upper()}{name[1:]}"
+    caption = f"{what} of the clients in the last evaluation, all seeds: quartiles, a point per client."
     return Picture("boxplot", caption, f"Box plots. {caption} Medians (range): {middle}.", draw)
 
 

@@ -40,12 +40,13 @@ class Paper:
 
 @dataclass(frozen=True)
 class Settings:
-    """``columns`` None: every axis that is not ``rows``. ``order``: axis -> its values as in the sweep file; ``text``: that file."""
+    """``columns`` None: every axis that is not ``rows``. ``metric`` empty: that of the runs' task. ``order``: axis -> its values as in the
+    sweep file; ``text``: that file."""
 
     title: str
     rows: str = ""
     columns: tuple[str, ...] | None = None
-    metric: str = "accuracy"
+    metric: str = ""
     at: str = "last"
     x: tuple[str, ...] = ("round",)
     against: tuple[str, ...] = ()
@@ -90,7 +91,7 @@ def _parse(tables: Mapping[str, Any], name: str, text: str) -> Settings:
         title=_text(report, "title") or _text(tables, "title") or name,
         rows=_text(report, "rows"),
         columns=None if columns is None else _texts("columns", columns),
-        metric=_text(report, "metric", "accuracy"),
+        metric=_text(report, "metric"),
         at=_one_of("at", _text(report, "at", "last"), AT),
         x=tuple(_one_of("x", value, X) for value in _texts("x", report.get("x", ["round"]))),
         against=_texts("against", report.get("against", [])),

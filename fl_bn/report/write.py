@@ -89,7 +89,7 @@ def read(folder: Path, id: str = "") -> Report:
 
 def _pictures(layout: Layout) -> list[Picture]:
     settings = layout.settings
-    found = series(layout, settings.metric)
+    found = series(layout, layout.metric)
     made: list[Picture | None] = [line_pictures.curves(layout, found, x) for x in settings.x]
     made += [line_pictures.against(layout, axis) for axis in settings.against]
     made += [map_pictures.heat(layout, settings.heat)] if settings.heat else []

@@ -1,7 +1,7 @@
 """A finished run's model for a client that the run did not have: its data, before and after, in numbers and as files.
 
 See ``training.adaptation`` for what the ways of adapting are. The client's training samples serve without their labels, for statistics;
-its test samples measure accuracy.
+its test samples measure the metrics of the run's task.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from fl_bn.data.dataset import DATASETS
 from fl_bn.data.domains import only_domain
 from fl_bn.federation.adaptation import HOW, NEAREST, TEST_BATCH, Adaptation, Known, with_batch_statistics
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.metrics import Evaluation
 from fl_bn.roles import Role
 from fl_bn.run import assembly
 from fl_bn.run.assembly import OwnData
 from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.pictures import draw_bars
+from fl_bn.task import CLASSIFICATION, MetricState, Task
 
 MODEL, CLIENTS, TOLD = "model.safetensors", "clients", "unseen-client.safetensors"
-COLUMNS = ("how", "accuracy_before", "accuracy", "loss_before", "loss", "statistics_samples", "test_samples", "note")
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class Outcome:
     """One way of adapting, and the evaluations on the newcomer's test samples. ``before``: None where nobody can say."""
 
     how: str
-    before: Evaluation | None
-    after: Evaluation
+    before: MetricState | None
+    after: MetricState
     model: nn.Module
     note: str = ""
 
@@ -153,7 +152,9 @@ def ways(run: Adaptation, text: str) -> list[str]:
     return chosen
 
 
-def adapt(run: Adaptation, client: Newcomer, how: Sequence[str], batch_size: int, device: torch.device) -> list[Outcome]:
+def adapt(
+    run: Adaptation, client: Newcomer, how: Sequence[str], batch_size: int, device: torch.device, task: Task = CLASSIFICATION
+) -> list[Outcome]:
     """Adapt in each of these ways, and evaluate before and after. ``batch_size``: of test-batch.
 
     Raises:
@@ -162,14 +163,14 @@ def adapt(run: Adaptation, client: Newcomer, how: Sequence[str], batch_size: int
     if TEST_BATCH in how and batch_size < 2:
         raise ConfigError(f"batch-size must be at least 2 (a batch of one has no variance), but got {batch_size}")
     plain = run.before()
-    before = None if plain is None else evaluate(plain.to(device), client.test)
+    before = None if plain is None else evaluate(plain.to(device), client.test, task=task)
     outcomes = []
     for name in how:
         made = run.adapt(name, client.x)
         if name == TEST_BATCH:
-            after = evaluate(with_batch_statistics(made.model).to(device), client.test, batch_size)
+            after = evaluate(with_batch_statistics(made.model).to(device), client.test, batch_size, task)
         else:
-            after = evaluate(made.model.to(device), client.test)
+            after = evaluate(made.model.to(device), client.test, task=task)
         distances = sorted(made.distances.items(), key=lambda item: item[1])
         shown = ", ".join(f"{client} ({distance:.3g})" for client, distance in distances[:3])
         note = {NEAREST: f"nearest first: {shown}", TEST_BATCH: f"batches of {batch_size}"}.get(name, "")
@@ -178,21 +179,24 @@ def adapt(run: Adaptation, client: Newcomer, how: Sequence[str], batch_size: int
 
 
 def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, folder: Path) -> None:
-    """``adaptation.csv`` (accuracy 0..1), ``adaptation.png``, and every model as ``model-HOW.safetensors``, in ``folder``."""
+    """``adaptation.csv`` (a share as 0..1), ``adaptation.png``, and every model as ``model-HOW.safetensors``, in ``folder``."""
+    task = assembly.task(config, client.test.y)
+    metric, scale = task.metric, task.scale()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "adaptation.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS)
+        named = (f"{metric.replace('-', '_')}_before", metric.replace("-", "_"))
+        writer.writerow(["how", *named, "loss_before", "loss", "statistics_samples", "test_samples", "note"])
         for outcome in outcomes:
             before, after = outcome.before, outcome.after
-            figures = ("" if before is None else before.accuracy, after.accuracy, "" if before is None else before.loss, after.loss)
+            figures = ("" if before is None else before[metric], after[metric], "" if before is None else before.loss, after.loss)
             used = 0 if outcome.how == TEST_BATCH else len(client.x)
             writer.writerow([outcome.how, *figures, used, len(client.test), outcome.note])
     for outcome in outcomes:
         metadata = {"method": config.method, "model": config.model, "how": outcome.how, "client": client.name}
         state = {name: tensor.contiguous() for name, tensor in outcome.model.state_dict().items()}
         durable.write(folder / f"model-{outcome.how}.safetensors", save(state, metadata), mode=0o666)
-    bars = {outcome.how: {} if outcome.before is None else {"before": [100 * outcome.before.accuracy]} for outcome in outcomes}
+    bars = {outcome.how: {} if outcome.before is None else {"before": [scale * outcome.before[metric]]} for outcome in outcomes}
     for outcome in outcomes:
-        bars[outcome.how]["after"] = [100 * outcome.after.accuracy]
-    draw_bars({f"{config.method}: {client.name}, {len(client.test)} test samples": bars}, folder / "adaptation.png")
+        bars[outcome.how]["after"] = [scale * outcome.after[metric]]
+    draw_bars({f"{config.method}: {client.name}, {len(client.test)} test samples": bars}, folder / "adaptation.png", task)

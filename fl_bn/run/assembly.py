@@ -17,6 +17,7 @@ from fl_bn.conversion import convert
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
 from fl_bn.data.partition import label_counts, partition
+from fl_bn.data.record import describe
 from fl_bn.data.shift import limited, shifted
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.flower.log import LOGGER
@@ -28,6 +29,7 @@ from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.keys import known_device, names_of
+from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
 
 DOMAINS = ("domain", "natural")  # partitions of which a client has data of one domain
 
@@ -90,6 +92,9 @@ def dataset(config: RunConfig) -> Dataset:
     shifts = names_of(config.shifts)
     seed = config.seed if shifts or config.samples_per_domain else 0
     data = _dataset(config.dataset, config.data_path, config.image_size, shifts, config.samples_per_domain, seed, _modules)
+    task(config, data.y_train)
+    if config.attack == LABEL_FLIP and kind_of(data.y_train) not in (LABELS, MASKS):
+        raise ConfigError(f"attack={LABEL_FLIP!r} swaps classes, but the data have {kind_of(data.y_train)}: choose another attack")
     return _without(data, config.hold_out) if config.hold_out else data
 
 
@@ -108,7 +113,7 @@ def _check_labels(data: Dataset) -> None:
     Raises:
         ConfigError: labels count from 1, or no sample has label 0 for another reason.
     """
-    if data.y_train.ndim > 1:  # masks
+    if kind_of(data.y_train) != LABELS:
         return
     train, test = (torch.bincount(y, minlength=data.classes) for y in (data.y_train, data.y_test))
     if not train[0] and not test[0]:
@@ -137,6 +142,16 @@ def missing_classes(counts: Sequence[int]) -> str:
 _without = lru_cache(maxsize=2)(without_domain)
 
 
+@_as_config_error()
+def task(config: RunConfig, targets: Tensor | None = None) -> Task:
+    """What the run's network is trained for.
+
+    ``targets``: of the data; "auto" looks at them, and any other task must be able to take them. Without them only the names of the task's
+    metrics are sure.
+    """
+    return find_task(config.task, None if targets is None else kind_of(targets), _modules)
+
+
 def shape(config: RunConfig) -> tuple[int, int, int]:
     """What the run's model is made for: ``(classes, channels, image size)``."""
     if config.dataset == SITES:
@@ -150,6 +165,8 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
 def source_model(config: RunConfig) -> nn.Module:
     """The network as the user wrote it, with the run's initial weights. Do not change it."""
     classes, channels, size = shape(config)
+    if classes < 2 and isinstance(task(config), Classification):
+        raise ConfigError(f"to classify needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
     model = build(
         config.model,
         classes=classes,
@@ -198,7 +215,7 @@ def partitions(config: RunConfig) -> list[Tensor]:
 
 @lru_cache(maxsize=256)
 def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> tuple[Samples, Samples, tuple[int, ...]]:  # noqa: B008
-    """A client's training samples, its test samples and its label counts.
+    """A client's training samples, its test samples and its label counts (none where samples have no class).
 
     ``own``: the data that its node config names, which are all its own; else its part of the run's data. Tested on the whole test set,
     except under partition=domain and natural: there on the test samples of its own domain.
@@ -222,9 +239,10 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     """The data that a client's node config names, in the form of the run's.
 
     Raises:
-        ConfigError: they are missing, malformed, or of another form than the run's model takes.
+        ConfigError: they are missing, malformed, or of another form than the run's model or task takes.
     """
     data = load(own.dataset, own.path, config.image_size)
+    task(config, data.y_train)
     classes, channels, size = shape(config)
     came = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
     if (data.channels, data.image_size) != (channels, size):
@@ -232,6 +250,9 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
             f"{came}: the run takes {channels} channels of {size} x {size} pixels, but these have {data.channels} of {data.image_size} x "
             f"{data.image_size}"
         )
+    if kind_of(data.y_train) not in (LABELS, MASKS) and data.classes != classes:
+        found = describe(data.y_train, data.classes)
+        raise ConfigError(f"{came}: the run's network has classes={classes} outputs, but these data have {found}")
     if data.classes > classes:
         raise ConfigError(f"{came}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}")
     return data

@@ -15,7 +15,7 @@ from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import IndexBatches, alone, train
 from fl_bn.methods import METHODS, Phase
-from fl_bn.run.assembly import dataset, device, source_model
+from fl_bn.run.assembly import dataset, device, source_model, task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.run_directory import RunDirectory
 from fl_bn.run.testing import test_metrics
@@ -34,7 +34,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
             f"momentum of its own, say centralised:update='weights';momentum=0.0, but got momentum={config.momentum:g}"
         )
     data, target = dataset(config), device(config)
-    samples = Samples(data.x_train, data.y_train)
+    samples, of = Samples(data.x_train, data.y_train), task(config, data.y_train)
     cohort = max(1, int(config.fraction * config.clients + 0.5))
     model = copy.deepcopy(source_model(config)).to(target)
     settings = replace(config.local_training(), update="weights")  # one gradient, one step: the same
@@ -54,7 +54,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
                 for group in optimizer.param_groups:
                     group["lr"] = local.instruction.learning_rate
                 with torch_seed(int(seeded(config.seed, 0, round, 1).integers(2**62)), target), local.open():
-                    trained = train(local, batches, optimizer=optimizer)
+                    trained = train(local, batches, of, optimizer)
                 record = RoundRecord(round, Phase.TRAIN.value, local.instruction.learning_rate, aggregated=True)
                 record.clients.append(ClientRecord(0, int(batches.seen.sum()), local.steps, trained.loss))
                 if round % config.evaluate_every == 0 or round == config.rounds:

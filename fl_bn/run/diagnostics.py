@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.metrics import Evaluation
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import seeded
 from fl_bn.layers import observe, pooled
 from fl_bn.methods import METHODS, Phase
 from fl_bn.moments import Moments, Running, pool
 from fl_bn.roles import Role, batch_norms
-from fl_bn.run.assembly import client_model, client_samples, device, source_model
+from fl_bn.run.assembly import client_model, client_samples, device, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.gradient_deviation import Batch, gradient_deviations
 from fl_bn.run.keys import DIAGNOSTICS
+from fl_bn.task import MetricState
 
 TRAINING_LOSS, DRIFT, GRADIENTS = DIAGNOSTICS
 BATCH = 128  # samples of each client's batch, the same in every round: FedTAN's own batch size
@@ -49,7 +49,7 @@ class Measurement(NamedTuple):
 class Diagnostics:
     """Measures ``names`` (of ``DIAGNOSTICS``) of the global model at every evaluated round. Byzantine clients are left out.
 
-    ``training-loss``: loss and accuracy on the union of the clients' training data, in evaluation mode (``training-loss``,
+    ``training-loss``: loss and the task's metric on the union of the clients' training data, in evaluation mode (``training-loss``,
     ``training-accuracy``).
 
     ``drift`` (FixBN, seed 000, figure 2), per BatchNorm layer, as means over its channels:
@@ -92,8 +92,9 @@ class Diagnostics:
         target = device(self.config)
         if TRAINING_LOSS in self.names:
             on_device = copy.deepcopy(model).to(target)
-            found = Evaluation.union(evaluate(on_device, samples) for samples in self.clients)
-            for quantity, value in (("training-loss", found.loss), ("training-accuracy", found.accuracy)):
+            of = task(self.config, self.clients[0].y)
+            found = MetricState.union(evaluate(on_device, samples, task=of) for samples in self.clients)
+            for quantity, value in (("training-loss", found.loss), (f"training-{of.metric}", found[of.metric])):
                 rows.append(Measurement(record.round, "", None, quantity, value))
         if DRIFT in self.names:
             rows += self._drift(record, copy.deepcopy(model).to(target))
@@ -159,7 +160,7 @@ class Diagnostics:
         network = convert(source_model(self.config), METHODS["fedtan"]())
         network.load_state_dict({k: t for k, t in model.state_dict().items() if k in network.state_dict()})
         clients, batches = zip(*self._batches(next(network.parameters()).to(target)), strict=True)
-        found = gradient_deviations(network.to(target), batches)
+        found = gradient_deviations(network.to(target), batches, task(self.config, self.clients[0].y))
         rows = [Measurement(round, "", i, "gradient-deviation", value) for i, value in zip(clients, found.squared, strict=True)]
         rows.append(Measurement(round, "", None, "gradient-deviation", _mean(found.squared)))
         return [*rows, Measurement(round, "", None, "centralised-gradient", found.centralised)]

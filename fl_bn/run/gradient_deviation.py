@@ -7,7 +7,7 @@ rate, is what keeps FedAvg with batch normalisation from converging where the cl
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, ended
 from fl_bn.exchange.session import Session
-from fl_bn.federation.metrics import cross_entropy
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.roles import batch_norms
+from fl_bn.task import CLASSIFICATION, Task
 
 Batch = tuple[Tensor, Tensor]
 Gradient = Mapping[str, Tensor]
@@ -32,7 +32,7 @@ class Deviations(NamedTuple):
     centralised: float
 
 
-def gradient_deviations(model: nn.Module, batches: Sequence[Batch], loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy) -> Deviations:
+def gradient_deviations(model: nn.Module, batches: Sequence[Batch], task: Task = CLASSIFICATION) -> Deviations:
     """B_i^2 = ||g_i - c_i||^2 of every client's batch, at the weights of ``model``, a network converted for FedTAN.
 
     ``g_i`` is the gradient of client i's mean loss with its own batch statistics, through which gradients pass as in ``nn.BatchNorm``.
@@ -50,7 +50,7 @@ def gradient_deviations(model: nn.Module, batches: Sequence[Batch], loss: Callab
     def shared(client: int) -> Gradient:
         try:
             exchange = LocalExchange(tokens[client], len(batches[client][1]))
-            return _gradient(model, batches[client], loss, exchange)
+            return _gradient(model, batches[client], task, exchange)
         except BaseException as error:
             ended(tokens[client], repr(error))
             raise
@@ -59,7 +59,7 @@ def gradient_deviations(model: nn.Module, batches: Sequence[Batch], loss: Callab
         centralised = Turns(len(batches)).run([partial(shared, client) for client in range(len(batches))])
     finally:
         dismiss(tokens)
-    squared = [_distance(_gradient(model, batch, loss), share) for batch, share in zip(batches, centralised, strict=True)]
+    squared = [_distance(_gradient(model, batch, task), share) for batch, share in zip(batches, centralised, strict=True)]
     total = sum(len(y) for _, y in batches)
     mean = {
         n: torch.stack([g[n] * (len(y) / total) for g, (_, y) in zip(centralised, batches, strict=True)]).sum(0) for n in centralised[0]
@@ -67,16 +67,16 @@ def gradient_deviations(model: nn.Module, batches: Sequence[Batch], loss: Callab
     return Deviations(squared, float(sum(g.double().square().sum() for g in mean.values())))
 
 
-def _gradient(model: nn.Module, batch: Batch, loss: Callable[[Tensor, Tensor], Tensor], exchange: LocalExchange | None = None) -> Gradient:
+def _gradient(model: nn.Module, batch: Batch, task: Task, exchange: LocalExchange | None = None) -> Gradient:
     mine = copy.deepcopy(model).eval()
     mine.zero_grad()
     for layer in batch_norms(mine).values():
         layer.train()
     if exchange is None:
-        loss(mine(batch[0]), batch[1]).backward()
+        task.loss(task.predict(mine, batch[0]), batch[1]).backward()
     else:
         with exchanging(mine, exchange):
-            loss(mine(batch[0]), batch[1]).backward()
+            task.loss(task.predict(mine, batch[0]), batch[1]).backward()
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in mine.named_parameters() if p.requires_grad}
 
 

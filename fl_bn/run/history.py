@@ -14,27 +14,44 @@ from typing import Any
 
 from fl_bn.durable import Damaged
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.metrics import MEAN_IOU, named_per_class, per_class
+from fl_bn.federation.metrics import named_series, series
 from fl_bn.federation.record import ClientRecord, Departure, RoundRecord
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.keys import Value
+from fl_bn.task import CLASS, CLASSIFICATION, Task
 
 SECTIONS = ("weights", "statistics", "moments", "gradients", "control", "momentum", "second-moment", "steps", "masked", "exchange")
-ROUND_COLUMNS = (
-    "round", "phase", "learning-rate", "cohort", "accepted", "aggregated", "loss", "accuracy", "accuracy-std", "accuracy-min", MEAN_IOU,
+BEFORE = ("round", "phase", "learning-rate", "cohort", "accepted", "aggregated", "loss")  # the columns around those of the metrics
+AFTER = (
     "test-loss", "min-var", "drift", "drift-layer", "seconds", "exchanges", "carrier", "waited",
     *(f"bytes-{way}-{section}" for way in ("down", "up") for section in SECTIONS),
 )  # fmt: skip
-CLIENT_COLUMNS = (
-    "round", "client", "samples", "steps", "loss", "bytes-down", "bytes-up", "exchanges", "waited", "distance", "accuracy", "test-loss",
-    "refused",
-)  # fmt: skip
 DIAGNOSTIC_COLUMNS = ("round", "layer", "client", "quantity", "value")
-_DOMAIN = "accuracy-domain-"
+PER_CLASS = {CLASS: "per-class"}  # names that series have in rounds.jsonl, where these are not the metric's own
 Row = dict[str, Value | None]
 
 
-def round_row(record: RoundRecord) -> Row:
+def metric_columns(task: Task) -> tuple[str, ...]:
+    """``accuracy``, ``accuracy-std``, ``accuracy-min``, and what else the task measures, without series."""
+    others = (name for name in task.declared() if name != task.metric and not name.endswith("-"))
+    return (task.metric, f"{task.metric}-std", f"{task.metric}-{task.worst()}", *others)
+
+
+def round_columns(task: Task) -> tuple[str, ...]:
+    """The columns of rounds.csv. Raises ValueError where a metric has the name of another column."""
+    columns = (*BEFORE, *metric_columns(task), *AFTER)
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise ValueError(f"task {task.name!r}: a metric cannot be called {twice[0]!r}, as another column of rounds.csv is: rename it")
+    return columns
+
+
+def client_columns(task: Task) -> tuple[str, ...]:
+    """The columns of clients.csv."""
+    before = ("round", "client", "samples", "steps", "loss", "bytes-down", "bytes-up", "exchanges", "waited", "distance")
+    return (*before, task.metric, "test-loss", "refused")
+
+
+def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
     """One line of rounds.csv and rounds.jsonl. Bytes are per client; ``drift`` in standard deviations; ``seconds`` of wall clock;
     ``waited`` of the client that waited longest in exchanges."""
     drift, evaluation = record.drift, record.evaluation
@@ -46,7 +63,7 @@ def round_row(record: RoundRecord) -> Row:
         "accepted": len(record.accepted),
         "aggregated": record.aggregated,
         "loss": _finite(record.loss),
-        **{name: _finite(evaluation.get(name)) for name in ("accuracy", "accuracy-std", "accuracy-min", MEAN_IOU)},
+        **{name: _finite(evaluation.get(name)) for name in metric_columns(task)},
         "test-loss": _finite(evaluation.get("loss")),
         "min-var": _finite(drift.min_var) if drift else None,
         "drift": _finite(drift.largest) if drift else None,
@@ -62,7 +79,7 @@ def round_row(record: RoundRecord) -> Row:
     return row
 
 
-def client_rows(record: RoundRecord) -> list[Row]:
+def client_rows(record: RoundRecord, task: Task = CLASSIFICATION) -> list[Row]:
     """One line of clients.csv per client that trained or was evaluated in the round."""
     rows: dict[int, Row] = {}
     for client in record.clients:
@@ -78,30 +95,35 @@ def client_rows(record: RoundRecord) -> list[Row]:
             "refused": client.refused,
         }
     for index, metrics in record.client_evaluation.items():
-        rows.setdefault(index, {}).update({"accuracy": metrics["accuracy"], "test-loss": _finite(metrics["loss"])})
+        rows.setdefault(index, {}).update({task.metric: metrics[task.metric], "test-loss": _finite(metrics["loss"])})
     return [{"round": record.round, "client": index, **rows[index]} for index in sorted(rows)]
 
 
-def round_line(record: RoundRecord) -> dict[str, Any]:
-    """One line of rounds.jsonl: the row of the round, the accuracies per class (null: none of that class) and per domain, the
-    clients' rows, and what left the clients (the fields of ``Departure``)."""
-    classes = [_finite(accuracy) for accuracy in per_class(record.evaluation)]
-    domains = {name: _finite(accuracy) for name, accuracy in per_domain(record.evaluation).items()}
-    more = {"per-class": classes or None, "per-domain": domains or None, "clients": client_rows(record)}
-    return {**round_row(record), **more, "departures": [astuple(departure) for departure in record.departures]}
+def round_line(record: RoundRecord, task: Task = CLASSIFICATION) -> dict[str, Any]:
+    """One line of rounds.jsonl: the row of the round, the accuracies per class (null: none of that class) or other series of the task,
+    its metric per domain, the clients' rows, and what left the clients (the fields of ``Departure``)."""
+    lists = {key: [_finite(value) for value in series(record.evaluation, stem)] or None for stem, key in _series(task).items()}
+    domains = {name: _finite(value) for name, value in per_domain(record.evaluation, task).items()}
+    more = {**lists, "per-domain": domains or None, "clients": client_rows(record, task)}
+    return {**round_row(record, task), **more, "departures": [astuple(departure) for departure in record.departures]}
 
 
-def record_of(row: Mapping[str, Any]) -> RoundRecord:
+def _series(task: Task) -> dict[str, str]:
+    return {stem: PER_CLASS.get(stem, stem[:-1]) for stem in task.declared() if stem.endswith("-")}
+
+
+def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecord:
     """The record behind a line of rounds.jsonl, as far as pictures and summaries need it; also of one from before mean IoU was kept."""
     record = RoundRecord(row["round"], row["phase"], row["learning-rate"], aggregated=row["aggregated"], seconds=row["seconds"])
     record.exchanges, record.carrier = row["exchanges"], row["carrier"] or ""
     record.bytes_down, record.bytes_up = ({s: n for s in SECTIONS if (n := row[f"bytes-{way}-{s}"])} for way in ("down", "up"))
     if row["drift-layer"] is not None:
         record.drift = Drift(_number(row["drift"]), row["drift-layer"], _number(row["min-var"]), math.nan)
-    names = {**{name: name for name in ("accuracy", "accuracy-std", "accuracy-min", MEAN_IOU)}, "test-loss": "loss"}
+    names = {**{name: name for name in metric_columns(task)}, "test-loss": "loss"}
     record.evaluation = {name: row[column] for column, name in names.items() if row.get(column) is not None}
-    record.evaluation |= named_per_class([_number(accuracy) for accuracy in row.get("per-class") or ()])
-    record.evaluation |= named_per_domain({name: _number(accuracy) for name, accuracy in (row.get("per-domain") or {}).items()})
+    for stem, key in _series(task).items():
+        record.evaluation |= named_series(stem, [_number(value) for value in row.get(key) or ()])
+    record.evaluation |= named_per_domain({name: _number(value) for name, value in (row.get("per-domain") or {}).items()}, task)
     record.departures = [Departure(*departure) for departure in row.get("departures") or ()]
     for client in row["clients"]:
         if "samples" in client:
@@ -109,35 +131,36 @@ def record_of(row: Mapping[str, Any]) -> RoundRecord:
             values: dict[str, Any] = {key.replace("-", "_"): client[key] for key in keys}
             values |= {key: _number(client[key]) for key in ("loss", "distance")}
             record.clients.append(ClientRecord(**values))
-        if "accuracy" in client:
-            record.client_evaluation[client["client"]] = {"accuracy": client["accuracy"], "loss": _number(client["test-loss"])}
+        if task.metric in client:
+            record.client_evaluation[client["client"]] = {task.metric: client[task.metric], "loss": _number(client["test-loss"])}
     return record
 
 
-def per_domain(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The accuracies by domain among ``metrics``."""
-    return {name.removeprefix(_DOMAIN): value for name, value in metrics.items() if name.startswith(_DOMAIN)}
+def per_domain(metrics: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
+    """The task's metric by domain, of those among ``metrics``."""
+    stem = f"{task.metric}-domain-"
+    return {name.removeprefix(stem): value for name, value in metrics.items() if name.startswith(stem)}
 
 
-def named_per_domain(accuracies: Mapping[str, float]) -> dict[str, float]:
+def named_per_domain(values: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
     """The inverse of ``per_domain``."""
-    return {f"{_DOMAIN}{name}": value for name, value in accuracies.items()}
+    return {f"{task.metric}-domain-{name}": value for name, value in values.items()}
 
 
 class History:
     """The files in ``folder``, which grow by a round at a time.
 
     What cannot be written, since the disk is full, say, is kept and written with the next round; half a line is never left behind.
-    With ``diagnostics`` there is a file of them, too.
+    With ``diagnostics`` there is a file of them, too. ``task``: whose metrics have columns.
     """
 
     FILES = ("rounds.csv", "clients.csv", "rounds.jsonl")
 
-    def __init__(self, folder: Path, diagnostics: bool = False) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, diagnostics: bool = False, task: Task = CLASSIFICATION) -> None:
+        self.folder, self.task = folder, task
         self.files = (*self.FILES, "diagnostics.csv") if diagnostics else self.FILES
         self._waiting = dict.fromkeys(self.files, "")
-        self._columns = {"rounds.csv": ROUND_COLUMNS, "clients.csv": CLIENT_COLUMNS}
+        self._columns = {"rounds.csv": round_columns(task), "clients.csv": client_columns(task)}
         if diagnostics:
             self._columns["diagnostics.csv"] = DIAGNOSTIC_COLUMNS
 
@@ -148,10 +171,11 @@ class History:
         self._write()
 
     def add(self, record: RoundRecord, diagnostics: Sequence[Row] = ()) -> None:
-        rows = {"rounds.csv": [round_row(record)], "clients.csv": client_rows(record), "diagnostics.csv": list(diagnostics)}
+        measured = {"diagnostics.csv": list(diagnostics)}
+        rows = {"rounds.csv": [round_row(record, self.task)], "clients.csv": client_rows(record, self.task), **measured}
         for file, columns in self._columns.items():
             self._waiting[file] += _csv(columns, rows[file])
-        self._waiting["rounds.jsonl"] += json.dumps(round_line(record)) + "\n"
+        self._waiting["rounds.jsonl"] += json.dumps(round_line(record, self.task)) + "\n"
         try:
             self._write()
         except OSError as error:
@@ -179,7 +203,7 @@ class History:
         self._columns |= {file: names for file, columns in self._columns.items() if (names := _header(self.folder / file))}
         path = self.folder / "rounds.jsonl"
         try:
-            return [record_of(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+            return [record_of(json.loads(line), self.task) for line in path.read_text().splitlines()] if path.exists() else []
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{path}: expected one round per line, but cannot read it: {error!r}") from error
 

@@ -18,7 +18,8 @@ def write(config: RunConfig, folder: Path) -> tuple[Path, Path]:
     """``counts.csv`` and ``labels.png`` of the partition of ``config``, in ``folder``; their paths.
 
     counts.csv has a line per client and domain that it has samples of (one line per client where the data have no domains), with the
-    number of samples of each class and in all; of masks, the number of pixels, and in all that of images.
+    number of samples of each class and in all; of masks, the number of pixels, and in all that of images; of samples without a class
+    in all alone.
 
     Raises:
         ConfigError: the run's data are the sites' own, or cannot be divided so.
@@ -33,9 +34,10 @@ def write(config: RunConfig, folder: Path) -> tuple[Path, Path]:
     table, picture = folder / "counts.csv", folder / "labels.png"
     with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["client", "domain", *(f"class-{label}" for label in range(shape(config)[0])), "total"])
+        writer.writerow(["client", "domain", *(f"class-{label}" for label in range(len(rows[0][2]))), "total"])
         writer.writerows([client, names[domain], *counts.tolist(), total] for client, domain, counts, total in rows)
-    totals = dict(enumerate(label_counts(data.y_train.numpy(), parts, shape(config)[0]).tolist()))
+    counted = label_counts(data.y_train.numpy(), parts, shape(config)[0]).tolist()
+    totals = {client: counts or [len(part)] for client, (counts, part) in enumerate(zip(counted, parts, strict=True))}
     held = {name: [int((domains[part] == index).sum()) for part in parts] for index, name in enumerate(names)}
     draw_labels(totals, config, picture, held if data.domains else None)
     return table, picture

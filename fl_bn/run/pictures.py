@@ -16,18 +16,18 @@ import numpy as np  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
-from fl_bn.federation.metrics import MEAN_IOU  # noqa: E402
 from fl_bn.federation.record import RoundRecord  # noqa: E402
 from fl_bn.run.config import RunConfig  # noqa: E402
+from fl_bn.task import CLASSIFICATION, MEAN_IOU, Task  # noqa: E402
 
 STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130, "font.size": 9}
 
 
-def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path) -> None:
-    """Accuracy and training loss over rounds, and below how far the running statistics moved."""
+def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task: Task = CLASSIFICATION) -> None:
+    """The task's metric and the training loss over rounds, and below how far the running statistics moved."""
     with plt.rc_context(STYLE):
         figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5.6), sharex=True, height_ratios=(3, 2), layout="constrained")
-        _accuracy(top, records)
+        _metric(top, records, task)
         _drift(bottom, records)
         for axes in (top, bottom):
             _phases(axes, records)
@@ -37,22 +37,38 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path) -> N
         plt.close(figure)
 
 
-def _accuracy(axes: Axes, records: Sequence[RoundRecord]) -> None:
-    evaluated = [r for r in records if "accuracy" in r.evaluation]
+def in_words(task: Task) -> str:
+    """The name of the task's metric, for pictures and headings: ``mean average precision``."""
+    return task.metric.replace("-", " ")
+
+
+def axis_of(task: Task, prefix: str = "") -> str:
+    """Its name for an axis, with the unit where it has one: ``accuracy (%)``."""
+    return f"{prefix}{in_words(task)}{' (%)' if task.scale() == 100 else ''}"
+
+
+def in_table(task: Task, value: float) -> str:
+    """A value of it below ``axis_of``: ``51.2`` of percent, or ``0.3456``."""
+    return f"{100 * value:.1f}" if task.scale() == 100 else f"{value:.4g}"
+
+
+def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task) -> None:
+    scale, evaluated = task.scale(), [r for r in records if task.metric in r.evaluation]
     rounds = [r.round for r in evaluated]
-    accuracy = [100 * r.evaluation["accuracy"] for r in evaluated]
-    axes.plot(rounds, accuracy, "o-", ms=3, color="C0", label="test accuracy")
+    values = [scale * r.evaluation[task.metric] for r in evaluated]
+    axes.plot(rounds, values, "o-", ms=3, color="C0", label=f"test {in_words(task)}")
     if evaluated:
-        axes.annotate(
-            f"{accuracy[-1]:.1f} %", (rounds[-1], accuracy[-1]), xytext=(-6, 7), textcoords="offset points", color="C0", ha="right"
-        )
+        shown = f"{values[-1]:.1f} %" if scale == 100 else f"{values[-1]:.4g}"
+        axes.annotate(shown, (rounds[-1], values[-1]), xytext=(-6, 7), textcoords="offset points", color="C0", ha="right")
     segmented = [r for r in evaluated if MEAN_IOU in r.evaluation]
     if segmented:
         axes.plot([r.round for r in segmented], [100 * r.evaluation[MEAN_IOU] for r in segmented], "s-", ms=3, color="C1", label="mean IoU")
     if any(r.client_evaluation for r in evaluated):
-        spread = [[100 * m["accuracy"] for m in r.client_evaluation.values()] for r in evaluated]
+        spread = [[scale * m[task.metric] for m in r.client_evaluation.values()] for r in evaluated]
         axes.fill_between(rounds, [min(s) for s in spread], [max(s) for s in spread], alpha=0.15, color="C0", label="clients, min to max")
-    axes.set(ylabel="accuracy (%)", ylim=(0, 100))
+    axes.set_ylabel(axis_of(task))
+    if scale == 100:
+        axes.set_ylim(0, 100)
     loss = axes.twinx()
     loss.plot([r.round for r in records], [r.loss for r in records], color="0.6", lw=1, label="training loss (clients)")
     loss.set_ylabel("loss", color="0.5")
@@ -108,9 +124,9 @@ def draw_labels(
         )  # fmt: skip
         axes, last = all_axes[0, 0], all_axes[-1, 0]
         _discs(axes, table, "tab10" if classes <= 10 else "viridis")
-        axes.set(ylabel="class")
+        axes.set(ylabel="class" if classes > 1 else "")
         if classes <= 30:
-            axes.set_yticks(range(classes))
+            axes.set_yticks(range(classes) if classes > 1 else [])
         if below.size:
             _discs(last, below, "Dark2")
             last.set_yticks(range(len(names)), names)
@@ -137,19 +153,23 @@ def _discs(axes: Axes, table: np.ndarray, colours: str) -> None:
     axes.set(xlim=(-0.6, clients - 0.2), ylim=(-0.6, rows - 0.4))
 
 
-def draw_comparison(curves: Mapping[str, np.ndarray], rounds: Mapping[str, Sequence[int]], title: str, path: Path) -> None:
-    """Accuracy over rounds of several methods. ``curves``: method -> (seeds, evaluations) in percent; band: one standard deviation."""
+def draw_comparison(
+    curves: Mapping[str, np.ndarray], rounds: Mapping[str, Sequence[int]], title: str, path: Path, task: Task = CLASSIFICATION
+) -> None:
+    """The task's metric over rounds, of several methods. ``curves``: method -> (seeds, evaluations), in percent where it is a share; band:
+    one standard deviation."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8.5, 4.8), layout="constrained")
-        order = sorted(curves, key=lambda name: -curves[name][:, -1].mean())
+        sign, digits = (-1 if task.higher_is_better else 1), ".1f" if task.scale() == 100 else ".3g"
+        order = sorted(curves, key=lambda name: sign * curves[name][:, -1].mean())
         for name in order:
             values, index = curves[name], list(curves).index(name)
             colour, line = f"C{index % 10}", ("-", "--", ":", "-.")[index // 10 % 4]
             mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
-            label = f"{name}  {mean[-1]:.1f}" + (f" ± {std[-1]:.1f}" if len(values) > 1 else "")
+            label = f"{name}  {mean[-1]:{digits}}" + (f" ± {std[-1]:{digits}}" if len(values) > 1 else "")
             axes.plot(rounds[name], mean, line, color=colour, lw=1.5, label=label)
             axes.fill_between(rounds[name], mean - std, mean + std, color=colour, alpha=0.15, lw=0)
-        axes.set(xlabel="round", ylabel="test accuracy (%)", title="\n".join(textwrap.wrap(title, 66)))
+        axes.set(xlabel="round", ylabel=axis_of(task, "test "), title="\n".join(textwrap.wrap(title, 66)))
         axes.legend(frameon=False, title="last round", loc="center left", bbox_to_anchor=(1, 0.5))
         figure.savefig(path)
         plt.close(figure)
@@ -174,8 +194,9 @@ def draw_heat_maps(maps: Mapping[str, np.ndarray], rows: Sequence[str], columns:
         plt.close(figure)
 
 
-def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], path: Path) -> None:
-    """One panel per title: groups of bars, group -> bar -> values in percent; a bar is their mean, its whisker their standard deviation."""
+def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], path: Path, task: Task = CLASSIFICATION) -> None:
+    """One panel per title: groups of bars, group -> bar -> values of the task's metric, in percent where it is a share; a bar is their
+    mean, its whisker their standard deviation."""
     names = list(dict.fromkeys(bar for groups in panels.values() for bars in groups.values() for bar in bars))
     across = min(3, len(panels))
     down = -(-len(panels) // across)
@@ -192,15 +213,19 @@ def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]],
                     x, mean = place + (index - (len(names) - 1) / 2) * width, float(np.mean(values))
                     spread = np.std(values, ddof=1) if len(values) > 1 else None
                     axes.bar(x, mean, 0.92 * width, yerr=spread, color="0.6" if index == 0 else f"C{index - 1}", error_kw={"lw": 0.8})
-                    axes.text(x, 1.5, f"{mean:.0f}", ha="center", va="bottom", fontsize=6.5, color="white")
+                    if task.scale() == 100:
+                        axes.text(x, 1.5, f"{mean:.0f}", ha="center", va="bottom", fontsize=6.5, color="white")
+                    else:
+                        axes.text(x, mean, f"{mean:.3g}", ha="center", va="bottom", fontsize=6.5)
             axes.set_xticks(range(len(groups)), list(groups))
-            axes.set(ylim=(0, 100))
+            if task.scale() == 100:
+                axes.set_ylim(0, 100)
             axes.set_title("\n".join(textwrap.wrap(title, 30)), fontsize=9)
             axes.grid(visible=False, axis="x")
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
         for axes in grid[:, 0]:
-            axes.set_ylabel("test accuracy (%)")
+            axes.set_ylabel(axis_of(task, "test "))
         handles = [Patch(color="0.6" if index == 0 else f"C{index - 1}", label=name) for index, name in enumerate(names)]
         figure.legend(handles=handles, loc="outside right upper", frameon=False)
         figure.savefig(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from fl_bn.flower.log import LOGGER
 from fl_bn.methods import Phase
 from fl_bn.roles import Role, batch_norms
 from fl_bn.run import recalibrate
-from fl_bn.run.assembly import client_model, dataset, partitions, shape
+from fl_bn.run.assembly import client_model, dataset, partitions, shape, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.run.history import round_columns
+from fl_bn.task import Classification, Task
 from fl_bn.wire import WireError
 
 
@@ -41,8 +44,12 @@ def check(config: RunConfig) -> None:
         to_numpy(model.state_dict())
     except WireError as error:
         raise ConfigError(f"model {config.model!r}: {error}") from error
-    if (x := _two_samples(config)) is not None:
-        _try(config, x)
+    try:
+        round_columns(task(config))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if (two := _two_samples(config)) is not None:
+        _try(config, *two)
     if config.dataset != SITES and (change := augmenter(config.augment, seeded(config.seed))) is not None:
         data = dataset(config)
         try:
@@ -61,33 +68,61 @@ def check(config: RunConfig) -> None:
         )
 
 
-def _two_samples(config: RunConfig) -> Tensor | None:
-    """Of the run's data; where the sites have them, images of the run's shape. None: one's own network may take anything of theirs."""
+def _two_samples(config: RunConfig) -> tuple[Tensor, Tensor | None] | None:
+    """Inputs and targets of the run's data; where the sites have them, images of the run's shape. None: one's own network may take anything
+    of theirs."""
     if config.dataset != SITES:
-        return to_input(dataset(config).x_train[:2])
+        data = dataset(config)
+        return to_input(data.x_train[:2]), data.y_train[:2]
     if ":" in config.model:
         return None
     _, channels, size = shape(config)
-    return torch.zeros(2, channels, size, size)
+    return torch.zeros(2, channels, size, size), None
 
 
-def _try(config: RunConfig, x: Tensor) -> None:
+def _try(config: RunConfig, x: Tensor, y: Tensor | None) -> None:
     """One batch in evaluation mode, in which every layer of every method works alone."""
-    classes = shape(config)[0]
+    classes, of = shape(config)[0], task(config, y)
     model = copy.deepcopy(client_model(config)).eval()
     x = (x if len(x) > 1 else x.expand(2, *x.shape[1:])).to(next(model.parameters()).dtype)
     try:
         with torch.no_grad(), torch_seed(config.seed, torch.device("cpu")):
-            out = model(x)
+            raw = model(x)
     except Exception as error:  # a stranger's network: anything may happen in it
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(
             f"the network cannot take these data: model={config.model!r} under method={config.method!r} fails on a batch of shape "
             f"{tuple(x.shape)}: {problem}. Choose another model, method or image-size"
         ) from error
+    out = _predicted(config, of, raw)
+    if not isinstance(of, Classification):
+        if y is not None:
+            _try_loss(config, of, out, y if len(y) > 1 else y.expand(2, *y.shape[1:]))
+        return
     if not isinstance(out, Tensor) or out.ndim < 2 or tuple(out.shape[:2]) != (2, classes):
         came = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ConfigError(
             f"the network must answer a batch of 2 samples with scores (2, {classes}, ...), one for each class, but model={config.model!r} "
             f"answers {came}"
         )
+
+
+def _predicted(config: RunConfig, of: Task, raw: Any) -> Any:
+    try:
+        return of.output(raw)
+    except Exception as error:  # a stranger's task: anything may happen in it
+        raise ConfigError(f"task={config.task!r} finds no prediction in what model={config.model!r} answers: {error}") from error
+
+
+def _try_loss(config: RunConfig, of: Task, out: Any, y: Tensor) -> None:
+    """Loss and metrics of the batch."""
+    try:
+        state = of.state()
+        state.update(out, y)
+        state.result()[of.metric]
+    except Exception as error:  # a stranger's task: anything may happen in it
+        came = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        raise ConfigError(
+            f"task={config.task!r} fails on a batch of 2 samples, to which model={config.model!r} answers {came} and whose targets are "
+            f"{tuple(y.shape)}: {type(error).__name__}: {error}"
+        ) from error

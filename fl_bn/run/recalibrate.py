@@ -15,6 +15,7 @@ from fl_bn.pairs import flower_config
 from fl_bn.run.assembly import client_model
 from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.task import CLASSIFICATION
 
 MODEL = "model.safetensors"
 FILES = (".pt", ".pth", ".safetensors")
@@ -24,11 +25,14 @@ DECIDED = ("rounds", "calibrate", "model-weights", "resume", "checkpoint-every",
 
 @dataclass(frozen=True)
 class Row:
-    """After pass ``number`` (0: before the first). ``moved``: a mean, in sd, ``layer``: where; ``accuracy`` None: not evaluated."""
+    """After pass ``number`` (0: before the first). ``moved``: a mean, in sd, ``layer``: where.
+
+    ``metric``: the task's, None: not evaluated.
+    """
 
     number: int
     clients: int
-    accuracy: float | None
+    metric: float | None
     moved: float | None
     layer: str
 
@@ -77,10 +81,10 @@ def elsewhere(config: RunConfig) -> str:
     return line
 
 
-def rows(folder: Path) -> list[Row]:
-    """From the folder of the statistics-only run."""
+def rows(folder: Path, metric: str = CLASSIFICATION.metric) -> list[Row]:
+    """From the folder of the statistics-only run, whose task has ``metric``."""
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [Row(r["round"], r["accepted"], r["accuracy"], r["drift"], r["drift-layer"] or "") for r in lines]
+    return [Row(r["round"], r["accepted"], r[metric], r["drift"], r["drift-layer"] or "") for r in lines]
 
 
 def _keys_of(folder: Path) -> dict[str, Any]:

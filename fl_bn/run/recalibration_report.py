@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord
 from fl_bn.run.config import RunConfig
-from fl_bn.run.pictures import STYLE
+from fl_bn.run.pictures import STYLE, axis_of
+from fl_bn.task import CLASSIFICATION, Task
 
 COLUMNS = ("pass", "clients", "layer", "mean-moved", "variance-factor")  # in sd of the statistics before the pass; new / old
 NAMED = 12  # layers in a legend; more are told by their colour
@@ -52,9 +53,11 @@ def passes_in_words(passes: Sequence[Pass], clients: int) -> list[str]:
     return lines
 
 
-def draw_passes(config: RunConfig, passes: Sequence[Pass], records: Sequence[RoundRecord], path: Path) -> None:
-    """How far each pass moved each layer, on a log scale; above it, in a run of passes alone, the accuracy after them."""
-    evaluated = [r for r in records if "accuracy" in r.evaluation] if config.rounds == 0 else []
+def draw_passes(
+    config: RunConfig, passes: Sequence[Pass], records: Sequence[RoundRecord], path: Path, task: Task = CLASSIFICATION
+) -> None:
+    """How far each pass moved each layer, on a log scale; above it, in a run of passes alone, the task's metric after them."""
+    evaluated = [r for r in records if task.metric in r.evaluation] if config.rounds == 0 else []
     with plt.rc_context(STYLE):
         figure, all_axes = plt.subplots(
             2 if evaluated else 1, 1, figsize=(7, 5.6 if evaluated else 3.6), sharex=True, squeeze=False, layout="constrained",
@@ -62,14 +65,16 @@ def draw_passes(config: RunConfig, passes: Sequence[Pass], records: Sequence[Rou
         )  # fmt: skip
         top, bottom = all_axes[0, 0], all_axes[-1, 0]
         if evaluated:
-            accuracy = [100 * r.evaluation["accuracy"] for r in evaluated]
-            top.plot([r.round for r in evaluated], accuracy, "o-", ms=4, color="C0")
+            scale = task.scale()
+            values = [scale * r.evaluation[task.metric] for r in evaluated]
+            top.plot([r.round for r in evaluated], values, "o-", ms=4, color="C0")
             for i in {0, len(evaluated) - 1}:
                 where, ha = ((0, 8), "left") if i == 0 else ((0, 8), "right")
-                top.annotate(
-                    f"{accuracy[i]:.1f} %", (evaluated[i].round, accuracy[i]), where, textcoords="offset points", ha=ha, color="C0"
-                )
-            top.set(ylabel="test accuracy (%)", ylim=(0, 110), yticks=range(0, 101, 25))
+                shown = f"{values[i]:.1f} %" if scale == 100 else f"{values[i]:.4g}"
+                top.annotate(shown, (evaluated[i].round, values[i]), where, textcoords="offset points", ha=ha, color="C0")
+            top.set_ylabel(axis_of(task, "test "))
+            if scale == 100:
+                top.set(ylim=(0, 110), yticks=range(0, 101, 25))
         _movements(bottom, passes)
         bottom.set(xlabel="pass (0: as it came)" if evaluated else "statistics-only pass before round 1")
         top.set_title(f"re-calibration: {config.model} on {config.dataset}, {config.clients} clients, seed {config.seed}")

@@ -21,6 +21,7 @@ from fl_bn.flower import RunFailed
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.log import LOGGER
 from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.run.assembly import task
 from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.departures_report import FILE as DEPARTURES
@@ -51,7 +52,8 @@ class RunDirectory:
         self.strategy: BatchNormStrategy | None = None
         self.resumed: Checkpoint | None = None
         self._diagnostics = None if path is None else _diagnostics(config)
-        self._history = None if path is None else History(path, diagnostics=self._diagnostics is not None)
+        self.task = task(config)
+        self._history = None if path is None else History(path, self._diagnostics is not None, self.task)
         self._checkpoints = None if path is None or self._history is None else Checkpoints(path, self._history)
         self._lock: IO[str] | None = None
 
@@ -164,13 +166,13 @@ class RunDirectory:
         (path / DEPARTURES).write_text(departures_csv(left), newline="")
         accountant = self.strategy.secure.accountant if self.strategy and self.strategy.secure else None
         privacy = "" if accountant is None else accountant.statement()
-        (path / "summary.md").write_text(summary(self.config, self.records, error, passes, departures_table(left), privacy))
+        (path / "summary.md").write_text(summary(self.config, self.records, error, passes, departures_table(left), privacy, self.task))
         self._write_passes()
         if self.config.pictures and passes:
-            draw_passes(self.config, passes, self.records, path / "recalibration.png")
+            draw_passes(self.config, passes, self.records, path / "recalibration.png", self.task)
         if self.config.pictures and self.records:
             if self.config.rounds:
-                draw_run(self.config, self.records, path / "accuracy.png")
+                draw_run(self.config, self.records, path / f"{self.task.metric}.png", self.task)
             if counts and all(counts.values()):
                 draw_labels(counts, self.config, path / "labels.png")
             self._tensorboard()
@@ -202,7 +204,7 @@ class RunDirectory:
         assert self.path is not None
         with SummaryWriter(str(self.path / "tensorboard")) as writer:
             for record in self.records:
-                for name, value in round_row(record).items():
+                for name, value in round_row(record, self.task).items():
                     if name not in ("round", "cohort") and isinstance(value, float):
                         writer.add_scalar(name, value, record.round)
 

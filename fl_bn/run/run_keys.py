@@ -39,6 +39,7 @@ from fl_bn.run.keys import (
     weight,
 )
 from fl_bn.run.method_keys import MethodKeys
+from fl_bn.task import AUTO, TASKS
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,19 @@ class RunKeys(MethodKeys):
         ("auto", "imagenet", "small"),
     )
     model_weights: str = key("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
+    task: str = key(
+        AUTO,
+        "what the network learns, and so loss and metrics; auto: classification, of pixels (segmentation) where labels are masks",
+        f"{', '.join((AUTO, *TASKS))}, package.module:function",
+        lambda name: name in (AUTO, *TASKS) or ":" in name,
+    )
     dataset: str = key(
         "digits",
         f"{', '.join(DATASETS)} (npz and folder: give data-path); package.module:function; sites: every "
         "client has its own, named in its node config, and the server none (give classes, channels, image-size)",
         "see fl_bn.data",
     )
-    classes: int = key(0, "dataset=sites: number of classes", ">= 0", at_least(0))
+    classes: int = key(0, "dataset=sites: number of classes (of other tasks: values, or labels)", ">= 0", at_least(0))
     channels: int = key(0, "dataset=sites: channels of the images", ">= 0", at_least(0))
     data_path: str = key(
         "",

@@ -10,6 +10,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.normalisation import size
 from fl_bn.run.config import RunConfig
 from fl_bn.run.recalibration_report import passes_in_words
+from fl_bn.task import CLASSIFICATION, Task
 
 
 def summary(
@@ -19,17 +20,18 @@ def summary(
     passes: Sequence[Pass] = (),
     departures: Sequence[str] = (),
     privacy: str = "",
+    task: Task = CLASSIFICATION,
 ) -> str:
     """Markdown. ``error``: what ended the run early, if anything; ``passes``: of ``calibrate``; ``departures``: what left each client;
     ``privacy``: the accountant's statement."""
     if config.rounds == 0:
-        return _of_recalibration(config, records, error, passes, departures)
+        return _of_recalibration(config, records, error, passes, departures, task)
     lines = [f"# {config.method} on {config.dataset}, seed {config.seed}", ""]
     if error is not None:
         lines += [f"**The run failed** after {len(records)} of {config.rounds} rounds: {type(error).__name__}: {error}", ""]
-    evaluated = [r for r in records if "accuracy" in r.evaluation]
+    evaluated = [r for r in records if task.metric in r.evaluation]
     if evaluated:
-        lines += _accuracy(evaluated)
+        lines += _metric(evaluated, task)
     lines += [
         f"- {config.clients} clients, partition `{config.partition}` ({config.partition_parameter:g}), model `{config.model}`",
         f"- {len(records)} rounds of {_local(config)}, batches of {config.batch_size}, {config.optimizer} at {config.learning_rate:g} "
@@ -39,18 +41,23 @@ def summary(
     ]
     if records:
         lines += _traffic(records)
-    return "\n".join([*lines, "", *departures, "Files: " + FILES, ""])
+    return "\n".join([*lines, "", *departures, "Files: " + FILES.format(picture=f"{task.metric}.png"), ""])
 
 
 def _of_recalibration(
-    config: RunConfig, records: Sequence[RoundRecord], error: BaseException | None, passes: Sequence[Pass], departures: Sequence[str]
+    config: RunConfig,
+    records: Sequence[RoundRecord],
+    error: BaseException | None,
+    passes: Sequence[Pass],
+    departures: Sequence[str],
+    task: Task,
 ) -> str:
     lines = [f"# Re-calibration under {config.method} on {config.dataset}, seed {config.seed}", ""]
     if error is not None:
         lines += [f"**The run failed** after {len(passes)} passes: {type(error).__name__}: {error}", ""]
-    evaluated = [r.evaluation["accuracy"] for r in records if "accuracy" in r.evaluation]
+    evaluated = [task.shown(r.evaluation[task.metric]) for r in records if task.metric in r.evaluation]
     if evaluated:
-        lines.append(f"- accuracy before: **{evaluated[0]:.1%}**" + (f", after: **{evaluated[-1]:.1%}**" if len(evaluated) > 1 else ""))
+        lines.append(f"- {task.metric} before: **{evaluated[0]}**" + (f", after: **{evaluated[-1]}**" if len(evaluated) > 1 else ""))
     lines += [f"- {line}" for line in passes_in_words(passes, config.clients)]
     lines += [
         f"- weights: `{config.model_weights or 'as initialised'}`, which stay as they are",
@@ -65,7 +72,7 @@ def _of_recalibration(
 
 
 FILES = (
-    "`accuracy.png` and `labels.png` to look at; `rounds.csv` (also `.jsonl`) and `clients.csv`, one line per round and client; "
+    "`{picture}` and `labels.png` to look at; `rounds.csv` (also `.jsonl`) and `clients.csv`, one line per round and client; "
     "`departures.csv`, what left each client; "
     "`model.safetensors`, the model as evaluated last (`clients/` has one per client where clients keep layers of their own); "
     "`config.toml`, `environment.json`; `tensorboard/`."
@@ -90,13 +97,17 @@ def _composition(config: RunConfig) -> list[str]:
     return [f"- {', '.join(said)}"] if said else []
 
 
-def _accuracy(evaluated: Sequence[RoundRecord]) -> list[str]:
-    last, best = evaluated[-1], max(evaluated, key=lambda r: r.evaluation["accuracy"])
-    shown = f"- accuracy after round {last.round}: **{last.evaluation['accuracy']:.1%}**"
-    if "accuracy-std" in last.evaluation:
-        spread = f"std {last.evaluation['accuracy-std']:.1%}, min {last.evaluation['accuracy-min']:.1%}"
+def _metric(evaluated: Sequence[RoundRecord], task: Task) -> list[str]:
+    def said(record: RoundRecord, suffix: str = "") -> str:
+        return task.shown(record.evaluation[f"{task.metric}{suffix}"])
+
+    last, worst = evaluated[-1], task.worst()
+    best = (max if task.higher_is_better else min)(evaluated, key=lambda r: r.evaluation[task.metric])
+    shown = f"- {task.metric} after round {last.round}: **{said(last)}**"
+    if f"{task.metric}-std" in last.evaluation:
+        spread = f"std {said(last, '-std')}, {worst} {said(last, f'-{worst}')}"
         shown += f" (mean over clients with models of their own; {spread})"
-    return [shown + f"; best {best.evaluation['accuracy']:.1%} in round {best.round}"]
+    return [shown + f"; best {said(best)} in round {best.round}"]
 
 
 def _traffic(records: Sequence[RoundRecord]) -> list[str]:

@@ -8,32 +8,34 @@ import torch
 from torch import nn
 
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.metrics import Evaluation
 from fl_bn.federation.record import RoundRecord
-from fl_bn.run.assembly import DOMAINS, dataset
+from fl_bn.run.assembly import DOMAINS, dataset, task
 from fl_bn.run.config import SITES, RunConfig
 from fl_bn.run.history import named_per_domain, per_domain
+from fl_bn.task import MetricState
 
 
 def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> dict[str, float]:
     """By the names that records have; ``model`` stays as it is."""
     data, model = dataset(config), copy.deepcopy(model).to(device)
+    of = task(config, data.y_test)
     if data.domain_test is None:
-        return evaluate(model, Samples(data.x_test, data.y_test)).metrics()
-    parts: dict[str, Evaluation] = {}
+        return evaluate(model, Samples(data.x_test, data.y_test), task=of).result()
+    parts: dict[str, MetricState] = {}
     for index, name in enumerate(data.domains):
         chosen = data.domain_test == index
         if bool(chosen.any()):
-            parts[name] = evaluate(model, Samples(data.x_test[chosen], data.y_test[chosen]))
-    return Evaluation.union(parts.values()).metrics() | named_per_domain({name: part.accuracy for name, part in parts.items()})
+            parts[name] = evaluate(model, Samples(data.x_test[chosen], data.y_test[chosen]), task=of)
+    return MetricState.union(parts.values()).result() | named_per_domain({name: part[of.metric] for name, part in parts.items()}, of)
 
 
 def note_domains(config: RunConfig, record: RoundRecord) -> None:
-    """Where every client evaluated a model of its own on its domain's test data, a domain's accuracy is the mean over its clients."""
-    if config.dataset == SITES or config.partition not in DOMAINS or not record.client_evaluation or per_domain(record.evaluation):
+    """Where every client evaluated a model of its own on its domain's test data, a domain's metric is the mean over its clients."""
+    of = task(config)
+    if config.dataset == SITES or config.partition not in DOMAINS or not record.client_evaluation or per_domain(record.evaluation, of):
         return
     names = dataset(config).domains
     found: dict[str, list[float]] = {name: [] for name in names}
     for client, metrics in record.client_evaluation.items():
-        found[names[client % len(names)]].append(metrics["accuracy"])
-    record.evaluation |= named_per_domain({name: sum(values) / len(values) for name, values in found.items() if values})
+        found[names[client % len(names)]].append(metrics[of.metric])
+    record.evaluation |= named_per_domain({name: sum(values) / len(values) for name, values in found.items() if values}, of)

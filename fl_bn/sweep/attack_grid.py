@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from fl_bn.run.assembly import task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.pictures import draw_heat_maps
 from fl_bn.sweep.cells import Cell, run_cells
+from fl_bn.task import CLASSIFICATION
 
 NONE = "none"
 
@@ -103,6 +105,8 @@ def cells_of(settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[st
     for setting in settings:
         made[setting] = [Cell(setting.config(base, seed, output), {**asdict(setting), "seed": seed}) for seed in seeds]
         for cell in made[setting]:
+            if (metric := task(cell.config).metric) != CLASSIFICATION.metric:
+                raise ConfigError(f"attack-grid compares accuracies, but task={cell.config.task!r} has {metric}: use fl-bn sweep")
             cell.finished()
     return made
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from fl_bn.run.assembly import task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
-from fl_bn.run.pictures import draw_comparison
+from fl_bn.run.pictures import draw_comparison, in_words
 from fl_bn.sweep.cells import CENTRALISED, Cell
+from fl_bn.task import CLASSIFICATION, Task
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ def plan(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, A
     ]
     if len({cell.path for cell in cells}) < len(cells):
         raise ConfigError(f"labels that differ in punctuation only share a folder: {[v.label for v in variants]}")
+    if len(metrics := {task(cell.config).metric for cell in cells}) > 1:
+        raise ConfigError(f"methods can be compared by one metric, but these runs have {' and '.join(sorted(metrics))}: give all one task")
     for cell in cells:
         cell.finished()
     return cells
@@ -61,66 +65,82 @@ def plan(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, A
 
 @dataclass(frozen=True)
 class Outcome:
-    """``accuracy``: label -> (seeds, evaluations) in percent, after ``rounds[label]``, of the runs that finished; ``seeds``: how many
-    runs each label should have."""
+    """``values``: label -> (seeds, evaluations) of the task's metric, in percent where it is a share, after ``rounds[label]``, of the runs
+    that finished; ``seeds``: how many runs each label should have."""
 
     rounds: dict[str, list[int]]
-    accuracy: dict[str, np.ndarray]
+    values: dict[str, np.ndarray]
     seeds: dict[str, int]
+    task: Task = CLASSIFICATION
+
+    def of(self, label: str) -> tuple[np.ndarray, np.ndarray]:
+        """Of each seed the last value and the best one."""
+        values = self.values[label]
+        return values[:, -1], values.max(1) if self.task.higher_is_better else values.min(1)
 
 
 def gather(cells: Sequence[Cell]) -> Outcome:
     """Read the finished cells' curves."""
+    of = task(cells[0].config)
+    metric, scale = of.metric, of.scale()
     curves: dict[str, list[list[float]]] = {}
     rounds: dict[str, list[int]] = {}
     for cell in cells:
         if cell.finished():
-            evaluated = [row for row in cell.rows() if row["accuracy"] is not None]
+            evaluated = [row for row in cell.rows() if row[metric] is not None]
             rounds[str(cell.axes["method"])] = [row["round"] for row in evaluated]
-            curves.setdefault(str(cell.axes["method"]), []).append([100 * row["accuracy"] for row in evaluated])
+            curves.setdefault(str(cell.axes["method"]), []).append([scale * row[metric] for row in evaluated])
     seeds = Counter(str(cell.axes["method"]) for cell in cells)
-    return Outcome(rounds, {label: np.array(values) for label, values in curves.items()}, dict(seeds))
+    return Outcome(rounds, {label: np.array(values) for label, values in curves.items()}, dict(seeds), of)
 
 
 def table(outcome: Outcome) -> list[tuple[str, str, str, str]]:
-    """Rows ``(label, accuracy after the last round, best over rounds, runs)``, best first; mean (standard deviation) in percent.
+    """Rows ``(label, metric after the last round, best over rounds, runs)``, best first; mean (standard deviation).
 
     A label none of whose runs finished (they diverged, say) is there too.
     """
 
     def mean_std(values: np.ndarray) -> str:
-        return f"{values.mean():.1f}" + (f" ({values.std(ddof=1):.1f})" if len(values) > 1 else "")
+        return f"{values.mean():{digits}}" + (f" ({values.std(ddof=1):{digits}})" if len(values) > 1 else "")
 
-    ranked = sorted(outcome.accuracy, key=lambda label: -outcome.accuracy[label][:, -1].mean())
+    digits, sign = (".1f" if outcome.task.scale() == 100 else ".3g"), (-1 if outcome.task.higher_is_better else 1)
+    ranked = sorted(outcome.values, key=lambda label: sign * outcome.of(label)[0].mean())
     rows = []
     for label in ranked:
-        values, wanted = outcome.accuracy[label], outcome.seeds[label]
-        runs = str(wanted) if len(values) == wanted else f"{len(values)} of {wanted}, the others failed"
-        rows.append((label, mean_std(values[:, -1]), mean_std(values.max(1)), runs))
+        (last, best), wanted = outcome.of(label), outcome.seeds[label]
+        runs = str(wanted) if len(last) == wanted else f"{len(last)} of {wanted}, the others failed"
+        rows.append((label, mean_std(last), mean_std(best), runs))
     return rows + [
-        (label, "failed", "failed", f"0 of {wanted}") for label, wanted in outcome.seeds.items() if label not in outcome.accuracy
+        (label, "failed", "failed", f"0 of {wanted}") for label, wanted in outcome.seeds.items() if label not in outcome.values
     ]
+
+
+def heading(outcome: Outcome) -> tuple[str, ...]:
+    unit = " (%)" if outcome.task.scale() == 100 else ""
+    return ("method", f"last round{unit}", f"best round{unit}", "runs")
 
 
 def write(outcome: Outcome, title: str, output: Path) -> None:
     """``table.md``, ``table.csv``, ``curves.csv`` and ``comparison.png``."""
-    rows = table(outcome)
-    lines = ["| method | last round (%) | best round (%) | runs |", "|---|---|---|---|"]
+    rows, metric = table(outcome), in_words(outcome.task)
+    lines = [f"| {' | '.join(heading(outcome))} |", "|---|---|---|---|"]
     lines += [f"| {label} | {last} | {best} | {seeds} |" for label, last, best, seeds in rows]
-    (output / "table.md").write_text(f"{title}. Test accuracy, mean (standard deviation) over seeds.\n\n" + "\n".join(lines) + "\n")
+    (output / "table.md").write_text(f"{title}. Test {metric}, mean (standard deviation) over seeds.\n\n" + "\n".join(lines) + "\n")
+    digits = ".3f" if outcome.task.scale() == 100 else ".6g"
     with (output / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["method", "last mean", "last std", "best mean", "best std", "seeds"])
-        for label in (label for label, *_ in rows if label in outcome.accuracy):
-            last, best = outcome.accuracy[label][:, -1], outcome.accuracy[label].max(1)
+        for label in (label for label, *_ in rows if label in outcome.values):
+            last, best = outcome.of(label)
             spread = [v.std(ddof=1) if len(v) > 1 else float("nan") for v in (last, best)]
-            writer.writerow([label, f"{last.mean():.3f}", f"{spread[0]:.3f}", f"{best.mean():.3f}", f"{spread[1]:.3f}", len(last)])
+            numbers = (last.mean(), spread[0], best.mean(), spread[1])
+            writer.writerow([label, *(f"{number:{digits}}" for number in numbers), len(last)])
     with (output / "curves.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["method", "seed index", "round", "accuracy"])
-        for label, values in outcome.accuracy.items():
+        writer.writerow(["method", "seed index", "round", outcome.task.metric])
+        for label, values in outcome.values.items():
             for index, curve in enumerate(values):
                 for round, value in zip(outcome.rounds[label], curve, strict=True):
-                    writer.writerow([label, index, round, f"{value:.3f}"])
-    if outcome.accuracy:
-        draw_comparison(outcome.accuracy, outcome.rounds, title, output / "comparison.png")
+                    writer.writerow([label, index, round, f"{value:{digits}}"])
+    if outcome.values:
+        draw_comparison(outcome.values, outcome.rounds, title, output / "comparison.png", outcome.task)

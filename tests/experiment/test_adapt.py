@@ -95,7 +95,7 @@ def test_the_command_end_to_end(method: str, runs: Path, tmp_path: Path) -> None
         model = copy.deepcopy(assembly.source_model(config))
         model.load_state_dict(load_file(folder / f"model-{row['how']}.safetensors"), strict=True)
         if row["how"] != "test-batch":
-            assert evaluate(model, test).accuracy == pytest.approx(float(row["accuracy"]))
+            assert evaluate(model, test)["accuracy"] == pytest.approx(float(row["accuracy"]))
         assert f"{100 * float(row['accuracy']):.1f}" in said(result)
         assert int(row["test_samples"]) == len(test)
     by_how = {row["how"]: float(row["accuracy"]) for row in rows}

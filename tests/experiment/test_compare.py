@@ -128,7 +128,7 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
             finish(cell, values[key])  # type: ignore[arg-type]
     outcome = gather(planned)
     assert outcome.rounds == {"fbn": [1, 2, 3], "fedavg": [1, 3]}
-    assert np.allclose(outcome.accuracy["fbn"], [[20, 90, 70], [20, 60, 80]])
+    assert np.allclose(outcome.values["fbn"], [[20, 90, 70], [20, 60, 80]])
     # fbn: last 70, 80: mean 75, std 7.07; best 90, 80: mean 85, std 7.07. fedavg: 90, 80
     assert table(outcome) == [
         ("fedavg", "85.0 (7.1)", "85.0 (7.1)", "2"),

@@ -49,7 +49,7 @@ def test_the_training_loss_is_that_of_the_union(tmp_path: Path) -> None:
         (1, "", None, "training-loss"),
         (1, "", None, "training-accuracy"),
     ]
-    assert [row.value for row in rows] == pytest.approx([whole.loss, whole.accuracy], rel=1e-5)
+    assert [row.value for row in rows] == pytest.approx([whole.loss, whole["accuracy"]], rel=1e-5)
     test = evaluate(copy.deepcopy(model), Samples(data.x_test, data.y_test))
     assert rows[0].value != pytest.approx(test.loss, rel=1e-4)  # control
 

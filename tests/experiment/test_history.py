@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from fl_bn.durable import Damaged
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.metrics import named_per_class, per_class
+from fl_bn.federation.metrics import named_series, series
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.run.config import RunConfig
-from fl_bn.run.history import CLIENT_COLUMNS, ROUND_COLUMNS, SECTIONS, History, record_of, round_line, round_row
+from fl_bn.run.history import SECTIONS, History, client_columns, record_of, round_columns, round_line, round_row
 from fl_bn.run.pictures import draw_run
 from fl_bn.run.summary import summary
+from fl_bn.task import CLASS, CLASSIFICATION
 from tests.experiment.test_run_directory import records
 from tests.integration.runs import table
 from tests.test_durable import room_for
@@ -146,8 +147,8 @@ def test_what_is_read_back_is_the_record_but_for_what_no_file_has() -> None:
 def test_lengths_are_those_of_whole_lines(tmp_path: Path) -> None:
     made = history(tmp_path, records())
     assert made.lengths() == {file: (tmp_path / file).stat().st_size for file in History.FILES}
-    assert list(table(tmp_path / "rounds.csv")[0]) == list(ROUND_COLUMNS)
-    assert list(table(tmp_path / "clients.csv")[0]) == list(CLIENT_COLUMNS)
+    assert list(table(tmp_path / "rounds.csv")[0]) == list(round_columns(CLASSIFICATION))
+    assert list(table(tmp_path / "clients.csv")[0]) == list(client_columns(CLASSIFICATION))
 
 
 @pytest.mark.parametrize("back_to", [0, 1, 2, 3])
@@ -252,7 +253,7 @@ def test_a_disk_that_fails_to_sync_writes_no_line_twice(tmp_path: Path, monkeypa
 
 def segmented() -> RoundRecord:
     record = RoundRecord(1, "train", 0.1, aggregated=True)
-    record.evaluation = {"accuracy": 0.75, "loss": 1.0, "mean-iou": 0.5, **named_per_class([1.0, math.nan, 0.25])}
+    record.evaluation = {"accuracy": 0.75, "loss": 1.0, "mean-iou": 0.5, **named_series(CLASS, [1.0, math.nan, 0.25])}
     return record
 
 
@@ -262,8 +263,8 @@ def test_mean_iou_and_accuracies_per_class_are_in_the_lines_and_read_back() -> N
     assert round_row(segmented())["mean-iou"] == 0.5
     back = record_of(line).evaluation
     assert back["mean-iou"] == 0.5
-    assert per_class(back)[::2] == [1.0, 0.25]
-    assert math.isnan(per_class(back)[1])
+    assert series(back, CLASS)[::2] == [1.0, 0.25]
+    assert math.isnan(series(back, CLASS)[1])
     assert line_of(record_of(line)) == line
     classified = line_of(records()[2])
     assert (classified["mean-iou"], classified["per-class"]) == (None, None)
@@ -276,7 +277,7 @@ def test_a_run_begun_before_there_was_mean_iou_goes_on_in_its_own_columns(tmp_pa
         del line["mean-iou"], line["per-class"]
     (tmp_path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = [[v for k, v in row.items() if k != "mean-iou"] for row in table(tmp_path / "rounds.csv")]
-    columns = [name for name in ROUND_COLUMNS if name != "mean-iou"]
+    columns = [name for name in round_columns(CLASSIFICATION) if name != "mean-iou"]
     (tmp_path / "rounds.csv").write_text("".join(",".join(row) + "\r\n" for row in [columns, *rows]))
     begun = History(tmp_path)
     before = begun.cut(begun.lengths())

@@ -24,7 +24,7 @@ class Fails(nn.Module):
     def forward(self, x: Tensor) -> object:
         assert self.how != "asserts", "Wrong image height!"
         out = self.head(x)
-        return (out, out) if self.how == "two answers" else out
+        return {"two answers": {"a": out, "b": out}, "a tuple": (out, x)}.get(self.how, out)
 
 
 def asserts(classes: int, channels: int, image_size: int) -> nn.Module:
@@ -33,6 +33,10 @@ def asserts(classes: int, channels: int, image_size: int) -> nn.Module:
 
 def two_answers(classes: int, channels: int, image_size: int) -> nn.Module:
     return Fails("two answers", channels * image_size**2, classes)
+
+
+def a_tuple(classes: int, channels: int, image_size: int) -> nn.Module:
+    return Fails("a tuple", channels * image_size**2, classes)
 
 
 def too_few(classes: int, channels: int, image_size: int) -> nn.Module:
@@ -62,7 +66,7 @@ def start(folder: Path, **changes: str | int | float | bool) -> Path | None:
     [
         ({"method": "in"}, "model='mlp' under method='in' fails on a batch of shape .2, 1, 4, 4.: ValueError: instance normalisation of"),
         ({"model": f"{HERE}:asserts"}, "fails on a batch of shape .2, 1, 4, 4.: AssertionError: Wrong image height!.* Choose another"),
-        ({"model": f"{HERE}:two_answers"}, r"scores \(2, 4, ...\), one for each class, but model=.* answers a tuple"),
+        ({"model": f"{HERE}:two_answers"}, "task='auto' finds no prediction in what model=.* answers: .* outputs a, b is the prediction"),
         ({"model": f"{HERE}:too_few"}, r"scores \(2, 4, ...\), one for each class, but model=.* answers \(2, 3\)"),
         ({"model": f"{HERE}:half_width"}, "expected a dtype that NumPy has, but got torch.bfloat16: keep the model in float32"),
         ({"model": f"{HERE}:text"}, "must return a torch.nn.Module, but returned str"),
@@ -88,9 +92,10 @@ def test_a_transformer_for_larger_images(tmp_path: Path) -> None:
         start(tmp_path, dataset="digits", data_path="", model="vit_b_16")
 
 
-def test_a_network_that_works_is_not_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mended", ["good", "a_tuple"])
+def test_a_network_that_works_is_not_refused(mended: str, tmp_path: Path) -> None:
     """Control: the same network, mended."""
-    assert start(tmp_path, model=f"{HERE}:good", calibrate=1) is not None
+    assert start(tmp_path, model=f"{HERE}:{mended}", calibrate=1) is not None
 
 
 def test_a_run_that_diverges_at_once_has_failed(tmp_path: Path) -> None:

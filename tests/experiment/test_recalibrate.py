@@ -49,10 +49,10 @@ def test_a_finished_run(trained: Path, done: tuple[Path, Result]) -> None:
     assert result.exit_code == 0, result.output
     found = rows(folder)
     assert [row.number for row in found] == list(range(len(found)))
-    accuracies = [row.accuracy for row in found]
+    accuracies = [row.metric for row in found]
     assert all(value is not None for value in accuracies)
     text = said(result)
-    assert f"accuracy before: {found[0].accuracy:.1%}, after: {found[-1].accuracy:.1%}" in text
+    assert f"accuracy before: {found[0].metric:.1%}, after: {found[-1].metric:.1%}" in text
     assert re.search(r"\d passes over \d BatchNorm layers: one per BatchNorm layer|stopped at pass", text)
     before, after = load_file(trained / "model.safetensors"), load_file(folder / "model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after[name])}

@@ -15,10 +15,11 @@ from fl_bn.federation.clipping import PATH
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.run.config import RunConfig
 from fl_bn.run.environment import environment
-from fl_bn.run.history import CLIENT_COLUMNS, ROUND_COLUMNS, client_rows, round_row
+from fl_bn.run.history import client_columns, client_rows, round_columns, round_row
 from fl_bn.run.pictures import draw_comparison, draw_labels, draw_run
 from fl_bn.run.run_directory import RunDirectory
 from fl_bn.run.summary import summary
+from fl_bn.task import CLASSIFICATION
 
 
 def records() -> list[RoundRecord]:
@@ -36,7 +37,7 @@ def records() -> list[RoundRecord]:
 
 def test_the_row_of_a_round() -> None:
     first, failed, last = (round_row(record) for record in records())
-    assert all(set(row) == set(ROUND_COLUMNS) for row in (first, failed, last))
+    assert all(set(row) == set(round_columns(CLASSIFICATION)) for row in (first, failed, last))
     assert first["loss"] == 1.75  # (10 * 1 + 30 * 2) / 40
     assert (first["cohort"], first["accepted"], first["aggregated"], first["seconds"]) == (2, 2, True, 0.25)
     assert (first["bytes-down-weights"], first["bytes-down-statistics"], first["bytes-up-weights"], first["bytes-up-moments"]) == (
@@ -55,7 +56,7 @@ def test_the_row_of_a_round() -> None:
 
 def test_the_rows_of_clients() -> None:
     first, failed, last = (client_rows(record) for record in records())
-    assert all(set(row) <= set(CLIENT_COLUMNS) for rows in (first, failed, last) for row in rows)
+    assert all(set(row) <= set(client_columns(CLASSIFICATION)) for rows in (first, failed, last) for row in rows)
     assert [row["client"] for row in first] == [0, 2]
     assert failed == [
         {

@@ -95,7 +95,7 @@ def test_sites_train_and_evaluate_on_their_own_data_which_the_server_never_sees(
         _, test, counts = client_samples(config, number, OwnData(**{"dataset": "npz", "path": sites[number]["data-path"]}))
         found = evaluate(trained, test)
         assert len(test) == 10 + number
-        assert (found.accuracy, found.loss) == (pytest.approx(float(row["accuracy"])), pytest.approx(float(row["test-loss"]), rel=1e-5))
+        assert (found["accuracy"], found.loss) == (pytest.approx(float(row["accuracy"])), pytest.approx(float(row["test-loss"]), rel=1e-5))
         assert counts == (7, 7, 6)
     assert len({row["loss"] for row in last}) == 3  # control: they are different sites
     assert (path / "clients").exists() == METHODS[method]().personal

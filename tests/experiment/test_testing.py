@@ -26,9 +26,9 @@ def test_accuracy_per_domain_is_that_on_the_domains_images() -> None:
     assert data.domain_test is not None
     for index, name in enumerate(data.domains):
         mine = data.domain_test == index
-        assert per_domain(found)[name] == evaluate(model, Samples(data.x_test[mine], data.y_test[mine])).accuracy
+        assert per_domain(found)[name] == evaluate(model, Samples(data.x_test[mine], data.y_test[mine]))["accuracy"]
     whole = evaluate(model, Samples(data.x_test, data.y_test))
-    assert found["accuracy"] == whole.accuracy
+    assert found["accuracy"] == whole["accuracy"]
     assert math.isclose(found["loss"], whole.loss, rel_tol=1e-6)
     assert len(set(per_domain(found).values())) > 1  # control: the domains differ
     plain = RunConfig(dataset="digits-plain", image_size=8, model="mlp")

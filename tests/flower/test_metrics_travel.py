@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.metrics import per_class
+from fl_bn.federation.metrics import series
 from fl_bn.methods import METHODS
 from fl_bn.run.history import round_line
+from fl_bn.task import CLASS
 from tests.federation import random_samples
 from tests.in_process import WatchedGrid, client_app, run
 
@@ -34,7 +35,7 @@ def test_clients_send_them_and_the_record_has_the_mean_of_those_that_have_the_cl
     for row, metrics, own in zip(values, sent, clients, strict=True):  # by hand: the accuracies of classes make the accuracy
         counts = np.bincount(own.y.numpy(), minlength=4)
         assert np.nansum(row * counts) / counts.sum() == pytest.approx(metrics["accuracy"])
-    found = per_class(ran.records[-1].evaluation)
+    found = series(ran.records[-1].evaluation, CLASS)
     assert found[:3] == pytest.approx([*values[:, :2].mean(axis=0), values[2, 2]])
     assert math.isnan(found[3])
     assert round_line(ran.records[-1])["per-class"] == [*found[:3], None]
@@ -45,9 +46,9 @@ def test_the_servers_evaluation_has_them_too(clients: list[Samples]) -> None:
     test = clients[2]
 
     def measured(model: torch.nn.Module) -> dict[str, float]:
-        return evaluate(model, test).metrics()
+        return evaluate(model, test).result()
 
     ran = run(METHODS["fbn"](), clients, 1, evaluate=measured)
     found = evaluate(ran.strategy.shared.model, test)
-    assert ran.records[-1].evaluation["accuracy"] == found.accuracy
-    assert per_class(ran.records[-1].evaluation)[:3] == found.per_class[:3].tolist()
+    assert ran.records[-1].evaluation["accuracy"] == found["accuracy"]
+    assert series(ran.records[-1].evaluation, CLASS)[:3] == [found[f"{CLASS}{index}"] for index in range(3)]

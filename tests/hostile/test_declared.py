@@ -17,11 +17,13 @@ from fl_bn.flower import messages
 from fl_bn.flower.checkpoint import FORMAT, Checkpoint
 from fl_bn.flower.client_state import NOTHING, MemoryState
 from fl_bn.flower.fields import Form, Undeclared, Values, whole
+from fl_bn.task import CLASSIFICATION, TASKS, Regression
 from fl_bn.wire import WireError, said, shown
 from tests.hostile.recorded import SCENARIOS, recorded
 
 ROOT = Path(__file__).parents[2]
 FORMS = {name: value for name, value in vars(messages).items() if isinstance(value, Form)}
+FORMS |= {f"evaluated, {name}": messages.evaluated(task()) for name, task in TASKS.items()}
 
 # who may touch records as they came, and why; every other file of the package gets ``Values``
 READERS = {
@@ -60,7 +62,7 @@ EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks 
     ("query.statistics", False): {"header": messages.HEADER, "config": messages.TO_MEASURE},
     ("query.statistics", True): {"header": messages.HEADER, "metrics": messages.REPLIED},
     ("evaluate", False): {"header": messages.HEADER, "config": messages.TO_EVALUATE},
-    ("evaluate", True): {"header": messages.HEADER, "metrics": messages.EVALUATED},
+    ("evaluate", True): {"header": messages.HEADER, "metrics": messages.evaluated(CLASSIFICATION)},
     ("query.kept", False): {"header": messages.HEADER, "config": messages.TO_TELL},
     ("query.kept", True): {"header": messages.HEADER, "metrics": messages.REPLIED},
     ("train setup", False): {"secaggplus_configs": messages.SET_UP, "header": messages.HEADER, "config": EITHER},
@@ -149,6 +151,15 @@ def test_whatever_comes_is_a_value_or_a_sentence(name: str) -> None:
     assert all("expected" in sentence and len(sentence) < 500 for sentence in said)
     with pytest.raises(WireError, match="at most 10000 fields"):
         form.read({str(i): i for i in range(20_000)})
+
+
+def test_a_metric_out_of_its_range_is_refused_and_one_that_the_task_does_not_declare_is_dropped() -> None:
+    form, honest = messages.evaluated(Regression()), {"samples": 3, "loss": 0.5, "r2": -7.5, "mse": 0.5}
+    assert form.read({**honest, "accuracy": 1.0}) == honest
+    assert "r2: expected a number -inf..1, or NaN, but got 1.5" in refusal(form, {**honest, "r2": 1.5})
+    assert "mse: expected a number 0..inf, or NaN, but got -0.5" in refusal(form, {**honest, "mse": -0.5})
+    assert "r2: expected" in refusal(form, {"samples": 3, "loss": 0.5})  # without it there is nothing to show
+    assert refusal(form, {**honest, "r2": math.nan}) == ""
 
 
 def test_what_came_is_shown_in_a_few_characters_on_one_line() -> None:

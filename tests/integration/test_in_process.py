@@ -88,7 +88,7 @@ def test_the_saved_model_loads_into_the_plain_network_and_has_the_accuracy_of_th
     model.load_state_dict(tensors | counters, strict=True)
     found = evaluate(model, Samples(data.x_test, data.y_test))
     last = table(path / "rounds.csv")[-1]
-    assert found.accuracy == float(last["accuracy"])
+    assert found["accuracy"] == float(last["accuracy"])
     assert found.loss == pytest.approx(float(last["test-loss"]), rel=1e-6)
     stale = evaluate(source_model(config), Samples(data.x_test, data.y_test))
     assert stale.loss != found.loss  # control

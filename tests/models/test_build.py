@@ -102,9 +102,10 @@ def test_images_too_small(name: str, image_size: int) -> None:
         build(name, classes=10, image_size=image_size)
 
 
-def test_a_single_class_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2 classes"):
-        build("mlp", classes=1)
+def test_a_network_without_an_output_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 output"):
+        build("mlp", classes=0)
+    assert build("mlp", classes=1)(torch.zeros(2, 3, 32, 32)).shape == (2, 1)  # of a regression
 
 
 OWN = """

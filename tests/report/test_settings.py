@@ -14,7 +14,7 @@ from tests.report.made_up import sweep
 def test_nothing_said_is_a_report_with_defaults(tmp_path: Path) -> None:
     found = read_settings(sweep(tmp_path / "fixbn"))
     assert found == Settings("fixbn", text="")
-    assert (found.metric, found.at, found.x, found.columns) == ("accuracy", "last", ("round",), None)
+    assert (found.metric, found.at, found.x, found.columns) == ("", "last", ("round",), None)
 
 
 def test_everything_said(tmp_path: Path) -> None:

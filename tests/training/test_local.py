@@ -183,9 +183,9 @@ def test_evaluation_is_the_mean_over_samples_whatever_the_batches(tiny_clients: 
     (client,) = tiny_clients((11,))
     model = seeded_network("cnn", dtype=torch.float64)
     whole, pieces = evaluate(model, client), evaluate(model, client, batch_size=4)
-    assert (pieces.loss, pieces.accuracy) == (pytest.approx(whole.loss, rel=1e-12), whole.accuracy)
+    assert (pieces.loss, pieces["accuracy"]) == (pytest.approx(whole.loss, rel=1e-12), whole["accuracy"])
     x, y = client.batch(np.arange(11), torch.zeros((), dtype=torch.float64))
     with torch.no_grad():
         out = model.eval()(x)
     assert whole.loss == pytest.approx(float(F.cross_entropy(out, y)), rel=1e-12)
-    assert whole.accuracy == float((out.argmax(1) == y).double().mean())
+    assert whole["accuracy"] == float((out.argmax(1) == y).double().mean())

@@ -60,8 +60,11 @@ def run_data(config: RunConfig) -> Finding:
     """The data set that the run config names, as the server reads it."""
     import torch
 
+    from fl_bn.data.record import describe
     from fl_bn.run.assembly import dataset, missing_classes
     from fl_bn.run.config import SITES
+    from fl_bn.task import LABELS as LABELS_KIND
+    from fl_bn.task import kind_of
 
     if config.dataset == SITES:
         return Finding("ok", "data", "every site brings its own, and the server has none")
@@ -69,9 +72,9 @@ def run_data(config: RunConfig) -> Finding:
         data = dataset(config)
     except (ValueError, FileNotFoundError) as error:
         return _no_data(error, "dataset and data-path in --run-config")
-    text = f"{len(data.y_train)} training and {len(data.y_test)} test samples {tuple(data.x_train.shape[1:])}, {data.classes} classes"
-    text = f"dataset={config.dataset}: {text}"
-    counts = torch.bincount(data.y_train, minlength=data.classes).tolist() if data.y_train.ndim == 1 else [1]
+    text = f"{len(data.y_train)} training and {len(data.y_test)} test samples {tuple(data.x_train.shape[1:])}"
+    text = f"dataset={config.dataset}: {text}, {describe(data.y_train, data.classes)}"
+    counts = torch.bincount(data.y_train, minlength=data.classes).tolist() if kind_of(data.y_train) == LABELS_KIND else [1]
     if missing := missing_classes(counts):
         return Finding("warn", "data", f"{text}, but no training sample of {missing}", LABELS)
     return Finding("ok", "data", text)
@@ -142,7 +145,8 @@ def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, ru
     held = ", ".join(f"{label}: {count}" for label, count in enumerate(counts) if count)
     missing = [str(label) for label, count in enumerate(counts) if not count]
     whose = f"own data ({own})" if own else f"no data of its own: a rehearsal with its share of the run's {run}"
-    text = f"{whose}; {len(train)} training and {len(test)} test samples {tuple(train.x.shape[1:])}; training samples per class {held}"
+    text = f"{whose}; {len(train)} training and {len(test)} test samples {tuple(train.x.shape[1:])}"
+    text += f"; training samples per class {held}" if counts else ""
     text += f"; none of {', '.join(missing)}" if missing else ""
     if not train.x.is_floating_point() and int(train.x.max()) <= 1:
         return Finding("warn", "data", f"{text}; no pixel of 0..255 is above 1", "save floats in 0..1 as np.rint(x * 255).astype('uint8')")
@@ -178,13 +182,13 @@ def model_on_data(config: RunConfig, train: Samples) -> Finding:
     import numpy as np
     import torch
 
-    from fl_bn.run.assembly import source_model
+    from fl_bn.run.assembly import source_model, task
 
-    model = copy.deepcopy(source_model(config)).train()
+    model, of = copy.deepcopy(source_model(config)).train(), task(config, train.y)
     x, _ = train.batch(np.arange(min(len(train), config.batch_size)), next(model.parameters()))
     try:
         with torch.no_grad():
-            out = model(x)
+            out = of.predict(model, x)
     except (ValueError, RuntimeError) as error:
         what = f"the model {config.model} fails on a batch {tuple(x.shape)} of these data: {error}"
         return Finding("fail", "model on data", what, "choose a model that takes them, or check the data's shape")

@@ -1,0 +1,249 @@
+"""Whole runs of tasks other than classification: their metrics' names are those of columns, files, log and tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fl_bn.cli.main import app
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.flower import run_in_process
+from fl_bn.report import write_report
+from fl_bn.run.assembly import dataset, forget, source_model, task
+from fl_bn.run.centralised import run_centralised
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.partition_report import write as write_partition
+from fl_bn.sweep.compare import Variant, gather, plan, table, write
+from fl_bn.task import MultiLabel, Regression
+
+SHORT: dict[str, Any] = {
+    "model": "mlp", "clients": 3, "rounds": 4, "local-steps": 4, "batch-size": 16, "learning-rate": 0.05, "evaluate-every": 2,
+    "partition": "iid", "device": "cpu",
+}  # fmt: skip
+PACKAGE = '''
+"""A task of one's own, and data for it: grades 0 to 4 that a network with one output tells as a number."""
+
+import numpy as np
+from torch import nn
+from torch.nn import functional as F
+
+from fl_bn.task import Task
+
+
+class Grades(Task):
+    name, metric, higher_is_better = "grades", "mean-distance", False
+
+    def loss(self, output, targets):
+        return F.smooth_l1_loss(output.squeeze(1), targets.to(output.dtype))
+
+    def sums(self, output, targets):
+        return {"distance": (output.squeeze(1) - targets).abs().sum(), "samples": len(targets)}
+
+    def metrics(self, sums):
+        return {"mean-distance": float(sums["distance"] / sums["samples"])}
+
+
+def data(path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(300, 4)).astype(np.float32)
+    y = np.clip(np.rint(x.sum(1) + 2), 0, 4).astype(int)
+    return x[:200], y[:200], x[200:], y[200:]
+
+
+def values(path):
+    x, y, a, b = data(path)
+    return x, x[:, :2] * 3.0 + 1, a, a[:, :2] * 3.0 + 1
+
+
+def tags(path):
+    x, y, a, b = data(path)
+    return x, x[:, :3] > 0.5, a, a[:, :3] > 0.5
+
+
+def model(classes, channels, image_size):
+    return nn.Sequential(nn.Linear(channels, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+class Twice(nn.Module):
+    """Answers with a dict, as transformers' networks do."""
+
+    def __init__(self, classes, channels):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(channels, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, classes))
+
+    def forward(self, x):
+        return {"hidden": x, "logits": self.net(x)}
+
+
+def answers_in_a_dict(classes, channels, image_size):
+    return Twice(classes, channels)
+
+
+def no_task():
+    return "a task"
+
+
+def raises():
+    return {}["a"]
+
+
+class Clash(Grades):
+    metric = "seconds"
+'''
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of one's own, in one file; its name."""
+    name = f"own_task_{abs(hash(tmp_path)):x}"
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / f"{name}.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    yield name
+    forget()
+
+
+def run(folder: Path, **keys: Any) -> Path:
+    path = run_in_process({**SHORT, "output": str(folder), "name": "run", **{k.replace("_", "-"): v for k, v in keys.items()}})
+    assert path is not None
+    return path
+
+
+def rows(path: Path, file: str = "rounds.csv") -> list[dict[str, str]]:
+    with (path / file).open(newline="") as source:
+        return list(csv.DictReader(source))
+
+
+@pytest.mark.parametrize("method", ["fbn", "fedbn"])
+def test_a_task_of_ones_own_is_one_file_and_one_line(
+    method: str, package: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"dataset": f"{package}:data", "model": f"{package}:model", "method": method}
+    path = run(tmp_path / "runs", **keys, task=f"{package}:Grades")
+    found = rows(path)
+    own = ["mean-distance", "mean-distance-std", "mean-distance-max"]
+    assert [name for name in found[0] if name.startswith(("mean-", "accuracy"))] == own
+    assert float(found[3]["mean-distance"]) < float(found[1]["mean-distance"])
+    assert (found[3]["mean-distance-max"] != "") == (method == "fedbn")
+    assert {"mean-distance.png", "summary.md"} <= {file.name for file in path.iterdir()}
+    assert "accuracy.png" not in {file.name for file in path.iterdir()}
+    shown = f"mean-distance after round 4: **{float(found[3]['mean-distance']):.4g}**"
+    assert shown in (path / "summary.md").read_text()
+    assert "accuracy" not in (path / "summary.md").read_text()
+    assert f", mean-distance {float(found[3]['mean-distance']):.4g}" in caplog.text
+    if method == "fedbn":
+        worst = [float(row["mean-distance"]) for row in rows(path, "clients.csv") if row["round"] == "4"]
+        assert float(found[3]["mean-distance-max"]) == max(worst) > min(worst)
+    plain = run(tmp_path / "plain", **keys | {"model": "mlp"})  # control: the same data and no such line
+    assert "accuracy" in rows(plain)[0]
+
+
+@pytest.mark.parametrize(("name", "data"), [("regression", "values"), ("multi-label", "tags")])
+def test_shipped_tasks_run_and_their_metrics_are_what_the_saved_model_measures(name: str, data: str, package: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    config = RunConfig.from_mapping({**SHORT, "method": "fbn", "dataset": f"{package}:{data}", "task": name})
+    path = run(tmp_path, method="fbn", dataset=f"{package}:{data}", task=name)
+    last, of = rows(path)[-1], task(config, dataset(config).y_train)
+    assert isinstance(of, Regression if name == "regression" else MultiLabel)
+    assert float(last[of.metric]) > 0.5
+    model = source_model(config)
+    model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+    test = Samples(dataset(config).x_test, dataset(config).y_test)
+    found = evaluate(model, test, task=of).result()
+    assert {key: float(last["test-loss" if key == "loss" else key]) for key in found} == pytest.approx(found)
+    line = json.loads((path / "rounds.jsonl").read_text().splitlines()[-1])
+    assert line[of.metric] == float(last[of.metric])
+    assert "per-class" not in line
+    assert "labels.png" not in {file.name for file in path.iterdir()}  # there are no classes to count
+    union = run_centralised(RunConfig.from_mapping({**config.to_mapping(), "output": ""}))
+    assert union.records[-1].evaluation[of.metric] > 0.5
+
+
+def test_npz_files_of_values_and_of_sets_of_labels(tmp_path: Path, rng: np.random.Generator) -> None:
+    x = rng.integers(0, 256, (60, 8, 8), dtype=np.uint8)
+    brightness = x.reshape(60, -1).mean(1) / 20
+    for name, y in (("values", brightness), ("tags", np.stack([x[:, 0, 0] > 99, x[:, 1, 1] > 99], 1))):
+        np.savez(tmp_path / f"{name}.npz", x_train=x[:40], y_train=y[:40], x_test=x[40:], y_test=y[40:])
+    regressed = run(tmp_path / "a", dataset="npz", data_path=str(tmp_path / "values.npz"), task="regression", method="hbn")
+    assert math.isfinite(float(rows(regressed)[-1]["mse"]))
+    tagged = run(tmp_path / "b", dataset="npz", data_path=str(tmp_path / "tags.npz"), task="multi-label", method="silobn")
+    assert 0 <= float(rows(tagged)[-1]["mean-average-precision-min"]) <= float(rows(tagged)[-1]["mean-average-precision"]) <= 1
+    config = RunConfig.from_mapping({**SHORT, "dataset": "npz", "data-path": str(tmp_path / "values.npz"), "task": "regression"})
+    counts, picture = write_partition(config, tmp_path / "partition")
+    assert counts.read_text().splitlines()[0] == "client,domain,total"
+    assert picture.stat().st_size > 1000
+
+
+def test_a_network_that_answers_in_a_dict(package: str, tmp_path: Path) -> None:
+    path = run(tmp_path, dataset=f"{package}:data", model=f"{package}:answers_in_a_dict", method="hbn")
+    assert float(rows(path)[-1]["accuracy"]) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"dataset": "{}:values"}, "the data have values: if that is meant, set task='regression'"),
+        ({"dataset": "{}:tags"}, "set task='multi-label'"),
+        ({"dataset": "{}:data", "task": "regression"}, "learns from values, but the data have one label per sample"),
+        ({"dataset": "{}:values", "task": "classification"}, "learns from one label per sample, but the data have values"),
+        ({"dataset": "{}:values", "task": "regression", "partition": "classes"}, "needs one label per sample, but these have values"),
+        ({"dataset": "{}:tags", "task": "multi-label", "partition": "dirichlet"}, "but these have sets of labels"),
+        ({"dataset": "{}:values", "task": "regression", "byzantine": 1, "attack": "label-flip"}, "swaps classes, but the data have values"),
+        ({"dataset": "{}:data", "task": "{}:no_task"}, "must return a Task .fl_bn.task., but returned str"),
+        ({"dataset": "{}:data", "task": "{}:Grades"}, "fails on a batch of 2 samples, to which model='mlp' answers .2, 5."),
+        ({"dataset": "{}:data", "model": "{}:model", "task": "{}:Clash"}, "a metric cannot be called 'seconds'"),
+        ({"dataset": "{}:values", "model": "{}:model", "task": "regression"}, "outputs .2, 1. do not fit targets .2, 2."),
+        ({"dataset": "{}:data", "task": "os:system"}, "your own task 'os:system' is not called"),
+        ({"dataset": "{}:data", "task": "{}:raises"}, "raised KeyError: 'a'"),
+        ({"dataset": "{}:data", "task": "ordinal"}, "task must be auto, classification, segmentation, regression, multi-label, package"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_a_client_works(
+    keys: dict[str, Any], problem: str, package: str, tmp_path: Path
+) -> None:
+    made = {key: value.format(package) if isinstance(value, str) else value for key, value in keys.items()}
+    with pytest.raises(ConfigError, match=problem):
+        run(tmp_path, method="fedavg", **made)
+
+
+def test_tables_of_another_task_put_the_lowest_error_first(package: str, tmp_path: Path) -> None:
+    base = {**SHORT, "dataset": f"{package}:data", "model": f"{package}:model", "task": f"{package}:Grades", "rounds": 2}
+    cells = plan([Variant.parse("fedavg:learning-rate=0.0001"), Variant.parse("fedavg")], [0], base, tmp_path / "runs")
+    for cell in cells:
+        run_in_process(cell.config.to_mapping())
+        cell.write_outcome("finished", 0.0)
+    outcome = gather(cells)
+    write(outcome, "two rates", tmp_path)
+    assert [row[0] for row in table(outcome)] == ["fedavg", "fedavg:learning-rate=0.0001"]
+    text = (tmp_path / "table.md").read_text()
+    assert text.startswith("two rates. Test mean distance, mean (standard deviation) over seeds.\n\n| method | last round | best round |")
+    assert (tmp_path / "curves.csv").read_text().startswith("method,seed index,round,mean-distance")
+    (tmp_path / "sweep.toml").write_text("[report]\nat = 'best'\n")
+    write_report(tmp_path, ("csv", "md", "png"))
+    best = next(line for line in (tmp_path / "table.md").read_text().splitlines() if "**" in line)
+    assert best.startswith("| fedavg |")
+    mixed = [Variant.parse("fedavg"), Variant.parse("fbn:task='auto';model='mlp'")]
+    with pytest.raises(ConfigError, match="these runs have accuracy and mean-distance: give all one task"):
+        plan(mixed, [0], base, tmp_path / "other")
+
+
+def test_adaptation_and_recalibration_of_a_regression(package: str, tmp_path: Path) -> None:
+    path = run(tmp_path, method="fedavg", dataset=f"{package}:values", task="regression")
+    runner = CliRunner()
+    adapted = runner.invoke(app, ["adapt", "--model", str(path), "--data", f"{package}:values", "--output", str(tmp_path / "adapted")])
+    assert adapted.exit_code == 0, adapted.output
+    found = rows(tmp_path / "adapted", "adaptation.csv")
+    assert float(found[0]["r2_before"]) == pytest.approx(float(rows(path)[-1]["r2"]), rel=1e-5)
+    assert f"{float(found[0]['r2']):.4g}" in adapted.output
+    again = runner.invoke(app, ["recalibrate", str(path), "--output", str(tmp_path / "again")])
+    assert again.exit_code == 0, again.output
+    assert "r2 before" in again.output
