@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
+from fl_bn.names import nearest
 from fl_bn.report.cells import MEGABYTES, Cell, lower_is_better, scale, title
-from fl_bn.report.settings import SEED, Settings, nearest
+from fl_bn.report.settings import SEED, Settings
 from fl_bn.run.config import ConfigError
 
 

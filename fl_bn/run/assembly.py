@@ -94,9 +94,7 @@ def dataset(config: RunConfig) -> Dataset:
 
 
 @lru_cache(maxsize=2)
-def _dataset(
-    name: str, path: str, image_size: int, shifts: tuple[str, ...], per_domain: int, seed: int, modules: Modules
-) -> Dataset:
+def _dataset(name: str, path: str, image_size: int, shifts: tuple[str, ...], per_domain: int, seed: int, modules: Modules) -> Dataset:
     data = load(name, path, image_size, modules)
     _check_labels(data)
     return limited(shifted(data, shifts, seed) if shifts else data, per_domain, seed)

@@ -17,7 +17,7 @@ from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.metrics import MEAN_IOU, named_per_class, per_class
 from fl_bn.federation.record import ClientRecord, Departure, RoundRecord
 from fl_bn.flower.log import LOGGER
-from fl_bn.run.keys import Value
+from fl_bn.options import Value
 
 SECTIONS = ("weights", "statistics", "moments", "gradients", "control", "momentum", "second-moment", "steps", "masked", "exchange")
 ROUND_COLUMNS = (
