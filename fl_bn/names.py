@@ -20,6 +20,11 @@ def nearest(name: object, known: Collection[str]) -> str:
     return f": did you mean {near[0]!r}?" if near else ""
 
 
+def names_of(text: str) -> tuple[str, ...]:
+    """The parts of a list separated by commas; none of an empty one."""
+    return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+
+
 def unknown(what: str, name: object, known: Collection[str], where: str = "") -> str:
     """Says that there is no such key, line or table: with the nearest name, or with all where none is near."""
     near = nearest(name, known)

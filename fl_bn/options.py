@@ -16,7 +16,7 @@ An options class is a frozen dataclass derived from ``Options`` whose fields are
 Traceback (most recent call last):
 ValueError: smoothing's strength must be in (0, 1], but got 2
 >>> [(key.name, key.default, key.shown, key.help) for key in keys_of({"smoothing": smoothing}).values()]
-[('smoothing-strength', 0.5, '(0, 1]', 'smoothing: weight of the new value (alpha in the paper)')]
+[('smoothing-strength', 0.5, '(0, 1]', 'weight of the new value (alpha in the paper)')]
 
 The run config's keys are collected from registries, dicts from name to constructor (``METHODS``, ``OBJECTIVES``, ``SERVER_OPTIMIZERS``).
 """
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
-from fl_bn.names import expected, short
+from fl_bn.names import expected, names_of, nearest, short
 
 Value = str | int | float | bool
 Values = str | Collection[str]
@@ -72,54 +72,55 @@ def _range_of(part: str, text: str) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the run config. ``values``: the names that it takes, or a range of numbers, or what a text is, in words."""
+    """One key of the run config.
+
+    ``values``: the names that it takes, or a range of numbers, or what a text is, in words; ``like``: then, names that may be in the text.
+    """
 
     name: str
     default: Value
     help: str
     values: Values
     accepts: Callable[[Any], bool]
+    like: Collection[str] = ()
 
     @property
     def shown(self) -> str:
         """The values in words."""
         return self.values if isinstance(self.values, str) else ", ".join(self.values)
 
-    def check(self, value: object) -> Value:
+    def check(self, value: Any) -> Value:
         """``value`` as the key's type, int as float where that is the type.
 
         Raises:
             ValueError: it is of another type, cannot be written to files or travel, or is out of range.
         """
         kind = type(self.default)
-        if kind is float and type(value) is int:
-            value = float(value) if abs(value) <= LARGEST else value
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise ValueError(f"{self.name} must be of type {kind.__name__}, but got {short(value)}")
-        if problem := _unfit(value):
+        if problem := _unfit(value, kind):
             raise ValueError(f"{self.name} must be {problem}, but got {short(value)}")
         if not self.accepts(value):
-            raise ValueError(_out_of_range(self.name, value, self.values))
-        return value  # type: ignore[return-value]
+            raise ValueError(_out_of_range(self.name, value, self.values, self.like))
+        return float(value) if kind is float else value
 
 
-def _unfit(value: object) -> str:
+def _unfit(value: Any, kind: type) -> str:
     """What a value of its type must be to be written to files, and to travel; empty where it is."""
-    if isinstance(value, bool):
-        return ""
-    if isinstance(value, float) and not abs(value) <= LARGEST:
+    if kind is float and not abs(value) <= LARGEST:
         return "a finite number"
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+    if kind is int and not -(2**63) <= value < 2**63:
         return "a whole number of at most 63 bits"
-    if isinstance(value, str) and any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value):
+    if kind is str and any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value):
         return "a text without control characters"
     return ""
 
 
-def _out_of_range(called: str, value: object, values: Values) -> str:
+def _out_of_range(called: str, value: object, values: Values, like: Collection[str] = ()) -> str:
     if not isinstance(values, str):
         return expected(called, value, values)
-    return f"{called} must be {'in ' if values[0] in '([' else ''}{values}, but got {short(value)}"
+    wrong = next((part for part in names_of(value) if part not in like), "") if isinstance(value, str) else ""
+    return f"{called} must be {'in ' if values[0] in '([' else ''}{values}, but got {short(value)}{nearest(wrong, like)}"
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class Option:
     key: str
     unset: Value | None
     otherwise: str
+    like: Collection[str]
 
     @property
     def kind(self) -> type:
@@ -151,16 +153,16 @@ class Option:
         """Raises ValueError, which names the option as ``called``, where ``value`` is of another type or out of range."""
         if value is None and self.default is None:
             return
-        number = {int: Integral, float: Real}.get(self.kind)
-        if number is not None and (isinstance(value, bool) or not isinstance(value, number)):
+        wanted: type = {int: Integral, float: Real}.get(self.kind, self.kind)
+        if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
             raise ValueError(f"{called} must be of type {self.kind.__name__}, but got {short(value)}")
         if not self.test(value):
-            raise ValueError(_out_of_range(called, value, self.values))
+            raise ValueError(_out_of_range(called, value, self.values, self.like))
 
     def as_key(self, name: str) -> Key:
         """The run config's view: ``unset`` stands for the default."""
         if self.unset is None:
-            return Key(name, self.default, self.meaning, self.values, self.test)
+            return Key(name, self.default, self.meaning, self.values, self.test, self.like)
         shown = f"{_shown(self.unset)} or {self.values}"
         return Key(name, self.unset, self.meaning, shown, lambda value: value == self.unset or self.test(value))
 
@@ -181,23 +183,24 @@ def option(
     key: str = "",
     unset: Value | None = None,
     otherwise: str = "",
+    like: Collection[str] = (),
 ) -> Any:
     """A field of an options class.
 
-    ``values``: of a number its range (``range_of``), of a text the names that it may be, or what it is, in words, with ``check`` to test
-    it. ``key``: of the run config, if not the class's name and the field's. A run config has no None: ``unset`` is the key's value that
-    leaves the default as it is, and ``otherwise`` says what then holds, if the default does not say it by itself.
+    ``values``: of a number its range (``range_of``); of a text the names that it may be, or in words what it is, with a ``check`` of it and
+    names ``like`` those in it, for "did you mean". ``key``: of the run config, if not the class's name and the field's. A run config has no
+    None: ``unset`` is the key's value that leaves the default as it is, and ``otherwise`` says what then holds, if the default does not.
     """
     kind = type(default if unset is None else unset)
     if kind is bool:
-        values, test = "true, false", check or (lambda value: isinstance(value, bool))
+        values, test = "true, false", lambda value: True
     elif check is not None:
         test = check
     elif not isinstance(values, str):
         test = values.__contains__
     else:
-        test = range_of(values) if kind in (int, float) else lambda value: isinstance(value, str)
-    made = Option(default, help, values, test, unit, symbol, key, unset, otherwise)
+        test = range_of(values) if kind in (int, float) else lambda value: True
+    made = Option(default, help, values, test, unit, symbol, key, unset, otherwise, like)
     return field(default=default, metadata={OPTION: made})
 
 

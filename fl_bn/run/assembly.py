@@ -23,11 +23,12 @@ from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.head import with_projection
 from fl_bn.models.standardise import standardised
+from fl_bn.names import names_of
 from fl_bn.own_code import OWN, Modules
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role
 from fl_bn.run.config import SITES, ConfigError, RunConfig
-from fl_bn.run.keys import known_device, names_of
+from fl_bn.run.keys import known_device
 
 DOMAINS = ("domain", "natural")  # partitions of which a client has data of one domain
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
-from fl_bn.data.shift import SHIFTS
+from fl_bn.names import names_of
 from fl_bn.options import Key
 from fl_bn.robust import PREAGGREGATIONS, RULES, rule_named
 
 LONGEST = 255  # bytes of a file's name
 RULE_NAMES = f"{', '.join(RULES)}; before it {' or '.join(f'{name}+' for name in PREAGGREGATIONS)}"
+LIKE_RULES = [*RULES, *(f"{before}+{rule}" for before in PREAGGREGATIONS for rule in RULES)]
 
 
 def parses(parse: Callable[[str], object]) -> Callable[[str], bool]:
@@ -37,11 +38,6 @@ def known_device(name: str) -> bool:
 DIAGNOSTICS = ("training-loss", "drift", "gradients")
 
 
-def names_of(text: str) -> tuple[str, ...]:
-    """The parts of a list separated by commas; none of an empty one."""
-    return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
-
-
 def joins_of(text: str) -> dict[int, int]:
     """``"4:10, 5:20"`` as {client: first round}; empty of an empty text.
 
@@ -58,12 +54,9 @@ def joins_of(text: str) -> dict[int, int]:
 known_joins = parses(joins_of)
 
 
-def known_shifts(text: str) -> bool:
-    return all(name in SHIFTS for name in names_of(text))
-
-
-def known_diagnostics(text: str) -> bool:
-    return all(name in DIAGNOSTICS for name in names_of(text))
+def all_of(known: Collection[str]) -> Callable[[str], bool]:
+    """A check of lists of such names."""
+    return lambda text: all(name in known for name in names_of(text))
 
 
 def table(keys: Mapping[str, Key]) -> str:

@@ -28,12 +28,12 @@ from fl_bn.options import option
 from fl_bn.robust.attacks import ATTACKS, ON
 from fl_bn.run.keys import (
     DIAGNOSTICS,
+    LIKE_RULES,
     RULE_NAMES,
+    all_of,
     known_device,
-    known_diagnostics,
     known_joins,
     known_rule,
-    known_shifts,
 )
 
 
@@ -73,9 +73,10 @@ class RunKeys:
     image_size: int = option(0, "side of the images in pixels; 0: as they are", "0..4096")
     shifts: str = option(
         "",
-        f"feature shifts, separated by commas, each makes a domain of a share of the data: {', '.join(SHIFTS)}; empty: the data's own",
-        "names",
-        known_shifts,
+        "feature shifts, each makes a domain of a share of the data; empty: the data's own",
+        f"{', '.join(SHIFTS)}, separated by commas",
+        all_of(SHIFTS),
+        like=SHIFTS,
     )
     samples_per_domain: int = option(0, "training samples kept of each domain (of all, where there are no domains); 0: all", ">= 0")
     hold_out: str = option(
@@ -178,8 +179,8 @@ class RunKeys:
         "finite",
         math.isfinite,
     )
-    statistics_rule: str = option("mean", "how the server combines the clients' BN statistics", RULE_NAMES, known_rule)
-    update_rule: str = option("mean", "how it combines their updates", RULE_NAMES, known_rule)
+    statistics_rule: str = option("mean", "how the server combines the clients' BN statistics", RULE_NAMES, known_rule, like=LIKE_RULES)
+    update_rule: str = option("mean", "how it combines their updates", RULE_NAMES, known_rule, like=LIKE_RULES)
     declared_byzantine: int = option(
         -1,
         "Byzantine clients that the rules withstand; -1: byzantine",
@@ -245,9 +246,10 @@ class RunKeys:
     evaluate_every: int = option(5, "rounds between evaluations; the last round is always evaluated", ">= 1")
     diagnostics: str = option(
         "",
-        f"measured at every evaluation, in simulation: of {', '.join(DIAGNOSTICS)}, separated by commas; in diagnostics.csv",
-        "names",
-        known_diagnostics,
+        "measured at every evaluation, in simulation; in diagnostics.csv",
+        f"{', '.join(DIAGNOSTICS)}, separated by commas",
+        all_of(DIAGNOSTICS),
+        like=DIAGNOSTICS,
     )
     seed: int = option(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0")
     device: str = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
 import os
@@ -20,13 +21,15 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from fl_bn import options
 from fl_bn.cli.main import app
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
-from fl_bn.flower import run_in_process
-from fl_bn.methods import METHODS, Method
+from fl_bn.flower import FBNStrategy, FedTAN2Strategy, HBNStrategy, Rounds, run_in_process
+from fl_bn.methods import METHODS, Method, Refresh
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import Options, keys_of, option, options_by_key, range_of, takes
 from fl_bn.own_code import import_extensions
+from fl_bn.run.assembly import dataset, source_model
 from fl_bn.run.config import REGISTRIES, ConfigError, RunConfig
 from fl_bn.run.keys import defaults, table
 from tests.integration.runs import TINY
@@ -107,7 +110,7 @@ class Two(One):
 
 def test_places_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: one key with two defaults, and a default that the documents do not have."""
-    one, two = takes(One)(lambda options: options.share), takes(Two)(lambda options: options.share)
+    one, two = takes(One)(lambda given: given.share), takes(Two)(lambda given: given.share)
     assert (one(), two(), one(0.75)) == (0.5, 0.25, 0.75)
     with pytest.raises(ValueError, match=r"'share' is declared twice.*: 0.5 of \(0, 1\] and 0.25 of \(0, 1\]"):
         keys_of({"one": one, "two": two})
@@ -126,7 +129,7 @@ class Elsewhere(Options):
 
 
 def test_a_general_key_is_not_declared_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS, "elsewhere", takes(Elsewhere)(lambda options: METHODS["fbn"]()))
+    monkeypatch.setitem(METHODS, "elsewhere", takes(Elsewhere)(lambda given: METHODS["fbn"]()))
     with pytest.raises(ConfigError, match="'fraction' is declared twice"):
         RunConfig()
 
@@ -135,7 +138,7 @@ def test_what_is_entered_late_has_keys_in_configs_of_before(monkeypatch: pytest.
     before = RunConfig()
     with pytest.raises(KeyError, match="unknown config key 'share'"):
         before["share"]
-    monkeypatch.setitem(METHODS, "one", takes(One)(lambda options: METHODS["fbn"]()))
+    monkeypatch.setitem(METHODS, "one", takes(One)(lambda given: METHODS["fbn"]()))
     assert before["share"] == before.share == 0.5  # type: ignore[attr-defined]
     assert RunConfig.from_mapping({"share": 1})["share"] == 1.0
     assert before.to_mapping()["share"] == 0.5
@@ -159,10 +162,59 @@ def test_ranges(text: str, inside: list[float], outside: list[float]) -> None:
     assert [value for value in [*inside, *outside] if range_of(text)(value)] == inside
 
 
+def test_the_example_of_the_module_runs() -> None:
+    assert doctest.testmod(options) == (0, 5)
+
+
 @pytest.mark.parametrize("text", ["", "positive", ">=1", "0-9", "(0, 1", ">= x", "1 or"])
 def test_what_is_no_range(text: str) -> None:
     with pytest.raises(ValueError, match="a range must be like"):
         range_of(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"method": "fedbm"}, "method must be one of .*, but got 'fedbm': did you mean 'fedbn'?"),
+        ({"objective": "scafold"}, "objective must be one of .*: did you mean 'scaffold'?"),
+        ({"server-optimizer": "adam"}, "server-optimizer must be one of .*: did you mean 'fedadam'?"),
+        ({"partition": "dirichlett"}, "partition must be one of .*: did you mean 'dirichlet'?"),
+        ({"attack": "signflip"}, "attack must be one of .*: did you mean 'sign-flip'?"),
+        (
+            {"shifts": "noise, invrt"},
+            "shifts must be none, invert, .*, separated by commas, but got 'noise, invrt': did you mean 'invert'?",
+        ),
+        ({"diagnostics": "drifts"}, "diagnostics must be training-loss, drift, .*: did you mean 'drift'?"),
+        ({"update-rule": "nnm+medain"}, r"update-rule must be mean, .*but got 'nnm\+medain': did you mean 'nnm\+median'?"),
+        ({"hbn-evaluate": "exakt"}, "hbn-evaluate must be one of .*: did you mean 'exact'?"),
+        ({"freeze-afer": 3}, "unknown config key 'freeze-afer': did you mean 'freeze-after'?"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        RunConfig.from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "near"), [("model", "resnet81", "resnet18"), ("model", "digit-cnn", "digits-cnn"), ("dataset", "cifar-10", "cifar10")]
+)
+def test_a_misspelt_model_or_data_set_is_answered_with_the_nearest(what: str, name: str, near: str) -> None:
+    config = RunConfig.from_mapping({what: name})
+    with pytest.raises(ValueError, match=f"{what} must be one of .*, but got '{name}': did you mean '{near}'?"):
+        source_model(config) if what == "model" else dataset(config)
+
+
+def test_strategies_take_the_options_of_their_methods() -> None:
+    model, rounds = torch.nn.BatchNorm1d(2), Rounds(4, fraction=0.5)
+    made = HBNStrategy(model, rounds, lam=0.5, lower_layers="shared", evaluate_with="exact", save_clients="x")
+    assert (made.method.refresh, made.method.statistics_pass.lower_layers, made.save_clients) == (Refresh.EXACT, "shared", "x")
+    assert comparable(HBNStrategy(model, rounds).method) == comparable(METHODS["hbn"](fraction=0.5))
+    assert comparable(HBNStrategy(model, rounds).method) != comparable(METHODS["hbn"]())  # control
+    assert comparable(FedTAN2Strategy(model, rounds, freeze_after=2).method) == comparable(METHODS["fedtan2"](2, "merged"))
+    with pytest.raises(TypeError, match="lamb"):
+        HBNStrategy(model, rounds, lamb=0.5)
+    with pytest.raises(ValueError, match=r"fbn's momentum must be in \(0, 1\], but got 2"):
+        FBNStrategy(model, rounds, momentum=2)
 
 
 # A package of one's own
@@ -180,6 +232,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (metadata / "entry_points.txt").write_text("[fl_bn]\n" + "".join(f"{name} = own_package.{name}\n" for name in OWN))
     kept = {name: dict(registry) for name, registry in REGISTRIES.items()}
     monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr("fl_bn.run.run_directory.environment", dict)  # takes as long as the run
     import_extensions.cache_clear()
     yield site
     for name, registry in REGISTRIES.items():
@@ -194,7 +247,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def weights(tmp_path: Path, name: str, **keys: Any) -> dict[str, torch.Tensor]:
     """The network after a short run."""
     own = {key.replace("_", "-"): value for key, value in keys.items()}
-    values = RunConfig.from_mapping({**TINY, "output": str(tmp_path), "name": name, **own}).to_mapping()
+    values = RunConfig.from_mapping({**TINY, "rounds": 2, "output": str(tmp_path), "name": name, **own}).to_mapping()
     folder = run_in_process(values)
     assert folder is not None
     text = (folder / "config.toml").read_text()
