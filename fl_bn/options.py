@@ -189,7 +189,8 @@ def option(
 
     ``values``: of a number its range (``range_of``); of a text the names that it may be, or in words what it is, with a ``check`` of it and
     names ``like`` those in it, for "did you mean". ``key``: of the run config, if not the class's name and the field's. A run config has no
-    None: ``unset`` is the key's value that leaves the default as it is, and ``otherwise`` says what then holds, if the default does not.
+    None: ``unset`` is the key's value that leaves the default as it is, as None does in code. ``otherwise`` says what then holds, if the
+    default does not.
     """
     kind = type(default if unset is None else unset)
     if kind is bool:
@@ -211,6 +212,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for field_name, spec in own_options(type(self)).items():
+            if getattr(self, field_name) is None and spec.unset is not None:
+                object.__setattr__(self, field_name, spec.default)
             spec.check(f"{self.name}'s {field_name}", getattr(self, field_name))
 
 

@@ -82,8 +82,10 @@ def test_a_value_in_the_run_config_reaches_what_is_made_and_one_out_of_range_rea
         found = RunConfig.keys()[of]
         assert found.shown.endswith(declared.as_key(of).shown)
         assert RunConfig()[of] == found.default == declared.as_key(of).default
+        if declared.unset is not None:
+            assert comparable(REGISTRIES[key][name](**{field: None})) == comparable(REGISTRIES[key][name]())  # type: ignore[operator]
         for wrong in ("no such name", -0.5, float("nan"), None):
-            if wrong is not None or declared.default is not None:
+            if wrong is not None or (declared.default is not None and declared.unset is None):
                 with pytest.raises(ValueError, match=f"{field} must be .*, but got"):
                     REGISTRIES[key][name](**{field: wrong})  # type: ignore[operator]
             with pytest.raises(ConfigError, match=f"{of} must be .*, but got"):
