@@ -99,7 +99,7 @@ def rounds_of(method: str, clients: int, rounds: int, schedule: str) -> tuple[fl
     """``(median seconds of a round, seconds that the client that waited longest spent in exchanges, exchanges)`` on Ray."""
     config = RunConfig(
         method=method, clients=clients, rounds=rounds + 2, model="resnet20", image_size=32, batch_size=32, local_steps=5, partition="iid",
-        learning_rate=0.01, evaluate_every=1000, pictures=False, device="cpu", fedtan_schedule=schedule,
+        learning_rate=0.01, evaluate_every=1000, pictures=False, device="cpu", options=(("fedtan-schedule", schedule),),
     )  # fmt: skip
     records, _ = on_ray(config, cpus_per_client=(os.cpu_count() or 1) / clients)
     middle = records[1:-1]  # the first warms up, the last evaluates

@@ -1,4 +1,4 @@
-"""Functions of one's own, "package.module:function", and whose modules a run config may name.
+"""Functions of one's own, "package.module:function", and whose modules a run config may name; modules of installed packages that add names.
 
 A run config travels from whoever submits a run to every machine that takes part, and no signature covers it. It may therefore name
 functions of the app's own modules, whose code a site has already accepted, and of modules that the machine's owner allows. Every other
@@ -16,10 +16,13 @@ import sysconfig
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.machinery import ModuleSpec
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+GROUP = "fl_bn"  # of entry points
 VARIABLE = "FL_BN_ALLOW_MODULES"  # for machines, and programs, without a node config
 OWN = "*"  # allows every module that is neither Python's, nor an installed package's
 OURS = ("fl_bn", "client_app", "server_app")  # none of their functions is meant to be named
@@ -114,6 +117,22 @@ def function(what: str, name: str, modules: Modules | None = None) -> Callable[.
     if modules is not None:  # a module also holds what it imported: ``from os import system``
         _check(modules, what, name, str(getattr(found, "__module__", None)))
     return found  # type: ignore[no-any-return]
+
+
+@cache
+def import_extensions() -> None:
+    """Import the modules that installed packages name in the entry-point group ``fl_bn``: each enters what it adds, as in
+    ``METHODS["mine"] = mine``.
+
+    Raises:
+        ValueError: one cannot be imported.
+    """
+    for point in entry_points(group=GROUP):
+        try:
+            point.load()
+        except Exception as error:  # another's code
+            whose = f"the installed package {point.dist.name}" if point.dist else "an installed package"
+            raise ValueError(f"{whose} adds {point.value} to fl-bn, which fails with {type(error).__name__}: {error}") from error
 
 
 def _check(modules: Modules, what: str, name: str, module: str) -> None:

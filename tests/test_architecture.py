@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("fl_bn/**/*.py"), *ROOT.glob("server_app/*.py"), *ROOT.glob("client_app/*.py")])
 
 ORDER = [  # a module may import from layers above its own, and from its own package
-    {"moments", "roles", "robust", "wire", "durable", "finding", "own_code", "pairs"},
+    {"names"},
+    {"moments", "roles", "robust", "wire", "durable", "finding", "options", "own_code", "pairs"},
     {"layers", "models", "exchange"},
     {"methods"},
     {"conversion", "objectives", "task"},

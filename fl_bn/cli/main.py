@@ -147,10 +147,12 @@ def layers(
     from fl_bn.flower.normalisation import describe_layers, no_batch_norm
     from fl_bn.methods import METHODS
     from fl_bn.models import build
+    from fl_bn.names import check_name
+    from fl_bn.own_code import import_extensions
 
     try:
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, but got {method!r}")
+        import_extensions()
+        check_name("method", method, METHODS)
         source = build(model, classes=classes, image_size=image_size)
         for line in describe_layers(source, convert(source, METHODS[method]()), METHODS[method]()):
             console.print(line, highlight=False)
@@ -161,12 +163,18 @@ def layers(
 
 
 @app.command()
-def config() -> None:
-    """Every key of the run config: default, values, meaning (Markdown)."""
-    from fl_bn.run.config import RunConfig
-    from fl_bn.run.keys import table
+def config(
+    toml: Annotated[bool, typer.Option("--toml", help="their defaults, as in [tool.flwr.app.config] of pyproject.toml")] = False,
+) -> None:
+    """Every key of the run config: default, values, meaning (Markdown); those of installed packages that add methods, too."""
+    from fl_bn.run.config import ConfigError, RunConfig
+    from fl_bn.run.keys import defaults, table
 
-    typer.echo(table(RunConfig))
+    try:
+        keys = RunConfig.keys()
+    except ConfigError as error:
+        raise _refused(error) from error
+    typer.echo(defaults(keys) if toml else table(keys))
 
 
 def _rounds_bar() -> Progress:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fl_bn.names import check_name
+
 PADDING = 4  # pixels, of crop-flip
 DEGREES = 30.0  # at most, either way, of flip-rotate
 SCALE = (0.08, 1.0)  # share of the area that resized-crop keeps
@@ -31,8 +33,7 @@ def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
     Raises:
         ValueError: for a name that is not in ``AUGMENTATIONS``; when called, for samples that are no uint8 images.
     """
-    if name not in AUGMENTATIONS:
-        raise ValueError(f"augment must be one of {', '.join(AUGMENTATIONS)}, but got {name!r}")
+    check_name("augment", name, AUGMENTATIONS)
     if name == "none":
         return None
     change = AUGMENTATIONS[name]

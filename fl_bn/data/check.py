@@ -22,6 +22,7 @@ from fl_bn.data.public import CLASSES, ROOT, files_of
 from fl_bn.data.record import DataNotFound, Dataset, describe
 from fl_bn.data.segmentation import cityscapes_files, read_mask
 from fl_bn.finding import Finding
+from fl_bn.names import expected
 
 FEATURES = 5995  # of ABIDE's 110 regions
 
@@ -33,7 +34,7 @@ def check(name: str, path: str = "") -> list[Finding]:
         ValueError: for a name that is no data set.
     """
     if name not in DATASETS and ":" not in name:
-        raise ValueError(f"dataset must be one of {', '.join(DATASETS)}, or your own function as package.module:function, but got {name!r}")
+        raise ValueError(expected("dataset", name, DATASETS, ", or your own function as package.module:function"))
     found: list[Finding] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LargeData)  # said below, or not loaded

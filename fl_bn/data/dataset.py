@@ -12,6 +12,7 @@ from fl_bn.data import connectomes, digits, digits_five, folder, image_folders, 
 from fl_bn.data.function import load_function
 from fl_bn.data.record import DataNotFound, Dataset
 from fl_bn.data.record import to_input as images_to_input
+from fl_bn.names import expected
 from fl_bn.own_code import Modules
 
 __all__ = ["DATASETS", "DataNotFound", "Dataset", "load", "to_input"]
@@ -55,10 +56,8 @@ def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None
 @lru_cache(maxsize=4)
 def _load(name: str, path: str, image_size: int, modules: Modules | None) -> Dataset:
     if name not in DATASETS and ":" not in name:
-        raise ValueError(
-            f"dataset must be one of {', '.join(DATASETS)}, or your own function as package.module:function, but got {name!r}; "
-            "'npz' and 'folder' read your own files"
-        )
+        others = ", or your own function as package.module:function ('npz' and 'folder' read your own files)"
+        raise ValueError(expected("dataset", name, DATASETS, others))
     if image_size < 0:
         raise ValueError(f"image_size must be positive, or 0 for the native size, but got {image_size}")
     if ":" in name:

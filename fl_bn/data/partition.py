@@ -16,6 +16,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_bn.names import check_name
+
 Indices = NDArray[np.int64]
 Labels = NDArray[np.integer]
 
@@ -209,10 +211,8 @@ def partition(
     Raises:
         ValueError: for an unknown kind or sizes, a parameter out of range, or a partition by domains of data without domains.
     """
-    if kind not in KINDS:
-        raise ValueError(f"partition must be one of {', '.join(KINDS)}, but got {kind!r}")
-    if sizes not in SIZES:
-        raise ValueError(f"sizes must be one of {', '.join(SIZES)}, but got {sizes!r}")
+    check_name("partition", kind, KINDS)
+    check_name("sizes", sizes, SIZES)
     if kind in BY_LABEL and (labels.ndim != 1 or labels.dtype.kind == "f"):
         have = {1: "values", 2: "values" if labels.dtype.kind == "f" else "sets of labels"}.get(labels.ndim, f"masks {labels.shape[1:]}")
         raise ValueError(f"partition {kind!r} needs one label per sample, but these have {have}: use natural, domain or iid")

@@ -19,6 +19,7 @@ import torch
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Refused, Request
 from fl_bn.moments import Average, Moments, bounds, pool, weighted_mean
+from fl_bn.names import check_name
 
 POLICIES = ("abort", "shrink")
 NOT_JOINED = "did not join"
@@ -72,8 +73,7 @@ class Session:
         samples: Mapping[int, int] | None = None,
         believing: bool = True,
     ) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, but got {policy!r}")
+        check_name("policy", policy, POLICIES)
         self.layers, self.average, self.policy, self.deadline, self.join_deadline = layers, average, policy, deadline, join_deadline
         self.samples, self.believing = samples or {}, believing
         self.active = set(cohort)

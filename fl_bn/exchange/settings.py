@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.session import POLICIES
+from fl_bn.names import check_name
 
 CARRIERS = ("auto", "grpc", "replay", "local")
 
@@ -32,11 +33,8 @@ class ExchangeSettings:
     insecure: bool = False
 
     def __post_init__(self) -> None:
-        if self.carrier not in CARRIERS or self.policy not in POLICIES:
-            raise ValueError(
-                f"the exchange's carrier must be one of {', '.join(CARRIERS)} and its policy one of {', '.join(POLICIES)}, "
-                f"but got {self.carrier!r} and {self.policy!r}"
-            )
+        check_name("the exchange's carrier", self.carrier, CARRIERS)
+        check_name("the exchange's policy", self.policy, POLICIES)
         if not self.deadline > 0 or not self.join_deadline > 0 or not 0 <= self.port < 65536:
             raise ValueError(
                 f"the exchange's deadlines must be > 0 s and its port 0..65535, but got {self.deadline}, {self.join_deadline}, {self.port}"

@@ -38,8 +38,9 @@ from fl_bn.federation.aggregation import average
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.recalibration import epsilons, recalibrate, without_statistics
 from fl_bn.federation.settings import seeded
-from fl_bn.methods import Method, StatisticsPass
+from fl_bn.methods import INPUTS, Method, StatisticsPass
 from fl_bn.moments import Running
+from fl_bn.names import check_name
 from fl_bn.roles import Role, batch_norms, roles
 
 AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH = "average-affine", "recompute", "nearest", "test-batch"
@@ -118,8 +119,7 @@ class Adaptation:
         Raises:
             ValueError: it is none of ``HOW``.
         """
-        if how not in HOW:
-            raise ValueError(f"how to adapt must be one of {', '.join(HOW)}, but got {how!r}")
+        check_name("how to adapt", how, HOW)
         if how == NEAREST and not self._kept[Role.STATISTIC]:
             return f"nearest: {self.method.name} shares all of BatchNorm, so no client has one of its own to take over"
         if how == NEAREST and not self.known.clients:
@@ -182,7 +182,7 @@ def measured(model: nn.Module, x: Tensor) -> dict[str, Running]:
     Raises:
         NotAdaptable: that is fewer than two values per channel, in some layer.
     """
-    found = statistics_pass(model, _unlabelled(x), StatisticsPass(), seeded(0))
+    found = statistics_pass(model, _unlabelled(x), StatisticsPass.asked(INPUTS), seeded(0))
     if few := [name for name, moments in found.items() if moments.count < 2]:
         raise NotAdaptable(
             f"{few[0]}: a variance needs at least 2 values per channel, but {len(x)} sample gives 1: adapt with more samples"

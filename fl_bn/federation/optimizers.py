@@ -9,12 +9,16 @@ With BatchNorm, running variances that pass through Adam become negative. Here t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+
+from fl_bn.names import check_name
+from fl_bn.options import Options, option, takes
 
 Named = Mapping[str, Tensor]
 
@@ -127,38 +131,119 @@ class ServerOptimizer:
             optimizer.state[self._parameters[name]][key] = tensor.clone()
 
 
-ADAPTIVE = ("fedadagrad", "fedadam", "fedyogi")
-SERVER_OPTIMIZERS = {  # and the momentum of each where none is given: beta_1 of the adaptive ones, lambda of FedACG
-    "fedavg": 0.0,
-    "fedavgm": 0.9,
-    "fedadagrad": 0.0,
-    "fedadam": 0.9,
-    "fedyogi": 0.9,
-    "fedacg": 0.85,
+RATE = "server-learning-rate"
+
+
+def _momentum(default: float, what: str) -> Any:
+    return option(default, what, "[0, 1)", key="server-momentum", unset=-1.0)
+
+
+def _adaptivity() -> Any:
+    return option(1e-3, "keeps the step finite where gradients are small", "> 0", symbol="tau", key="server-adaptivity")
+
+
+@dataclass(frozen=True)
+class ServerOptions(Options):
+    """What every server optimiser here takes; fedavg and fedacg refuse what they cannot do."""
+
+    learning_rate: float = option(1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", key=RATE)
+
+
+@dataclass(frozen=True)
+class FedAvgOptions(ServerOptions):
+    name: ClassVar[str] = "fedavg"
+    momentum: float = _momentum(0.0, "none")
+
+
+@takes(FedAvgOptions)
+def fedavg(options: FedAvgOptions) -> ServerOptimizer:
+    """The average itself, for a learning rate of 1."""
+    if options.momentum > 0:
+        raise ValueError(
+            f"fedavg has no server momentum: set server-optimizer to fedavgm, or server-momentum to 0, but got {options.momentum}"
+        )
+    return ServerOptimizer(lambda parameters: SGD(parameters, lr=options.learning_rate))
+
+
+@dataclass(frozen=True)
+class FedAvgMOptions(ServerOptions):
+    name: ClassVar[str] = "fedavgm"
+    momentum: float = _momentum(0.9, "momentum")
+
+
+@takes(FedAvgMOptions)
+def fedavgm(options: FedAvgMOptions) -> ServerOptimizer:
+    return ServerOptimizer(lambda parameters: SGD(parameters, lr=options.learning_rate, momentum=options.momentum))
+
+
+@dataclass(frozen=True)
+class FedAdagradOptions(ServerOptions):
+    name: ClassVar[str] = "fedadagrad"
+    momentum: float = _momentum(0.0, "beta_1")
+    adaptivity: float = _adaptivity()
+
+
+@takes(FedAdagradOptions)
+def fedadagrad(options: FedAdagradOptions) -> ServerOptimizer:
+    return _adaptive(options, beta2=0.0)
+
+
+@dataclass(frozen=True)
+class FedAdamOptions(ServerOptions):
+    name: ClassVar[str] = "fedadam"
+    momentum: float = _momentum(0.9, "beta_1")
+    beta2: float = option(0.99, "weight of the old second moment", "[0, 1)", symbol="beta_2", key="server-beta2")
+    adaptivity: float = _adaptivity()
+
+
+@takes(FedAdamOptions)
+def fedadam(options: FedAdamOptions) -> ServerOptimizer:
+    return _adaptive(options, options.beta2)
+
+
+@dataclass(frozen=True)
+class FedYogiOptions(FedAdamOptions):
+    name: ClassVar[str] = "fedyogi"
+
+
+@takes(FedYogiOptions)
+def fedyogi(options: FedYogiOptions) -> ServerOptimizer:
+    return _adaptive(options, options.beta2)
+
+
+def _adaptive(options: FedAdagradOptions | FedAdamOptions, beta2: float) -> ServerOptimizer:
+    given = options.learning_rate, options.momentum, beta2, options.adaptivity
+    return ServerOptimizer(lambda parameters: FedOpt(parameters, options.name, *given))
+
+
+@dataclass(frozen=True)
+class FedACGOptions(ServerOptions):
+    name: ClassVar[str] = "fedacg"
+    momentum: float = _momentum(0.85, "lambda")
+
+
+@takes(FedACGOptions)
+def fedacg(options: FedACGOptions) -> ServerOptimizer:
+    if options.learning_rate != 1:
+        raise ValueError(f"fedacg takes the clients' average as it is: set {RATE} to 1, but got {options.learning_rate}")
+    return ServerOptimizer(lambda parameters: FedACG(parameters, options.momentum))
+
+
+SERVER_OPTIMIZERS: dict[str, Callable[..., ServerOptimizer]] = {
+    "fedavg": fedavg,
+    "fedavgm": fedavgm,
+    "fedadagrad": fedadagrad,
+    "fedadam": fedadam,
+    "fedyogi": fedyogi,
+    "fedacg": fedacg,
 }
 
 
-def server_optimizer(
-    name: str, learning_rate: float = 1.0, momentum: float | None = None, beta2: float = 0.99, adaptivity: float = 1e-3
-) -> ServerOptimizer:
-    """One of ``SERVER_OPTIMIZERS``. ``momentum`` None: its own. ``beta2`` and ``adaptivity`` (tau): of the adaptive ones.
+def server_optimizer(name: str, *args: Any, **options: Any) -> ServerOptimizer:
+    """One of ``SERVER_OPTIMIZERS`` with its options, by position or by name.
 
     Raises:
-        ValueError: an argument is out of range, or not one of this optimizer.
+        ValueError: there is no such optimiser, or an option is out of range.
     """
-    if name not in SERVER_OPTIMIZERS:
-        raise ValueError(f"server-optimizer must be one of {', '.join(SERVER_OPTIMIZERS)}, but got {name!r}")
-    beta = SERVER_OPTIMIZERS[name] if momentum is None else momentum
-    if not 0 < learning_rate < math.inf or not 0 <= beta < 1:
-        raise ValueError(f"the server needs a finite learning rate > 0 and momentum in [0, 1), but got {learning_rate} and {beta}")
-    if not 0 <= beta2 < 1 or not 0 < adaptivity < math.inf:
-        raise ValueError(f"server-beta2 must be in [0, 1) and server-adaptivity a finite number > 0, but got {beta2} and {adaptivity}")
-    if name == "fedavg" and beta > 0:
-        raise ValueError(f"fedavg has no server momentum: set server-optimizer to fedavgm, or server-momentum to 0, but got {beta}")
-    if name == "fedacg":
-        if learning_rate != 1:
-            raise ValueError(f"fedacg takes the clients' average as it is: set server-learning-rate to 1, but got {learning_rate}")
-        return ServerOptimizer(lambda parameters: FedACG(parameters, beta))
-    if name in ADAPTIVE:
-        return ServerOptimizer(lambda parameters: FedOpt(parameters, name, learning_rate, beta, beta2, adaptivity))
-    return ServerOptimizer(lambda parameters: SGD(parameters, lr=learning_rate, momentum=beta))
+    check_name("server-optimizer", name, SERVER_OPTIMIZERS)
+    return SERVER_OPTIMIZERS[name](*args, **options)

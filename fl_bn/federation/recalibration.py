@@ -20,7 +20,7 @@ from torch import nn
 from fl_bn.federation.aggregation import combine, running_statistics
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.settings import seeded
-from fl_bn.methods import Method, StatisticsPass, replace_by_pooled
+from fl_bn.methods import INPUTS, Method, StatisticsPass, replace_by_pooled
 from fl_bn.moments import Moments, Running
 from fl_bn.roles import Role, batch_norms
 
@@ -91,7 +91,7 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
     layers, dtype, made = batch_norms(model), next(model.parameters()).dtype, list[Pass]()
     for number in range(1, (passes or len(layers)) + 1):
         before = running_statistics(model)
-        reports = [_as_sent(statistics_pass(model, samples, StatisticsPass(), seeded(0)), dtype) for samples in clients]
+        reports = [_as_sent(statistics_pass(model, samples, StatisticsPass.asked(INPUTS), seeded(0)), dtype) for samples in clients]
         _store(model, combine(replace_by_pooled, before, reports, [1] * len(reports), layers))
         made.append(Pass.between(number, len(clients), before, running_statistics(model), epsilons(model), tolerance))
         if made[-1].settled:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.companions import Companion
 from fl_bn.federation.settings import UPDATES
+from fl_bn.names import check_name
 
 UNTIL_STILL = -1  # of ``calibrate``: one exchange per BatchNorm layer, or until nothing moves
 AS_METHOD = -2  # the same where the method wants it, else none
@@ -77,10 +78,8 @@ class Rounds:
             raise ValueError(f"calibrate must be >= 0, -1 (until nothing moves) or -2 (as the method wants), but got {self.calibrate}")
         if self.timeout <= 0 or self.wait < 0 or self.retry < 0:
             raise ValueError(f"timeout must be > 0 s, wait and retry >= 0 s, but got {self.timeout}, {self.wait} and {self.retry}")
-        if self.update not in UPDATES:
-            raise ValueError(f"update must be one of {', '.join(UPDATES)}, but got {self.update!r}")
-        if self.client_weights not in ("samples", "uniform"):
-            raise ValueError(f"client_weights must be 'samples' or 'uniform', but got {self.client_weights!r}")
+        check_name("update", self.update, UPDATES)
+        check_name("client_weights", self.client_weights, ("samples", "uniform"))
         if strangers := sorted(client for client in self.joining if not 0 <= client < self.clients):
             raise ValueError(f"joining is for clients 0..{self.clients - 1}, but got {strangers}")
         if not 0 <= self.at_start <= (first := len(self.starting(1))) or first == 0:

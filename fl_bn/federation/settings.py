@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 from fl_bn.data.augment import AUGMENTATIONS
 from fl_bn.federation.clipping import CLIPS
 from fl_bn.federation.momentum import MAINTAIN
+from fl_bn.names import check_name, expected
 from fl_bn.objectives import PLAIN, Objective
 
 OPTIMIZERS = ("sgd", "adam")
@@ -54,35 +55,31 @@ class LocalTraining:
             raise ValueError(f"batch_size must be at least 2 (a batch of one has no variance), but got {self.batch_size}")
         if min(self.epochs, self.steps) < 0 or (self.epochs > 0) == (self.steps > 0):
             raise ValueError(f"give either local epochs or local steps, but got epochs={self.epochs} and steps={self.steps}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but got {self.optimizer!r}")
+        check_name("optimizer", self.optimizer, OPTIMIZERS)
         if self.optimizer == "adam" and self.momentum > 0:
             raise ValueError(f"adam has moments of its own: set the optimiser's momentum to 0, but got {self.momentum}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"the optimiser's momentum must be in [0, 1), but got {self.momentum}")
         if self.weight_decay < 0:
             raise ValueError(f"weight_decay must not be negative, but got {self.weight_decay}")
-        if self.update not in UPDATES:
-            raise ValueError(f"update must be one of {', '.join(UPDATES)}, but got {self.update!r}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, but got {self.precision!r}")
-        if self.augment not in AUGMENTATIONS:
-            raise ValueError(f"augment must be one of {', '.join(AUGMENTATIONS)}, but got {self.augment!r}")
+        check_name("update", self.update, UPDATES)
+        check_name("precision", self.precision, PRECISIONS)
+        check_name("augment", self.augment, AUGMENTATIONS)
         if self.update == "gradients" and (self.steps != 1 or self.optimizer != "sgd"):
             raise ValueError(
                 "update='gradients' is one batch, one gradient, one round (DSGD): set local steps to 1, local epochs to 0 and optimizer "
                 f"to sgd, but got steps={self.steps}, epochs={self.epochs}, optimizer={self.optimizer!r}"
             )
-        if self.clip not in CLIPS or not 0 < self.clip_limit < math.inf:
-            raise ValueError(f"clip must be one of {', '.join(CLIPS)}, its limit > 0 and finite, but got {self.clip!r}, {self.clip_limit}")
+        check_name("clip", self.clip, CLIPS)
+        if not 0 < self.clip_limit < math.inf:
+            raise ValueError(f"clip's limit must be > 0 and finite, but got {self.clip_limit}")
         if self.clip == "round" and self.optimizer != "sgd":
             raise ValueError(f"clip='round' bounds the path of SGD: set optimizer to sgd, or clip to norm, but got {self.optimizer!r}")
         self._check_maintain()
         self._check_objective()
 
     def _check_maintain(self) -> None:
-        if self.maintain not in MAINTAIN:
-            raise ValueError(f"maintain-momentum must be one of {', '.join(MAINTAIN)}, but got {self.maintain!r}")
+        check_name("maintain-momentum", self.maintain, MAINTAIN)
         if self.maintain != "reset" and self.update == "gradients":
             raise ValueError("update='gradients' keeps its momentum at the client already: set maintain-momentum to reset")
         if self.maintain != "reset" and self.optimizer == "sgd" and self.momentum == 0:
@@ -122,7 +119,7 @@ def learning_rate(
         return base * (1 + math.cos(math.pi * (round - 1) / rounds)) / 2
     if schedule == "milestones":
         return base * next((factor for share, factor in reversed(milestones) if round > share * rounds), 1.0)
-    raise ValueError(f"learning-rate schedule must be one of {', '.join(SCHEDULES)}, but got {schedule!r}")
+    raise ValueError(expected("learning-rate schedule", schedule, SCHEDULES))
 
 
 def milestones_of(text: str) -> tuple[tuple[float, float], ...]:

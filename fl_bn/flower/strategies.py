@@ -1,86 +1,80 @@
-"""The strategies by name: each binds a method, whose options become its own."""
+"""The strategies by name: each binds a method, whose options become its own, by name."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import nn
 
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.rounds import Rounds
 from fl_bn.flower.strategy import BatchNormStrategy
-from fl_bn.methods.fbn import fbn
-from fl_bn.methods.fedavg import fedavg
-from fl_bn.methods.fedbn import fedbn
-from fl_bn.methods.fedtan import fedavg_alg2, fedtan, fedtan2
-from fl_bn.methods.fixbn import fixbn
-from fl_bn.methods.hbn import hbn
-from fl_bn.methods.silobn import silobn
+from fl_bn.methods import METHODS
+from fl_bn.options import options_by_key
 
 
-class FedAvgBNStrategy(BatchNormStrategy):
+class OfMethod(BatchNormStrategy):
+    """A strategy that takes the options of a method, with the method's own defaults, beside those of ``BatchNormStrategy``."""
+
+    of: ClassVar[str]
+
+    def __init__(self, model: nn.Module, rounds: Rounds, **options: Any) -> None:
+        own = _take(self.of, options)
+        super().__init__(model, METHODS[self.of](**own), rounds, **options)
+
+
+def _take(method: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``options`` that are the method's, which they then lack."""
+    return {name: options.pop(name) for name, _ in options_by_key(METHODS[method]).values() if name in options}
+
+
+class FedAvgBNStrategy(OfMethod):
     """FedAvg with plainly averaged running statistics: the baseline."""
 
-    def __init__(self, model: nn.Module, rounds: Rounds, **options: Any) -> None:
-        super().__init__(model, fedavg(), rounds, **options)
+    of = "fedavg"
 
 
-class FixBNStrategy(BatchNormStrategy):
-    """FixBN: statistics frozen after round ``freeze_after`` (default: half of the rounds)."""
+class FixBNStrategy(OfMethod):
+    """FixBN: statistics frozen after round ``freeze_after``; options as in ``methods.fixbn``."""
 
-    def __init__(self, model: nn.Module, rounds: Rounds, *, freeze_after: int | None = None, **options: Any) -> None:
-        super().__init__(model, fixbn(freeze_after), rounds, **options)
+    of = "fixbn"
 
 
-class FedBNStrategy(BatchNormStrategy):
+class FedBNStrategy(OfMethod):
     """FedBN: every BatchNorm tensor stays on its client."""
 
-    def __init__(self, model: nn.Module, rounds: Rounds, **options: Any) -> None:
-        super().__init__(model, fedbn(), rounds, **options)
+    of = "fedbn"
 
 
-class SiloBNStrategy(BatchNormStrategy):
+class SiloBNStrategy(OfMethod):
     """SiloBN: running statistics stay on their client, scale and shift are shared."""
 
-    def __init__(self, model: nn.Module, rounds: Rounds, **options: Any) -> None:
-        super().__init__(model, silobn(), rounds, **options)
+    of = "silobn"
 
 
 class HBNStrategy(BatchNormStrategy):
-    """HBN: a learnable mix of batch and pooled global statistics; options as in ``methods.hbn``."""
+    """HBN: a learnable mix of batch and pooled global statistics.
+
+    Options as in ``methods.hbn``, but for ``fraction``, which ``rounds`` has, and ``evaluate``, here ``evaluate_with``.
+    """
 
     def __init__(
-        self,
-        model: nn.Module,
-        rounds: Rounds,
-        *,
-        lam: float | None = None,
-        stat_samples: int = 0,
-        lower_layers: str = "hybrid",
-        evaluate_with: str = "auto",
-        tracking: float | None = None,
-        **options: Any,
+        self, model: nn.Module, rounds: Rounds, *, evaluate: Callable[[nn.Module], dict[str, float]] | None = None, **options: Any
     ) -> None:
-        super().__init__(model, hbn(lam, stat_samples, lower_layers, evaluate_with, tracking, rounds.fraction), rounds, **options)
+        own = _take("hbn", options)
+        if "evaluate_with" in options:
+            own["evaluate"] = options.pop("evaluate_with")
+        super().__init__(model, METHODS["hbn"](**own, fraction=rounds.fraction), rounds, evaluate=evaluate, **options)
 
 
-class FBNStrategy(BatchNormStrategy):
+class FBNStrategy(OfMethod):
     """FBN: shared running statistics with the variance corrected; options as in ``methods.fbn``."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rounds: Rounds,
-        *,
-        tracking: float | None = None,
-        momentum: float | None = None,
-        report: str = "first",
-        **options: Any,
-    ) -> None:
-        super().__init__(model, fbn(tracking, momentum, report), rounds, **options)
+    of = "fbn"
 
 
-class RobustFBNStrategy(BatchNormStrategy):
+class RobustFBNStrategy(FBNStrategy):
     """FBN against ``f`` Byzantine clients (FBN, section 5): NNM, then the coordinate-wise median, on the statistics and on the updates.
 
     The rules are those of ``robust.rule_named``, e.g. ``"nnm+trimmed-mean"``; the other options as in ``methods.fbn``.
@@ -94,32 +88,24 @@ class RobustFBNStrategy(BatchNormStrategy):
         f: int,
         statistics_rule: str = "nnm+median",
         update_rule: str = "nnm+median",
-        tracking: float | None = None,
-        momentum: float | None = None,
-        report: str = "first",
         **options: Any,
     ) -> None:
-        super().__init__(model, fbn(tracking, momentum, report), rounds, defence=Defence(f, statistics_rule, update_rule), **options)
+        super().__init__(model, rounds, defence=Defence(f, statistics_rule, update_rule), **options)
 
 
-class FedTANStrategy(BatchNormStrategy):
-    """FedTAN: the first local step of every round is the centralised one; ``schedule`` as in ``methods.fedtan``."""
+class FedTANStrategy(OfMethod):
+    """FedTAN: the first local step of every round is the centralised one; options as in ``methods.fedtan``."""
 
-    def __init__(self, model: nn.Module, rounds: Rounds, *, schedule: str = "merged", **options: Any) -> None:
-        super().__init__(model, fedtan(schedule), rounds, **options)
-
-
-class FedTAN2Strategy(BatchNormStrategy):
-    """FedTAN-II: FedTAN up to round ``freeze_after`` (default: half of the rounds), then the statistics are frozen."""
-
-    def __init__(
-        self, model: nn.Module, rounds: Rounds, *, freeze_after: int | None = None, schedule: str = "merged", **options: Any
-    ) -> None:
-        super().__init__(model, fedtan2(freeze_after, schedule), rounds, **options)
+    of = "fedtan"
 
 
-class FedAvgAlg2Strategy(BatchNormStrategy):
-    """FedAvg with FedTAN's forward exchange alone."""
+class FedTAN2Strategy(OfMethod):
+    """FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen; options as in ``methods.fedtan2``."""
 
-    def __init__(self, model: nn.Module, rounds: Rounds, *, schedule: str = "merged", **options: Any) -> None:
-        super().__init__(model, fedavg_alg2(schedule), rounds, **options)
+    of = "fedtan2"
+
+
+class FedAvgAlg2Strategy(OfMethod):
+    """FedAvg with FedTAN's forward exchange alone; options as in ``methods.fedavg_alg2``."""
+
+    of = "fedavg-alg2"

@@ -12,15 +12,36 @@ seen by the shared weights; the others belong to a local model.
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from fl_bn.layers import FederatedBatchNorm
 from fl_bn.methods.method import LayerReports, Method, Report
-from fl_bn.methods.tracking import follow
+from fl_bn.methods.tracking import follow, tracking
 from fl_bn.moments import Running, ema, pool
+from fl_bn.options import Options, option, takes
 
 REPORTS = {"first": Report.FIRST, "pass": Report.PASS, "all": Report.BATCHES}
-TRACKING = 0.02
+
+
+@dataclass(frozen=True)
+class FBNOptions(Options):
+    name: ClassVar[str] = "fbn"
+    tracking: float = tracking(0.02)
+    momentum: float | None = option(
+        None,
+        "weight of one batch in the shared statistics, as in Algorithm 2, in the place of tracking",
+        "(0, 1]",
+        symbol="beta",
+        unset=0.0,
+        otherwise="tracking",
+    )
+    report: str = option(
+        "first",
+        "moments that clients report: of the first training batch, of a pass over their data before training, or of all batches",
+        REPORTS,
+    )
 
 
 def combine(reports: LayerReports, tracking: float, momentum: float | None, report: Report) -> Running:
@@ -31,24 +52,15 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
     return ema(reports.shared, pooled, 1 - (1 - momentum) ** batches)
 
 
-def fbn(tracking: float | None = None, momentum: float | None = None, report: str = "first") -> Method:
-    """FBN.
-
-    ``tracking``: weight of a round's pooled moments in the shared statistics, in (0, 1], at the first round's learning rate and on unit
-    scale; None is ``TRACKING``. ``momentum``: instead, the weight of one batch, as in Algorithm 2. ``report``: the moments of the
-    ``first`` training batch, of a ``pass`` over the client's data before training, or of ``all`` training batches.
-    """
-    tracking = TRACKING if tracking is None else tracking
-    for name, value in {"tracking": tracking, "momentum": momentum}.items():
-        if value is not None and not 0 < value <= 1:
-            raise ValueError(f"fbn's {name} must be in (0, 1], but got {value}")
-    if report not in REPORTS:
-        raise ValueError(f"fbn's report must be one of {', '.join(REPORTS)}, but got {report!r}")
+@takes(FBNOptions)
+def fbn(options: FBNOptions) -> Method:
+    """FBN. ``tracking`` holds at the first round's learning rate and on unit scale (``methods.tracking``)."""
+    report = REPORTS[options.report]
     return Method(
         "fbn",
         layer=FederatedBatchNorm.from_batch_norm,
-        report=REPORTS[report],
-        combine=partial(combine, tracking=tracking, momentum=momentum, report=REPORTS[report]),
+        report=report,
+        combine=partial(combine, tracking=options.tracking, momentum=options.momentum, report=report),
         calibrate=True,
         constant=True,
     )

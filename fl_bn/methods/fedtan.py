@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_bn.exchange.call import Answer, Exchange, Key, Quantity
 from fl_bn.layers import _SharedNorm
 from fl_bn.methods.fedavg import combine
-from fl_bn.methods.method import Method, Phase, Report, freeze
+from fl_bn.methods.method import Method, Phase, Report, freeze, freeze_after
 from fl_bn.moments import channel_moments
+from fl_bn.options import Options, option, takes
 
 SCHEDULES = ("merged", "paper")
 
@@ -133,19 +135,47 @@ def _exchange_phase(round: int, rounds: int) -> Phase:
     return Phase.EXCHANGE
 
 
-def fedtan(schedule: str = "merged", share_gradients: bool = True) -> Method:
-    """``schedule``: ``merged`` (2L + 1 exchanges per round, the model's own counted) or ``paper`` (3L + 1), with equal results."""
-    if schedule not in SCHEDULES:
-        raise ValueError(f"fedtan's schedule must be one of {', '.join(SCHEDULES)}, but got {schedule!r}")
+@dataclass(frozen=True)
+class FedTANOptions(Options):
+    name: ClassVar[str] = "fedtan"
+    schedule: str = option(
+        "merged",
+        "layer-wise exchanges per round of L layers, the model's own not counted: merged 2L, paper 3L; equal results",
+        SCHEDULES,
+        key="fedtan-schedule",
+    )
+
+
+@dataclass(frozen=True)
+class Freezing(Options):
+    freeze_after: int | None = freeze_after()
+
+
+@dataclass(frozen=True)
+class FedTAN2Options(FedTANOptions, Freezing):
+    """``freeze_after``, then ``schedule``."""
+
+    name: ClassVar[str] = "fedtan2"
+
+
+@takes(FedTANOptions)
+def fedtan(options: FedTANOptions) -> Method:
+    """FedTAN."""
+    return _exchanging(options.schedule, share_gradients=True)
+
+
+def _exchanging(schedule: str, share_gradients: bool) -> Method:
     layer = partial(_layer, schedule=schedule, share_gradients=share_gradients)
     return Method("fedtan", layer=layer, report=Report.RUNNING, combine=combine, phase=_exchange_phase)
 
 
-def fedtan2(freeze_after: int | None = None, schedule: str = "merged") -> Method:
-    """FedTAN-II: FedTAN up to round ``freeze_after`` (default: half of the rounds), then the statistics are frozen."""
-    return replace(freeze(fedtan(schedule), freeze_after), name="fedtan2")
+@takes(FedTAN2Options)
+def fedtan2(options: FedTAN2Options) -> Method:
+    """FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen."""
+    return replace(freeze(fedtan(options.schedule), options.freeze_after), name="fedtan2")
 
 
-def fedavg_alg2(schedule: str = "merged") -> Method:
+@takes(FedTANOptions)
+def fedavg_alg2(options: FedTANOptions) -> Method:
     """FedAvg with Algorithm 2 only: the cohort's moments forward, the client's own gradients of them backward. The paper's ablation."""
-    return replace(fedtan(schedule, share_gradients=False), name="fedavg-alg2")
+    return replace(_exchanging(options.schedule, share_gradients=False), name="fedavg-alg2")

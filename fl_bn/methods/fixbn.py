@@ -8,10 +8,12 @@ affine parameters and everything else keep training. T* = T is FedAvg.
 Symbols: T* -> freeze_after.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from fl_bn.methods.fedavg import fedavg
-from fl_bn.methods.method import Method, freeze
+from fl_bn.methods.method import Method, freeze, freeze_after
+from fl_bn.options import Options, option, takes
 from fl_bn.roles import Role
 
 FROZEN = {
@@ -21,6 +23,14 @@ FROZEN = {
 }
 
 
-def fixbn(freeze_after: int | None = None, freeze_what: str = "statistics") -> Method:
-    """``freeze_after``: last round of stage I; None is half of the rounds. ``freeze_what``: a key of ``FROZEN`` (Table H)."""
-    return replace(freeze(fedavg(), freeze_after, FROZEN[freeze_what]), name="fixbn")
+@dataclass(frozen=True)
+class FixBNOptions(Options):
+    name: ClassVar[str] = "fixbn"
+    freeze_after: int | None = freeze_after()
+    freeze_what: str = option("statistics", "what freezes: the statistics, the affine parameters, or both", FROZEN, key="freeze-what")
+
+
+@takes(FixBNOptions)
+def fixbn(options: FixBNOptions) -> Method:
+    """``freeze_after``: last round of stage I. ``freeze_what``: see Table H."""
+    return replace(freeze(fedavg(), options.freeze_after, FROZEN[options.freeze_what]), name="fixbn")

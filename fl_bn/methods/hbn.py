@@ -12,17 +12,42 @@ The global statistics lag behind the weights. Before an evaluation they are repl
 Symbols: G -> shared statistics, lam -> lam, p -> mixing_logit, a -> sigmoid(mixing_logit).
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from fl_bn.layers import HybridBatchNorm
-from fl_bn.methods.method import LayerReports, Method, Refresh, Report, StatisticsPass
-from fl_bn.methods.tracking import follow
+from fl_bn.methods.method import LOWER_LAYERS, LayerReports, Method, Refresh, Report, StatisticsPass
+from fl_bn.methods.tracking import follow, tracking
 from fl_bn.moments import Running, ema, pool
+from fl_bn.options import Options, option, takes
 from fl_bn.roles import Role
 
-EVALUATE = ("auto", "exact", "hybrid")
 TRACKING, PARTIAL = 0.05, 0.01
 """With full and with partial participation."""
+
+
+@dataclass(frozen=True)
+class HBNOptions(Options):
+    name: ClassVar[str] = "hbn"
+    lam: float | None = option(
+        None,
+        "weight of a round's pooled moments in the global statistics, in the place of tracking",
+        "(0, 1]",
+        symbol="lambda",
+        unset=0.0,
+        otherwise="tracking",
+    )
+    stat_samples: int = option(0, "samples of the statistics pass; 0: all of the client's", "0 or >= 2")
+    lower_layers: str = option("hybrid", "what lower layers normalise with in the statistics pass", LOWER_LAYERS)
+    evaluate: str = option(
+        "auto",
+        "statistics that are evaluated and saved: exact, of the union of all data (an exchange per layer), or hybrid, as training "
+        "normalises (one exchange); auto: exact for lam=1, else hybrid",
+        ("auto", "exact", "hybrid"),
+    )
+    tracking: float | None = tracking(None, f"{TRACKING:g}, or {PARTIAL:g} with fraction below 1")
+    fraction: float = option(1.0, "share of the clients that take part in a round", "(0, 1]", key="fraction")
 
 
 def combine(reports: LayerReports, tracking: float, lam: float | None) -> Running:
@@ -30,41 +55,26 @@ def combine(reports: LayerReports, tracking: float, lam: float | None) -> Runnin
     return follow(reports.shared, pooled, tracking) if lam is None else ema(reports.shared, pooled, lam)
 
 
-def hbn(
-    lam: float | None = None,
-    stat_samples: int = 0,
-    lower_layers: str = "hybrid",
-    evaluate: str = "auto",
-    tracking: float | None = None,
-    fraction: float = 1.0,
-) -> Method:
+@takes(HBNOptions)
+def hbn(options: HBNOptions) -> Method:
     """HBN.
 
-    ``tracking``: weight of a round's pooled moments in the global statistics, in (0, 1], on unit scale (``methods.tracking``); None is
-    ``TRACKING``, or ``PARTIAL`` where a ``fraction`` below 1 of the clients takes part. ``lam``: instead, the weight as in equation 11,
-    whatever the scale. ``stat_samples`` and ``lower_layers``: of the pass before training, see ``StatisticsPass``; its ``hybrid`` is as in
-    the paper's code.
+    ``tracking`` is the weight on unit scale (``methods.tracking``), ``lam`` that of equation 11. ``lower_layers``: see ``StatisticsPass``;
+    ``hybrid`` is as in the paper's code.
 
     ``evaluate``: ``exact`` is right where the global statistics follow the weights at once (lam = 1): what is evaluated is BatchNorm of
     the union, by one exchange per layer. ``hybrid`` is right below: training then normalises with a mixture that holds old statistics,
-    and the network has learnt under it. ``auto``: exact for lam = 1, else hybrid.
+    and the network has learnt under it.
     """
-    if tracking is None:
-        tracking = TRACKING if fraction == 1 else PARTIAL
-    for name, value in {"lam": lam, "tracking": tracking}.items():
-        if value is not None and not 0 < value <= 1:
-            raise ValueError(f"hbn's {name} must be in (0, 1], but got {value}")
-    if evaluate not in EVALUATE:
-        raise ValueError(f"evaluate must be one of {', '.join(EVALUATE)}, but got {evaluate!r}")
-    if evaluate == "auto":
-        evaluate = "exact" if lam == 1 else "hybrid"
+    weight = options.tracking or (TRACKING if options.fraction == 1 else PARTIAL)
+    evaluate = ("exact" if options.lam == 1 else "hybrid") if options.evaluate == "auto" else options.evaluate
     return Method(
         "hbn",
         layer=HybridBatchNorm.from_batch_norm,
         local=frozenset({Role.MIXING}),
         report=Report.PASS,
-        combine=partial(combine, tracking=tracking, lam=lam),
+        combine=partial(combine, tracking=weight, lam=options.lam),
         refresh=Refresh(evaluate),
         calibrate=True,
-        statistics_pass=StatisticsPass(stat_samples, lower_layers),
+        statistics_pass=StatisticsPass(options.lower_layers, options.stat_samples),
     )

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.moments import Average, Moments, Running, pool, weighted_mean
+from fl_bn.names import check_name
+from fl_bn.options import option
 from fl_bn.robust.attacks import Adversary, Attack
 from fl_bn.roles import Role
 
@@ -45,35 +48,32 @@ class Refresh(Enum):
     HYBRID = "hybrid"  # one pass in training mode: the moments of what every layer normalises with
 
 
+INPUTS, NORMALISERS = MEASURED = ("inputs", "normalisers")
+LOWER_LAYERS = ("shared", "hybrid")
+
+
 @dataclass(frozen=True)
 class StatisticsPass:
     """A pass over a client's data that measures every BatchNorm layer's input: no gradient, no change of state.
 
-    ``samples`` of a seeded random subset, 0 for all. ``lower_layers`` are normalised with the ``shared`` statistics, as in evaluation
-    (the merge is then exact in every layer), or as in training (``hybrid``; exact in the first layer). ``measured`` are the layers'
+    ``lower_layers`` are normalised with the ``shared`` statistics, as in evaluation (the merge is then exact in every layer), or as in
+    training (``hybrid``; exact in the first layer). ``samples`` of a seeded random subset, 0 for all. ``measured`` are the layers'
     ``inputs``, raw, or their ``normalisers``: mean and variance that a training batch is normalised with (``Refresh.HYBRID``).
     """
 
+    lower_layers: str
     samples: int = 0
-    lower_layers: str = "shared"
     measured: str = "inputs"
 
     def __post_init__(self) -> None:
-        if self.samples < 0 or self.samples == 1:
-            raise ValueError(f"stat_samples must be 0 (all local data) or at least 2, but got {self.samples}")
-        if self.lower_layers not in ("shared", "hybrid"):
-            raise ValueError(f"lower_layers must be 'shared' or 'hybrid', but got {self.lower_layers!r}")
-        if self.measured not in MEASURED:
-            raise ValueError(f"measured must be one of {', '.join(MEASURED)}, but got {self.measured!r}")
+        check_name("lower_layers", self.lower_layers, LOWER_LAYERS)
+        check_name("measured", self.measured, MEASURED)
 
     @classmethod
     def asked(cls, measured: str, samples: int = 0) -> StatisticsPass:
         """The pass of a statistics-only exchange, all clients' at once: of inputs over all data, as evaluation normalises them; of
         normalisers as training has them, over ``samples``."""
-        return cls(samples, "hybrid", measured) if measured == NORMALISERS else cls(0, "shared", measured)
-
-
-INPUTS, NORMALISERS = MEASURED = ("inputs", "normalisers")
+        return cls("hybrid", samples, measured) if measured == NORMALISERS else cls("shared", 0, measured)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Method:
     refresh: Refresh = Refresh.NOTHING
     calibrate: bool = False
     constant: bool = False
-    statistics_pass: StatisticsPass = StatisticsPass()
+    statistics_pass: StatisticsPass = StatisticsPass.asked(INPUTS)
     needs_running: bool = False
     frozen: frozenset[Role] = frozenset({Role.STATISTIC})
     adversary: Adversary | None = None
@@ -174,6 +174,11 @@ def freeze(method: Method, after: int | None = None, what: frozenset[Role] = fro
     if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is Report.NOTHING:
         raise ValueError(f"{method.name} knows no statistics in training, so there are none to freeze: leave out freeze after")
     return replace(method, phase=partial(_freeze_phase, method.phase, after), needs_running=True, frozen=what)
+
+
+def freeze_after() -> Any:
+    """The option of methods that freeze by themselves; a run config can freeze the statistics of any other by the same key."""
+    return option(None, "last round before the statistics freeze", ">= 0", key="freeze-after", unset=-1, otherwise="half of the rounds")
 
 
 def _freeze_phase(before: Callable[[int, int], Phase], after: int | None, round: int, rounds: int) -> Phase:

@@ -5,17 +5,27 @@ Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of Decentra
 Nothing about statistics is reported; everything is averaged as in FedAvg.
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from fl_bn.layers import InstanceNorm, group_norm
 from fl_bn.methods.method import Method
+from fl_bn.options import Options, option, takes
 
 
-def gn(groups: int = 2) -> Method:
-    """``groups`` per layer; 2 as in the FixBN paper, whose layers have as few as 16 channels."""
-    if groups < 1:
-        raise ValueError(f"gn needs at least 1 group, but got {groups}")
-    return Method("gn", layer=partial(group_norm, groups=groups))
+@dataclass(frozen=True)
+class GNOptions(Options):
+    """2 groups as in the FixBN paper, whose layers have as few as 16 channels."""
+
+    name: ClassVar[str] = "gn"
+    groups: int = option(2, "groups per layer", ">= 1", key="groups")
+
+
+@takes(GNOptions)
+def gn(options: GNOptions) -> Method:
+    """Group normalisation."""
+    return Method("gn", layer=partial(group_norm, groups=options.groups))
 
 
 def ln() -> Method:

@@ -9,10 +9,12 @@ gradient feels what its steps do.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from fl_bn.moments import Moments, Running, ema
+from fl_bn.options import option
 
 LIMIT = 1.5
 """Standard deviation of a layer's input, as its channels' geometric mean, at which its statistics have come to a stop."""
@@ -28,3 +30,15 @@ def slowdown(shared: Running) -> float:
 def follow(shared: Running, measured: Moments, tracking: float) -> Running:
     """One step of ``tracking``, in (0, 1], towards what was measured, slowed down as the layer's scale has grown; float64."""
     return ema(shared, measured, tracking * slowdown(shared))
+
+
+def tracking(default: float | None, otherwise: str = "") -> Any:
+    """The option that FBN and HBN share."""
+    return option(
+        default,
+        "weight of a round's pooled moments in the shared statistics, at the start",
+        "(0, 1]",
+        key="tracking",
+        unset=0.0,
+        otherwise=otherwise,
+    )

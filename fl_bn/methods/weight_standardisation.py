@@ -18,7 +18,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from fl_bn.layers import Unconvertible
 from fl_bn.methods.method import Method
-from fl_bn.methods.normalisers import gn
+from fl_bn.methods.normalisers import GNOptions, gn
+from fl_bn.options import takes
 
 EPS = 1e-5
 
@@ -79,6 +80,7 @@ def replace_convolutions(model: nn.Module, kinds: Mapping[type[nn.Module], type[
     return model
 
 
-def gn_ws(groups: int = 2) -> Method:
+@takes(GNOptions)
+def gn_ws(options: GNOptions) -> Method:
     """``groups`` per layer, as for ``gn``."""
-    return replace(gn(groups), name="gn-ws", prepare=standardise_convolutions)
+    return replace(gn(options.groups), name="gn-ws", prepare=standardise_convolutions)

@@ -15,6 +15,7 @@ from fl_bn.models.segmentation import ENCODERS, PREFIX, deeplabv3plus, is_segmen
 from fl_bn.models.small import digits_cnn_small, mlp, simple_cnn
 from fl_bn.models.stems import STEMS, small_stem
 from fl_bn.models.weights import load_weights
+from fl_bn.names import check_name, expected
 from fl_bn.own_code import Modules, function
 
 MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
@@ -68,8 +69,7 @@ def build(
             "a model needs at least 1 output (class), 1 channel and 1 pixel, "
             f"but got classes={classes}, channels={channels}, image_size={image_size}"
         )
-    if stem not in STEMS:
-        raise ValueError(f"stem must be one of {', '.join(STEMS)}, but got {stem!r}")
+    check_name("stem", stem, STEMS)
     if seed is None:
         model = _build(name, classes, channels, image_size, stem, modules)
     else:
@@ -97,12 +97,12 @@ def _build(name: str, classes: int, channels: int, image_size: int, stem: str, m
 def _torchvision(name: str, classes: int, channels: int, image_size: int, stem: str) -> nn.Module:
     from torchvision import models  # here, not above: a second of import that our own networks need not pay
 
-    if name not in models.list_models(module=models):
-        raise ValueError(
-            f"model must be one of {', '.join(MODELS)}, a classification model of torchvision by its name there "
-            f"(such as resnet18), {PREFIX} and one of {', '.join(ENCODERS)}, or your own function as package.module:function, "
-            f"but got {name!r}"
+    if name not in (there := models.list_models(module=models)):
+        others = (
+            ", a classification model of torchvision by its name there (such as resnet18), "
+            f"{PREFIX} and one of {', '.join(ENCODERS)}, or your own function as package.module:function"
         )
+        raise ValueError(expected("model", name, MODELS, others, [*there, *(PREFIX + encoder for encoder in ENCODERS)]))
     if stem == "small":
         return small_stem(name, classes, channels, image_size)
     if channels != 3:

@@ -9,6 +9,8 @@ import importlib
 
 from torch import nn
 
+from fl_bn.names import expected
+
 PREFIX = "deeplabv3plus-"
 ENCODERS = {"mobilenetv2": "mobilenet_v2", **{name: name for name in ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")}}
 PACKAGE = "segmentation_models_pytorch"  # an optional extra
@@ -30,7 +32,7 @@ def deeplabv3plus(name: str, classes: int, channels: int, image_size: int) -> nn
     """
     encoder = ENCODERS.get(name.removeprefix(PREFIX))
     if encoder is None:
-        raise ValueError(f"model must be one of {', '.join(PREFIX + known for known in ENCODERS)}, but got {name!r}")
+        raise ValueError(expected("model", name, [PREFIX + known for known in ENCODERS]))
     if image_size % MULTIPLE:
         raise ValueError(f"model {name!r} needs images whose sides are multiples of {MULTIPLE} pixels, but got image_size={image_size}")
     try:

@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fl_bn.objectives.objective import Objective, Round, Start, Step, known
+from fl_bn.objectives.objective import Objective, Round, Start, Step
+from fl_bn.options import option
 
 
 def proximal_term(weights: Sequence[Tensor], anchors: Sequence[Tensor], mu: float) -> Tensor:
@@ -35,14 +36,11 @@ class _Proximal(Round):
 
 @dataclass(frozen=True)
 class FedProx(Objective):
-    """``mu``: strength, over the shared weights that are trained; what stays at home has no anchor."""
+    """``mu`` is over the shared weights that are trained; what stays at home has no anchor."""
 
-    mu: float = 0.01
+    mu: float = option(0.01, "strength of mu/2 ||w - w_t||^2; 0: off", ">= 0", symbol="mu")
     name: ClassVar[str] = "fedprox"
     anchored: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        known("fedprox-mu", self.mu, 0)
 
     def begin(self, start: Start) -> Round:
         return _Proximal(start, self.mu)

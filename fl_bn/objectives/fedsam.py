@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fl_bn.objectives.objective import Objective, Round, Start, Step, known
+from fl_bn.objectives.objective import Objective, Round, Start, Step
+from fl_bn.options import option
 
 
 class _Sharpness(Round):
@@ -44,12 +45,9 @@ class _Sharpness(Round):
 class FedSAM(Objective):
     """``rho``: radius of the ascent step, in the Euclidean norm over all trained parameters."""
 
-    rho: float = 0.05
+    rho: float = option(0.05, "radius of the ascent step; 0: off", ">= 0", symbol="rho")
     name: ClassVar[str] = "fedsam"
     repeats: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        known("fedsam-rho", self.rho, 0)
 
     def begin(self, start: Start) -> Round:
         return _Sharpness(list(start.trained.values()), self.rho)

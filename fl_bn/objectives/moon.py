@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn.models.head import head_of
-from fl_bn.objectives.objective import Finish, Objective, Round, Start, Step, known
+from fl_bn.objectives.objective import Finish, Objective, Round, Start, Step
+from fl_bn.options import option
 
 
 def contrastive_term(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
@@ -92,16 +93,12 @@ class _Contrast(Round):
 
 @dataclass(frozen=True)
 class Moon(Objective):
-    """``mu``: weight of the contrastive term; ``temperature``: of its softmax."""
+    """MOON's contrastive term beside the loss."""
 
-    mu: float = 1.0
-    temperature: float = 0.5
+    mu: float = option(1.0, "weight of the contrastive term; 0: off", ">= 0", symbol="mu")
+    temperature: float = option(0.5, "of the contrastive term's softmax", ">= 1e-6", symbol="tau")
     name: ClassVar[str] = "moon"
     anchored: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        known("moon-mu", self.mu, 0)
-        known("moon-temperature", self.temperature, 1e-6)
 
     def begin(self, start: Start) -> Round:
         return _Contrast(start, self.mu, self.temperature)

@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fl_bn.options import Options
+
 Named = Mapping[str, Tensor]
 
 CONTROL = "control"  # section of the tensors that SCAFFOLD's server sends down and its clients send up
@@ -69,8 +71,8 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What a client minimises, or how it corrects its gradients. This one: the loss alone (local SGD).
+class Objective(Options):
+    """What a client minimises, or how it corrects its gradients; its fields are its options. This one: the loss alone (local SGD).
 
     ``travels``: a control variate per shared parameter travels both ways. ``repeats``: each batch is computed twice. ``anchored``: it
     needs a server that knows the weights. ``corrects``: the gradient of a step is no longer that of a loss on its batch.
@@ -92,9 +94,3 @@ class Objective:
 
 
 PLAIN = Objective()
-
-
-def known(name: str, value: float, low: float) -> None:
-    """Raises ValueError where ``value`` is below ``low`` or not finite."""
-    if not low <= value < float("inf"):
-        raise ValueError(f"{name} must be a finite number >= {low:g}, but got {value}")

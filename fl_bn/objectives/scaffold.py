@@ -17,7 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fl_bn.objectives.objective import Finish, Objective, Round, Start, Step, known
+from fl_bn import options
+from fl_bn.objectives.objective import Finish, Objective, Round, Start, Step
 
 OWN, KNOWN = "", "known/"  # prefixes of what is kept: c_i, and the c_i that the server's c has counted
 
@@ -60,19 +61,14 @@ class _Controlled(Round):
 @dataclass(frozen=True)
 class Scaffold(Objective):
     """``option``: of line 12: 1, a client's control variate is its gradient at the received model over all of its data, in
-    training mode; 2, the mean gradient of its local steps. ``strength``: of the correction, 1 in the paper."""
+    training mode; 2, the mean gradient of its local steps. ``strength`` is 1 in the paper."""
 
-    option: int = 2
-    strength: float = 1.0
+    option: int = options.option(2, "control variate: 1, the gradient at the received model; 2, the mean one of the local steps", "1 or 2")
+    strength: float = options.option(1.0, "of the correction; 0: off", ">= 0")
     name: ClassVar[str] = "scaffold"
     travels: ClassVar[bool] = True
     anchored: ClassVar[bool] = True
     corrects: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        known("scaffold-strength", self.strength, 0)
-        if self.option not in (1, 2):
-            raise ValueError(f"scaffold-option must be 1 or 2, but got {self.option}")
 
     def begin(self, start: Start) -> Round:
         return _Controlled(start, self.option, self.strength)

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
+from fl_bn.names import nearest
 from fl_bn.report.cells import MEGABYTES, Cell, scale, title
-from fl_bn.report.settings import SEED, Settings, nearest
+from fl_bn.report.settings import SEED, Settings
 from fl_bn.run.config import ConfigError
 from fl_bn.task import CLASSIFICATION
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fl_bn.names import expected, unknown
 from fl_bn.run.config import ConfigError
 
 SEED = "seed"  # the axis that is averaged over
@@ -168,17 +168,11 @@ def _flag(table: Mapping[str, Any], key: str) -> bool:
 
 def _one_of(key: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
-        raise ConfigError(f"{key} must be of {', '.join(known)}, but got {value!r}{nearest(value, known)}")
+        raise ConfigError(expected(key, value, known))
     return value
 
 
 def _only(known: Sequence[str], table: Mapping[str, Any], where: str) -> None:
     for key in table:
         if key not in known:
-            raise ConfigError(f"unknown key {key!r} in {where}{nearest(key, known)} (known: {', '.join(known)})")
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """``: did you mean 'x'?``, or nothing."""
-    near = difflib.get_close_matches(name, known, 1)
-    return f": did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(unknown("key", key, known, f" in {where}"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from fl_bn import durable
+from fl_bn.names import expected
 from fl_bn.report import line_pictures, map_pictures, program
 from fl_bn.report.cells import read_cells
 from fl_bn.report.curves import curves_csv, series
@@ -33,7 +34,7 @@ def write_report(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
         ConfigError: ``folder`` is no sweep's, none of its runs has begun, [report] asks for what there is not, or a format is unknown.
     """
     if unknown := [name for name in formats if name not in ALL]:
-        raise ConfigError(f"formats must be of {', '.join(ALL)}, but got {unknown[0]!r}")
+        raise ConfigError(expected("formats", unknown[0], ALL))
     report = read(folder)
     table = report.table
     texts: list[tuple[str, str, Callable[[], str]]] = [

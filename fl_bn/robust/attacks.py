@@ -14,6 +14,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from fl_bn.names import check_name, expected
+
 Attack = Callable[[np.ndarray, int], np.ndarray]
 Damage = Callable[[np.ndarray], float]
 """``row (d,) -> float``: how far the server is led astray if every Byzantine client sends ``row``."""
@@ -136,11 +138,10 @@ class Adversary:
 
     def __post_init__(self) -> None:
         if isinstance(self.attack, str) and self.attack not in ATTACKS:
-            raise ValueError(f"attack must be one of {', '.join(ATTACKS)}, or a function, but got {self.attack!r}")
+            raise ValueError(expected("attack", self.attack, ATTACKS, ", or a function"))
         if self.f < 1:
             raise ValueError(f"an attack needs at least one Byzantine client, but got f={self.f}")
-        if self.on not in ON:
-            raise ValueError(f"an attack is on one of {', '.join(ON)}, but got {self.on!r}")
+        check_name("what an attack is on", self.on, ON)
 
     @property
     def flips_labels(self) -> bool:

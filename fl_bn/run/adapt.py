@@ -23,6 +23,7 @@ from fl_bn.data.dataset import DATASETS
 from fl_bn.data.domains import only_domain
 from fl_bn.federation.adaptation import HOW, NEAREST, TEST_BATCH, Adaptation, Known, with_batch_statistics
 from fl_bn.federation.local import Samples, evaluate
+from fl_bn.names import expected
 from fl_bn.roles import Role
 from fl_bn.run import assembly
 from fl_bn.run.assembly import OwnData
@@ -146,7 +147,7 @@ def ways(run: Adaptation, text: str) -> list[str]:
     chosen = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for how in chosen:
         if how not in HOW:
-            raise ConfigError(f"--how must be all, or some of {', '.join(HOW)}, separated by commas, but got {text!r}")
+            raise ConfigError(expected("--how", how, ("all", *HOW), ", or several separated by commas"))
         if reason := run.refusal(how):
             raise ConfigError(reason)
     return chosen

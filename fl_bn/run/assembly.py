@@ -24,11 +24,12 @@ from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.head import with_projection
 from fl_bn.models.standardise import standardised
+from fl_bn.names import names_of
 from fl_bn.own_code import OWN, Modules
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role
 from fl_bn.run.config import SITES, ConfigError, RunConfig
-from fl_bn.run.keys import known_device, names_of
+from fl_bn.run.keys import known_device
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
 
 DOMAINS = ("domain", "natural")  # partitions of which a client has data of one domain
@@ -99,9 +100,7 @@ def dataset(config: RunConfig) -> Dataset:
 
 
 @lru_cache(maxsize=2)
-def _dataset(
-    name: str, path: str, image_size: int, shifts: tuple[str, ...], per_domain: int, seed: int, modules: Modules
-) -> Dataset:
+def _dataset(name: str, path: str, image_size: int, shifts: tuple[str, ...], per_domain: int, seed: int, modules: Modules) -> Dataset:
     data = load(name, path, image_size, modules)
     _check_labels(data)
     return limited(shifted(data, shifts, seed) if shifts else data, per_domain, seed)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fl_bn import durable
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.log import LOGGER
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.config import FIELDS, ConfigError, RunConfig
 from fl_bn.run.history import History
-from fl_bn.run.keys import kebab
 
 FOLDER, CONFIG = "checkpoints", "config.toml"
 AT_ONCE = 2  # the one before the last is there in case the last is damaged
 FREE = {  # what may differ from the run that is resumed: none of it decides a number
-    "name", "output", "resume", "checkpoint_every", "pictures", "device", "threads", "share_label_counts", "min_replies", "min_cohort",
-    "clients_at_start", "client_nodes", "max_failed_rounds", "round_timeout", "wait_timeout", "retry_timeout",
-    *(spec.name for spec in fields(RunConfig) if spec.name.startswith("exchange")),
+    "name", "output", "resume", "checkpoint-every", "pictures", "device", "threads", "share-label-counts", "min-replies", "min-cohort",
+    "clients-at-start", "client-nodes", "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout",
+    *(name for name in FIELDS if name.startswith("exchange")),
 }  # fmt: skip
 
 
@@ -104,5 +103,5 @@ def _differences(run: Path, config: RunConfig) -> str:
     except (OSError, tomllib.TOMLDecodeError) as error:
         return f"its {CONFIG} cannot be read: {error}"
     mine = config.to_mapping()
-    keys = [kebab(spec.name) for spec in fields(RunConfig) if spec.name not in FREE]
+    keys = [key for key in mine if key not in FREE]
     return ", ".join(f"{key} was {values.get(key)!r}, and is {mine[key]!r}" for key in keys if values.get(key) != mine[key])

@@ -1,14 +1,17 @@
-"""The run config: one frozen value, checked, and the objects that its keys make together. The keys are in ``run_keys``."""
+"""The run config: one frozen value, checked, and the objects that its keys make together.
+
+Its general keys are in ``run_keys``; the others are options of the methods, objectives and server optimisers that are entered in
+``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, at whatever time.
+"""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.settings import ExchangeSettings
@@ -16,20 +19,26 @@ from fl_bn.federation.clipping import chosen
 from fl_bn.federation.companions import companions
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import Defence
-from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
+from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
 from fl_bn.federation.rounds import AS_METHOD, Rounds
 from fl_bn.federation.settings import LocalTraining, learning_rate, milestones_of
 from fl_bn.flower.lineage import FOLDER
 from fl_bn.flower.population import round_half_up
 from fl_bn.methods import METHODS, Method, attacked, freeze
-from fl_bn.objectives import FedProx, FedSAM, Moon, Objective, Scaffold
-from fl_bn.run.keys import LONGEST, Value, joins_of, kebab, nodes_of, short, unfit
+from fl_bn.names import short, unknown
+from fl_bn.objectives import OBJECTIVES, Objective
+from fl_bn.options import Key, Value, build, kebab, keys_of, options_by_key, own_options, same_key
+from fl_bn.own_code import import_extensions
+from fl_bn.run.keys import LONGEST, joins_of, nodes_of
 from fl_bn.run.run_keys import RunKeys
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 
 SITES = "sites"  # the data set that every client brings for itself
 FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
+REGISTRIES: dict[str, Mapping[str, object]] = {"method": METHODS, "objective": OBJECTIVES, "server-optimizer": SERVER_OPTIMIZERS}
+"""Behind the key that chooses from each stand the options of what is in it."""
+FIELDS = {kebab(name): name for name in own_options(RunKeys)}
 
 
 class ConfigError(ValueError):
@@ -38,19 +47,29 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class RunConfig(RunKeys):
-    """Everything that decides a run. Raises ConfigError for a value out of range."""
+    """Everything that decides a run. Raises ConfigError for a value out of range.
+
+    ``options``: pairs of key and value, of the options of methods, objectives and server optimisers; those left out take their default.
+    ``config["hbn-lam"]`` is the value of any key; the general ones are attributes, too.
+    """
+
+    options: tuple[tuple[str, Value], ...] = ()
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            value, wanted = getattr(self, spec.name), type(spec.default)
-            if wanted is float and type(value) is int:
-                object.__setattr__(self, spec.name, value := float(value))
-            if type(value) is not wanted:
-                raise ConfigError(f"{kebab(spec.name)} must be of type {wanted.__name__}, but got {short(value)}")
-            if problem := unfit(value):
-                raise ConfigError(f"{kebab(spec.name)} must be {problem}, but got {short(value)}")
-            if not spec.metadata["check"](value):
-                raise ConfigError(f"{kebab(spec.name)} must be {spec.metadata['allowed']}, but got {short(value)}")
+        keys, given = self.keys(), dict(self.options)
+        for name in given:
+            if name not in keys or name in FIELDS:
+                raise ConfigError(unknown("option", name, [key for key in keys if key not in FIELDS]))
+        try:
+            values = {
+                name: key.check(getattr(self, FIELDS[name]) if name in FIELDS else given.get(name, key.default))
+                for name, key in keys.items()
+            }
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        for name, field in FIELDS.items():
+            object.__setattr__(self, field, values.pop(name))
+        object.__setattr__(self, "options", tuple(values.items()))
         if self.name and (self.name != self.name.strip() or not re.fullmatch(FOLDER, self.name)):
             raise ConfigError(f"name must be a plain file name that starts with no '.', '-' or '~', but got {short(self.name)}")
         if len(self.name.encode()) > LONGEST:
@@ -60,12 +79,10 @@ class RunConfig(RunKeys):
                 "rounds must be >= 1, but got 0: a run that does not train measures statistics alone (re-calibration), and needs "
                 "calibrate=-1, one exchange per BatchNorm layer or until nothing moves, and model-weights, the network they are of"
             )
-        if self.method in ("fixbn", "fedtan2") and self.freeze_after > self.rounds > 0:
+        if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
-        if self.freeze_what != "statistics" and (self.method != "fixbn" or self.update != "weights"):
-            raise ConfigError(
-                f"freeze-what={self.freeze_what!r} is for method='fixbn' with update='weights', but got {self.method!r}, {self.update!r}"
-            )
+        if (what := self["freeze-what"]) != "statistics" and (self.method != "fixbn" or self.update != "weights"):
+            raise ConfigError(f"freeze-what={what!r} is for method='fixbn' with update='weights', but got {self.method!r}, {self.update!r}")
         if self.method in FEDTAN and self.client_weights != "samples":
             raise ConfigError(
                 f"{self.method} weighs clients by the batches they drew, or its first step would not be the centralised one: "
@@ -88,43 +105,66 @@ class RunConfig(RunKeys):
             raise ConfigError(str(error)) from error
 
     @classmethod
+    def keys(cls) -> dict[str, Key]:
+        """Every key, in order: each registry's behind the key that chooses from it.
+
+        Raises:
+            ConfigError: a package that extends this one cannot be imported, or declares a key that there is, with another default.
+        """
+        try:
+            import_extensions()
+            general = {kebab(name): spec.as_key(kebab(name)) for name, spec in own_options(RunKeys).items()}
+            keys: dict[str, Key] = {}
+            for name, key in general.items():
+                keys[name] = key
+                for of, found in keys_of(REGISTRIES.get(name, {})).items():
+                    same_key(general.get(of) or keys.setdefault(of, found), found)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return keys
+
+    @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
         """From kebab-case keys; absent ones take their default. Raises ConfigError for an unknown key, with the nearest one."""
-        known = {kebab(spec.name): spec.name for spec in fields(cls)}
+        known = cls.keys()
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                raise ConfigError(
-                    f"unknown config key {name!r}" + (f": did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})")
-                )
-        return cls(**{known[name]: value for name, value in values.items()})
+                raise ConfigError(unknown("config key", name, known))
+        options = tuple((name, value) for name, value in values.items() if name not in FIELDS)
+        return cls(options=options, **{FIELDS[name]: value for name, value in values.items() if name in FIELDS})
 
     def to_mapping(self) -> dict[str, Value]:
-        return {kebab(spec.name): getattr(self, spec.name) for spec in fields(self)}
+        return {name: self[name] for name in self.keys()}
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a key."""
+        if name in FIELDS:
+            return getattr(self, FIELDS[name])
+        for key, value in self.options:
+            if key == name:
+                return value
+        return self._key(name).default  # its owner was entered after this config was made
+
+    if not TYPE_CHECKING:  # a typed program asks for config["hbn-lam"], so that a misspelt attribute is still found
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "options" or name.startswith("_"):
+                raise AttributeError(name)
+            try:
+                return self[kebab(name)]
+            except KeyError as error:
+                raise AttributeError(str(error)) from error
+
+    def _key(self, name: str) -> Key:
+        if name not in (keys := self.keys()):
+            raise KeyError(unknown("config key", name, keys))
+        return keys[name]
 
     def build_method(self) -> Method:
-        frozen = None if self.freeze_after < 0 else self.freeze_after
-        if self.method == "fixbn":
-            return self._attacked(METHODS["fixbn"](freeze_after=frozen, freeze_what=self.freeze_what))
-        if self.method == "fedtan2":
-            return self._attacked(METHODS["fedtan2"](freeze_after=frozen, schedule=self.fedtan_schedule))
-        options: dict[str, dict[str, Any]] = {
-            "fedtan": {"schedule": self.fedtan_schedule},
-            "fedavg-alg2": {"schedule": self.fedtan_schedule},
-            "gn": {"groups": self.groups},
-            "gn-ws": {"groups": self.groups},
-            "fbn": {"tracking": self.tracking or None, "momentum": self.fbn_momentum or None, "report": self.fbn_report},
-            "hbn": {
-                "lam": self.hbn_lam or None,
-                "tracking": self.tracking or None,
-                "fraction": self.fraction,
-                "stat_samples": self.hbn_stat_samples,
-                "lower_layers": self.hbn_lower_layers,
-                "evaluate": self.hbn_evaluate,
-            },
-        }
-        method = METHODS[self.method](**options.get(self.method, {}))
-        return self._attacked(method if frozen is None else freeze(method, frozen))
+        constructor = METHODS[self.method]
+        method = build(constructor, self.__getitem__)
+        freezes_itself = "freeze-after" in options_by_key(constructor)
+        return self._attacked(method if self.freeze_after < 0 or freezes_itself else freeze(method, self.freeze_after))
 
     def _attacked(self, method: Method) -> Method:
         if self.attack == "none":
@@ -226,17 +266,10 @@ class RunConfig(RunKeys):
         )
 
     def build_objective(self) -> Objective:
-        made: dict[str, Callable[[], Objective]] = {
-            "fedprox": lambda: FedProx(self.fedprox_mu),
-            "scaffold": lambda: Scaffold(self.scaffold_option, self.scaffold_strength),
-            "moon": lambda: Moon(self.moon_mu, self.moon_temperature),
-            "fedsam": lambda: FedSAM(self.fedsam_rho),
-        }
-        return made.get(self.objective, Objective)()
+        return build(OBJECTIVES[self.objective], self.__getitem__)
 
     def build_server_optimizer(self) -> ServerOptimizer:
-        momentum = None if self.server_momentum < 0 else self.server_momentum
-        return server_optimizer(self.server_optimizer, self.server_learning_rate, momentum, self.server_beta2, self.server_adaptivity)
+        return build(SERVER_OPTIMIZERS[self.server_optimizer], self.__getitem__)
 
     def exchange_settings(self) -> ExchangeSettings:
         """Raises ConfigError where some of the certificate's files are named, but not all."""

@@ -23,6 +23,7 @@ from fl_bn.federation.settings import seeded
 from fl_bn.layers import observe, pooled
 from fl_bn.methods import METHODS, Phase
 from fl_bn.moments import Moments, Running, pool
+from fl_bn.names import expected
 from fl_bn.roles import Role, batch_norms
 from fl_bn.run.assembly import client_model, client_samples, device, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
@@ -68,7 +69,7 @@ class Diagnostics:
 
     def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
         if unknown := [name for name in names if name not in DIAGNOSTICS]:
-            raise ConfigError(f"diagnostics must be of {', '.join(DIAGNOSTICS)}, separated by commas, but got {unknown[0]!r}")
+            raise ConfigError(expected("each of diagnostics", unknown[0], DIAGNOSTICS))
         if config.dataset == SITES:
             raise ConfigError(f"diagnostics need all clients' data in one place, but with dataset={SITES!r} the server has none")
         if config.build_method().personal:

@@ -17,7 +17,7 @@ from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.metrics import named_series, series
 from fl_bn.federation.record import ClientRecord, Departure, RoundRecord
 from fl_bn.flower.log import LOGGER
-from fl_bn.run.keys import Value
+from fl_bn.options import Value
 from fl_bn.task import CLASS, CLASSIFICATION, Task
 
 SECTIONS = ("weights", "statistics", "moments", "gradients", "control", "momentum", "second-moment", "steps", "masked", "exchange")

@@ -1,44 +1,18 @@
-"""What a key of the run config is made of: a default, a meaning, and the values it takes."""
+"""What the texts of some keys of the run config mean, and all keys as a table."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
-from dataclasses import field, fields
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
 
-from fl_bn.data.shift import SHIFTS
+from fl_bn.names import names_of
+from fl_bn.options import Key
 from fl_bn.robust import PREAGGREGATIONS, RULES, rule_named
 
-Value = str | int | float | bool
 LONGEST = 255  # bytes of a file's name
-LARGEST = 3.4e38  # of float32
-
-
-def key(default: Value, text: str, allowed: str | tuple[str, ...], check: Callable[[Any], bool] | None = None) -> Any:
-    """A config key: its default, what it means with its unit, and what values it takes."""
-    shown = allowed if isinstance(allowed, str) else ", ".join(allowed)
-    test = check if check is not None else (allowed.__contains__ if isinstance(allowed, tuple) else lambda value: True)
-    return field(default=default, metadata={"help": text, "allowed": shown, "check": test})
-
-
-def at_least(bound: float) -> Callable[[float], bool]:
-    return lambda value: value >= bound
-
-
-def between(low: float, high: float) -> Callable[[float], bool]:
-    return lambda value: low <= value <= high
-
-
-def weight(value: float) -> bool:
-    return 0 < value <= 1
-
-
-def above(bound: float) -> Callable[[float], bool]:
-    return lambda value: value > bound
-
-
 RULE_NAMES = f"{', '.join(RULES)}; before it {' or '.join(f'{name}+' for name in PREAGGREGATIONS)}"
+LIKE_RULES = [*RULES, *(f"{before}+{rule}" for before in PREAGGREGATIONS for rule in RULES)]
 
 
 def parses(parse: Callable[[str], object]) -> Callable[[str], bool]:
@@ -62,11 +36,6 @@ def known_device(name: str) -> bool:
 
 
 DIAGNOSTICS = ("training-loss", "drift", "gradients")
-
-
-def names_of(text: str) -> tuple[str, ...]:
-    """The parts of a list separated by commas; none of an empty one."""
-    return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
 
 
 def joins_of(text: str) -> dict[int, int]:
@@ -101,39 +70,20 @@ def nodes_of(text: str) -> tuple[int, ...]:
 known_nodes = parses(nodes_of)
 
 
-def known_shifts(text: str) -> bool:
-    return all(name in SHIFTS for name in names_of(text))
+def all_of(known: Collection[str]) -> Callable[[str], bool]:
+    """A check of lists of such names."""
+    return lambda text: all(name in known for name in names_of(text))
 
 
-def known_diagnostics(text: str) -> bool:
-    return all(name in DIAGNOSTICS for name in names_of(text))
-
-
-def unfit(value: Value) -> str:
-    """What a value of its type must be to be written to files, and to travel; empty where it is."""
-    if isinstance(value, float) and not abs(value) <= LARGEST:
-        return "a finite number"
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return "a whole number of at most 63 bits"
-    if isinstance(value, str) and (any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value)):
-        return "a text without control characters"
-    return ""
-
-
-def short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def table(config: type) -> str:
+def table(keys: Mapping[str, Key]) -> str:
     """Every key as a Markdown table, as printed in docs/config.md."""
     rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
-    for spec in fields(config):
-        default = str(spec.default).lower() if isinstance(spec.default, bool) else spec.default
-        shown = f"`{default}`" if default != "" else "empty"
-        rows.append(f"| `{kebab(spec.name)}` | {shown} | {spec.metadata['allowed']} | {spec.metadata['help']} |")
+    for key in keys.values():
+        default = str(key.default).lower() if isinstance(key.default, bool) else key.default
+        rows.append(f"| `{key.name}` | {f'`{default}`' if default != '' else 'empty'} | {key.shown} | {key.help} |")
     return "\n".join(rows)
+
+
+def defaults(keys: Mapping[str, Key]) -> str:
+    """Every key's default as TOML, as in ``[tool.flwr.app.config]`` of pyproject.toml."""
+    return "\n".join(f"{key.name} = {json.dumps(key.default)}" for key in keys.values())

@@ -7,10 +7,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from fl_bn.names import LONG
 from fl_bn.run.config import ConfigError
 
 UNREADABLE = (ValueError, RecursionError)  # of tomllib: its own error, numbers of 5,000 digits, lists in lists in lists, bytes of no text
-LONG = 200  # characters of a value that an error repeats
 PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
 
 

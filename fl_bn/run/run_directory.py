@@ -21,6 +21,8 @@ from fl_bn.flower import RunFailed
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.log import LOGGER
 from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.names import names_of
+from fl_bn.options import Value
 from fl_bn.run.assembly import task
 from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
 from fl_bn.run.config import ConfigError, RunConfig
@@ -29,7 +31,6 @@ from fl_bn.run.departures_report import departures_csv, departures_table, kinds
 from fl_bn.run.diagnostics import Diagnostics
 from fl_bn.run.environment import environment
 from fl_bn.run.history import History, round_row
-from fl_bn.run.keys import Value, names_of
 from fl_bn.run.pictures import draw_labels, draw_run
 from fl_bn.run.recalibration_report import draw_passes, write_passes
 from fl_bn.run.summary import summary

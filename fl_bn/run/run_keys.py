@@ -1,6 +1,7 @@
-"""Every key of the run config, with its default, meaning, unit and values: nothing else.
+"""The keys of the run config that are no option of one method, objective or server optimiser: nothing else.
 
-The same keys, in kebab-case, stand in ``[tool.flwr.app.config]`` of pyproject.toml and can be overridden with
+Those stand with what they belong to, and are collected from ``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``. All keys, in kebab-case,
+stand in ``[tool.flwr.app.config]`` of pyproject.toml and can be overridden with
 ``flwr run . --run-config "rounds=10 method='hbn'"``; ``fl-bn run`` and ``fl-bn compare`` take them as options.
 """
 
@@ -19,296 +20,265 @@ from fl_bn.federation.clipping import CLIPS, PATH
 from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.federation.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
+from fl_bn.methods import METHODS
 from fl_bn.models import MODELS
 from fl_bn.models.standardise import STANDARDS
 from fl_bn.objectives import OBJECTIVES
+from fl_bn.options import option
 from fl_bn.robust.attacks import ATTACKS, ON
 from fl_bn.run.keys import (
     DIAGNOSTICS,
+    LIKE_RULES,
     RULE_NAMES,
-    above,
-    at_least,
-    between,
-    key,
+    all_of,
     known_device,
-    known_diagnostics,
     known_joins,
     known_nodes,
     known_rule,
-    known_shifts,
-    weight,
 )
-from fl_bn.run.method_keys import MethodKeys
 from fl_bn.task import AUTO, TASKS
 
 
 @dataclass(frozen=True)
-class RunKeys(MethodKeys):
-    """The keys as fields, after those of the methods; ``RunConfig`` checks them and says what they make together."""
+class RunKeys:
+    """The keys as fields; ``RunConfig`` checks them, adds the options, and says what they make together."""
 
+    method: str = option("fbn", "how normalisation is federated", METHODS)
+    freeze_after: int = option(
+        -1, "last round before the statistics freeze, any method; -1: never (fixbn, fedtan2: half of the rounds)", "-1 or >= 0"
+    )
     # model and data
-    model: str = key(
+    model: str = option(
         "digits-cnn-small",
         f"{', '.join(MODELS)}, deeplabv3plus-ENCODER, a torchvision classifier, or package.module:function",
         "see fl_bn.models",
     )
-    model_stem: str = key(
+    model_stem: str = option(
         "auto",
         "torchvision's networks: imagenet, as they are there (auto, too), or small: for images of 32 pixels",
         ("auto", "imagenet", "small"),
     )
-    model_weights: str = key("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
-    task: str = key(
+    model_weights: str = option("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
+    task: str = option(
         AUTO,
         "what the network learns, and so loss and metrics; auto: classification, of pixels (segmentation) where labels are masks",
         f"{', '.join((AUTO, *TASKS))}, package.module:function",
         lambda name: name in (AUTO, *TASKS) or ":" in name,
     )
-    dataset: str = key(
+    dataset: str = option(
         "digits",
         f"{', '.join(DATASETS)} (npz and folder: give data-path); package.module:function; sites: every "
         "client has its own, named in its node config, and the server none (give classes, channels, image-size)",
         "see fl_bn.data",
     )
-    classes: int = key(0, "dataset=sites: number of classes (of other tasks: values, or labels)", ">= 0", at_least(0))
-    channels: int = key(0, "dataset=sites: channels of the images", ">= 0", at_least(0))
-    data_path: str = key(
+    classes: int = option(0, "dataset=sites: number of classes (of other tasks: values, or labels)", ">= 0")
+    channels: int = option(0, "dataset=sites: channels of the images", ">= 0")
+    data_path: str = option(
         "",
         "folder of a public data set or of images, npz files separated by commas (each a domain), or what package.module:function takes",
         "path",
     )
-    image_size: int = key(0, "side of the images in pixels; 0: as they are", "0..4096", between(0, 4096))
-    shifts: str = key(
+    image_size: int = option(0, "side of the images in pixels; 0: as they are", "0..4096")
+    shifts: str = option(
         "",
-        f"feature shifts, separated by commas, each makes a domain of a share of the data: {', '.join(SHIFTS)}; empty: the data's own",
-        "names",
-        known_shifts,
+        "feature shifts, each makes a domain of a share of the data; empty: the data's own",
+        f"{', '.join(SHIFTS)}, separated by commas",
+        all_of(SHIFTS),
+        like=SHIFTS,
     )
-    samples_per_domain: int = key(
-        0, "training samples kept of each domain (of all, where there are no domains); 0: all", ">= 0", at_least(0)
+    samples_per_domain: int = option(0, "training samples kept of each domain (of all, where there are no domains); 0: all", ">= 0")
+    hold_out: str = option(
+        "", "a domain that the run is trained and tested without, to adapt to afterwards (fl-bn adapt)", "a domain's name"
     )
-    hold_out: str = key("", "a domain that the run is trained and tested without, to adapt to afterwards (fl-bn adapt)", "a domain's name")
-    augment: str = key("none", "random changes of training images, drawn once per batch", tuple(AUGMENTATIONS))
-    standardise: str = key(
+    augment: str = option("none", "random changes of training images, drawn once per batch", AUGMENTATIONS)
+    standardise: str = option(
         "none", "images by the published mean and deviation of a data set; none: 0..255 becomes -1..1", ("none", *STANDARDS)
     )
-    partition: str = key("classes", "how the training data are split over the clients", KINDS)
-    partition_parameter: float = key(
-        1.0, "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused", ">= 0", at_least(0)
+    partition: str = option("classes", "how the training data are split over the clients", KINDS)
+    partition_parameter: float = option(
+        1.0, "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused", ">= 0"
     )
-    sizes: str = key("natural", "equal: every client keeps as many samples as the smallest has", ("natural", "equal"))
-    share_label_counts: bool = key(
-        True, "clients tell the server their samples per class, for labels.png (never with secure-aggregation)", "true, false"
+    sizes: str = option("natural", "equal: every client keeps as many samples as the smallest has", ("natural", "equal"))
+    share_label_counts: bool = option(
+        True, "clients tell the server their samples per class, for labels.png (never with secure-aggregation)"
     )
-    share_drift: bool = key(
+    share_drift: bool = option(
         False,
         "fedbn, silobn, single: clients tell how far their own statistics moved (largest drift, least variance, growth), for the log",
-        "true, false",
     )
-    unseen_client: bool = key(
-        False, "fedbn, silobn: after the last round clients tell what they keep of BatchNorm; the average is for fl-bn adapt", "true, false"
+    unseen_client: bool = option(
+        False, "fedbn, silobn: after the last round clients tell what they keep of BatchNorm; the average is for fl-bn adapt"
     )
-    calibrate: int = key(
+    calibrate: int = option(
         -2,
         "statistics-only exchanges before round 1; -1: one per BatchNorm layer, or until nothing moves; -2: so for hbn, fbn and "
         "freeze-after=0, else none (and none with dp-noise)",
         ">= -2",
-        at_least(-2),
     )
-    unit_scale: bool = key(
+    unit_scale: bool = option(
         True,
         "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1",
-        "true, false",
     )
     # federation
-    clients: int = key(
-        10, "clients in the population; in simulation equal to options.num-supernodes", "1..100000", between(1, 100_000)
+    clients: int = option(10, "clients in the population; in simulation equal to options.num-supernodes", "1..100000")
+    clients_at_start: int = option(
+        0, "clients that suffice for the run to start; the others join before whatever round they come; 0: all", ">= 0"
     )
-    clients_at_start: int = key(
-        0, "clients that suffice for the run to start; the others join before whatever round they come; 0: all", ">= 0", at_least(0)
-    )
-    join_rounds: str = key(
+    join_rounds: str = option(
         "", "clients that take part only from a later round, '4:10,5:20': client 4 from round 10", "CLIENT:ROUND,...", known_joins
     )
-    client_nodes: str = key(
+    client_nodes: str = option(
         "",
         "Flower's node ids of clients 0, 1, ..., so that no other node is taken for them (fl-bn submit gives them); empty: a client is who "
         "it says it is",
         "NODE,NODE,...",
         known_nodes,
     )
-    fraction: float = key(1.0, "fraction of the clients that train in a round", "(0, 1]", weight)
-    rounds: int = key(
-        100, "training rounds; 0, with calibrate: the statistics of model-weights are measured, and no more", ">= 0", at_least(0)
-    )
-    client_weights: str = key(
+    fraction: float = option(1.0, "fraction of the clients that train in a round", "(0, 1]")
+    rounds: int = option(100, "training rounds; 0, with calibrate: the statistics of model-weights are measured, and no more", ">= 0")
+    client_weights: str = option(
         "samples", "weight of a client in the average: the different samples it trained on this round, or equal", ("samples", "uniform")
     )
-    min_replies: float = key(
-        0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1", between(0, 1)
+    min_replies: float = option(0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1")
+    min_cohort: int = option(
+        1, "clients that must be there for a round to start, and whose replies must be usable, else it changes nothing", ">= 1"
     )
-    min_cohort: int = key(
-        1, "clients that must be there for a round to start, and whose replies must be usable, else it changes nothing", ">= 1", at_least(1)
+    max_failed_rounds: int = option(3, "failed rounds in a row that stop the run", ">= 1")
+    round_timeout: float = option(600.0, "deadline and time to live of every message", "> 0", unit="seconds")
+    wait_timeout: float = option(
+        120.0, "how long the server waits for all clients before round 1, and for min-cohort of them later", ">= 0", unit="seconds"
     )
-    max_failed_rounds: int = key(3, "failed rounds in a row that stop the run", ">= 1", at_least(1))
-    round_timeout: float = key(600.0, "deadline and time to live of every message, seconds", "> 0", above(0))
-    wait_timeout: float = key(
-        120.0, "how long the server waits for all clients before round 1, and for min-cohort of them later, seconds", ">= 0", at_least(0)
-    )
-    retry_timeout: float = key(
+    retry_timeout: float = option(
         120.0,
         "how long a round waits for a client whose node or process died to come back and do it again, seconds; 0: goes on without it",
         ">= 0",
-        at_least(0),
     )
-    checkpoint_every: int = key(0, "rounds between the server's checkpoints, from which resume goes on; 0: none", ">= 0", at_least(0))
-    resume: str = key(
+    checkpoint_every: int = option(0, "rounds between the server's checkpoints, from which resume goes on; 0: none", ">= 0")
+    resume: str = option(
         "",
         "go on from the last checkpoint: latest (the newest run in output that is not finished), or a run's folder name",
         "latest or a name",
     )
     # layer-wise exchange (fedtan, fedtan2, fedavg-alg2)
-    exchange: str = key(
+    exchange: str = option(
         "auto",
         "how the layer-wise exchange is carried: grpc, replay (Flower messages, any cohort size, slow), local (fl-bn run); auto: local, "
         "else grpc if the cohort can run at once, else replay",
         CARRIERS,
     )
-    exchange_policy: str = key(
+    exchange_policy: str = option(
         "abort", "for a client that dies or is late: abort fails the round for all, shrink goes on with weights over the others", POLICIES
     )
-    exchange_timeout: float = key(30.0, "how long one exchange waits for the last client, seconds", "> 0", above(0))
-    exchange_join_timeout: float = key(30.0, "how long the others wait for another client to join a round, seconds", "> 0", above(0))
-    exchange_host: str = key("127.0.0.1", "grpc: the name by which clients reach the ServerApp's machine", "host name or address")
-    exchange_bind: str = key("", "grpc: address to listen on; empty: loopback if exchange-host is, else all", "address")
-    exchange_port: int = key(0, "grpc: port to listen on; 0: any free one", "0..65535", between(0, 65535))
-    exchange_certificate: str = key("", "grpc: the service's certificate, PEM, valid for exchange-host; empty: plaintext", "path")
-    exchange_key: str = key("", "grpc: its private key, PEM", "path")
-    exchange_authority: str = key("", "grpc: the certificate authority's certificate, PEM; clients get it with their train message", "path")
-    exchange_insecure: bool = key(False, "grpc: plaintext beyond this machine (where Flower is insecure, too)", "true, false")
+    exchange_timeout: float = option(30.0, "how long one exchange waits for the last client", "> 0", unit="seconds")
+    exchange_join_timeout: float = option(30.0, "how long the others wait for another client to join a round", "> 0", unit="seconds")
+    exchange_host: str = option("127.0.0.1", "grpc: the name by which clients reach the ServerApp's machine", "host name or address")
+    exchange_bind: str = option("", "grpc: address to listen on; empty: loopback if exchange-host is, else all", "address")
+    exchange_port: int = option(0, "grpc: port to listen on; 0: any free one", "0..65535")
+    exchange_certificate: str = option("", "grpc: the service's certificate, PEM, valid for exchange-host; empty: plaintext", "path")
+    exchange_key: str = option("", "grpc: its private key, PEM", "path")
+    exchange_authority: str = option(
+        "", "grpc: the certificate authority's certificate, PEM; clients get it with their train message", "path"
+    )
+    exchange_insecure: bool = option(False, "grpc: plaintext beyond this machine (where Flower is insecure, too)")
     # Byzantine clients, and the defence against them
-    byzantine: int = key(0, "clients that attack: the last ones; the training data are split over the others", ">= 0", at_least(0))
-    attack: str = key(
+    byzantine: int = option(0, "clients that attack: the last ones; the training data are split over the others", ">= 0")
+    attack: str = option(
         "none",
         "what they do, knowing all honest replies (label-flip: to their own data); -optimised: the strength that harms most",
         ("none", *ATTACKS),
     )
-    attack_on: str = key("both", "what they lie about: their BN statistics, their updates, or both", ON)
-    attack_strength: float = key(
+    attack_on: str = option("both", "what they lie about: their BN statistics, their updates, or both", ON)
+    attack_strength: float = option(
         0.0,
         "foe: epsilon; alie: z; gaussian: standard deviation; mimic: whom; 0: 0.5, the textbook's z, 1, the first",
         "finite",
         math.isfinite,
     )
-    statistics_rule: str = key("mean", "how the server combines the clients' BN statistics", RULE_NAMES, known_rule)
-    update_rule: str = key("mean", "how it combines their updates", RULE_NAMES, known_rule)
-    declared_byzantine: int = key(
+    statistics_rule: str = option("mean", "how the server combines the clients' BN statistics", RULE_NAMES, known_rule, like=LIKE_RULES)
+    update_rule: str = option("mean", "how it combines their updates", RULE_NAMES, known_rule, like=LIKE_RULES)
+    declared_byzantine: int = option(
         -1,
         "Byzantine clients that the rules withstand; -1: byzantine",
         ">= -1",
-        at_least(-1),
     )
     # secure aggregation, and differential privacy
-    secure_aggregation: bool = key(
-        False, "the server sees sums of the clients' updates and statistics alone (SecAgg+; not FedTAN's exchange)", "true, false"
+    secure_aggregation: bool = option(
+        False, "the server sees sums of the clients' updates and statistics alone (SecAgg+; not FedTAN's exchange)"
     )
-    secagg_shares: int = key(0, "parts of each client's secrets, an odd number; 0: one per client of the cohort", "0 or >= 3", at_least(0))
-    secagg_threshold: int = key(0, "parts that recover a secret, more than half; 0: the fewest allowed", ">= 0", at_least(0))
-    secagg_clipping_range: float = key(
-        8.0, "values beyond are cut off: standard deviations of statistics, units of the update of weights", "> 0", above(0)
+    secagg_shares: int = option(0, "parts of each client's secrets, an odd number; 0: one per client of the cohort", "0 or >= 3")
+    secagg_threshold: int = option(0, "parts that recover a secret, more than half; 0: the fewest allowed", ">= 0")
+    secagg_clipping_range: float = option(
+        8.0, "values beyond are cut off: standard deviations of statistics, units of the update of weights", "> 0"
     )
-    secagg_quantization_range: int = key(22, "bits per value within that range", "4..30", between(4, 30))
-    dp_noise: float = key(
-        0.0, "multiplier of the noise that clients add before they are summed (needs client-weights=uniform); 0: none", ">= 0", at_least(0)
+    secagg_quantization_range: int = option(22, "bits per value within that range", "4..30")
+    dp_noise: float = option(
+        0.0, "multiplier of the noise that clients add before they are summed (needs client-weights=uniform); 0: none", ">= 0"
     )
-    dp_clip: float = key(1.0, "with dp-noise: largest L2 norm of a client's update", "> 0", above(0))
-    dp_statistics_clip: float = key(1.0, "with dp-noise: largest L2 norm of its standardised statistics", "> 0", above(0))
-    dp_delta: float = key(1e-5, "with dp-noise: delta at which epsilon is stated", "(0, 1)", lambda v: 0 < v < 1)
+    dp_clip: float = option(1.0, "with dp-noise: largest L2 norm of a client's update", "> 0")
+    dp_statistics_clip: float = option(1.0, "with dp-noise: largest L2 norm of its standardised statistics", "> 0")
+    dp_delta: float = option(1e-5, "with dp-noise: delta at which epsilon is stated", "(0, 1)")
     # local training
-    local_epochs: int = key(0, "passes over the client's data per round; 0: local-steps count", ">= 0", at_least(0))
-    local_steps: int = key(5, "batches per client and round; 0: local-epochs count", ">= 0", at_least(0))
-    batch_size: int = key(16, "samples per batch; a last batch of one is merged into the one before", ">= 2", at_least(2))
-    update: str = key(
+    local_epochs: int = option(0, "passes over the client's data per round; 0: local-steps count", ">= 0")
+    local_steps: int = option(5, "batches per client and round; 0: local-epochs count", ">= 0")
+    batch_size: int = option(16, "samples per batch; a last batch of one is merged into the one before", ">= 2")
+    update: str = option(
         "weights", "clients send weights, or one batch's gradient that the server steps with (DSGD; needs local-steps=1)", UPDATES
     )
-    optimizer: str = key("sgd", "the clients' optimiser", OPTIMIZERS)
-    learning_rate: float = key(0.05, "the optimiser's step size in round 1", "> 0", above(0))
-    learning_rate_schedule: str = key(
+    optimizer: str = option("sgd", "the clients' optimiser", OPTIMIZERS)
+    learning_rate: float = option(0.05, "the optimiser's step size in round 1", "> 0")
+    learning_rate_schedule: str = option(
         "cosine",
         "constant; step: times decay after 50 % and 75 % of the rounds; exponential: times decay per round; cosine: to 0; milestones",
         SCHEDULES,
     )
-    learning_rate_decay: float = key(0.3, "the factor of step and exponential", "(0, 1]", weight)
-    learning_rate_milestones: str = key(
+    learning_rate_decay: float = option(0.3, "the factor of step and exponential", "(0, 1]")
+    learning_rate_milestones: str = option(
         "", "milestones: share of the rounds:factor of the rate after it, separated by commas", "like 0.6:0.1, 0.8:0.01"
     )
-    momentum: float = key(
-        0.9, "the optimiser's momentum (EMA form, kept over rounds, for update=gradients)", "0..1, below 1", lambda v: 0 <= v < 1
-    )
-    maintain_momentum: str = key(
+    momentum: float = option(0.9, "the optimiser's momentum (EMA form, kept over rounds, for update=gradients)", "[0, 1)")
+    maintain_momentum: str = option(
         "reset", "between rounds: reset, kept by each client (local), or averaged by the server (global: double payload)", MAINTAIN
     )
-    weight_decay: float = key(1e-4, "L2 penalty", ">= 0", at_least(0))
-    clip: str = key(
+    weight_decay: float = option(1e-4, "L2 penalty", ">= 0")
+    clip: str = option(
         "auto",
         "of gradients: their norm over all parameters, the same so that a round's SGD moves weights by at most clip-limit (round), each "
         "value, or per output unit by its weights' norm (adaptive: FedWon); auto: round with "
         f"{PATH:g} for fbn and freeze-after=0 with several local steps, else none",
         ("auto", *CLIPS),
     )
-    clip_limit: float = key(
-        1.0, "clip: largest norm, path or value; adaptive: share of the weights' norm; auto: has its own", "> 0", above(0)
-    )
+    clip_limit: float = option(1.0, "clip: largest norm, path or value; adaptive: share of the weights' norm; auto: has its own", "> 0")
     # local objective
-    objective: str = key("none", "what clients minimise beside the loss, or how they correct its gradient", OBJECTIVES)
-    fedprox_mu: float = key(0.01, "fedprox: strength of mu/2 ||w - w_t||^2; 0: off", ">= 0", at_least(0))
-    scaffold_option: int = key(
-        2, "scaffold: control variate: 1, the gradient at the received model; 2, the mean one of the local steps", "1, 2", between(1, 2)
+    objective: str = option("none", "what clients minimise beside the loss, or how they correct its gradient", OBJECTIVES)
+    moon_projection: int = option(
+        0, "features of a projection of two layers before the head, as in MOON's paper, with any objective; 0: none", ">= 0"
     )
-    scaffold_strength: float = key(1.0, "scaffold: of the correction; 0: off", ">= 0", at_least(0))
-    moon_mu: float = key(1.0, "moon: weight of the contrastive term; 0: off", ">= 0", at_least(0))
-    moon_temperature: float = key(0.5, "moon: of the contrastive term", "> 0", above(0))
-    moon_projection: int = key(
-        0, "features of a projection of two layers before the head, as in MOON's paper, with any objective; 0: none", ">= 0", at_least(0)
-    )
-    fedsam_rho: float = key(0.05, "fedsam: radius of the ascent step; 0: off", ">= 0", at_least(0))
     # server
-    server_optimizer: str = key(
-        "fedavg", "steps on the pseudo-gradient of weights and affine parameters, never on statistics", tuple(SERVER_OPTIMIZERS)
+    server_optimizer: str = option(
+        "fedavg", "steps on the pseudo-gradient of weights and affine parameters, never on statistics", SERVER_OPTIMIZERS
     )
-    server_learning_rate: float = key(
-        1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", above(0)
-    )
-    server_momentum: float = key(
-        -1.0,
-        "fedavgm: momentum; fedadam, fedyogi, fedadagrad: beta_1; fedacg: lambda; -1: "
-        + ", ".join(f"{value:g} ({name})" for name, value in SERVER_OPTIMIZERS.items()),
-        "-1 or 0..1, below 1",
-        lambda v: v == -1 or 0 <= v < 1,
-    )
-    server_beta2: float = key(0.99, "fedadam, fedyogi: beta_2", "0..1, below 1", lambda v: 0 <= v < 1)
-    server_adaptivity: float = key(1e-3, "fedadagrad, fedadam, fedyogi: tau", "> 0", above(0))
     # evaluation, machine and output
-    evaluate_every: int = key(5, "rounds between evaluations; the last round is always evaluated", ">= 1", at_least(1))
-    diagnostics: str = key(
+    evaluate_every: int = option(5, "rounds between evaluations; the last round is always evaluated", ">= 1")
+    diagnostics: str = option(
         "",
-        f"measured at every evaluation, in simulation: of {', '.join(DIAGNOSTICS)}, separated by commas; in diagnostics.csv",
-        "names",
-        known_diagnostics,
+        "measured at every evaluation, in simulation; in diagnostics.csv",
+        f"{', '.join(DIAGNOSTICS)}, separated by commas",
+        all_of(DIAGNOSTICS),
+        like=DIAGNOSTICS,
     )
-    seed: int = key(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0", at_least(0))
-    device: str = key(
+    seed: int = option(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0")
+    device: str = option(
         "auto",
         "where clients train: auto (a GPU if there is one), cpu, cuda, cuda:0 ...; a client's node config may say otherwise",
         "torch device",
         known_device,
     )
-    precision: str = key(
+    precision: str = option(
         "float32",
         "of local training; mixed: bfloat16 where torch's autocast sees fit, batch statistics and all that travels float32",
         PRECISIONS,
     )
-    threads: int = key(1, "CPU threads per process", ">= 1", at_least(1))
-    output: str = key("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
-    name: str = key("", "the run folder's name; empty: time, method, data and seed", "a file name")
-    pictures: bool = key(True, "draw pictures and write TensorBoard events at the end", "true, false")
+    threads: int = option(1, "CPU threads per process", ">= 1")
+    output: str = option("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
+    name: str = option("", "the run folder's name; empty: time, method, data and seed", "a file name")
+    pictures: bool = option(True, "draw pictures and write TensorBoard events at the end")

@@ -91,7 +91,7 @@ def _composition(config: RunConfig) -> list[str]:
     if (training := config.local_training()).clip != "none":
         said.append(f"gradients clipped ({training.clip}, {training.clip_limit:g})")
     if config.server_optimizer != "fedavg":
-        said.append(f"server optimizer `{config.server_optimizer}` at {config.server_learning_rate:g}")
+        said.append(f"server optimizer `{config.server_optimizer}` at {config['server-learning-rate']:g}")
     if config.secure_aggregation:
         said.append("secure aggregation")
     return [f"- {', '.join(said)}"] if said else []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, get_type_hints
+
+from fl_bn.names import unknown
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]\"\\]+):([0-9]{1,5})")
@@ -79,10 +80,7 @@ class Folder:
         known = {_kebab(spec): spec for spec in cls.lines()}
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                raise FolderError(
-                    f"{source}: unknown line {name!r}: " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}")
-                )
+                raise FolderError(f"{source}: {unknown('line', name, known)}")
         types = get_type_hints(cls)
         checked = {spec.name: _value(source, name, spec, types[spec.name], values) for name, spec in known.items()}
         try:

@@ -24,9 +24,9 @@ from typing import Any
 from fl_bn import durable
 from fl_bn.flower import run_in_process
 from fl_bn.flower.log import LOGGER
+from fl_bn.options import Value
 from fl_bn.pairs import flower_config
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.keys import Value
 
 CENTRALISED = "centralised"  # a method's name here: training on the union of the data
 ENGINES = ("in-process", "ray")

@@ -30,7 +30,6 @@ Every combination is one run. ``skip`` is a list of tables: combinations to leav
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import re
@@ -40,6 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fl_bn.names import unknown
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep.cells import CENTRALISED, Cell
 
@@ -199,8 +199,7 @@ def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _only(known: tuple[str, ...], tables: Mapping[str, Any], what: str) -> None:
     for name in tables:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise ConfigError(f"unknown {what} {name!r}" + (f": did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"))
+            raise ConfigError(unknown(what, name, known))
 
 
 def _label(value: Any) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_bn.data.dataset import DataNotFound
+from fl_bn.names import expected
 from fl_bn.run import assembly
 from fl_bn.run.config import ConfigError
 from fl_bn.sweep.cells import ENGINES, OUTCOME, Cell, run_cells
@@ -47,7 +48,7 @@ def check(cells: Sequence[Cell]) -> None:
         config = cell.config
         data = (config.dataset, config.data_path, config.image_size, config.shifts, config.samples_per_domain, config.hold_out)
         split = (*data, config.partition, config.partition_parameter, config.sizes, config.clients, config.byzantine, config.seed)
-        model = (*data, config.model, config.model_stem, config.model_weights, config.method, config.groups)
+        model = (*data, config.model, config.model_stem, config.model_weights, config.method, config["groups"])
         try:
             for about, look in ((split, assembly.partitions), (model, assembly.client_model)):
                 if about not in seen:
@@ -69,7 +70,7 @@ def run(
 ) -> dict[str, str]:
     """Run what is to be done; the errors of the cells that failed, now or before, by name. ``sweep.toml`` in ``output``: as run."""
     if engine not in ENGINES:
-        raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, but got {engine!r}")
+        raise ConfigError(expected("engine", engine, ENGINES))
     output.mkdir(parents=True, exist_ok=True)
     (output / FILE).write_text(sweep.to_toml(), encoding="utf-8")
     for cell in chosen.todo:  # what failed before counts no more, as it is begun anew

@@ -171,7 +171,7 @@ def test_without_the_clients_models_their_average_will_do(runs: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--how", "guess"], "--how must be all, or some of average-affine, recompute, nearest, test-batch"),
+        (["--how", "guess"], "--how must be one of all, average-affine, recompute, nearest, test-batch"),
         (["--domain", "fog"], "has no domain 'fog'; it has: none, invert, contrast, background"),
         (["--domain", "none", "--data", "digits"], "or has data of its own (digits): give one of them"),
         (["--data", "nowhere"], "dataset must be one of digits"),

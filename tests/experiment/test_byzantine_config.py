@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.options import kebab
 from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, Adversary
 from fl_bn.run.assembly import client_samples, dataset, partitions
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.keys import kebab
 from tests.experiment.small_data import CLASSES, small_config
 
 
@@ -25,8 +25,8 @@ def config(**values: object) -> RunConfig:
         ({"clients": 3, "byzantine": 3}, "byzantine must leave an honest client of clients=3, but got 3"),
         ({"clients": 3, "byzantine": 7}, "byzantine must leave an honest client of clients=3, but got 7"),
         ({"attack": "foe"}, "attack='foe' needs attackers: set byzantine"),
-        ({"byzantine": 1, "attack": "fall"}, "attack must be none, sign-flip, foe, .*, but got 'fall'"),
-        ({"byzantine": 1, "attack": "foe", "attack_on": "labels"}, "attack-on must be statistics, updates, both, but got 'labels'"),
+        ({"byzantine": 1, "attack": "fall"}, "attack must be one of none, sign-flip, foe, .*, but got 'fall'"),
+        ({"byzantine": 1, "attack": "foe", "attack_on": "labels"}, "attack-on must be one of statistics, updates, both, but got 'labels'"),
         ({"statistics_rule": "medain"}, r"statistics-rule must be mean, median, .* before it nnm\+ or bucketing\+, but got 'medain'"),
         ({"update_rule": "median+nnm"}, r"update-rule must be mean, median, .*, but got 'median\+nnm'"),
         ({"update_rule": ""}, "update-rule must be mean, .*, but got ''"),

@@ -162,7 +162,7 @@ def test_the_named_strategies_bind_their_method() -> None:
         ({"min_cohort": 4}, "min_cohort must be 1..3 and checkpoint_every >= 0, but got 4 and 0"),
         ({"min_cohort": 0}, "min_cohort must be 1..3"),
         ({"checkpoint_every": -1}, "checkpoint_every >= 0, but got 1 and -1"),
-        ({"client_weights": "steps"}, "client_weights must be 'samples' or 'uniform', but got 'steps'"),
+        ({"client_weights": "steps"}, "client_weights must be one of samples, uniform, but got 'steps'"),
     ],
 )
 def test_rounds_refuse_what_is_out_of_range(wrong: dict[str, object], message: str) -> None:

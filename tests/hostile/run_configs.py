@@ -21,7 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,12 +35,11 @@ from fl_bn.layers import Unconvertible
 from fl_bn.run.assembly import forget
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.environment import environment
-from fl_bn.run.keys import kebab
 from fl_bn.run.run_directory import RunDirectory
 from tests.experiment.small_data import small_config
 
 Values = dict[str, Any]
-KEYS = {kebab(spec.name): spec for spec in fields(RunConfig)}
+KEYS = RunConfig.keys()
 SENTENCES = (ConfigError, Unconvertible, FileNotFoundError, FileExistsError)  # as fl-bn run shows them: a line
 GOOD, BAD = ("refused", "failed", "trained", "measured"), ("traceback", "empty", "hangs")
 PATIENCE = 120  # seconds
@@ -97,8 +96,8 @@ class Case:
 
 def choices(name: str) -> list[Any]:
     """What the key's own list of values allows; none where it has no list."""
-    spec = KEYS[name]
-    return [part for part in str(spec.metadata["allowed"]).split(", ") if type(spec.default) is str and spec.metadata["check"](part)]
+    key = KEYS[name]
+    return [part for part in key.shown.split(", ") if type(key.default) is str and key.accepts(part)]
 
 
 def some_value(name: str, rng: random.Random, tame: bool) -> Any:

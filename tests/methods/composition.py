@@ -15,7 +15,7 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
 from torch import nn
 
-from fl_bn.federation.optimizers import ADAPTIVE, SERVER_OPTIMIZERS
+from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormStrategy, InProcessGrid
 from fl_bn.methods import METHODS
@@ -27,6 +27,7 @@ from tests.networks import Block
 
 NETWORKS = ("simple", "resnet")
 FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
+ADAPTIVE = ("fedadagrad", "fedadam", "fedyogi")
 REFUSED = {  # method and objective: what the error says
     **{(method, "scaffold"): "corrects each client's gradient by itself" for method in FEDTAN},
     **{(method, "fedsam"): "computes each batch twice" for method in FEDTAN},

@@ -133,7 +133,7 @@ def test_a_subset_is_seeded_and_not_the_first_k(tiny_clients: Clients) -> None:
     (client,) = tiny_clients((40,))
     ordered = Samples(torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1).expand(40, 3, 2, 2).contiguous(), client.y)
     model = nn.BatchNorm2d(3, dtype=torch.float64)
-    how = StatisticsPass(samples=10)
+    how = StatisticsPass("shared", samples=10)
 
     def measured(seed: int) -> tuple[int, float, float]:
         found = statistics_pass(model, ordered, how, np.random.default_rng(seed))[""]
@@ -144,13 +144,13 @@ def test_a_subset_is_seeded_and_not_the_first_k(tiny_clients: Clients) -> None:
     assert len({measured(seed) for seed in range(5)}) == 5
     first = float(ordered.batch(np.arange(10), model.weight)[0].mean())
     assert all(abs(measured(seed)[1] - first) > 1e-9 for seed in range(5))
-    with_all = statistics_pass(model, ordered, StatisticsPass(samples=100), np.random.default_rng(0))[""]
+    with_all = statistics_pass(model, ordered, StatisticsPass("shared", samples=100), np.random.default_rng(0))[""]
     assert with_all.count == 40 * 4
 
 
-@pytest.mark.parametrize(("options", "reason"), [({"lam": 0.0}, "lam"), ({"stat_samples": 1}, "0 .all local data. or at least 2")])
+@pytest.mark.parametrize(("options", "reason"), [({"lam": 0.0}, "lam"), ({"stat_samples": 1}, "stat_samples must be 0 or >= 2, but got 1")])
 def test_options_out_of_range(options: dict[str, float], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         METHODS["hbn"](**options)
-    with pytest.raises(ValueError, match="'shared' or 'hybrid'"):
+    with pytest.raises(ValueError, match="lower_layers must be one of shared, hybrid, but got 'batch'"):
         METHODS["hbn"](lower_layers="batch")

@@ -195,7 +195,7 @@ def test_files_of_every_format(tmp_path: Path) -> None:
     assert 0.02 < float((pixels[..., :3].mean(-1) < 0.95).mean()) < 0.5  # neither blank nor black
     assert paths[1].read_bytes().startswith(b"<?xml")
     assert paths[2].read_bytes().startswith(b"%PDF")
-    with pytest.raises(ConfigError, match="formats must be of csv, md, tex, png, html, svg, pdf, but got 'jpg'"):
+    with pytest.raises(ConfigError, match="formats must be one of csv, md, tex, png, html, svg, pdf, but got 'jpg'"):
         write_report(tmp_path, [*FORMATS, "jpg"])
 
 

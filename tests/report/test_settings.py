@@ -69,7 +69,7 @@ def test_everything_said(tmp_path: Path) -> None:
     [
         ("[report", "is no TOML"),
         ("[report]\nmetrik = 'accuracy'", "unknown key 'metrik' in .report.: did you mean 'metric'"),
-        ("[report]\nat = 'first'", "at must be of last, best, but got 'first'"),
+        ("[report]\nat = 'first'", "at must be one of last, best, but got 'first'"),
         ("[report]\nx = ['rounds']", "did you mean 'round'"),
         ("[report]\nx = 3", "x must be a list of texts, but got 3"),
         ("[report]\nrows = ['method']", "rows must be a text"),

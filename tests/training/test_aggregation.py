@@ -116,12 +116,12 @@ def test_the_rate_factor_is_the_rounds_own(rng: np.random.Generator) -> None:
     ("arguments", "reason"),
     [
         (("rmsprop", 1.0), "must be one of fedavg, fedavgm, fedadagrad"),
-        (("fedavg", 0.0), "rate > 0"),
-        (("fedavgm", 1.0, 1.0), r"momentum in \[0, 1\)"),
+        (("fedavg", 0.0), "fedavg's learning_rate must be > 0, but got 0.0"),
+        (("fedavgm", 1.0, 1.0), r"fedavgm's momentum must be in \[0, 1\), but got 1.0"),
         (("fedavg", 1.0, 0.5), "set server-optimizer to fedavgm"),
         (("fedacg", 0.5), "takes the clients' average as it is"),
-        (("fedadam", 1.0, 0.9, 1.0), "server-beta2"),
-        (("fedyogi", 1.0, 0.9, 0.99, 0.0), "server-adaptivity"),
+        (("fedadam", 1.0, 0.9, 1.0), r"fedadam's beta2 must be in \[0, 1\), but got 1.0"),
+        (("fedyogi", 1.0, 0.9, 0.99, 0.0), "fedyogi's adaptivity must be > 0, but got 0.0"),
     ],
 )
 def test_server_optimizer_arguments(arguments: tuple[str, float], reason: str) -> None:

@@ -77,10 +77,10 @@ def test_before_the_freeze_nothing_is_frozen() -> None:
 
 
 def test_the_config_key_is_fixbns_alone() -> None:
-    assert RunConfig(method="fixbn", freeze_what="both").build_method().frozen == {Role.STATISTIC, Role.AFFINE}
-    for values in ({}, {"method": "fedavg"}, {"method": "fixbn", "update": "gradients", "local_steps": 1}):
+    assert RunConfig.from_mapping({"method": "fixbn", "freeze-what": "both"}).build_method().frozen == {Role.STATISTIC, Role.AFFINE}
+    for values in ({}, {"method": "fedavg"}, {"method": "fixbn", "update": "gradients", "local-steps": 1}):
         with pytest.raises(ConfigError, match="freeze-what='both' is for method='fixbn' with update='weights'"):
-            RunConfig(freeze_what="both", **values)  # type: ignore[arg-type]
+            RunConfig.from_mapping({"freeze-what": "both", **values})
 
 
 def test_training_leaves_the_samples_as_they_are() -> None:

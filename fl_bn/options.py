@@ -1,0 +1,304 @@
+"""Options: the default, range, meaning, unit, symbol and run-config key of a value stand in one line, in the file of what they belong to.
+
+An options class is a frozen dataclass derived from ``Options`` whose fields are made by ``option``. Its values are checked when it is made.
+``takes`` turns a function of an options class into a constructor with the same arguments, so that signature and class cannot differ:
+
+>>> @dataclass(frozen=True)
+... class SmoothingOptions(Options):
+...     name: ClassVar[str] = "smoothing"
+...     strength: float = option(0.5, "weight of the new value", "(0, 1]", symbol="alpha")
+>>> @takes(SmoothingOptions)
+... def smoothing(options: SmoothingOptions) -> float:
+...     return options.strength
+>>> smoothing(strength=0.25)
+0.25
+>>> smoothing(strength=2)
+Traceback (most recent call last):
+ValueError: smoothing's strength must be in (0, 1], but got 2
+>>> [(key.name, key.default, key.shown, key.help) for key in keys_of({"smoothing": smoothing}).values()]
+[('smoothing-strength', 0.5, '(0, 1]', 'weight of the new value (alpha in the paper)')]
+
+The run config's keys are collected from registries, dicts from name to constructor (``METHODS``, ``OBJECTIVES``, ``SERVER_OPTIMIZERS``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+from fl_bn.names import expected, names_of, nearest, short
+
+Value = str | int | float | bool
+Values = str | Collection[str]
+LARGEST = 3.4e38  # of float32
+OPTION = "option"  # where a field's metadata have it
+P = ParamSpec("P")
+T = TypeVar("T")
+Chosen = TypeVar("Chosen", bound="Options")
+
+_NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
+
+
+def range_of(text: str) -> Callable[[Any], bool]:
+    """The test of a range of finite numbers: ``>= 1``, ``> 0``, ``0..9`` (both ends), ``(0, 1]``, a number, or several: ``0 or >= 2``.
+
+    Raises:
+        ValueError: the text is no range.
+    """
+    tests = [_range_of(part, text) for part in text.split(" or ")]
+    return lambda value: -LARGEST <= value <= LARGEST and any(test(value) for test in tests)
+
+
+def _range_of(part: str, text: str) -> Callable[[Any], bool]:
+    if found := re.fullmatch(rf"(>=?) ({_NUMBER})", part):
+        low = float(found[2])
+        return (lambda value: value >= low) if found[1] == ">=" else (lambda value: value > low)
+    if found := re.fullmatch(rf"({_NUMBER})\.\.({_NUMBER})", part):
+        first, last = float(found[1]), float(found[2])
+        return lambda value: first <= value <= last
+    if found := re.fullmatch(rf"([(\[])({_NUMBER}), ({_NUMBER})([)\]])", part):
+        low, high, open_low, open_high = float(found[2]), float(found[3]), found[1] == "(", found[4] == ")"
+        return lambda value: low <= value <= high and not (open_low and value == low) and not (open_high and value == high)
+    if re.fullmatch(_NUMBER, part):
+        only = float(part)
+        return lambda value: value == only
+    raise ValueError(f"a range must be like '>= 1', '> 0', '0..9', '(0, 1]' or '0 or >= 2', but is {text!r}")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the run config.
+
+    ``values``: the names that it takes, or a range of numbers, or what a text is, in words; ``like``: then, names that may be in the text.
+    """
+
+    name: str
+    default: Value
+    help: str
+    values: Values
+    accepts: Callable[[Any], bool]
+    like: Collection[str] = ()
+
+    @property
+    def shown(self) -> str:
+        """The values in words."""
+        return self.values if isinstance(self.values, str) else ", ".join(self.values)
+
+    def check(self, value: Any) -> Value:
+        """``value`` as the key's type, int as float where that is the type.
+
+        Raises:
+            ValueError: it is of another type, cannot be written to files or travel, or is out of range.
+        """
+        kind = type(self.default)
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise ValueError(f"{self.name} must be of type {kind.__name__}, but got {short(value)}")
+        if problem := _unfit(value, kind):
+            raise ValueError(f"{self.name} must be {problem}, but got {short(value)}")
+        if not self.accepts(value):
+            raise ValueError(_out_of_range(self.name, value, self.values, self.like))
+        return float(value) if kind is float else value
+
+
+def _unfit(value: Any, kind: type) -> str:
+    """What a value of its type must be to be written to files, and to travel; empty where it is."""
+    if kind is float and not abs(value) <= LARGEST:
+        return "a finite number"
+    if kind is int and not -(2**63) <= value < 2**63:
+        return "a whole number of at most 63 bits"
+    if kind is str and any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value):
+        return "a text without control characters"
+    return ""
+
+
+def _out_of_range(called: str, value: object, values: Values, like: Collection[str] = ()) -> str:
+    if not isinstance(values, str):
+        return expected(called, value, values)
+    wrong = next((part for part in names_of(value) if part not in like), "") if isinstance(value, str) else ""
+    return f"{called} must be {'in ' if values[0] in '([' else ''}{values}, but got {short(value)}{nearest(wrong, like)}"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What ``option`` says of a field."""
+
+    default: Any
+    help: str
+    values: Values
+    test: Callable[[Any], bool]
+    unit: str
+    symbol: str
+    key: str
+    unset: Value | None
+    otherwise: str
+    like: Collection[str]
+
+    @property
+    def kind(self) -> type:
+        return type(self.default if self.unset is None else self.unset)
+
+    @property
+    def meaning(self) -> str:
+        """Help, unit and symbol, these before what a special value means."""
+        what, *special = self.help.split("; ", 1)
+        unit, symbol = f", {self.unit}" if self.unit else "", f" ({self.symbol} in the paper)" if self.symbol else ""
+        return "; ".join([what + unit + symbol, *special])
+
+    def check(self, called: str, value: object) -> None:
+        """Raises ValueError, which names the option as ``called``, where ``value`` is of another type or out of range."""
+        if value is None and self.default is None:
+            return
+        wanted: type = {int: Integral, float: Real}.get(self.kind, self.kind)
+        if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
+            raise ValueError(f"{called} must be of type {self.kind.__name__}, but got {short(value)}")
+        if not self.test(value):
+            raise ValueError(_out_of_range(called, value, self.values, self.like))
+
+    def as_key(self, name: str) -> Key:
+        """The run config's view: ``unset`` stands for the default."""
+        if self.unset is None:
+            return Key(name, self.default, self.meaning, self.values, self.test, self.like)
+        shown = f"{_shown(self.unset)} or {self.values}"
+        return Key(name, self.unset, self.meaning, shown, lambda value: value == self.unset or self.test(value))
+
+    @property
+    def left_out(self) -> str:
+        """What holds where the option is not given."""
+        return self.otherwise or _shown(self.default)
+
+
+def option(
+    default: Any,
+    help: str,
+    values: Values = "",
+    check: Callable[[Any], bool] | None = None,
+    *,
+    unit: str = "",
+    symbol: str = "",
+    key: str = "",
+    unset: Value | None = None,
+    otherwise: str = "",
+    like: Collection[str] = (),
+) -> Any:
+    """A field of an options class.
+
+    ``values``: of a number its range (``range_of``); of a text the names that it may be, or in words what it is, with a ``check`` of it and
+    names ``like`` those in it, for "did you mean". ``key``: of the run config, if not the class's name and the field's. A run config has no
+    None: ``unset`` is the key's value that leaves the default as it is, as None does in code. ``otherwise`` says what then holds, if the
+    default does not.
+    """
+    kind = type(default if unset is None else unset)
+    if kind is bool:
+        values, test = "true, false", lambda value: True
+    elif check is not None:
+        test = check
+    elif not isinstance(values, str):
+        test = values.__contains__
+    else:
+        test = range_of(values) if kind in (int, float) else lambda value: True
+    made = Option(default, help, values, test, unit, symbol, key, unset, otherwise, like)
+    return field(default=default, metadata={OPTION: made})
+
+
+class Options:
+    """Base of options classes. ``name``: of what they are options of, in errors and in the keys of the run config."""
+
+    name: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for field_name, spec in own_options(type(self)).items():
+            if getattr(self, field_name) is None and spec.unset is not None:
+                object.__setattr__(self, field_name, spec.default)
+            spec.check(f"{self.name}'s {field_name}", getattr(self, field_name))
+
+
+def own_options(kind: type) -> dict[str, Option]:
+    """The options of a dataclass, by field."""
+    return {spec.name: spec.metadata[OPTION] for spec in fields(kind) if OPTION in spec.metadata}
+
+
+def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Callable[P, T]]:
+    """Decorates a function of an options class: it is then called with the options themselves, by position or by name."""
+
+    def decorate(build: Callable[[Chosen], T]) -> Callable[P, T]:
+        @functools.wraps(build)
+        def constructor(*args: P.args, **kwargs: P.kwargs) -> T:
+            return build(options(*args, **kwargs))
+
+        constructor.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
+        constructor.options = options  # type: ignore[attr-defined]
+        return constructor
+
+    return decorate
+
+
+def options_by_key(constructor: object) -> dict[str, tuple[str, Option]]:
+    """Field and option of every run-config key that a constructor takes; empty for one without options."""
+    kind = constructor if isinstance(constructor, type) and issubclass(constructor, Options) else getattr(constructor, "options", None)
+    if kind is None:
+        return {}
+    return {spec.key or kebab(f"{kind.name}-{name}"): (name, spec) for name, spec in own_options(kind).items()}
+
+
+def build(constructor: Callable[..., T], value_of: Callable[[str], Value]) -> T:
+    """What ``constructor`` makes with its options as the run config has them: ``value_of`` a key."""
+    values = {name: (value_of(key), spec.unset) for key, (name, spec) in options_by_key(constructor).items()}
+    return constructor(**{name: value for name, (value, unset) in values.items() if unset is None or value != unset})
+
+
+def keys_of(registry: Mapping[str, object]) -> dict[str, Key]:
+    """The run-config keys of all constructors of a registry.
+
+    Raises:
+        ValueError: two share a key, but not its default and its values.
+    """
+    takers: dict[str, dict[str, Option]] = {}
+    for name, constructor in registry.items():
+        for key, (_, spec) in options_by_key(constructor).items():
+            takers.setdefault(key, {})[name] = spec
+    made = {}
+    for key, specs in takers.items():
+        keys = {name: spec.as_key(key) for name, spec in specs.items()}
+        same_key(*keys.values())
+        made[key] = replace(next(iter(keys.values())), help=_help(specs, everyone=len(specs) == len(registry)))
+    return made
+
+
+def same_key(*keys: Key) -> None:
+    """Raises ValueError where declarations of one key differ in default or values."""
+    for other in keys[1:]:
+        if (other.default, other.shown) != (keys[0].default, keys[0].shown):
+            said = " and ".join(f"{_shown(key.default)} of {key.shown}" for key in (keys[0], other))
+            raise ValueError(f"the run-config key {other.name!r} is declared twice, with different defaults or values: {said}")
+
+
+def _help(specs: Mapping[str, Option], everyone: bool) -> str:
+    """The meanings of one key for all who take it, each meaning said once."""
+    meanings = _grouped((spec.meaning, name) for name, spec in specs.items())
+    said = "; ".join(f"{', '.join(names)}: {text}" for text, names in meanings.items())
+    text = next(iter(meanings)) if everyone and len(meanings) == 1 else said
+    left_out = _grouped((spec.left_out, name) for name, spec in specs.items() if spec.unset is not None)
+    if not left_out:
+        return text
+    default = next(iter(left_out)) if len(left_out) == 1 else ", ".join(f"{what} ({', '.join(names)})" for what, names in left_out.items())
+    return f"{text}; {_shown(next(iter(specs.values())).unset)}: {default}"
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for text, name in pairs:
+        groups.setdefault(text, []).append(name)
+    return groups
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def kebab(name: str) -> str:
+    return name.replace("_", "-")
