@@ -50,8 +50,9 @@ class Cell:
         return next((name for name in row if f"{name}-std" in row and {f"{name}-min", f"{name}-max"} & row.keys()), CLASSIFICATION.metric)
 
     def lower_is_better(self, metric: str) -> bool:
-        """A task's metric, whose worst client has the highest value, is lower the better."""
-        return any(f"{metric}-max" in row for row in self.rows[:1]) or lower_is_better(metric)
+        """Whether the worst client has the highest value, of a task's metric; of other columns their names say it."""
+        row = self.rows[0] if self.rows else {}
+        return f"{metric}-max" in row if {f"{metric}-min", f"{metric}-max"} & row.keys() else lower_is_better(metric)
 
     def at(self, axis: str) -> str:
         """Where it stands on ``axis``, as shown; a dash for a run that has no such axis."""

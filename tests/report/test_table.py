@@ -14,6 +14,7 @@ from fl_bn.report.cells import read_cells
 from fl_bn.report.formats import latex, results_csv, to_csv, to_latex, to_markdown
 from fl_bn.report.layout import Table, lay_out, tabulate
 from fl_bn.report.settings import read_settings
+from fl_bn.report.write import read
 from fl_bn.run.config import ConfigError
 from tests.report.made_up import comparison, rounds, run, sweep
 
@@ -61,6 +62,24 @@ def test_the_best_loss_of_a_column_is_the_smallest_and_what_shows_alike_is_best_
     assert {row for row, _ in table_of(tmp_path).best} == {"b", "c"}
     sweep(tmp_path, "[report]\nmetric = 'accuracy'")
     assert {row for row, _ in table_of(tmp_path).best} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(("worst", "best", "value"), [("max", "a", 2), ("min", "b", 9)])
+def test_a_task_of_ones_own_is_known_by_its_columns(worst: str, best: str, value: int, tmp_path: Path) -> None:
+    """Its metric has a spread over clients beside it; where the worst client has the highest value, the lowest is best."""
+    sweep(tmp_path, "[report]\nat = 'best'\nboxplot = true")
+    for method, values in (("a", [3, 2, 5]), ("b", [4, 9, 6])):
+        beside = {"loss-like-std": [0.1] * 3, f"loss-like-{worst}": [7] * 3}
+        clients = {"clients": [[], [], [{"client": 0, "loss-like": 1}, {"client": 1, "loss-like": 11}]]}
+        columns = {"loss-like": values, **beside, **clients}
+        run(tmp_path, {"method": method}, [{"round": n + 1, **{name: of[n] for name, of in columns.items()}} for n in range(3)])
+    table = table_of(tmp_path)
+    assert table.best == {(best, "loss-like")}
+    assert table.entries[best]["loss-like"].values == (value,)  # as it is, not in percent
+    assert table.caption == "Loss like, best round, chosen by this very number: one seed."
+    (drawn,) = [picture for picture in read(tmp_path).pictures if picture.name == "boxplot"]
+    assert drawn.caption.startswith("Loss like of the clients")
+    assert drawn.save(tmp_path, ["png"])[0].stat().st_size > 1000
 
 
 def test_one_row_is_not_best_of_anything(tmp_path: Path) -> None:
