@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -180,3 +183,20 @@ def test_no_path_of_a_machine_is_in_the_tree() -> None:
     machine = ("/" + "work/", "/" + "tmp/", "/" + "home/", "/" + "root/")
     texts = {relative(file): file.read_text() for file in [*SOURCES, *ROOT.glob("tests/**/*.py")]}
     assert [name for name, text in texts.items() if any(path in text for path in machine)] == []
+
+
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "grpc": "grpcio", "google": "protobuf", "flwr_datasets": "flwr-datasets"}
+OPTIONAL = {"datasets": "flwr-datasets", "flwr_datasets": "flwr-datasets", "segmentation_models_pytorch": "segmentation-models-pytorch"}
+
+
+def undeclared(source: str, declared: set[str]) -> set[str]:
+    """Packages that ``source`` imports and nobody declares."""
+    tops = {name.partition(".")[0] for name in imports(source)} - set(sys.stdlib_module_names) - {"fl_bn", "client_app", "server_app", ""}
+    return {top for top in tops if DISTRIBUTIONS.get(top, top) not in declared and top not in OPTIONAL}
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    declared = {re.split(r"[\[<>=! ]", line)[0] for line in wanted}
+    assert {relative(file): found for file in SOURCES if (found := undeclared(file.read_text(), declared))} == {}
+    assert undeclared("import scipy.ndimage\nimport pathlib", {"numpy"}) == {"scipy"}  # control

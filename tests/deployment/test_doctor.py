@@ -131,7 +131,7 @@ def nobody(kit: Path) -> None:
         (everyone, "", "site keys", "A and B have the same public key"),
         (nobody, "", "site keys", "B.pub"),
         (lambda kit: None, "clients=3", "clients", "clients=3, but server.toml names 2 sites"),
-        (lambda kit: None, "method='fbnn'", "run config", "method must be fedavg"),
+        (lambda kit: None, "method='fbnn'", "run config", "method must be one of fedavg"),
         (lambda kit: None, "model='no-such-net'", "model", "model must be one of"),
         (lambda kit: None, "dataset='npz' data-path='gone.npz'", "data", "no file 'gone.npz'"),
         (lambda kit: None, "device='cuda:77'", "gpu", "device=cuda:77 (run config), but torch sees"),

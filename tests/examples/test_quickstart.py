@@ -32,6 +32,7 @@ def source(folder: str, file: str, method: str = "fixbn") -> str:
 def app_in(folder: Path) -> Iterator[tuple[Any, Any]]:
     """The ServerApp and the ClientApp of a folder, imported as Flower imports them."""
     names = ("task", "client_app", "server_app")
+    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in names}  # this project's own apps
     sys.path.insert(0, str(folder))
     try:
         yield tuple(importlib.import_module(name).app for name in names[:0:-1])
@@ -39,6 +40,7 @@ def app_in(folder: Path) -> Iterator[tuple[Any, Any]]:
         sys.path.remove(str(folder))
         for name in names:
             sys.modules.pop(name, None)
+        sys.modules.update(ours)
 
 
 def ran(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[int, dict[str, float]]:

@@ -93,6 +93,7 @@ class OneRound:
         assert population is not None
         said = introduced or {}
         population.clients = {i: replace(client, samples=said.get(i, client.samples)) for i, client in population.clients.items()}
+        population._claims = {client.node: client for client in population.clients.values()}
         list(server.configure_train(1, self.arrays, ConfigRecord(), self.grid))
         replies = []
         for client, (message, reply) in enumerate(zip(self.messages, self.replies, strict=True)):

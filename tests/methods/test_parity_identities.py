@@ -65,7 +65,7 @@ def test_fixbn_calendar() -> None:
     assert phases(METHODS["fixbn"](freeze_after=0), 2) == [frozen, frozen]
     assert phases(METHODS["fixbn"](freeze_after=2), 3) == [train, train, frozen]
     assert phases(METHODS["fedavg"](), 3) == [train] * 3
-    with pytest.raises(ValueError, match=r"round >= 0, but got -1"):
+    with pytest.raises(ValueError, match=r"freeze_after must be >= 0, but got -1"):
         METHODS["fixbn"](freeze_after=-1)
 
 
