@@ -148,7 +148,7 @@ def undercut(
         for i, (report, k) in enumerate(zip(reports, steps, strict=True)):
             if name not in report:
                 continue
-            k = math.ceil(k * calls)
+            k = math.ceil(k * calls) + math.ceil(calls) - 1  # a loop that accumulates gradients may end between two steps
             floor = (1 - TOLERANCE) * variance_floor(shared[name].var, layer.momentum, k)
             below = report[name].var.double() < floor
             if bool(below.any()):
