@@ -37,7 +37,8 @@ def main():
     loaders, test = load_data()
     print(f"{'method':<8} {'accuracy':>8} {'loss':>8}")
     for method in (methods.fedavg(), methods.fbn()):
-        federation = Federation(make_net(), method, loaders, test=test, optimizer=partial(SGD, lr=0.02), evaluate_every=ROUNDS)
+        optimizer = partial(SGD, lr=0.05, momentum=0.9)  # anew for every client and round
+        federation = Federation(make_net(), method, loaders, test=test, optimizer=optimizer, evaluate_every=ROUNDS)
         *_, last = federation.run(ROUNDS)  # a generator: the rounds run as you ask for their records
         print(f"{method.name:<8} {last.evaluation['accuracy']:>8.3f} {last.evaluation['loss']:>8.3f}")
     # federation.model is the trained network, federation.history every round's record, federation.save(path) writes safetensors

@@ -241,6 +241,24 @@ def test_a_round_of_too_few_changes_nothing_and_says_so() -> None:
     assert apart([after.shared.tensors()], [state.shared.tensors()]) == 0
 
 
+@pytest.mark.parametrize(("batches", "accepted"), [((4, 5, 4), True), ((4, 6, 4), False)])
+def test_a_loop_may_end_between_two_steps(batches: tuple[int, ...], accepted: bool) -> None:
+    """Micro-batches without variance, two to a step: the running variance falls with each, and one of them may be left over."""
+    net, method = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), methods.fixbn()
+    state, replies = server_state(net, method, rounds=2, clients=3), []
+    for i, number in enumerate(batches):
+        model = convert(net, method)
+        with local_round(model, method, state.instruction()) as round:
+            optimizer = sgd(model)
+            for batch in range(number):
+                model(torch.zeros(4, 2)).square().mean().backward()
+                if batch in (1, 3):
+                    optimizer.step()
+        replies.append(round.reply(8, client=i)[0])
+    _, record = server_round(state, replies)
+    assert [client.client for client in record.clients if client.refused] == ([] if accepted else [1])
+
+
 def test_clients_need_numbers() -> None:
     state = server_state(rough_network("plain"), FBN, rounds=1, clients=3)
     replies = [reply for reply in replies_of(state, [NOTHING] * 3) if reply.client == 0]

@@ -34,7 +34,7 @@ def test_pure_torch(capsys: pytest.CaptureFixture[str]) -> None:
     head, fedavg, fbn = printed("pure_torch.py", capsys)
     assert head.split() == ["method", "accuracy", "loss"]
     assert (fedavg.split()[0], fbn.split()[0]) == ("fedavg", "fbn")
-    assert float(fbn.split()[1]) > float(fedavg.split()[1])
+    assert float(fbn.split()[1]) > 0.5 > 0.3 > float(fedavg.split()[1])
 
 
 def test_own_loop(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +59,7 @@ def test_multi_label(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_segmentation(capsys: pytest.CaptureFixture[str]) -> None:
     ious = numbers(printed("segmentation.py", capsys), r"mean IoU ([\d.]+)")
-    assert len(ious) == 10
+    assert len(ious) == 12
     assert ious[-1] > max(0.5, ious[0])
 
 
@@ -98,10 +98,12 @@ def test_a_legacy_numpy_client_under_fixbn(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.usefixtures("numpy_client")
-def test_the_legacy_app_before_is_flower_s() -> None:
+def test_the_legacy_app_before_is_flower_s(caplog: pytest.LogCaptureFixture) -> None:
     app: dict[str, Any] = runpy.run_path(str(EXAMPLES / "numpy_client" / "before.py"))
     config = {"num-server-rounds": 1}
     app["server_app"](InProcessGrid(app["client_app"], 3, config), Context(1, 0, {}, RecordDict(), dict(config)))
+    assert "aggregate_fit: received 3 results and 0 failures" in caplog.text
+    assert "'accuracy'" in caplog.text
 
 
 def test_every_example_is_in_the_list() -> None:
