@@ -24,6 +24,7 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.companions import companions
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.local import Samples
+from fl_bn.federation.rounds import AS_METHOD
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, Kept, Reply
@@ -79,14 +80,20 @@ def corrected_loop(round: Any, batches: Any) -> float:
 
 
 def federation(
-    model: nn.Module, method: Method, clients: Sequence[Samples], rounds: int, size: int, defence: Defence, objective: Objective = PLAIN
+    model: nn.Module,
+    method: Method,
+    clients: Sequence[Samples],
+    rounds: int,
+    size: int,
+    defence: Defence,
+    objective: Objective = PLAIN,
+    passes: bool = False,
 ) -> Rounds:
-    """Door 1."""
+    """Door 1. ``passes``: with the statistics-only exchanges before round 1, and unit scale."""
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
     optimizer = partial(SGD, lr=RATE, momentum=momentum_for(objective))
-    fed = Federation(
-        model, method, loaders, optimizer=optimizer, defence=defence, objective=objective, calibrate=0, unit_scale=False, progress=False
-    )
+    before = {"calibrate": AS_METHOD if passes else 0, "unit_scale": passes}
+    fed = Federation(model, method, loaders, optimizer=optimizer, defence=defence, objective=objective, progress=False, **before)
     names = fed.server.shared.tensors()
     return [{name: fed.model.state_dict()[name] for name in names} for _ in fed.run(rounds)]
 
@@ -139,6 +146,7 @@ def flower(
     defence: Defence,
     objective: Objective = PLAIN,
     carrier: str = "auto",
+    passes: bool = False,
 ) -> Rounds:
     """Door 3: an app of one's own behind the in-process grid."""
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
@@ -161,8 +169,8 @@ def flower(
         model,
         method,
         fraction_evaluate=0,
-        calibrate=0,
-        unit_scale=False,
+        calibrate=AS_METHOD if passes else 0,
+        unit_scale=passes,
         defence=defence,
         objective=objective,
         exchange=ExchangeSettings(carrier),
@@ -172,11 +180,18 @@ def flower(
 
 
 def application(
-    model: nn.Module, method: Method, clients: Sequence[Samples], rounds: int, size: int, defence: Defence, objective: Objective = PLAIN
+    model: nn.Module,
+    method: Method,
+    clients: Sequence[Samples],
+    rounds: int,
+    size: int,
+    defence: Defence,
+    objective: Objective = PLAIN,
+    passes: bool = False,
 ) -> Rounds:
     """``BatchNormClient`` and ``BatchNormStrategy``, as ``flwr run .`` has them."""
     settings = LocalTraining(batch_size=size, epochs=1, momentum=momentum_for(objective), objective=objective)
-    policy = {"companions": companions(settings)}
+    policy = {"companions": companions(settings)} | ({"calibrate": AS_METHOD, "unit_scale": True} if passes else {})
     ran = run(method, clients, rounds, settings=settings, model=model, defence=defence, policy=policy)
     return [{name: torch.from_numpy(array.copy()) for name, array in ran.trajectory[n].items()} for n in range(1, rounds + 1)]
 

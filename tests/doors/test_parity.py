@@ -97,6 +97,16 @@ def test_rounds_of_several_steps_equal_the_application_s(name: str, door: str, r
     assert not apart(shared, common) < EXACT
 
 
+@pytest.mark.parametrize("door", ["federation", "flower"])
+@pytest.mark.parametrize("method", [METHODS["hbn"](lam=1.0, lower_layers="shared"), METHODS["fbn"]()], ids=lambda method: method.name)
+def test_statistics_only_exchanges_are_the_application_s(method: Method, door: str) -> None:
+    """Before round 1, and (HBN) before each evaluation. Own loops have none."""
+    clients = wide([random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate(SIZES)])
+    want = through(application, rough_network(), method, clients, passes=True)
+    assert apart(through(DOORS[door], rough_network(), method, clients, passes=True), want) < EXACT
+    assert not apart(through(DOORS[door], rough_network(), method, clients), want) < EXACT
+
+
 def test_fedtan_by_replay_is_the_same(reference: Callable[[str], Rounds]) -> None:
     """Each client's round comes to the handler once per answer."""
     found = through(DOORS["flower"], rough_network(), METHODS_HERE["fedtan"], clients_of("fedtan"), carrier="replay")
