@@ -1,4 +1,7 @@
-"""Batch normalisation that works in federated learning, for any PyTorch network: in plain torch, around your own loop, or on Flower.
+"""Batch normalisation that works in federated learning, for any PyTorch network.
+
+Three doors: ``Federation`` in plain torch; ``local_round`` and ``server_round`` around a training loop of your own; ``fl_bn.flower`` for a
+Flower app of your own. docs/guide.md, "As a library", has them all; examples/ has files to copy.
 
 >>> import fl_bn
 >>> fl_bn.methods.fixbn().name

@@ -15,14 +15,14 @@ from fl_bn.roles import SharedStatisticsNorm, roles
 
 
 def convert(model: nn.Module, method: Method) -> nn.Module:
-    """A copy of ``model`` whose BatchNorm layers are the method's, and the rest as it prepares it; ``model`` itself is not touched.
+    """A copy of ``model`` whose BatchNorm layers, found by type, are the method's; ``model`` itself is not touched.
 
-    Layers are found by type, wherever they sit; a layer used in two places stays one layer. Every tensor is given a role, so a
-    model that cannot be federated is refused here rather than averaged wrongly later.
+    >>> from fl_bn import convert, methods
+    >>> convert(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), methods.hbn())[1].__class__.__name__
+    'HybridBatchNorm'
 
-    Raises:
-        Unconvertible: a layer cannot be replaced without changing what the network computes, with its name and the reason.
-        UnknownTensor: a norm layer holds a tensor that has no role.
+    Raises Unconvertible where a layer cannot be replaced without changing what the network computes, and UnknownTensor where a tensor
+    has no role: a model that cannot be federated is refused here rather than averaged wrongly later.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

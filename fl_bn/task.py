@@ -54,26 +54,27 @@ _OUTPUT_KEYS = ("logits", "out")  # of transformers' and torchvision's networks
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What a network is trained for.
+    """What a network is trained for: a loss, and metrics computed from sums. One of your own takes ten lines: docs/guide.md.
 
-    ``name``; ``metric``: the one that tables and pictures show, with ``higher_is_better``. ``ranges``: least and most of every metric;
-    a name that ends in "-" stands for a series of them, numbered from 0. Where ``metric`` is not among them, its range is ``ANY``. A
-    metric that is neither does not travel from a client. ``takes``: the kinds of targets that the task learns from (``kind_of``); empty:
-    any.
-
-    ``target_key`` and ``input_keys`` name the entries of batches that are dicts, ``output_key`` the entry of a network's output that is
-    the prediction; ``read`` and ``output`` say what happens without.
+    >>> from fl_bn import Classification, Task
+    >>> task: Task = Classification(target_key="digit", output_key="scores")  # batches and networks may be dicts
+    >>> state = task.state()
+    >>> state.update(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
+    >>> state["accuracy"]
+    0.5
     """
 
     name: ClassVar[str]
-    metric: ClassVar[str]
+    metric: ClassVar[str]  # the one that tables and pictures show
     higher_is_better: ClassVar[bool] = True
+    # Least and most of every metric; a name that ends in "-" stands for a series of them, numbered from 0. Where ``metric`` is not among
+    # them, its range is ``ANY``. A metric that is neither does not travel from a client.
     ranges: ClassVar[Mapping[str, Range]] = {}
-    takes: ClassVar[tuple[str, ...]] = ()
+    takes: ClassVar[tuple[str, ...]] = ()  # the kinds of targets that the task learns from (``kind_of``); empty: any
 
-    target_key: str = ""
+    target_key: str = ""  # of batches that are dicts; ``read`` says what happens without
     input_keys: tuple[str, ...] = ()
-    output_key: str | int | None = None
+    output_key: str | int | None = None  # the prediction in a network's output; ``output`` says what happens without
 
     def __init_subclass__(cls) -> None:
         names = [*getattr(cls, "ranges", {}), *([cls.metric] if hasattr(cls, "metric") else [])]
@@ -247,7 +248,14 @@ class MetricState:
 
 
 class Classification(Task):
-    """One of C classes per sample: scores (B, C), labels int64 (B,). Cross-entropy; accuracy, of all and of each class."""
+    """One of C classes per sample: scores (B, C), labels int64 (B,). Cross-entropy; accuracy, of all and of each class.
+
+    >>> from fl_bn import Classification
+    >>> state = Classification().state()
+    >>> state.update(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
+    >>> state["accuracy"], state["accuracy-class-0"]
+    (0.5, 0.5)
+    """
 
     name, metric = "classification", "accuracy"
     ranges: ClassVar[Mapping[str, Range]] = {"accuracy": SHARE, MEAN_IOU: SHARE, CLASS: SHARE}
@@ -270,8 +278,14 @@ class Classification(Task):
 class Segmentation(Classification):
     """One of C classes per pixel: scores (B, C, H, W), masks int64 (B, H, W) with ``IGNORE`` where a pixel has no label.
 
-    Metrics are over labelled pixels: those of ``Classification``, and ``mean-iou``, intersection over union, mean over the classes that
-    occur in labels or predictions (torchmetrics' macro JaccardIndex).
+    Over labelled pixels: the metrics of ``Classification``, and ``mean-iou``, the mean over classes that occur (torchmetrics' macro
+    JaccardIndex).
+
+    >>> from fl_bn import Segmentation
+    >>> state = Segmentation().state()
+    >>> state.update(torch.eye(2)[None, :, None], torch.tensor([[[0, 255]]]))
+    >>> state["mean-iou"]
+    1.0
     """
 
     name = "segmentation"
@@ -293,8 +307,13 @@ class Segmentation(Classification):
 class Regression(Task):
     """D values per sample: outputs and targets (B, D), or (B,) and (B, 1) of one value. Mean squared error; R2, MSE and MAE.
 
-    ``r2`` is the mean over values, each ``1 - squared errors / squared deviations from the mean``, of those that vary (scikit-learn's
-    and torchmetrics' uniform average). From sums in float64 it is good to ``1e-16 (mean / sd)^2`` of the targets.
+    ``r2``: the mean over values that vary (scikit-learn's and torchmetrics' uniform average); good to ``1e-16 (mean / sd)^2``.
+
+    >>> from fl_bn import Regression
+    >>> state = Regression().state()
+    >>> state.update(torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 3.0]))
+    >>> state["r2"], state["mae"]
+    (0.5, 0.5)
     """
 
     name, metric = "regression", "r2"
@@ -323,15 +342,20 @@ class Regression(Task):
 class MultiLabel(Task):
     """Any of K labels per sample: logits (B, K), targets 0 or 1 (B, K). Binary cross-entropy; mean average precision, F1.
 
-    ``mean-average-precision``: mean over the labels that occur. The exact one needs the order of all scores, which no sum of fixed size
-    has. So logits are counted in ``BINS`` equal bins between -16 and 16, one 1/32 wide: this is scikit-learn's average precision of
-    scores rounded to bins. ``f1-micro`` and ``f1-macro`` are of predictions above probability 1/2; the macro one is the mean over labels
-    that occur in targets or predictions.
+    ``mean-average-precision``: scikit-learn's, of logits rounded to ``BINS`` bins. ``f1-micro``, ``f1-macro``: above probability 1/2.
+
+    >>> from fl_bn import MultiLabel
+    >>> state = MultiLabel().state()
+    >>> state.update(torch.tensor([[3.0, -1.0], [1.0, 2.0]]), torch.tensor([[1, 0], [0, 1]]))
+    >>> state["mean-average-precision"], state["f1-micro"]
+    (1.0, 0.8)
     """
 
     name, metric = "multi-label", "mean-average-precision"
     ranges: ClassVar[Mapping[str, Range]] = {"mean-average-precision": SHARE, "f1-micro": SHARE, "f1-macro": SHARE}
     takes = (LABEL_SETS,)
+    # The exact average precision needs the order of all scores, which no sum of fixed size has: logits are counted in equal bins between
+    # -16 and 16, each 1/32 wide. Labels count that occur; for F1, in targets or predictions.
     BINS: ClassVar[int] = 1024
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fl_bn.exchange.call import Exchange
@@ -65,6 +65,7 @@ class LocalRound:
         self.settings = settings or LocalTraining(batch_size=2, epochs=1)
         self.phase, self.steps, self.batch, self.waited = instruction.phase, 0, 0, 0.0
         self.corrected = 0  # gradients that the objective made
+        self.rates: list[float] = []  # of the optimiser's steps, where that is not the instruction's
         self.measured_samples = 0
         self.moments: dict[str, Moments] = {}
         self.buffers: Buffers = {}
@@ -146,12 +147,22 @@ class LocalRound:
         if self.method.reports(self.phase) is Report.FIRST:
             self._first.close()
 
+    def took(self, optimizer: Optimizer) -> None:
+        """``optimizer`` of the user's own has made a step. Raises ValueError where the objective cannot do with it."""
+        check_optimizer(self.settings.objective, optimizer)
+        self.rates.append(float(optimizer.param_groups[0]["lr"]))
+
     def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
         """Add the objective's gradient of one batch ``x``, whose loss ``forward()`` computes, to the parameters' ``grad``.
 
-        In place of ``loss.backward()``. Returns the loss alone, without the objective's own terms.
+        In place of ``loss.backward()``, once per optimiser step. Returns the loss alone, without the objective's own terms.
         """
         objective, draws = self.settings.objective, None
+        if objective is not PLAIN and self.corrected > self.steps:
+            raise ValueError(
+                f"{objective.name} corrects the gradient of a whole step: call the optimiser after every round.backward, without gradient "
+                "accumulation and without a GradScaler (bfloat16 needs none)"
+            )
         if objective.repeats:
             draws = Draws.now(next(self.model.parameters()).device)
 
@@ -224,7 +235,7 @@ class LocalRound:
         if not self.trains:
             return Reply(client, {"moments": self._complete(self.moments)}, samples, samples), self.kept
         gradients = self._ema_gradients() if self.settings.update == "gradients" else {}
-        finish = self._objective.finish(self.steps, self.instruction.learning_rate)
+        finish = self._objective.finish(self.steps, self._learning_rate())
         if gradients:
             self._step_local(gradients)
         moments, reports = self.report(), self.method.reports(self.phase)
@@ -239,6 +250,11 @@ class LocalRound:
         if kept.sections:
             told["kept"] = self.kept.round
         return Reply(client, self._sections(gradients, finish, moments), samples, samples, told, updates), kept
+
+    def _learning_rate(self) -> float:
+        """Mean over the optimiser's steps, where these were seen."""
+        seen = set(self.rates) or {self.instruction.learning_rate}
+        return seen.pop() if len(seen) == 1 else sum(self.rates) / len(self.rates)
 
     def _complete(self, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
         """Of every layer, with count 0 where it did not run."""
@@ -312,25 +328,16 @@ def local_round(
     objective: Objective = PLAIN,
     connect: Connect | None = None,
 ) -> Iterator[LocalRound]:
-    """The client's half of a round around a training loop of your own.
+    """The client's half of a round around a training loop of your own. ``model``: ``convert(net, method)``, this client's own copy.
 
-    Inside the block train ``model`` (converted: ``convert(net, method)``) with any loss, optimiser, scheduler, mixed precision or gradient
-    accumulation; after it, ``round.reply(samples)`` is what to send and to keep. Optimiser steps are noticed by a hook of torch's.
-
-    >>> from fl_bn import convert, methods, server_state, local_round
+    >>> from fl_bn import convert, local_round, methods, server_state
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     >>> state, model = server_state(net, methods.fixbn(), rounds=2), convert(net, methods.fixbn())
     >>> with local_round(model, methods.fixbn(), state.instruction()) as round:
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ...     model(torch.randn(16, 4)).square().mean().backward()
     ...     optimizer.step()
-    >>> reply, kept = round.reply(samples=16)
-
-    ``objective``: FedProx, FedSAM or SCAFFOLD; then call ``round.backward(lambda: loss_of(x), x)`` in place of ``loss.backward()``.
-    Where ``round.trains`` is false, call ``round.measure(batches)`` and do not train.
-
-    Raises:
-        ValueError: model, method and instruction do not fit together, or the loop does what this method cannot do with.
+    >>> reply, kept = round.reply(samples=16)  # what to send, what to keep for this client's next round; more: docs/guide.md
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
@@ -338,8 +345,24 @@ def local_round(
     if not round.trains:
         yield round
         return
-    with round.open(), _watched(round):
-        yield round
+    fixed = [p for name, p in model.named_parameters() if p.requires_grad and name not in round.parameters]
+    for parameter in fixed:  # an optimiser of all parameters leaves alone what the method freezes
+        parameter.requires_grad_(False)
+    try:
+        with round.open(), _watched(round):
+            yield round
+    finally:
+        for parameter in fixed:
+            parameter.requires_grad_(True)
+
+
+def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:
+    """Raises ValueError where ``objective`` needs plain SGD, and this is none."""
+    if objective.travels and (not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups)):
+        raise ValueError(
+            f"{objective.name}'s control variates are means of the gradients that plain SGD stepped along: take torch.optim.SGD without "
+            "momentum"
+        )
 
 
 @contextmanager
@@ -350,7 +373,7 @@ def _watched(round: LocalRound) -> Iterator[None]:
     def forward(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if round.steps or not model.training:
             return
-        batch = next((len(x) for x in (*args, *named.values()) if isinstance(x, Tensor) and x.dim()), 0)
+        batch = next((len(x) for x in _tensors((*args, named)) if x.dim()), 0)
         if exchanges and round.batch:
             raise ValueError(
                 f"{round.method.name}'s first local step exchanges the statistics of one batch: call the optimiser after the first batch, "
@@ -364,6 +387,7 @@ def _watched(round: LocalRound) -> Iterator[None]:
         if round.settings.objective is not PLAIN and not round.corrected:
             name = round.settings.objective.name
             raise ValueError(f"{name} makes the gradients: call round.backward(lambda: loss_of(x), x) in place of loss.backward()")
+        round.took(optimizer)
         round.computed()
         round.moved()
 
@@ -373,6 +397,14 @@ def _watched(round: LocalRound) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, Mapping | tuple | list):
+        for part in x.values() if isinstance(x, Mapping) else x:
+            yield from _tensors(part)
 
 
 @torch.no_grad()

@@ -136,7 +136,8 @@ def undercut(
 
     Each update moves a running variance to (1 - b) of itself plus b times something that is not negative: (1 - b)^k of the shared one is
     the floor after k of them. ``updates``: how many each report counts per layer, where that is not one per step (a layer that is used
-    several times); what is believed is the median client's per step. If most clients are below the floor, there is no telling.
+    several times, a loop that accumulates gradients); what is believed is the median client's per step, and less than one step's more: a
+    loop may end between two steps. If most clients are below the floor, there is no telling.
     """
     found: dict[int, str] = {}
     for name, layer in layers.items():
@@ -148,7 +149,8 @@ def undercut(
         for i, (report, k) in enumerate(zip(reports, steps, strict=True)):
             if name not in report:
                 continue
-            k = math.ceil(k * calls)
+            usual, claimed = k * calls, updates[i].get(name, k) if updates else k
+            k = math.ceil(claimed if usual < claimed < usual + calls else usual)
             floor = (1 - TOLERANCE) * variance_floor(shared[name].var, layer.momentum, k)
             below = report[name].var.double() < floor
             if bool(below.any()):

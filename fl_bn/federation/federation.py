@@ -6,6 +6,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -23,7 +24,9 @@ from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session
-from fl_bn.federation.client import LocalRound
+from fl_bn.federation.client import LocalRound, check_optimizer
+from fl_bn.federation.companions import companions
+from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.optimizers import ServerOptimizer
@@ -51,26 +54,16 @@ class Diverged(RuntimeError):
 
 
 class Federation:
-    """Clients and a server in this process, one client after the other.
+    """Clients and a server in this process. ``model``: unconverted, not changed; ``clients``: each one's training batches.
 
     >>> from fl_bn import Federation, methods
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     >>> clients = [[(torch.randn(16, 4), torch.randint(0, 2, (16,)))] for client in range(3)]
     >>> federation = Federation(net, methods.fixbn(), clients, test=clients[0], progress=False)
-    >>> [round(record.loss, 1) > 0 for record in federation.run(rounds=2)]
-    [True, True]
+    >>> [record.round for record in federation.run(rounds=2)]
+    [1, 2]
 
-    ``model``: any network, unconverted; it is not changed. ``clients``: the training batches of each, as a DataLoader or any iterable that
-    can be gone through again, or ``SeededBatches``, whose order depends on the seed alone. ``task``: loss and metrics.
-
-    ``optimizer``: makes a client's optimiser from its parameters, anew in every round. ``scheduler``: makes a scheduler from that, stepped
-    after every batch. ``schedule(round, rounds)``: a factor of the learning rate for whole rounds.
-
-    ``test``: batches on which the shared model is evaluated every ``evaluate_every`` rounds and after the last; for methods with a model
-    per client, each client's own, and the mean counts. ``fraction`` of the clients train in a round. ``server_optimizer``, ``defence``,
-    ``objective``: see the guide. ``device``: where clients train; by default where ``model`` is.
-
-    ``history`` has the record of every round; ``model`` is the shared network as evaluated last.
+    ``history`` has every round's record, ``model`` the network as evaluated last. Every argument: docs/guide.md, "As a library".
     """
 
     def __init__(
@@ -102,8 +95,12 @@ class Federation:
                 f"{evaluate_every}"
             )
         self.task, self.clients, self.optimizer, self.scheduler, self.schedule = task, clients, optimizer, scheduler, schedule
-        self.objective, self.local_epochs, self.test, self.seed, self.progress = objective, local_epochs, test, seed, progress
-        self._rate = _rate_of(optimizer(model.parameters()))
+        self.local_epochs, self.test, self.seed, self.progress = local_epochs, test, seed, progress
+        self._settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective)
+        check_composition(method, self._settings, robust=defence.active)
+        example = optimizer(model.parameters())
+        check_optimizer(objective, example)
+        self._rate = _rate_of(example)
         policy = Rounds(
             len(clients),
             fraction,
@@ -112,11 +109,12 @@ class Federation:
             calibrate=calibrate,
             unit_scale=unit_scale,
             rate=constant_rate if self._rate is None else lambda round, rounds: (self._rate or 1.0) * schedule(round, rounds),
+            companions=companions(self._settings),
         )
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
         self.history: list[RoundRecord] = []
-        device = torch.device(device) if device is not None else next(model.parameters()).device
-        self._local = copy.deepcopy(self.server.model).to(device)
+        self._device = torch.device(device) if device is not None else next(model.parameters()).device
+        self._pristine = copy.deepcopy(self.server.model).to(self._device)  # each client starts from its own copy
         self._kept = [NOTHING for _ in clients]
         self._passes = Passes(self.server, self._measured)
         self._evaluated: Named = self.server.shared.tensors()
@@ -145,6 +143,8 @@ class Federation:
     def run(self, rounds: int) -> Iterator[RoundRecord]:
         """Train for ``rounds`` rounds, and yield each one's record: loss, evaluation, how far the statistics moved.
 
+        A generator: a round runs when its record is asked for. Called once more, it trains on from the model as it is.
+
         Raises:
             Diverged: three rounds in a row no reply could be used.
         """
@@ -163,6 +163,9 @@ class Federation:
                 came.exchange, came.carrier = session, "local"
                 failed = 0 if server.conclude(came) else failed + 1
                 record, tensors = server.record, server.shared.tensors()
+                counted = {client.client for client in record.accepted if record.aggregated}
+                for client in cohort:
+                    self._kept[client] = replace(self._kept[client], counted=client in counted)
                 self._evaluated = tensors
                 if number % server.policy.evaluate_every == 0 or number == rounds:
                     if self.method.refresh is not Refresh.NOTHING and asked.phase is not Phase.FROZEN:
@@ -186,8 +189,9 @@ class Federation:
         if batches is None:
             return {}
         if not self.method.personal:
-            return evaluated(self.model, batches, self.task)
-        found = [evaluated(self.client_model(client), batches, self.task) for client in range(len(self.clients))]
+            return evaluated(self.model.to(self._device), batches, self.task)
+        everyone = range(len(self.clients))
+        found = [evaluated(self.client_model(client).to(self._device), batches, self.task) for client in everyone]
         return {name: float(np.mean([metrics[name] for metrics in found])) for name in found[0]}
 
     def _cohort(self, number: int) -> list[int]:
@@ -196,12 +200,12 @@ class Federation:
 
     def _train(self, asked: Instruction, cohort: Sequence[int], session: Session | None) -> list[Reply]:
         if session is None:
-            return [self._client(self._local, asked, client) for client in cohort]
+            return [self._client(asked, client) for client in cohort]
         tokens = turns.admit(session)
 
-        def one(client: int) -> Reply:  # clients wait for each other in the middle of a step, so each needs a network
+        def one(client: int) -> Reply:
             try:
-                reply = self._client(copy.deepcopy(self._local), asked, client, partial(LocalExchange, tokens[client]))
+                reply = self._client(asked, client, partial(LocalExchange, tokens[client]))
             except BaseException as error:
                 turns.ended(tokens[client], repr(error))
                 raise
@@ -213,23 +217,21 @@ class Federation:
         finally:
             turns.dismiss(tokens)
 
-    def _client(
-        self, model: nn.Module, asked: Instruction, client: int, connect: Callable[[int], LocalExchange] | None = None
-    ) -> Reply:
+    def _client(self, asked: Instruction, client: int, connect: Callable[[int], LocalExchange] | None = None) -> Reply:
         """One client's round of training."""
-        settings = LocalTraining(batch_size=2, epochs=self.local_epochs, objective=self.objective)
-        round = LocalRound(model, self.method, asked, self._kept[client], settings, connect)
-        loader, device = self.clients[client], next(model.parameters()).device
+        round = LocalRound(copy.deepcopy(self._pristine), self.method, asked, self._kept[client], self._settings, connect)
+        loader = self.clients[client]
         if self.method.reports(asked.phase) is Report.PASS:
             round.measure(loader, self.task)
         optimizer = self.optimizer(round.parameters.values())
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * self.schedule(asked.round, self.server.rounds)
+        optimizer.register_step_post_hook(lambda optimizer, args, named: round.took(optimizer))
         scheduler = None if self.scheduler is None else self.scheduler(optimizer)
         batches = loader.epochs(self.seed, client, asked.round, self.local_epochs) if isinstance(loader, SeededBatches) else loader
         passes = 1 if isinstance(loader, SeededBatches) else self.local_epochs
         dropout = int(seeded(self.seed, client, asked.round, DROPOUT).integers(2**62))
-        with torch_seed(dropout, device), round.open():
+        with torch_seed(dropout, self._device), round.open():
             trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(passes)]
         count = sum(part.samples for part in trained)
         samples = _length(loader) or count // max(self.local_epochs, 1)
@@ -240,7 +242,7 @@ class Federation:
     def _measured(self, asked: Instruction) -> Exchanged:
         everyone, parts = range(len(self.clients)), list[Reply]()
         for client in everyone:
-            round = LocalRound(self._local, self.method, asked, self._kept[client])
+            round = LocalRound(copy.deepcopy(self._pristine), self.method, asked, self._kept[client])
             round.measure(self.clients[client], self.task)
             parts.append(round.reply(round.measured_samples, client=client)[0])
         came = self.server.checked(parts, asked.phase)
@@ -258,10 +260,15 @@ class Federation:
 
 
 class SeededBatches:
-    """A client's samples in batches whose order depends on the federation's seed, the client and the round alone: runs can be repeated bit
-    for bit, whatever else draws random numbers.
+    """A client's samples in batches whose order depends on the seed, the client and the round alone: runs repeat bit for bit.
 
     ``x`` (N, ...): float inputs as the network takes them, or uint8 images (N, C, H, W), which become -1..1. ``y``: the task's targets.
+    A batch is never a single sample, which has no variance.
+
+    >>> from fl_bn import SeededBatches
+    >>> batches = SeededBatches(torch.randn(20, 4), torch.zeros(20, dtype=torch.int64), batch_size=8)
+    >>> [len(y) for x, y in batches.epochs(seed=0, client=0, round=1, epochs=1)]
+    [8, 8, 4]
     """
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, batch_size: int) -> None:

@@ -17,14 +17,18 @@ from torch import Tensor, nn
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
+from fl_bn.federation.companions import companions
+from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import count_tensors, nbytes, to_numpy
 from fl_bn.federation.record import ClientRecord, RoundRecord
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.rounds import Rounds, constant_rate
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.shared_model import NotFinite, SharedModel
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase
+from fl_bn.objectives import PLAIN, Objective
 from fl_bn.wire import WireError
 
 T = TypeVar("T")
@@ -267,31 +271,42 @@ def server_state(
     clients: int = 1,
     optimizer: ServerOptimizer | None = None,
     defence: Defence = NO_DEFENCE,
-    rate: Callable[[int, int], float] | None = None,
+    objective: Objective = PLAIN,
+    rate: Callable[[int, int], float] = constant_rate,
 ) -> Server:
-    """The server's state before round 1, for ``server_round``.
+    """The server's state before round 1 of ``rounds``, for ``server_round``. ``model``: unconverted. ``clients``: in the population.
 
-    ``model``: as it is, unconverted. ``clients``: in the population. ``rate(round, rounds)``: the learning rate that the instruction tells
-    the clients; a loop of your own may ignore it. ``optimizer`` and ``defence``: see ``Server``.
+    ``objective``: the clients'. ``rate(round, rounds)``: the learning rate that clients are told; a loop of your own may ignore it.
+
+    >>> from fl_bn import methods, server_state
+    >>> state = server_state(nn.Linear(2, 1), methods.fedavg(), rounds=5)
+    >>> state.instruction().round
+    1
     """
-    policy = Rounds(clients=clients) if rate is None else Rounds(clients=clients, rate=rate)
+    settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
+    check_composition(method, settings, robust=defence.active)
+    policy = Rounds(clients=clients, rate=rate, companions=companions(settings))
     return Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
 
 
-def server_round(state: Server, replies: Sequence[Reply]) -> tuple[Server, RoundRecord]:
-    """One round: ``replies`` to ``state.instruction()`` are checked, combined and stepped along. ``state`` itself is not changed.
+def server_round(state: Server, replies: Sequence[Reply], exchange: Session | None = None) -> tuple[Server, RoundRecord]:
+    """Combine the ``replies`` to ``state.instruction()``. ``state`` is not changed; the record names refused replies, with the reason.
 
-    A reply that does not have the tensors that were asked for is left out; its client and the reason are in the record. So is every
-    client of a round that changed nothing, since too few replies were usable.
-
-    >>> from fl_bn import methods
-    >>> state = server_state(nn.Linear(2, 1), methods.fedavg(), rounds=1)
-    >>> weights = {"weight": nn.Parameter(Tensor([[1.0, 1.0]])), "bias": Tensor([0.0])}
-    >>> state, record = server_round(state, [Reply(0, {"weights": weights}, samples=10, weight=10)])
-    >>> record.aggregated, state.model.weight.tolist()
-    (True, [[1.0, 1.0]])
+    >>> from fl_bn import convert, local_round, methods, server_round, server_state
+    >>> net, method = nn.Linear(2, 1), methods.fedavg()
+    >>> state = server_state(net, method, rounds=1)
+    >>> with local_round(convert(net, method), method, state.instruction()) as round:
+    ...     pass  # your loop
+    >>> state, record = server_round(state, [round.reply(samples=10)[0]])
+    >>> record.aggregated  # ``exchange``: of FedTAN's layers
+    True
     """
+    numbers = [reply.client for reply in replies]
+    if twice := sorted({client for client in numbers if numbers.count(client) > 1}):
+        raise ValueError(f"several replies are of client {twice[0]}: number the clients, round.reply(samples, client=...)")
     new = copy.deepcopy(state)
     new.begin(state.round + 1)
-    new.conclude(new.checked(replies))
+    came = new.checked(replies)
+    came.exchange = exchange
+    new.conclude(came)
     return new, new.record

@@ -4,7 +4,7 @@ from fl_bn.federation.rounds import Rounds
 from fl_bn.flower.client import BatchNormClient, Site
 from fl_bn.flower.client_app import make_client_app
 from fl_bn.flower.in_process import InProcessGrid, run_in_process
-from fl_bn.flower.own_app import answer, evaluating, training
+from fl_bn.flower.own_app import answer, evaluating, replayed, training
 from fl_bn.flower.own_strategies import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, OwnAppStrategy, SiloBN
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.strategies import (
@@ -33,8 +33,8 @@ __all__ = [
     "SiloBN",
     "answer",
     "evaluating",
+    "replayed",
     "training",
-
     "BatchNormClient",
     "BatchNormStrategy",
     "FBNStrategy",

@@ -16,13 +16,15 @@ In server_app.py the strategy is ``fl_bn.flower.FixBN(Net())`` (``own_strategies
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
@@ -30,6 +32,7 @@ from torch import nn
 from fl_bn.conversion import convert
 from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.client import Connect, LocalRound, local_round
+from fl_bn.federation.local import torch_seed
 from fl_bn.federation.payload import signature, to_numpy, to_tensors
 from fl_bn.federation.values import Instruction
 from fl_bn.flower.client import connect, state_of
@@ -50,7 +53,6 @@ class OwnRound:
 
     def __init__(self, message: Message, local: LocalRound | None, keep: Callable[[LocalRound, Any], None]) -> None:
         self._message, self._local, self._keep = message, local, keep
-        self.pending: RecordDict | None = None
 
     @property
     def local(self) -> LocalRound:
@@ -65,8 +67,6 @@ class OwnRound:
 
     def message(self, samples: int, loss: float = 0.0) -> Message:
         """The reply of a round over ``samples`` different samples, whose mean training loss was ``loss``."""
-        if self.pending is not None:  # an exchange by replay: the round is not over
-            return Message(self.pending, reply_to=self._message)
         payload, header = from_records(self._message.content)
         reply, kept = self.local.reply(samples, float(loss))
         content = to_records({section: to_numpy(tensors) for section, tensors in reply.sections.items()}, header)
@@ -76,6 +76,42 @@ class OwnRound:
         content["metrics"] = MetricRecord({"samples": reply.samples, **metrics})
         self._keep(self.local, kept)
         return Message(content, reply_to=self._message)
+
+
+class RoundGoesOn(Exception):
+    """FedTAN's exchange by replay needs an answer of the server's before the round can go on; ``replayed`` sends the question."""
+
+    def __init__(self, question: RecordDict) -> None:
+        self.question = question
+        super().__init__("the exchange goes by replay: write @app.train(mods=[fl_bn.flower.replayed]) in client_app.py")
+
+
+def replayed(message: Message, context: Context, handler: Callable[[Message, Context], Message]) -> Message:
+    """A Flower mod for a train handler whose rounds may come to it in several messages: ``@app.train(mods=[replayed])``.
+
+    FedTAN needs it where a cohort is larger than what can run at once (``ExchangeSettings``, carrier ``replay``).
+    """
+    try:
+        return handler(message, context)
+    except RoundGoesOn as pending:
+        return Message(pending.question, reply_to=message)
+
+
+@contextmanager
+def _repeatable(seed: int, model: nn.Module, everything: bool) -> Iterator[None]:
+    """Shuffling and dropout draw the same whenever this round is computed; by replay that is once per answer."""
+    before = random.getstate(), np.random.get_state()
+    with torch_seed(seed, next(model.parameters()).device):
+        if not everything:
+            yield
+            return
+        try:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
 
 @contextmanager
@@ -93,7 +129,8 @@ def training(
 
     ``model``: your network, unconverted. ``batches``: for HBN, whose pass before training measures them. ``objective``: FedProx, SCAFFOLD
     or FedSAM; then call ``round.local.backward(lambda: loss_of(x), x)`` in place of ``loss.backward()``. What the client keeps between
-    its rounds is in ``context.state``, or below ``state-dir`` of the node config.
+    its rounds is in ``context.state``, or below ``state-dir`` of the node config. In FedTAN's rounds torch's generator is seeded from run,
+    client and round (by replay NumPy's and Python's, too), since a round may be computed more than once.
 
     Raises:
         ValueError: the server's message is for another model or method, or ``batches`` are missing.
@@ -112,9 +149,12 @@ def training(
         if kept.sections:
             state.write(asked.round, kept.sections)
 
-    own = OwnRound(message, None, keep)
+    own, repeatable = OwnRound(message, None, keep), ExitStack()
+    if asked.phase is Phase.EXCHANGE:
+        seed = int(np.random.default_rng([context.run_id, _index(context), asked.round]).integers(2**62))
+        repeatable.enter_context(_repeatable(seed, converted, values["exchange"] == "replay"))
     try:
-        with local_round(converted, method, asked, kept, objective=objective, connect=joins) as local:
+        with repeatable, local_round(converted, method, asked, kept, objective=objective, connect=joins) as local:
             own._local = local
             if batches is not None and method.reports(asked.phase) is Report.PASS:
                 local.measure(batches, task)
@@ -123,7 +163,7 @@ def training(
         _, header = from_records(message.content)
         content = to_records(request_payload(pending.request), header)
         content["metrics"] = MetricRecord({"samples": 0, "batch": pending.batch, "count": pending.request.count})
-        own.pending = content
+        raise RoundGoesOn(content) from pending
 
 
 def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
@@ -135,9 +175,7 @@ def evaluating(message: Message, context: Context, model: nn.Module, method: Met
     return converted.eval()
 
 
-def answer(
-    app: ClientApp, model: Callable[[], nn.Module], method: Method, batches: Batches, *, task: Task = CLASSIFICATION
-) -> None:
+def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batches: Batches, *, task: Task = CLASSIFICATION) -> None:
     """Let ``app`` answer what the server asks beside training: who it is, and the statistics of its data.
 
     ``model()`` makes your network, unconverted. ``batches(context)``: the training batches.
@@ -195,7 +233,7 @@ def _read(message: Message, converted: nn.Module, method: Method, form: Any) -> 
 
 def _needed(context: Context, key: str) -> Any:
     if key not in context.node_config:
-        raise ValueError(f"this client's node config has no {key!r}: start it with --node-config \"partition-id=0 num-partitions=5\"")
+        raise ValueError(f"this client's node config has no {key!r}: start it with --node-config 'partition-id=0 num-partitions=5'")
     return context.node_config[key]
 
 
@@ -210,5 +248,3 @@ def _folder(context: Context) -> Path | None:
 def _count(loader: Iterable[Any], task: Task) -> int:
     data: Any = getattr(loader, "dataset", None)
     return len(data) if hasattr(data, "__len__") else sum(len(task.read(batch)[1]) for batch in loader)
-
-

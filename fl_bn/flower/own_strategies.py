@@ -19,11 +19,15 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
 from fl_bn.conversion import convert
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.companions import companions
+from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import signature
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.client_app import HELLO as ASK_HELLO
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO, OWN_METRICS
@@ -31,6 +35,7 @@ from fl_bn.flower.population import RunFailed
 from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.methods import METHODS, Method
+from fl_bn.objectives import PLAIN, Objective
 from fl_bn.wire import WireError, reason, shown
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -72,8 +77,9 @@ class OwnAppStrategy(Strategy):
     ``fl_bn.flower.training``.
 
     ``fraction_train``, ``fraction_evaluate`` (0 or 1), ``min_train_nodes`` and ``min_available_nodes`` as in Flower's ``FedAvg``. ``rate``:
-    the learning rate by ``(round, rounds)``, which FBN's tracking follows; your clients learn theirs from ``train_config``. ``observer``
-    gets every round's record.
+    the learning rate by ``(round, rounds)``, which FBN's tracking follows; your clients learn theirs from ``train_config``. ``objective``:
+    the one that your ``training`` names (SCAFFOLD's control variates travel). ``exchange``: how FedTAN's is carried.
+    ``observer`` gets every round's record.
     """
 
     def __init__(
@@ -89,16 +95,20 @@ class OwnAppStrategy(Strategy):
         rate: Callable[[int, int], float] = constant_rate,
         calibrate: int = AS_METHOD,
         unit_scale: bool = True,
+        exchange: ExchangeSettings = ExchangeSettings(),  # noqa: B008 - frozen
         optimizer: ServerOptimizer | None = None,
         defence: Defence = NO_DEFENCE,
+        objective: Objective = PLAIN,
         observer: Callable[[RoundRecord], None] = lambda record: None,
     ) -> None:
         if fraction_evaluate not in (0, 1):
             raise ValueError(f"fraction_evaluate must be 0 or 1: all clients evaluate, or none, but got {fraction_evaluate}")
         self.model, self.method, self.fraction_train, self.evaluates = model, method, fraction_train, bool(fraction_evaluate)
         self.min_train_nodes, self.min_available_nodes, self.seed, self.rate = min_train_nodes, min_available_nodes, seed, rate
-        self.calibrate, self.unit_scale = calibrate, unit_scale
+        self.calibrate, self.unit_scale, self.exchange = calibrate, unit_scale, exchange
         self.optimizer, self.defence, self.observer = optimizer, defence, observer
+        self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
+        check_composition(method, self._settings, robust=defence.active)
         self._rounds: _Rounds | None = None
 
     @property
@@ -150,14 +160,12 @@ class OwnAppStrategy(Strategy):
             rate=self.rate,
             calibrate=self.calibrate,
             unit_scale=self.unit_scale,
+            companions=companions(self._settings),
+            exchange=self.exchange,
         )
-        self._rounds = _Rounds(
-            self.model, self.method, policy, optimizer=self.optimizer, defence=self.defence, observer=self.observer
-        )
+        self._rounds = _Rounds(self.model, self.method, policy, optimizer=self.optimizer, defence=self.defence, observer=self.observer)
         self._rounds.evaluates = self.evaluates
-        return self._rounds.start(
-            grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
-        )
+        return self._rounds.start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
 
 
 def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:

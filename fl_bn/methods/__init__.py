@@ -1,4 +1,11 @@
-"""The methods, one file per paper, and ``METHODS``: the one dict from config name to constructor."""
+"""The methods, one file per paper, and ``METHODS``: the one dict from config name to constructor.
+
+>>> from fl_bn import methods
+>>> methods.hbn(lam=0.05).name
+'hbn'
+>>> methods.METHODS["fixbn"](freeze_after=10).phase(11, 20).value
+'frozen'
+"""
 
 from collections.abc import Callable
 

@@ -1,0 +1,215 @@
+"""One federation through each door: the same network, data, batches and optimiser; the shared tensors after every round."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from fl_bn import Federation, SeededBatches, convert, local_round, server_round, server_state
+from fl_bn.exchange import local
+from fl_bn.exchange.call import Layer
+from fl_bn.exchange.local import LocalExchange, Turns
+from fl_bn.exchange.session import Session
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.companions import companions
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.local import Samples
+from fl_bn.federation.rounds import AS_METHOD
+from fl_bn.federation.server import Server
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.values import NOTHING, Kept, Reply
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
+from fl_bn.methods import Method, Phase, Report
+from fl_bn.objectives import PLAIN, Objective
+from fl_bn.roles import batch_norms
+from tests.in_process import run
+
+Tensors = dict[str, Tensor]
+Rounds = list[Tensors]
+Door = Callable[..., Rounds]
+RATE = 0.1  # the rate that the application and the strategies have by default
+sgd = partial(SGD, lr=RATE, momentum=0.9)
+
+
+def momentum_for(objective: Objective) -> float:
+    """SCAFFOLD's control variates are those of plain SGD."""
+    return 0.0 if objective.travels else 0.9
+
+
+def wide(clients: Sequence[Samples]) -> list[Samples]:
+    """The images as the network takes them, in float64."""
+    like = torch.zeros((), dtype=torch.float64)
+    return [Samples(*client.batch(np.arange(len(client)), like)) for client in clients]
+
+
+def epoch(client: SeededBatches, index: int, round: int) -> Any:
+    return client.epochs(0, index, round, 1)
+
+
+def my_loop(model: nn.Module, batches: Any) -> float:
+    """A training loop as anybody would write it."""
+    optimizer, losses = sgd(model.parameters()), []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return float(np.mean(losses))
+
+
+def corrected_loop(round: Any, batches: Any) -> float:
+    """The same around an objective's ``backward``."""
+    objective = round.settings.objective
+    optimizer, losses = SGD(round.parameters.values(), RATE, momentum_for(objective)), []
+    for x, y in batches:
+        optimizer.zero_grad()
+        losses.append(float(round.backward(lambda x=x, y=y: F.cross_entropy(round.model(x), y), x).detach()))
+        optimizer.step()
+    return float(np.mean(losses))
+
+
+def federation(
+    model: nn.Module,
+    method: Method,
+    clients: Sequence[Samples],
+    rounds: int,
+    size: int,
+    defence: Defence,
+    objective: Objective = PLAIN,
+    passes: bool = False,
+) -> Rounds:
+    """Door 1. ``passes``: with the statistics-only exchanges before round 1, and unit scale."""
+    loaders = [SeededBatches(client.x, client.y, size) for client in clients]
+    optimizer = partial(SGD, lr=RATE, momentum=momentum_for(objective))
+    before = {"calibrate": AS_METHOD if passes else 0, "unit_scale": passes}
+    fed = Federation(model, method, loaders, optimizer=optimizer, defence=defence, objective=objective, progress=False, **before)
+    names = fed.server.shared.tensors()
+    return [{name: fed.model.state_dict()[name] for name in names} for _ in fed.run(rounds)]
+
+
+def own_loop(
+    model: nn.Module, method: Method, clients: Sequence[Samples], rounds: int, size: int, defence: Defence, objective: Objective = PLAIN
+) -> Rounds:
+    """Door 2."""
+    loaders = [SeededBatches(client.x, client.y, size) for client in clients]
+    state, found = server_state(model, method, rounds, clients=len(clients), defence=defence, objective=objective), Rounds()
+    kept: list[Kept] = [NOTHING] * len(clients)
+    for number in range(1, rounds + 1):
+        asked, tokens, session = state.instruction(), dict[int, str](), None
+        if asked.phase is Phase.EXCHANGE:
+            session = session_of(state, len(clients))
+            tokens = local.admit(session)
+
+        def client(i: int, asked: Any = asked, tokens: dict[int, str] = tokens) -> Reply:
+            mine = convert(model, method)
+            connect = partial(LocalExchange, tokens[i]) if tokens else None
+            with local_round(mine, method, asked, kept[i], objective=objective, connect=connect) as round:
+                if method.reports(asked.phase) is Report.PASS:
+                    round.measure(loaders[i])
+                batches = epoch(loaders[i], i, asked.round)
+                loss = my_loop(mine, batches) if objective is PLAIN else corrected_loop(round, batches)
+            reply, kept[i] = round.reply(len(clients[i]), loss, client=i)
+            return reply
+
+        tasks = [partial(client, i) for i in range(len(clients))]
+        replies = Turns(len(tasks)).run(tasks) if tokens else [task() for task in tasks]
+        local.dismiss(tokens)
+        state, record = server_round(state, replies, session)
+        assert record.aggregated
+        assert record.round == number
+        found.append(copy.deepcopy(state.shared.tensors()))
+    return found
+
+
+def session_of(state: Server, clients: int) -> Session:
+    layers = {name: Layer(layer.num_features, torch.float64) for name, layer in batch_norms(state.model).items()}
+    return Session(range(clients), layers)
+
+
+def flower(
+    model: nn.Module,
+    method: Method,
+    clients: Sequence[Samples],
+    rounds: int,
+    size: int,
+    defence: Defence,
+    objective: Objective = PLAIN,
+    carrier: str = "auto",
+    passes: bool = False,
+) -> Rounds:
+    """Door 3: an app of one's own behind the in-process grid."""
+    loaders = [SeededBatches(client.x, client.y, size) for client in clients]
+    app, found = ClientApp(), Rounds()
+    answer(app, lambda: copy.deepcopy(model), method, lambda context: loaders[context.node_config["partition-id"]])
+
+    @app.train(mods=[replayed])
+    def train(message: Message, context: Context) -> Message:
+        i = int(context.node_config["partition-id"])
+        with training(message, context, copy.deepcopy(model), method, loaders[i], objective=objective) as round:
+            batches = epoch(loaders[i], i, round.local.instruction.round)
+            loss = my_loop(round.model, batches) if objective is PLAIN else corrected_loop(round.local, batches)
+        return round.message(len(clients[i]), loss)
+
+    def keep(round: int, arrays: ArrayRecord) -> None:
+        if round:
+            found.append({name: torch.from_numpy(array.numpy().copy()) for name, array in arrays.items()})
+
+    strategy = OwnAppStrategy(
+        model,
+        method,
+        fraction_evaluate=0,
+        calibrate=AS_METHOD if passes else 0,
+        unit_scale=passes,
+        defence=defence,
+        objective=objective,
+        exchange=ExchangeSettings(carrier),
+    )
+    strategy.start(InProcessGrid(app, len(clients), {}), num_rounds=rounds, evaluate_fn=keep)
+    return found
+
+
+def application(
+    model: nn.Module,
+    method: Method,
+    clients: Sequence[Samples],
+    rounds: int,
+    size: int,
+    defence: Defence,
+    objective: Objective = PLAIN,
+    passes: bool = False,
+) -> Rounds:
+    """``BatchNormClient`` and ``BatchNormStrategy``, as ``flwr run .`` has them."""
+    settings = LocalTraining(batch_size=size, epochs=1, momentum=momentum_for(objective), objective=objective)
+    policy = {"companions": companions(settings)} | ({"calibrate": AS_METHOD, "unit_scale": True} if passes else {})
+    ran = run(method, clients, rounds, settings=settings, model=model, defence=defence, policy=policy)
+    return [{name: torch.from_numpy(array.copy()) for name, array in ran.trajectory[n].items()} for n in range(1, rounds + 1)]
+
+
+DOORS: dict[str, Door] = {"federation": federation, "own loop": own_loop, "flower": flower}
+ALL: dict[str, Door] = {"application": application, **DOORS}
+
+
+def through(
+    door: Door, model: nn.Module, method: Method, clients: Sequence[Samples], rounds: int = 2, size: int = 4, **options: Any
+) -> Rounds:
+    """The shared tensors after each round; batches of about ``size``, one epoch per round."""
+    found = door(model, method, clients, rounds, size, options.pop("defence", NO_DEFENCE), **options)
+    assert len(found) == rounds
+    return found
+
+
+def apart(a: Rounds, b: Rounds) -> float:
+    """Largest deviation of a tensor in any round."""
+    assert all(one.keys() == other.keys() for one, other in zip(a, b, strict=True))
+    return max(float((one[k].double() - other[k].double()).abs().max()) for one, other in zip(a, b, strict=True) for k in one)

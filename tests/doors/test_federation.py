@@ -1,0 +1,236 @@
+"""Door 1: any loader, network, task, optimiser and scheduler; what is recorded, saved and said."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from fl_bn import Federation, Regression, SeededBatches, Task, methods
+from fl_bn.federation.defence import Defence
+from fl_bn.federation.federation import Diverged
+from fl_bn.federation.optimizers import server_optimizer
+from fl_bn.objectives import Scaffold
+from tests.doors.doors import ALL, DOORS, apart, through, wide
+from tests.federation import random_samples
+from tests.methods.centralised import rough_network
+
+
+def net(outputs: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, outputs))
+
+
+def made(client: int, n: int = 48) -> tuple[Tensor, Tensor]:
+    """Three classes that a linear map tells apart."""
+    x = torch.randn(n, 6, generator=torch.Generator().manual_seed(client)) + 0.2 * client
+    return x, x[:, :3].argmax(1)
+
+
+CLIENTS = [made(client) for client in range(3)]
+TEST = [made(9, 200)]
+LOADERS = [DataLoader(TensorDataset(*client), batch_size=16, shuffle=True) for client in CLIENTS]
+SEEDED = [SeededBatches(*client, 16) for client in CLIENTS]
+
+
+class Dicts(Dataset[dict[str, Tensor]]):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"left": self.x[index, :3], "right": self.x[index, 3:], "label": self.y[index]}
+
+
+class TwoInputs(nn.Module):
+    """Takes keyword arguments, and returns what ``shape`` says."""
+
+    def __init__(self, shape: type) -> None:
+        super().__init__()
+        self.net, self.shape = net(), shape
+
+    def forward(self, left: Tensor, right: Tensor) -> object:
+        logits = self.net(torch.cat([left, right], 1))
+        return {"logits": logits, "features": left} if self.shape is dict else (logits, left)
+
+
+@pytest.mark.parametrize("shape", [dict, tuple])
+@pytest.mark.parametrize("method", ["fixbn", "hbn", "fbn", "fedtan", "fedbn"])
+def test_loaders_of_dicts_and_networks_of_several_outputs(method: str, shape: type) -> None:
+    loaders = [DataLoader(Dicts(*client), batch_size=16, shuffle=True) for client in CLIENTS]
+    fed = Federation(TwoInputs(shape), methods.METHODS[method](), loaders, test=DataLoader(Dicts(*TEST[0]), batch_size=64), progress=False)
+    records = list(fed.run(4))
+    assert records[-1].evaluation["loss"] < records[0].evaluation["loss"]
+    assert all(record.aggregated for record in records)
+
+
+@pytest.mark.parametrize("batches", [LOADERS, [[client] for client in CLIENTS], SEEDED], ids=["loader", "list", "seeded"])
+def test_adamw_with_a_scheduler(batches: list) -> None:
+    fed = Federation(
+        net(),
+        methods.fixbn(),
+        batches,
+        test=TEST,
+        optimizer=partial(AdamW, lr=0.01),
+        scheduler=partial(CosineAnnealingLR, T_max=6),
+        schedule=lambda round, rounds: 1 - (round - 1) / rounds,
+        local_epochs=2,
+        progress=False,
+    )
+    first, *_, last = fed.run(6)
+    assert last.evaluation["loss"] < first.evaluation["loss"]
+    assert [round(record.learning_rate, 6) for record in fed.history] == [round(0.01 * (1 - n / 6), 6) for n in range(6)]
+
+
+class Grades(Task):
+    """Labels are grades, the network has one output."""
+
+    name, metric, higher_is_better = "grades", "mae", False
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return F.smooth_l1_loss(output.squeeze(1), targets.float())
+
+    def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor | float]:
+        return {"error": (output.squeeze(1) - targets).abs().sum(), "samples": len(targets)}
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"mae": float(sums["error"] / sums["samples"])}
+
+
+@pytest.mark.parametrize("task", [Grades(), Regression()])
+def test_a_task_of_one_s_own(task: Task) -> None:
+    loaders, test = LOADERS, TEST
+    if isinstance(task, Regression):
+        loaders, test = [[(x, x[:, :1])] for x, _ in CLIENTS], [(TEST[0][0], TEST[0][0][:, :1])]
+    fed = Federation(net(1), methods.fbn(), loaders, task=task, test=test, local_epochs=3, progress=False)
+    first, *_, last = fed.run(10)
+    assert last.evaluation["loss"] < first.evaluation["loss"]
+    assert task.metric in last.evaluation
+
+
+@pytest.mark.parametrize(("terminal", "wanted"), [(True, True), (False, True), (True, False)])
+def test_a_progress_bar_on_a_terminal_alone(terminal: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+    monkeypatch.setattr(said, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", said)
+    list(Federation(net(), methods.fixbn(), SEEDED, test=TEST, progress=wanted).run(2))
+    assert ("2/2" in said.getvalue()) == (terminal and wanted)
+
+
+def test_history_has_every_round() -> None:
+    fed = Federation(net(), methods.fixbn(), SEEDED, test=TEST, evaluate_every=2, fraction=0.67, progress=False)
+    seen = list(fed.run(3))
+    assert fed.history == seen
+    assert [record.round for record in seen] == [1, 2, 3]
+    assert [bool(record.evaluation) for record in seen] == [False, True, True]
+    assert [len(record.clients) for record in seen] == [2, 2, 2]
+    assert [record.phase for record in seen] == ["train", "frozen", "frozen"]
+    assert all(client.samples == 48 and client.steps == 3 for record in seen for client in record.clients)
+
+
+@pytest.mark.parametrize("method", ["fixbn", "fbn", "hbn", "fedtan"])
+def test_what_is_saved_loads_into_the_unconverted_network(method: str, tmp_path: Path) -> None:
+    fed = Federation(net(), methods.METHODS[method](), SEEDED, test=TEST, progress=False)
+    list(fed.run(4))
+    fed.save(tmp_path / "model.safetensors")
+    plain = net()
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    state = fed.model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in load_file(tmp_path / "model.safetensors").items())
+    if method != "hbn":  # whose own layers mix
+        x, _ = TEST[0]
+        assert torch.allclose(plain.eval()(x), fed.model(x), atol=1e-6)
+
+
+def test_fedbn_s_clients_have_networks_of_their_own() -> None:
+    fed = Federation(net(), methods.fedbn(), SEEDED, test=TEST, progress=False)
+    list(fed.run(2))
+    first, second = (fed.client_model(client).state_dict() for client in range(2))
+    assert torch.equal(first["0.weight"], second["0.weight"])
+    assert not torch.equal(first["1.running_mean"], second["1.running_mean"])
+
+
+def test_a_client_starts_with_layers_of_its_own_not_with_its_neighbour_s() -> None:
+    """FedBN, round 1: client 1 alone, and client 1 after client 0, train the same."""
+    both = Federation(net(), methods.fedbn(), SEEDED, progress=False)
+    other = Federation(net(), methods.fedbn(), [SeededBatches(*made(7), 16), SEEDED[1]], progress=False)
+    list(both.run(1)), list(other.run(1))
+    ours, theirs = both.client_model(1).state_dict(), other.client_model(1).state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours if name.startswith("1."))
+    assert not torch.equal(both.client_model(0).state_dict()["1.running_mean"], other.client_model(0).state_dict()["1.running_mean"])
+
+
+@pytest.mark.parametrize("method", ["fixbn", "fbn"])
+def test_a_federation_that_diverges_says_why(method: str) -> None:
+    fed = Federation(net(), methods.METHODS[method](), SEEDED, optimizer=partial(SGD, lr=1e30), progress=False)
+    with pytest.raises(Diverged, match=r"3 rounds in a row .* The first reason: \w"):
+        list(fed.run(10))
+    assert [record.aggregated for record in fed.history[-3:]] == [False] * 3
+    assert len(fed.history) < 10
+
+
+def test_seeded_batches_repeat_bit_for_bit() -> None:
+    ends = []
+    for seed, drawn in ((0, 1), (0, 2), (1, 1)):
+        torch.manual_seed(drawn)  # whatever else draws random numbers
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
+        model.load_state_dict(dict(zip(model.state_dict(), net().state_dict().values(), strict=True)))
+        fed = Federation(model, methods.hbn(), SEEDED, test=TEST, local_epochs=2, fraction=0.67, seed=seed, progress=False)
+        list(fed.run(3))
+        ends.append(fed.model.state_dict())
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert not torch.equal(ends[0]["0.weight"], ends[2]["0.weight"])
+
+
+@pytest.mark.parametrize("method", ["fixbn", "fedbn", "fbn", "fedtan", "gn"])
+def test_the_same_bits_as_the_application(method: str) -> None:
+    """The same batches, settings and seed. HBN's pass sums its batches in another order, so it is equal to rounding alone (test_parity)."""
+    clients = wide([random_samples(n, seed=i) for i, n in enumerate((8, 13, 7))])
+    model, method_here = rough_network("cnn"), methods.METHODS[method]()
+    want = through(ALL["application"], model, method_here, clients, 3)
+    assert apart(through(DOORS["federation"], model, method_here, clients, 3), want) == 0
+
+
+def test_server_optimizer_and_defence_are_used() -> None:
+    ends = {}
+    for name, options in {
+        "plain": {},
+        "adam": {"server_optimizer": server_optimizer("fedadam", learning_rate=0.01)},
+        "median": {"defence": Defence(1, "median", "median")},
+    }.items():
+        fed = Federation(net(), methods.fbn(), SEEDED, progress=False, **options)
+        list(fed.run(2))
+        ends[name] = fed.model.state_dict()["0.weight"]
+    assert not torch.equal(ends["plain"], ends["adam"])
+    assert not torch.equal(ends["plain"], ends["median"])
+
+
+def test_what_does_not_go_together_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="take another objective"):
+        Federation(net(), methods.fedtan(), SEEDED, objective=Scaffold())
+    with pytest.raises(ValueError, match="no robust rule guards them"):
+        Federation(net(), methods.fbn(), SEEDED, objective=Scaffold(), defence=Defence(1, "median", "median"))
+    with pytest.raises(ValueError, match="plain SGD stepped along: take torch.optim.SGD without momentum"):
+        Federation(net(), methods.fbn(), SEEDED, objective=Scaffold(), optimizer=partial(AdamW, lr=0.1))
+    with pytest.raises(ValueError, match="a federation needs clients"):
+        Federation(net(), methods.fbn(), [])
+
+
+def test_the_network_given_is_not_changed() -> None:
+    model = net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    list(Federation(model, methods.fbn(), SEEDED, progress=False).run(1))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

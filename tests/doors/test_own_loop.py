@@ -1,0 +1,285 @@
+"""Door 2: what a loop of one's own may do inside ``local_round``, and what is refused, with the reason."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_bn import convert, local_round, methods, server_round, server_state
+from fl_bn.exchange import local
+from fl_bn.exchange.local import LocalExchange, Turns
+from fl_bn.federation.client import LocalRound
+from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
+from fl_bn.methods import Method
+from fl_bn.moments import channel_moments
+from fl_bn.objectives import FedProx, FedSAM, Objective, Scaffold
+from tests.doors.doors import ALL, DOORS, apart, session_of, through, wide
+from tests.federation import random_samples
+from tests.methods.centralised import rough_network
+
+CLIENTS = wide([random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate((8, 9, 7))])
+FBN = methods.fbn()
+
+
+def started(method: Method = FBN, objective: Objective | None = None) -> tuple[nn.Module, Instruction]:
+    net = rough_network("plain")
+    options = {} if objective is None else {"objective": objective}
+    return convert(net, method), server_state(net, method, rounds=3, clients=3, **options).instruction()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def accumulated(round: LocalRound, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, size: int, steps: int) -> None:
+    """Each of ``steps`` steps on all of x, in micro-batches."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for part, label in zip(x.split(size), y.split(size), strict=True):
+            (F.cross_entropy(round.model(part), label) * len(part) / len(x)).backward()
+        optimizer.step()
+
+
+def test_gradient_accumulation_counts_optimiser_steps_and_reports_all_of_the_first() -> None:
+    """FBN reports the moments of what the shared weights have seen: all micro-batches before the first step, and none after it."""
+    model, asked = started()
+    x, y = CLIENTS[0].x, CLIENTS[0].y
+    with local_round(model, FBN, asked) as round:
+        accumulated(round, sgd(model), x, y, 2, steps=3)
+    assert (round.steps, round.batch) == (3, 8)
+    reply, _ = round.reply(8)
+    assert reply.steps == 3
+    with torch.no_grad():
+        mean, var = channel_moments(convert(rough_network("plain"), FBN)[0](x))
+    first = {name.removeprefix("1."): t for name, t in reply.sections["moments"].items() if name.startswith("1.")}
+    assert int(first["count"]) == 8 * 64
+    assert float((first["mean"] - mean).abs().max()) < 1e-12
+    assert float((first["var"] - var).abs().max()) < 1e-12
+    with torch.no_grad():  # control: the last micro-batch alone
+        mean, _ = channel_moments(convert(rough_network("plain"), FBN)[0](x[-2:]))
+    assert not float((first["mean"] - mean).abs().max()) < 1e-3
+
+
+def test_accumulation_makes_the_step_of_the_whole_batch() -> None:
+    """FBN normalises with constants, so micro-batches change nothing; BatchNorm's own do."""
+    x, y, ends = CLIENTS[0].x, CLIENTS[0].y, {}
+    for method in (FBN, methods.fixbn()):
+        for size in (2, 8):
+            model, asked = started(method)
+            with local_round(model, method, asked) as round:
+                accumulated(round, sgd(model), x, y, size, steps=2)
+            ends[method.name, size] = round.reply(8)[0].sections["weights"]
+    assert apart([ends["fbn", 2]], [ends["fbn", 8]]) < 1e-12
+    assert not apart([ends["fixbn", 2]], [ends["fixbn", 8]]) < 1e-6
+
+
+def with_exchange(loop: Any) -> None:
+    """Three FedTAN clients in turns, each in ``loop(round, x, y)``."""
+    method = methods.fedtan()
+    state = server_state(rough_network("plain"), method, rounds=1, clients=3)
+    tokens = local.admit(session_of(state, 3))
+
+    def client(i: int) -> None:
+        model = convert(rough_network("plain"), method)
+        with local_round(model, method, state.instruction(), connect=lambda batch: LocalExchange(tokens[i], batch)) as round:
+            loop(round, CLIENTS[i].x, CLIENTS[i].y)
+
+    try:
+        Turns(3).run([lambda i=i: client(i) for i in range(3)])
+    finally:
+        local.dismiss(tokens)
+
+
+def test_fedtan_refuses_accumulation() -> None:
+    with pytest.raises(ValueError, match="call the optimiser after the first batch, without gradient accumulation"):
+        with_exchange(lambda round, x, y: accumulated(round, sgd(round.model), x, y, 4, steps=1))
+    with_exchange(lambda round, x, y: accumulated(round, sgd(round.model), x, y, 16, steps=1))  # control: one batch
+
+
+def test_fedtan_without_its_exchange_is_refused() -> None:
+    model, asked = started(methods.fedtan())
+    with pytest.raises(ValueError, match="phase exchange needs one"), local_round(model, methods.fedtan(), asked):
+        pass
+
+
+def test_an_objective_needs_its_backward() -> None:
+    model, asked = started()
+    x, y = CLIENTS[0].x, CLIENTS[0].y
+    with local_round(model, FBN, asked, objective=FedProx(0.1)):
+        F.cross_entropy(model(x), y).backward()
+        optimizer = sgd(model)
+        with pytest.raises(ValueError, match="fedprox makes the gradients: call round.backward"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("objective", [FedProx(0.1), FedSAM(0.05), Scaffold()])
+def test_an_objective_corrects_whole_steps(objective: Objective) -> None:
+    """Its term would be added once per micro-batch."""
+    model, asked = started(objective=objective)
+    x, y = CLIENTS[0].x, CLIENTS[0].y
+    with local_round(model, FBN, asked, objective=objective) as round:
+        round.backward(lambda: F.cross_entropy(model(x), y) / 2, x)
+        with pytest.raises(ValueError, match="corrects the gradient of a whole step"):
+            round.backward(lambda: F.cross_entropy(model(x), y) / 2, x)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("objective", [FedProx(0.5), Scaffold(), FedSAM(0.05)], ids=lambda objective: objective.name)
+def test_objectives_equal_the_application_s_bit_for_bit(objective: Objective, door: str) -> None:
+    found = through(DOORS[door], rough_network("plain"), methods.fixbn(), CLIENTS, 3, objective=objective)
+    want = through(ALL["application"], rough_network("plain"), methods.fixbn(), CLIENTS, 3, objective=objective)
+    assert apart(found, want) == 0
+    assert apart(found, through(ALL["application"], rough_network("plain"), methods.fixbn(), CLIENTS, 3)) > 1e-6  # control
+
+
+def test_scaffold_takes_the_rate_of_the_optimiser_that_stepped() -> None:
+    """Not the one that the server believes: a client's control variate is its mean gradient."""
+    model, asked = started(objective=Scaffold())
+    x, y = CLIENTS[0].x, CLIENTS[0].y
+    before = copy.deepcopy(model)
+    with local_round(model, FBN, asked, objective=Scaffold()) as round:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.003)
+        round.backward(lambda: F.cross_entropy(model(x), y), x)
+        optimizer.step()
+    reply, _ = round.reply(8)
+    F.cross_entropy(before.train()(x), y).backward()
+    want = {name: p.grad for name, p in before.named_parameters()}
+    assert asked.learning_rate != 0.003
+    assert apart([reply.sections["control"]], [want]) < 1e-12
+
+
+def test_scaffold_takes_plain_sgd_alone() -> None:
+    model, asked = started(objective=Scaffold())
+    x, y = CLIENTS[0].x, CLIENTS[0].y
+    with local_round(model, FBN, asked, objective=Scaffold()) as round:
+        optimizer = torch.optim.AdamW(model.parameters())
+        round.backward(lambda: F.cross_entropy(model(x), y), x)
+        with pytest.raises(ValueError, match="plain SGD stepped along: take torch.optim.SGD without momentum"):
+            optimizer.step()
+
+
+def test_hbn_without_its_pass_is_refused() -> None:
+    model, asked = started(methods.hbn())
+    with local_round(model, methods.hbn(), asked) as round:
+        accumulated(round, sgd(model), CLIENTS[0].x, CLIENTS[0].y, 8, 1)
+    with pytest.raises(ValueError, match=r"call round.measure\(batches\) first"):
+        round.reply(8)
+    with pytest.raises(ValueError, match="measure before the first step"):
+        round.measure([(CLIENTS[0].x, CLIENTS[0].y)])
+
+
+def test_another_method_s_model_is_refused() -> None:
+    _, asked = started()
+    model = convert(rough_network("plain"), methods.hbn())
+    with pytest.raises(ValueError, match="converted for the same method"), local_round(model, methods.hbn(), asked):
+        pass
+
+
+def test_frozen_parameters_stay_though_the_optimiser_has_all() -> None:
+    method = methods.fixbn(freeze_after=0, freeze_what="affine")
+    model, asked = started(method)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with local_round(model, method, asked) as round:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+        accumulated(round, optimizer, CLIENTS[0].x, CLIENTS[0].y, 8, 2)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"0.weight", "4.weight", "9.weight", "9.bias"}
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_evaluation_between_epochs_is_no_training() -> None:
+    model, asked = started(methods.fixbn())
+    x, y = CLIENTS[0].x, CLIENTS[0].y
+    with local_round(model, methods.fixbn(), asked) as round:
+        accumulated(round, sgd(model), x, y, 8, 1)
+        model.eval()
+        model(x)
+        model.train()
+    assert (round.steps, round.batch) == (1, 8)
+
+
+def replies_of(state: Any, kept: list[Kept]) -> list[Reply]:
+    replies = []
+    for i, client in enumerate(CLIENTS):
+        model = convert(rough_network("plain"), FBN)
+        with local_round(model, FBN, state.instruction(), kept[i]) as round:
+            accumulated(round, sgd(model), client.x, client.y, 16, 1)
+        reply, kept[i] = round.reply(len(client), client=i)
+        replies.append(reply)
+    return replies
+
+
+def test_a_refused_reply_is_named_and_the_state_before_is_untouched() -> None:
+    state = server_state(rough_network("plain"), FBN, rounds=3, clients=3)
+    replies = replies_of(state, [NOTHING] * 3)
+    replies[1].sections["weights"]["9.bias"] = torch.full((4,), float("nan"), dtype=torch.float64)
+    before, first = copy.deepcopy(state.shared.tensors()), state.round
+    after, record = server_round(state, replies)
+    (refused,) = [client for client in record.clients if client.refused]
+    assert refused.client == 1
+    assert "weights/9.bias" in refused.refused
+    assert apart([state.shared.tensors()], [before]) == 0
+    assert (state.round, after.round) == (first, first + 1)
+    assert apart([after.shared.tensors()], [before]) > 1e-6
+    again, _ = server_round(state, replies)  # a pure function
+    assert apart([again.shared.tensors()], [after.shared.tensors()]) == 0
+
+
+def test_a_round_of_too_few_changes_nothing_and_says_so() -> None:
+    state = server_state(rough_network("plain"), FBN, rounds=3, clients=3)
+    replies = replies_of(state, [NOTHING] * 3)
+    for reply in replies[:2]:
+        reply.sections["weights"]["9.bias"] = torch.zeros(3, dtype=torch.float64)
+    after, record = server_round(state, replies)
+    assert not record.aggregated
+    assert sum(bool(client.refused) for client in record.clients) == 2
+    assert apart([after.shared.tensors()], [state.shared.tensors()]) == 0
+
+
+@pytest.mark.parametrize(("batches", "accepted"), [((4, 5, 4), True), ((4, 6, 4), False)])
+def test_a_loop_may_end_between_two_steps(batches: tuple[int, ...], accepted: bool) -> None:
+    """Micro-batches without variance, two to a step: the running variance falls with each, and one of them may be left over."""
+    net, method = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), methods.fixbn()
+    state, replies = server_state(net, method, rounds=2, clients=3), []
+    for i, number in enumerate(batches):
+        model = convert(net, method)
+        with local_round(model, method, state.instruction()) as round:
+            optimizer = sgd(model)
+            for batch in range(number):
+                model(torch.zeros(4, 2)).square().mean().backward()
+                if batch in (1, 3):
+                    optimizer.step()
+        replies.append(round.reply(8, client=i)[0])
+    _, record = server_round(state, replies)
+    assert [client.client for client in record.clients if client.refused] == ([] if accepted else [1])
+
+
+def test_clients_need_numbers() -> None:
+    state = server_state(rough_network("plain"), FBN, rounds=1, clients=3)
+    replies = [reply for reply in replies_of(state, [NOTHING] * 3) if reply.client == 0]
+    with pytest.raises(ValueError, match=r"several replies are of client 0: number the clients"):
+        server_round(state, replies * 2)
+
+
+def test_mixed_precision_and_a_scaler_leave_float32() -> None:
+    net = rough_network("plain", dtype=torch.float32)
+    state, model = server_state(net, FBN, rounds=1), convert(net, FBN)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", enabled=False)
+    x, y = CLIENTS[0].x.float(), CLIENTS[0].y
+    with local_round(model, FBN, state.instruction()) as round:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    reply, _ = round.reply(8)
+    assert reply.steps == 3
+    assert {t.dtype for section in reply.sections.values() for t in section.values()} <= {torch.float32, torch.float64, torch.int64}
+    assert server_round(state, [reply])[1].aggregated
