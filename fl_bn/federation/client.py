@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fl_bn.exchange.call import Exchange
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, running_statistics
-from fl_bn.federation.companions import Companion
-from fl_bn.federation.companions import companions as companions_of
+from fl_bn.federation.auxiliary import Auxiliary
+from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, to_kept
 from fl_bn.federation.payload import Named, Sections, encode_moments, signature, to_numpy
@@ -87,8 +87,8 @@ class LocalRound:
         return trainable(self.model, self.method, self.phase)
 
     @property
-    def companions(self) -> tuple[Companion, ...]:
-        return companions_of(self.settings) if self.trains else ()
+    def auxiliary(self) -> tuple[Auxiliary, ...]:
+        return auxiliary_of(self.settings) if self.trains else ()
 
     def _load(self) -> None:
         instruction, model = self.instruction, self.model
@@ -97,9 +97,9 @@ class LocalRound:
                 f"the server's model has signature {instruction.signature}, but this one {mine}: give the same network, converted for the "
                 f"same method: convert(model, method), here {self.method.name}"
             )
-        expected = schema.instruction(model, self.method, self.companions)
+        expected = schema.instruction(model, self.method, self.auxiliary)
         expected.check({section: to_numpy(tensors) for section, tensors in instruction.sections.items()})
-        beside = {companion.section for companion in self.companions}
+        beside = {extra.section for extra in self.auxiliary}
         tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
         model.load_state_dict(tensors | self.kept.get("local"), strict=False)
         self._before = running_statistics(model)
@@ -265,7 +265,7 @@ class LocalRound:
     def _sections(self, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
         """Of what travels beside the weights, what this round did not train goes back as it came, and a control variate unchanged."""
         state, settings = self.model.state_dict(), self.settings
-        expected = schema.reply(self.model, self.method, self.phase, settings.update, self.companions).sections
+        expected = schema.reply(self.model, self.method, self.phase, settings.update, self.auxiliary).sections
         sources: dict[str, Named] = {"weights": state, "statistics": state, "gradients": gradients}
         if settings.objective.travels:
             sources[CONTROL] = {n: torch.zeros_like(state[n]) for n in expected[CONTROL]} | dict(finish.sent)

@@ -24,8 +24,8 @@ from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound, check_optimizer
-from fl_bn.federation.companions import companions
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.local import Samples, torch_seed
@@ -109,7 +109,7 @@ class Federation:
             calibrate=calibrate,
             unit_scale=unit_scale,
             rate=constant_rate if self._rate is None else lambda round, rounds: (self._rate or 1.0) * schedule(round, rounds),
-            companions=companions(self._settings),
+            auxiliary=auxiliary(self._settings),
         )
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
         self.history: list[RoundRecord] = []

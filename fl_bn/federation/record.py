@@ -32,7 +32,7 @@ class ClientRecord:
 
 
 @dataclass(frozen=True)
-class Departure:
+class Disclosure:
     """What left one client in one message (FedTAN's exchange: in one round): ``tensors`` of a ``section``, ``nbytes`` of arrays alone.
 
     ``what`` it is, in words. ``samples``: different ones that one statistic in it summarises, 0 if it holds none; ``values``: activations
@@ -52,7 +52,7 @@ class Departure:
 class RoundRecord:
     """One training round.
 
-    ``carrier``: of its layer-wise exchanges, if any. ``departures``: what left the clients, statistics-only exchanges
+    ``carrier``: of its layer-wise exchanges, if any. ``disclosures``: what left the clients, statistics-only exchanges
     included. ``evaluation``: metrics by name, empty where none was made; ``seconds`` of wall clock.
     """
 
@@ -71,7 +71,7 @@ class RoundRecord:
     seconds: float = 0.0
     evaluation: dict[str, float] = field(default_factory=dict)
     client_evaluation: dict[int, dict[str, float]] = field(default_factory=dict)
-    departures: list[Departure] = field(default_factory=list)
+    disclosures: list[Disclosure] = field(default_factory=list)
 
     @property
     def accepted(self) -> list[ClientRecord]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.companions import Companion
+from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.settings import UPDATES
 from fl_bn.names import check_name
 
@@ -33,7 +33,7 @@ class Rounds:
     nothing moves; -2: so where the method wants it). ``unit_scale``: after them, where training normalises with shared statistics from its
     first batch on, weights are rescaled (``training.unit_scale``). ``max_steps``: local steps that the server asks for, so that nobody may
     claim more; 0: unknown.
-    ``companions``: what travels beside the weights (``training.companions.companions`` of the clients' settings).
+    ``auxiliary``: what travels beside the weights (``training.auxiliary.auxiliary`` of the clients' settings).
     ``unseen``: after the last round clients are asked what they keep of BatchNorm, for the average that unseen clients get.
     ``at_start``: so many clients suffice for the run to start, 0: all; the others take part from the round before which they came.
     ``joining``: client by client the first round in which it may take part, where that is not 1.
@@ -59,7 +59,7 @@ class Rounds:
     at_clients: bool = False
     retry: float = 0.0
     checkpoint_every: int = 0
-    companions: tuple[Companion, ...] = ()
+    auxiliary: tuple[Auxiliary, ...] = ()
     unseen: bool = False
     at_start: int = 0
     joining: Mapping[int, int] = field(default_factory=dict)

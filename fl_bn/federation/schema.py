@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fl_bn.exchange.session import LARGEST_COUNT
-from fl_bn.federation.companions import Companion, accompanied
+from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
 from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.methods import MOMENTS, Method, Phase, Report
 from fl_bn.moments import bounds
@@ -75,12 +75,12 @@ KEPT = "kept"  # section, and query, of layers that stay at home
 WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.BUFFER)
 
 
-def instruction(model: nn.Module, method: Method, companions: Sequence[Companion] = ()) -> Schema:
+def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """What goes down: weights, the shared statistics unless they stay home, and what accompanies the weights when clients train."""
-    return Schema(_shared(model, method, True, _spec) | _accompanying(model, method, companions))
+    return Schema(_shared(model, method, True, _spec) | _auxiliary(model, method, auxiliary))
 
 
-def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights", companions: Sequence[Companion] = ()) -> Schema:
+def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """What comes up in ``phase``: weights or gradients, what accompanies them, and what the method reports of its statistics."""
     report = method.reports(phase)
     sections: dict[str, dict[str, Spec]] = {}
@@ -89,7 +89,7 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
         if update == "gradients":
             learnable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
             sections["gradients"] = {name: spec for name, spec in sections.pop("weights").items() if name in learnable}
-        sections |= _accompanying(model, method, companions)
+        sections |= _auxiliary(model, method, auxiliary)
     if report in MOMENTS:
         sections["moments"] = {}
         for layer, module in batch_norms(model).items():
@@ -128,9 +128,9 @@ def _shared(model: nn.Module, method: Method, statistics: bool, of: Callable[[st
     return sections
 
 
-def _accompanying(model: nn.Module, method: Method, companions: Sequence[Companion]) -> dict[str, dict[str, Spec]]:
-    like = accompanied(model, method) if companions else {}
-    return {c.section: {k: Spec(tuple(c.like(p).shape), _dtype(p), c.at_least) for k, p in like.items()} for c in companions}
+def _auxiliary(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary]) -> dict[str, dict[str, Spec]]:
+    like = has_auxiliary(model, method) if auxiliary else {}
+    return {c.section: {k: Spec(tuple(c.like(p).shape), _dtype(p), c.at_least) for k, p in like.items()} for c in auxiliary}
 
 
 def _dtype(tensor: torch.Tensor) -> str:

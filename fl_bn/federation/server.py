@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
-from fl_bn.federation.companions import companions
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
@@ -71,7 +71,7 @@ class Server:
     ) -> None:
         check_weights(method, policy.client_weights)
         self.source, self.method, self.policy, self.rounds, self.defence = model, method, policy, rounds, defence
-        self.shared = SharedModel(model, method, policy.companions, policy.clients)
+        self.shared = SharedModel(model, method, policy.auxiliary, policy.clients)
         self.optimizer = optimizer or server_optimizer("fedavg")
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
@@ -95,7 +95,7 @@ class Server:
 
     def expected(self, phase: Phase) -> schema.Schema:
         """What a client's reply holds in ``phase``."""
-        return schema.reply(self.model, self.method, phase, self.policy.update, self.policy.companions)
+        return schema.reply(self.model, self.method, phase, self.policy.update, self.policy.auxiliary)
 
     def checked(self, replies: Sequence[Reply], phase: Phase | None = None) -> Arrived:
         """``replies`` in this process to the round that is under way: those that hold what was asked for, and why not the others."""
@@ -285,7 +285,7 @@ def server_state(
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)
-    policy = Rounds(clients=clients, rate=rate, companions=companions(settings))
+    policy = Rounds(clients=clients, rate=rate, auxiliary=auxiliary(settings))
     return Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
 
 

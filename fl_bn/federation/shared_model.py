@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fl_bn.conversion import convert
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import average, combine, pseudo_gradient, running_statistics
-from fl_bn.federation.companions import Companion, accompanied
+from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
 from fl_bn.federation.defence import Defence, undercut
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import Named, Sections, decode_moments, signature, tensor_name
@@ -57,16 +57,16 @@ class SharedModel:
     ``clients``: in the population.
     """
 
-    def __init__(self, model: nn.Module, method: Method, companions: Sequence[Companion] = (), clients: int = 1) -> None:
-        self.method, self._companions, self._clients = method, companions, clients
+    def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
+        self.method, self._auxiliary_kinds, self._clients = method, auxiliary, clients
         self._source, self.model = model, convert(model, method).cpu()
         self.signature = signature(self.model, method)
         self._expected = schema.instruction(self.model, method)
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         self._shares_statistics = method.shares(Role.STATISTIC)
-        like = accompanied(self.model, method)
-        self.companions = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in companions}
+        like = has_auxiliary(self.model, method)
+        self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
         """What goes down to be measured or evaluated: weights, and statistics unless they stay home."""
@@ -82,15 +82,15 @@ class SharedModel:
         sections, state = self.sections(), self.model.state_dict()
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
-        sections |= {section: dict(tensors) for section, tensors in self.companions.items()}
+        sections |= {section: dict(tensors) for section, tensors in self.auxiliary.items()}
         return Instruction(round, phase, sections, learning_rate, signature=self.signature)
 
-    def _accompanied(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
+    def _auxiliary(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
         """What came beside the weights, combined."""
         new = {}
-        for companion in self._companions:
-            came = [part.sections[companion.section] for part in parts]
-            new[companion.section] = companion.combine(self.companions[companion.section], came, weights, self._clients)
+        for extra in self._auxiliary_kinds:
+            came = [part.sections[extra.section] for part in parts]
+            new[extra.section] = extra.combine(self.auxiliary[extra.section], came, weights, self._clients)
         return new
 
     def tensors(self) -> dict[str, Tensor]:
@@ -112,20 +112,20 @@ class SharedModel:
         eps = epsilons(self.model)
         self.model.load_state_dict(rescaled(self.model.state_dict(), self.statistics(), eps, made), strict=False)
 
-    def restore(self, tensors: Mapping[str, Tensor], companions: Mapping[str, Tensor]) -> None:
-        """``companions``: by ``section/name``. Raises ValueError where they are not exactly what is shared, by name, shape and dtype."""
-        mine = self.tensors() | self.accompanying()
-        came = {**tensors, **companions}
+    def restore(self, tensors: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
+        """``auxiliary``: by ``section/name``. Raises ValueError where they are not exactly what is shared, by name, shape and dtype."""
+        mine = self.tensors() | self.auxiliary_tensors()
+        came = {**tensors, **auxiliary}
         for name in mine.keys() | came.keys():
             ours, theirs = (f"{tuple(t[name].shape)} {t[name].dtype}" if name in t else "nothing" for t in (mine, came))
             if ours != theirs:
                 raise ValueError(f"{name}: the run shares {ours}, but the checkpoint has {theirs}")
         self.model.load_state_dict(tensors, strict=False)
-        self.companions = {k: {name: companions[f"{k}/{name}"] for name in section} for k, section in self.companions.items()}
+        self.auxiliary = {k: {name: auxiliary[f"{k}/{name}"] for name in section} for k, section in self.auxiliary.items()}
 
-    def accompanying(self) -> dict[str, Tensor]:
+    def auxiliary_tensors(self) -> dict[str, Tensor]:
         """What accompanies the weights, by ``section/name``."""
-        return {f"{k}/{name}": tensor for k, section in self.companions.items() for name, tensor in section.items()}
+        return {f"{k}/{name}": tensor for k, section in self.auxiliary.items() for name, tensor in section.items()}
 
     def statistics(self) -> dict[str, Running]:
         """Shared running statistics by layer; empty where they stay home."""
@@ -162,16 +162,16 @@ class SharedModel:
         before, state = optimizer.buffers(), self.model.state_dict()
         try:
             new, distances = self._stepped(parts, weights, optimizer, rate, defence)
-            companions = self._accompanied(parts, weights)
+            auxiliary = self._auxiliary(parts, weights)
             ahead = optimizer.lookahead({name: new.get(name, state[name]) for name in self._learnable})
-            for name, tensor in [*ahead.items(), *((f"{k}/{n}", t) for k, section in companions.items() for n, t in section.items())]:
+            for name, tensor in [*ahead.items(), *((f"{k}/{n}", t) for k, section in auxiliary.items() for n, t in section.items())]:
                 if not _fits(tensor, state[name].dtype if name in state else tensor.dtype):
                     raise NotFinite(name)
             self._load_all(new | _named(statistics))
         except NotFinite:
             optimizer.restore(before)
             raise
-        self.companions |= companions
+        self.auxiliary |= auxiliary
         return distances
 
     def _stepped(

@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_bn.data.augment import Augment, augmenter
 from fl_bn.data.batches import check_size, draw_batches
 from fl_bn.federation import schema
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.clipping import clip, norm_in_round
-from fl_bn.federation.companions import companions
 from fl_bn.federation.local import Samples, statistics_pass, torch_seed
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.unrecorded import Draws, unrecorded
@@ -153,7 +153,7 @@ def alone(
     connect: Connect | None = None,
 ) -> LocalRound:
     """A round of ``model`` by itself, from the tensors that it has."""
-    state, expected = model.state_dict(), schema.instruction(model, method, companions(settings)).sections
+    state, expected = model.state_dict(), schema.instruction(model, method, auxiliary(settings)).sections
     sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
     return LocalRound(model, method, Instruction(0, phase, sections, learning_rate), kept, settings, connect)
 

@@ -22,8 +22,8 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.client_app import RENDEZVOUS
 from fl_bn.flower.codec import header_of
 from fl_bn.flower.log import log
+from fl_bn.flower.messaging import copy_of
 from fl_bn.flower.population import Client, RunFailed
-from fl_bn.flower.posting import copy_of
 from fl_bn.flower.transcript import attach, read_request
 from fl_bn.wire import WireError, reason
 

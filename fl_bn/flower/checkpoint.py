@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_bn import durable
-from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.run_id import RunId
 
 FORMAT = "fl-bn checkpoint/1"
 
@@ -22,7 +22,7 @@ FORMAT = "fl-bn checkpoint/1"
 class Checkpoint:
     """The state after ``round``.
 
-    ``arrays``: everything shared, by state_dict name; ``optimizer``: the server optimiser's buffers; ``companions``: what travels beside
+    ``arrays``: everything shared, by state_dict name; ``optimizer``: the server optimiser's buffers; ``auxiliary``: what travels beside
     the weights, by section and name; ``failed``: rounds that failed in a row; ``kept``: the round in which each client last kept something,
     ``counted``: in which its reply last changed the model; ``releases``: what the privacy accountant has counted; ``history``: lengths in
     bytes of the files that grow with the run.
@@ -31,14 +31,14 @@ class Checkpoint:
     """
 
     round: int
-    lineage: Lineage
+    run_id: RunId
     arrays: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     failed: int = 0
     kept: Mapping[int, int] = field(default_factory=dict)
     history: Mapping[str, int] = field(default_factory=dict)
     generators: str = ""
-    companions: Mapping[str, Tensor] = field(default_factory=dict)
+    auxiliary: Mapping[str, Tensor] = field(default_factory=dict)
     counted: Mapping[int, int] = field(default_factory=dict)
     releases: int = 0
 
@@ -46,11 +46,11 @@ class Checkpoint:
         """Raises OSError, and leaves what was at ``path``, where it cannot be written."""
         tensors = {f"arrays/{name}": tensor for name, tensor in self.arrays.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.items()}
-        tensors |= {f"companions/{name}": tensor for name, tensor in self.companions.items()}
+        tensors |= {f"auxiliary/{name}": tensor for name, tensor in self.auxiliary.items()}
         state = {key: dict(getattr(self, key)) for key in ("kept", "counted", "history")}
         state |= {key: getattr(self, key) for key in ("round", "failed", "releases")}
-        lineage = self.lineage.to_config()
-        about = {"format": FORMAT, "state": json.dumps(state), "lineage": json.dumps(lineage), "generators": self.generators}
+        run_id = self.run_id.to_config()
+        about = {"format": FORMAT, "state": json.dumps(state), "run_id": json.dumps(run_id), "generators": self.generators}
         durable.save_tensors(path, tensors, about)
 
     @classmethod
@@ -67,20 +67,20 @@ class Checkpoint:
     @classmethod
     def _read(cls, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> Checkpoint:
         state = json.loads(about["state"])
-        parts: dict[str, dict[str, Tensor]] = {"arrays": {}, "optimizer": {}, "companions": {}}
+        parts: dict[str, dict[str, Tensor]] = {"arrays": {}, "optimizer": {}, "auxiliary": {}}
         for name, tensor in tensors.items():
             part, _, key = name.partition("/")
             parts[part][key] = tensor
         return cls(
             state["round"],
-            Lineage.of(json.loads(about["lineage"])),
+            RunId.of(json.loads(about["run_id"])),
             parts["arrays"],
             parts["optimizer"],
             state["failed"],
             {int(client): round for client, round in state["kept"].items()},
             state["history"],
             about["generators"],
-            parts["companions"],
+            parts["auxiliary"],
             {int(client): round for client, round in state["counted"].items()},
             state["releases"],
         )

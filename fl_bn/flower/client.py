@@ -33,9 +33,9 @@ from fl_bn.federation.training import client_round
 from fl_bn.federation.values import Instruction
 from fl_bn.flower.client_state import ClientState, FileState, MemoryState
 from fl_bn.flower.codec import Header, flatten, header_from, unflatten
-from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import TO_EVALUATE
+from fl_bn.flower.run_id import RunId
 from fl_bn.flower.transcript import Transcript, detach, request_payload
 from fl_bn.methods import INPUTS, Method, Phase, StatisticsPass
 from fl_bn.task import CLASSIFICATION, Task
@@ -174,10 +174,10 @@ class BatchNormClient(NumPyClient):
 
 def state_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], client: int, signature: str) -> ClientState:
     """What a client keeps between rounds: in files below ``folder``, or in Flower's ``context.state`` without one."""
-    lineage = Lineage.of(config)
-    if folder is None or not lineage.run:
+    run_id = RunId.of(config)
+    if folder is None or not run_id.run:
         return MemoryState(state, signature)
-    return FileState(folder, lineage, client, signature)
+    return FileState(folder, run_id, client, signature)
 
 
 def connect(config: Mapping[str, Any], transcript: Transcript, batch: int) -> Exchange:

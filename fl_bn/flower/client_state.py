@@ -18,9 +18,9 @@ from torch import Tensor
 from fl_bn import durable
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.values import NOTHING, Kept
-from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import KEPT_FOR
+from fl_bn.flower.run_id import RunId
 from fl_bn.wire import WireError
 
 Sections = Mapping[str, Mapping[str, Tensor]]
@@ -79,28 +79,28 @@ class FileState:
     A file that is damaged, or of another client, model or method, is renamed, said in the log, and not used.
     """
 
-    def __init__(self, folder: Path, lineage: Lineage, client: int, signature: str) -> None:
-        self.folder, self.lineage = folder / lineage.run / f"client-{client}", lineage
-        self._owner = {"run": lineage.run, "client": str(client), "signature": signature}
+    def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:
+        self.folder, self.run_id = folder / run_id.run / f"client-{client}", run_id
+        self._owner = {"run": run_id.run, "client": str(client), "signature": signature}
 
     def read(self, before: int) -> Kept:
         for round, attempt, path in self._files():
-            if round < before and self.lineage.counts(round, attempt) and (sections := self._load(path)) is not None:
+            if round < before and self.run_id.counts(round, attempt) and (sections := self._load(path)) is not None:
                 return Kept(round, sections)
         return NOTHING
 
     def write(self, round: int, sections: Sections) -> None:
         tensors = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
-        path = self.folder / f"round-{round:06}.{self.lineage.attempt}{durable.SUFFIX}"
+        path = self.folder / f"round-{round:06}.{self.run_id.attempt}{durable.SUFFIX}"
         durable.save_tensors(
             path, tensors, {**self._owner, "round": str(round), "what": "the tensors that one fl-bn client keeps to itself"}
         )
         needed = True
         for kept, attempt, old in self._files():
-            on_the_line = self.lineage.counts(kept, attempt)
-            if not needed or (attempt in self.lineage.attempts and not on_the_line):
+            on_the_line = self.run_id.counts(kept, attempt)
+            if not needed or (attempt in self.run_id.attempts and not on_the_line):
                 old.unlink(missing_ok=True)
-            needed = needed and not (on_the_line and kept <= self.lineage.durable)
+            needed = needed and not (on_the_line and kept <= self.run_id.durable)
 
     def _files(self) -> list[tuple[int, str, Path]]:
         """(round, attempt, path) of every state, the newest round first."""

@@ -7,7 +7,7 @@ hold, in ``exchange.session``. All else that one side reads of what the other se
 from __future__ import annotations
 
 from fl_bn.flower.fields import NEEDED, Form, blobs, data, measured, number, one_of, text, whole, whole_list, wholes, wholes_by_name
-from fl_bn.flower.lineage import FOLDER, NAME, RESUMES
+from fl_bn.flower.run_id import FOLDER, NAME, RESUMES
 from fl_bn.methods import INPUTS, MEASURED, Phase
 from fl_bn.task import Task
 from fl_bn.wire import REASON

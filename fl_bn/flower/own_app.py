@@ -38,7 +38,7 @@ from fl_bn.federation.values import Instruction
 from fl_bn.flower.client import connect, state_of
 from fl_bn.flower.client_app import HELLO, RENDEZVOUS, STATISTICS
 from fl_bn.flower.codec import Header, from_records, to_records
-from fl_bn.flower.messages import TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
+from fl_bn.flower.messages import REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
 from fl_bn.flower.transcript import detach, request_payload
 from fl_bn.methods import INPUTS, Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
@@ -136,7 +136,7 @@ def training(
         ValueError: the server's message is for another model or method, or ``batches`` are missing.
     """
     converted = convert(model, method)
-    asked, values = _read(message, converted, method, TO_TRAIN)
+    asked, values = _read(message, context, converted, method, TO_TRAIN)
     state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
     kept = state.read(before=asked.round)
     kept = replace(kept, counted=int(values.get("counted", kept.round)) >= kept.round)
@@ -169,7 +169,7 @@ def training(
 def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
     """The network that an evaluate handler of your own tests: converted, with what the server sent and what this client kept."""
     converted = convert(model, method)
-    asked, values = _read(message, converted, method, TO_EVALUATE)
+    asked, values = _read(message, context, converted, method, TO_EVALUATE)
     state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
     LocalRound(converted, method, replace(asked, phase=Phase.MEASURE), state.read(before=asked.round + 1))
     return converted.eval()
@@ -197,7 +197,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
     @app.query(STATISTICS.removeprefix("query."))
     def statistics(message: Message, context: Context) -> Message:
         converted, (_, header) = convert(model(), method), from_records(message.content)
-        asked, values = _read(message, converted, method, TO_MEASURE)
+        asked, values = _read(message, context, converted, method, TO_MEASURE)
         state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
         with local_round(converted, method, asked, state.read(before=asked.round + 1)) as local:
             local.measure(batches(context), task)
@@ -212,8 +212,10 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
         return Message(RecordDict(), reply_to=message)
 
 
-def _read(message: Message, converted: nn.Module, method: Method, form: Any) -> tuple[Instruction, Any]:
+def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Any) -> tuple[Instruction, Any]:
     """The instruction in a message, and the checked values of its config."""
+    if any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config)):
+        raise ValueError(f"{REQUIRED} is on, but an app of your own answers in the clear: use fl-bn's application, or set it to false")
     if "header" not in message.content:
         raise ValueError(
             "this message is of another strategy: in server_app.py start one of fl_bn.flower's (FixBN, FedBN, HBN, FBN, FedTAN, ...)"

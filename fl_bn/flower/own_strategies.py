@@ -20,7 +20,7 @@ from torch import nn
 
 from fl_bn.conversion import convert
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.companions import companions
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.optimizers import ServerOptimizer
@@ -31,8 +31,8 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.client_app import HELLO as ASK_HELLO
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO, OWN_METRICS
+from fl_bn.flower.messaging import send_and_receive
 from fl_bn.flower.population import RunFailed
-from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, Objective
@@ -160,7 +160,7 @@ class OwnAppStrategy(Strategy):
             rate=self.rate,
             calibrate=self.calibrate,
             unit_scale=self.unit_scale,
-            companions=companions(self._settings),
+            auxiliary=auxiliary(self._settings),
             exchange=self.exchange,
         )
         self._rounds = _Rounds(self.model, self.method, policy, optimizer=self.optimizer, defence=self.defence, observer=self.observer)

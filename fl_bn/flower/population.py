@@ -15,7 +15,7 @@ from fl_bn.federation.rounds import Rounds
 from fl_bn.flower import client_app
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO
-from fl_bn.flower.posting import PASSING, send_and_receive
+from fl_bn.flower.messaging import PASSING, send_and_receive
 from fl_bn.wire import WireError, reason, shown
 
 

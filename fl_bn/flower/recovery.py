@@ -13,9 +13,9 @@ from fl_bn.federation.shared_model import SharedModel
 from fl_bn.federation.values import Reply
 from fl_bn.flower.checkpoint import Checkpoint, generators, set_generators
 from fl_bn.flower.codec import tensors_of
-from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
+from fl_bn.flower.run_id import RunId
 from fl_bn.secure.privacy import Accountant
 
 
@@ -26,7 +26,7 @@ class Recovery:
     def __init__(
         self, name: str, every: int = 0, store: Callable[[Checkpoint], int] | None = None, accountant: Accountant | None = None
     ) -> None:
-        self.lineage, self._accountant = Lineage.new(name), accountant
+        self.run_id, self._accountant = RunId.new(name), accountant
         self._every, self._store = every if store else 0, store
         self._kept: dict[int, int] = {}  # the round in which each client last kept tensors of its own
         self._counted: dict[int, int] = {}  # the last round in which its reply changed anything
@@ -35,21 +35,21 @@ class Recovery:
         self, round: int, rounds: int, arrays: ArrayRecord, shared: SharedModel, optimizer: ServerOptimizer, failed: int
     ) -> None:
         if self._store is None or not self._every:
-            self.lineage = replace(self.lineage, durable=round)
+            self.run_id = replace(self.run_id, durable=round)
         elif round % self._every == 0 and round < rounds:
             state = Checkpoint(
                 round,
-                self.lineage,
+                self.run_id,
                 tensors_of(arrays),
                 optimizer.buffers(),
                 failed,
                 dict(self._kept),
                 generators=generators(),
-                companions=shared.accompanying(),
+                auxiliary=shared.auxiliary_tensors(),
                 counted=dict(self._counted),
                 releases=0 if self._accountant is None else self._accountant.releases,
             )
-            self.lineage = replace(self.lineage, durable=self._store(state))
+            self.run_id = replace(self.run_id, durable=self._store(state))
 
     def tell(self, messages: list[Message], clients: Sequence[Client]) -> list[Message]:
         """Let ``messages``, one for each of ``clients``, say in which round the client's last reply was counted."""
@@ -71,10 +71,10 @@ class Recovery:
         if checkpoint.round >= rounds:
             raise RunFailed(f"nothing is left to do: the checkpoint is of round {checkpoint.round}, and the run has {rounds}")
         try:
-            shared.restore(checkpoint.arrays, checkpoint.companions)
+            shared.restore(checkpoint.arrays, checkpoint.auxiliary)
         except ValueError as error:
             raise RunFailed(f"the checkpoint is not of this model and method: {error}") from error
-        self.lineage, self._kept = checkpoint.lineage.resumed(checkpoint.round), dict(checkpoint.kept)
+        self.run_id, self._kept = checkpoint.run_id.resumed(checkpoint.round), dict(checkpoint.kept)
         self._counted = dict(checkpoint.counted)
         if self._accountant is not None:
             self._accountant.at_least(checkpoint.releases)

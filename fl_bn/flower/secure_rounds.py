@@ -23,8 +23,8 @@ from fl_bn.federation.values import Reply
 from fl_bn.flower import sums
 from fl_bn.flower.codec import from_records, header_of, tensors_of
 from fl_bn.flower.log import log
+from fl_bn.flower.messaging import copy_of
 from fl_bn.flower.population import Client, round_half_up
-from fl_bn.flower.posting import copy_of
 from fl_bn.flower.secure import Sum, SumFailed, Summand, secure_sum
 from fl_bn.flower.sums import CHECK, LOSS_RANGE, REFERENCE, Layout, from_vector, layout, length, moments_of, references, update_of
 from fl_bn.methods import LayerReports, Method, Phase, Report, replace_by_pooled
@@ -47,9 +47,9 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
         )
     if Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
         raise ValueError(f"{method.name} exchanges moments layer by layer in the clear: secure aggregation does not cover that")
-    if rounds.companions:
+    if rounds.auxiliary:
         raise ValueError(
-            f"{', '.join(c.section for c in rounds.companions)} would travel beside the weights in the clear: secure aggregation sums "
+            f"{', '.join(c.section for c in rounds.auxiliary)} would travel beside the weights in the clear: secure aggregation sums "
             "updates and statistics alone"
         )
     if settings.privacy is not None and rounds.client_weights != "uniform":

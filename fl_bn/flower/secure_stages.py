@@ -25,8 +25,8 @@ from fl_bn.flower.codec import LONGEST_HEAD, Header, array_from, header_from
 from fl_bn.flower.compat import Key, Stage, fitres_to_recorddict
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import KEYS, MASKED, PLAN, RECORD_KEY_CONFIGS, RESULT, SHARES_BACK, SHARES_OUT, STATUS, UNREADABLE, WEIGHT
+from fl_bn.flower.messaging import send_and_receive
 from fl_bn.flower.population import Client
-from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.sums import Plan
 from fl_bn.secure.settings import MODULUS
 from fl_bn.wire import WireError, reason, said

@@ -25,14 +25,14 @@ from fl_bn.flower.adversary import corrupt
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.client_app import STATISTICS
 from fl_bn.flower.codec import arrays_of, header_for, tensors_of, to_records
-from fl_bn.flower.departures import Departures
+from fl_bn.flower.disclosure import DisclosureReport
 from fl_bn.flower.evaluation import evaluation_at_clients
 from fl_bn.flower.exchanges import Exchanges
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import REPLIED, TRAINED
+from fl_bn.flower.messaging import send_and_receive
 from fl_bn.flower.normalisation import describe_round, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
-from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.recovery import Recovery
 from fl_bn.flower.replies import read_replies
 from fl_bn.flower.unseen import average_kept
@@ -84,7 +84,7 @@ class BatchNormStrategy(Strategy):
         self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
         self.defence, self.at_clients = defence, method.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active)
-        self.departures = Departures(self.shared.model, method)
+        self.disclosures = DisclosureReport(self.shared.model, method)
         self.secure = None if secure is None else self._secure_rounds(secure)
         accountant = None if self.secure is None else self.secure.accountant
         self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint, accountant)
@@ -145,7 +145,7 @@ class BatchNormStrategy(Strategy):
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
         from fl_bn.flower.secure_rounds import SecureRounds  # only now: a plain run does without SecAgg+
 
-        return SecureRounds(settings, self.server, self.departures.masked)
+        return SecureRounds(settings, self.server, self.disclosures.masked)
 
     def summary(self) -> None:
         """Log the policy, and every normalisation layer by type."""
@@ -234,8 +234,8 @@ class BatchNormStrategy(Strategy):
                     result.arrays = arrays_of(self.statistics.refreshed(server_round, tensors_of(result.arrays)))
                 self._evaluate(server_round, result, evaluate_config, evaluate_fn, grid, timeout)
             if self.rounds.unseen and self.method.personal and server_round == self.server.rounds:
-                clients, lineage = self._clients(grid), self.recovery.lineage
-                self.unseen = average_kept(clients, self.shared, server_round, self.rounds, lineage, self._overheard)
+                clients, run_id = self._clients(grid), self.recovery.run_id
+                self.unseen = average_kept(clients, self.shared, server_round, self.rounds, run_id, self._overheard)
             self.record.seconds = time.perf_counter() - begin
             self._tell()
             self.recovery.after_round(server_round, self.server.rounds, arrays, self.shared, self.server.optimizer, failed)
@@ -262,7 +262,7 @@ class BatchNormStrategy(Strategy):
 
     def _clients(self, grid: Grid) -> Population:
         if self.population is None:
-            self.population = Population(grid, self.rounds, self.shared.signature, self.recovery.lineage.gone_back_to + 1)
+            self.population = Population(grid, self.rounds, self.shared.signature, self.recovery.run_id.gone_back_to + 1)
             self.population.gather()
         return self.population
 
@@ -301,7 +301,7 @@ class BatchNormStrategy(Strategy):
     def _messages(self, kind: str, asked: Instruction, clients: Sequence[Client], config: Mapping[str, Any]) -> list[Message]:
         self._down = {section: to_numpy(tensors) for section, tensors in asked.sections.items()}
         content = to_records(self._down, header_for(self.shared, asked.round, asked.phase))
-        content["config"] = ConfigRecord({**config, **self.recovery.lineage.to_config()})
+        content["config"] = ConfigRecord({**config, **self.recovery.run_id.to_config()})
         group, ttl = str(asked.round), self.rounds.timeout
         self._sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
         return self._sent
@@ -309,7 +309,7 @@ class BatchNormStrategy(Strategy):
     def _overheard(self, replies: Iterable[Message]) -> list[Message]:
         """The replies, noted, and then rewritten where the method's adversary has Byzantine clients."""
         replies, clients = list(replies), self.cohort if self.population is None else self.population.everyone()
-        self.departures.note(replies, clients, self.exchanges.session, self.record.round)
+        self.disclosures.note(replies, clients, self.exchanges.session, self.record.round)
         if self.method.adversary is not None:
             momentum = {name: layer.momentum for name, layer in self.shared.layers.items()}
             corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self._down, momentum)
@@ -319,4 +319,4 @@ class BatchNormStrategy(Strategy):
         log(logging.INFO, "%s", describe_round(self.record, self.server.rounds, self.method, self.shared.model, self.task))
         for warning in watch(self.record):
             log(logging.WARNING, "%s", warning)
-        self.observer(self.departures.enter(self.record))
+        self.observer(self.disclosures.enter(self.record))

@@ -16,12 +16,12 @@ from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.schema import KEPT, kept_layers
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.codec import header_for, to_records
-from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import REPLIED
+from fl_bn.flower.messaging import send_and_receive
 from fl_bn.flower.population import Population
-from fl_bn.flower.posting import send_and_receive
 from fl_bn.flower.replies import read_replies
+from fl_bn.flower.run_id import RunId
 from fl_bn.methods import Phase
 
 
@@ -30,14 +30,14 @@ def average_kept(
     shared: SharedModel,
     round: int,
     rounds: Rounds,
-    lineage: Lineage,
+    run_id: RunId,
     overheard: Callable[[Iterable[Message]], list[Message]],
 ) -> dict[str, Tensor]:
     """The uniform average of what all clients keep, by state_dict name; empty if nobody answered."""
     everyone, header = population.everyone(), header_for(shared, round, Phase.MEASURE)
     expected = kept_layers(shared.model, shared.method)
     content, group = to_records({}, header), str(header.round)
-    content["config"] = ConfigRecord(dict(lineage.to_config()))
+    content["config"] = ConfigRecord(dict(run_id.to_config()))
     sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=rounds.timeout, group_id=group) for c in everyone]
     replies = send_and_receive(population.grid, sent, rounds.timeout, rounds.retry)
     parts, refused, _ = read_replies(overheard(replies), everyone, expected, header, REPLIED, sent)

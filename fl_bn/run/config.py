@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.clipping import chosen
-from fl_bn.federation.companions import companions
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
 from fl_bn.federation.rounds import AS_METHOD, Rounds
 from fl_bn.federation.settings import LocalTraining, learning_rate, milestones_of
-from fl_bn.flower.lineage import FOLDER
 from fl_bn.flower.population import round_half_up
+from fl_bn.flower.run_id import FOLDER
 from fl_bn.methods import METHODS, Method, attacked, freeze
 from fl_bn.names import short, unknown
 from fl_bn.objectives import OBJECTIVES, Objective
@@ -329,7 +329,7 @@ class RunConfig(RunKeys):
             at_clients=self.dataset == SITES,
             retry=self.retry_timeout,
             checkpoint_every=self.checkpoint_every,
-            companions=companions(self.local_training()),
+            auxiliary=auxiliary(self.local_training()),
             unseen=self.unseen_client,
             at_start=self.clients_at_start,
             joining=joins_of(self.join_rounds),

@@ -15,7 +15,7 @@ from typing import Any
 from fl_bn.durable import Damaged
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.metrics import named_series, series
-from fl_bn.federation.record import ClientRecord, Departure, RoundRecord
+from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
 from fl_bn.flower.log import LOGGER
 from fl_bn.options import Value
 from fl_bn.task import CLASS, CLASSIFICATION, Task
@@ -101,11 +101,11 @@ def client_rows(record: RoundRecord, task: Task = CLASSIFICATION) -> list[Row]:
 
 def round_line(record: RoundRecord, task: Task = CLASSIFICATION) -> dict[str, Any]:
     """One line of rounds.jsonl: the row of the round, the accuracies per class (null: none of that class) or other series of the task,
-    its metric per domain, the clients' rows, and what left the clients (the fields of ``Departure``)."""
+    its metric per domain, the clients' rows, and what left the clients (the fields of ``Disclosure``)."""
     lists = {key: [_finite(value) for value in series(record.evaluation, stem)] or None for stem, key in _series(task).items()}
     domains = {name: _finite(value) for name, value in per_domain(record.evaluation, task).items()}
     more = {**lists, "per-domain": domains or None, "clients": client_rows(record, task)}
-    return {**round_row(record, task), **more, "departures": [astuple(departure) for departure in record.departures]}
+    return {**round_row(record, task), **more, "disclosures": [astuple(disclosure) for disclosure in record.disclosures]}
 
 
 def _series(task: Task) -> dict[str, str]:
@@ -124,7 +124,7 @@ def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecor
     for stem, key in _series(task).items():
         record.evaluation |= named_series(stem, [_number(value) for value in row.get(key) or ()])
     record.evaluation |= named_per_domain({name: _number(value) for name, value in (row.get("per-domain") or {}).items()}, task)
-    record.departures = [Departure(*departure) for departure in row.get("departures") or ()]
+    record.disclosures = [Disclosure(*disclosure) for disclosure in row.get("disclosures") or ()]
     for client in row["clients"]:
         if "samples" in client:
             keys = ("client", "samples", "steps", "bytes-down", "bytes-up", "exchanges", "waited", "refused")

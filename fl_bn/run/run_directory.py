@@ -26,9 +26,9 @@ from fl_bn.options import Value
 from fl_bn.run.assembly import task
 from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.departures_report import FILE as DEPARTURES
-from fl_bn.run.departures_report import departures_csv, departures_table, kinds
 from fl_bn.run.diagnostics import Diagnostics
+from fl_bn.run.disclosure_report import FILE as DISCLOSURE
+from fl_bn.run.disclosure_report import disclosure_csv, disclosure_table, kinds
 from fl_bn.run.environment import environment
 from fl_bn.run.history import History, round_row
 from fl_bn.run.pictures import draw_labels, draw_run
@@ -164,10 +164,10 @@ class RunDirectory:
             counts = {c.index: c.label_counts for c in population.everyone()} if population else {}
         passes = [] if self.strategy is None else self.strategy.statistics.outcomes
         left = kinds(self.records, counts)
-        (path / DEPARTURES).write_text(departures_csv(left), newline="")
+        (path / DISCLOSURE).write_text(disclosure_csv(left), newline="")
         accountant = self.strategy.secure.accountant if self.strategy and self.strategy.secure else None
         privacy = "" if accountant is None else accountant.statement()
-        (path / "summary.md").write_text(summary(self.config, self.records, error, passes, departures_table(left), privacy, self.task))
+        (path / "summary.md").write_text(summary(self.config, self.records, error, passes, disclosure_table(left), privacy, self.task))
         self._write_passes()
         if self.config.pictures and passes:
             draw_passes(self.config, passes, self.records, path / "recalibration.png", self.task)

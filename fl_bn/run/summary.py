@@ -18,14 +18,14 @@ def summary(
     records: Sequence[RoundRecord],
     error: BaseException | None = None,
     passes: Sequence[Pass] = (),
-    departures: Sequence[str] = (),
+    disclosures: Sequence[str] = (),
     privacy: str = "",
     task: Task = CLASSIFICATION,
 ) -> str:
-    """Markdown. ``error``: what ended the run early, if anything; ``passes``: of ``calibrate``; ``departures``: what left each client;
+    """Markdown. ``error``: what ended the run early, if anything; ``passes``: of ``calibrate``; ``disclosures``: what left each client;
     ``privacy``: the accountant's statement."""
     if config.rounds == 0:
-        return _of_recalibration(config, records, error, passes, departures, task)
+        return _of_recalibration(config, records, error, passes, disclosures, task)
     lines = [f"# {config.method} on {config.dataset}, seed {config.seed}", ""]
     if error is not None:
         lines += [f"**The run failed** after {len(records)} of {config.rounds} rounds: {type(error).__name__}: {error}", ""]
@@ -41,7 +41,7 @@ def summary(
     ]
     if records:
         lines += _traffic(records)
-    return "\n".join([*lines, "", *departures, "Files: " + FILES.format(picture=f"{task.metric}.png"), ""])
+    return "\n".join([*lines, "", *disclosures, "Files: " + FILES.format(picture=f"{task.metric}.png"), ""])
 
 
 def _of_recalibration(
@@ -49,7 +49,7 @@ def _of_recalibration(
     records: Sequence[RoundRecord],
     error: BaseException | None,
     passes: Sequence[Pass],
-    departures: Sequence[str],
+    disclosures: Sequence[str],
     task: Task,
 ) -> str:
     lines = [f"# Re-calibration under {config.method} on {config.dataset}, seed {config.seed}", ""]
@@ -67,13 +67,13 @@ def _of_recalibration(
     lines.append(f"- in all {size(total)} of arrays in {sum(r.seconds for r in records):.1f} s of passes")
     files = "`recalibration.png` to look at; `recalibration.csv`, one line per pass and layer; `rounds.csv` (also `.jsonl`), one line per "
     return "\n".join(
-        [*lines, "", *departures, f"Files: {files}pass; `model.safetensors`, re-calibrated; `config.toml`, `environment.json`.", ""]
+        [*lines, "", *disclosures, f"Files: {files}pass; `model.safetensors`, re-calibrated; `config.toml`, `environment.json`.", ""]
     )
 
 
 FILES = (
     "`{picture}` and `labels.png` to look at; `rounds.csv` (also `.jsonl`) and `clients.csv`, one line per round and client; "
-    "`departures.csv`, what left each client; "
+    "`disclosure.csv`, what left each client; "
     "`model.safetensors`, the model as evaluated last (`clients/` has one per client where clients keep layers of their own); "
     "`config.toml`, `environment.json`; `tensorboard/`."
 )

@@ -21,7 +21,7 @@ from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.companions import companions
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.local import Samples
 from fl_bn.federation.rounds import AS_METHOD
@@ -191,7 +191,7 @@ def application(
 ) -> Rounds:
     """``BatchNormClient`` and ``BatchNormStrategy``, as ``flwr run .`` has them."""
     settings = LocalTraining(batch_size=size, epochs=1, momentum=momentum_for(objective), objective=objective)
-    policy = {"companions": companions(settings)} | ({"calibrate": AS_METHOD, "unit_scale": True} if passes else {})
+    policy = {"auxiliary": auxiliary(settings)} | ({"calibrate": AS_METHOD, "unit_scale": True} if passes else {})
     ran = run(method, clients, rounds, settings=settings, model=model, defence=defence, policy=policy)
     return [{name: torch.from_numpy(array.copy()) for name, array in ran.trajectory[n].items()} for n in range(1, rounds + 1)]
 

@@ -111,3 +111,12 @@ def test_what_would_be_ignored_is_refused() -> None:
         FixBN(make_net(), fraction_evaluate=0.5)
     with pytest.raises(ValueError, match="no robust rule guards them"):
         FixBN(make_net(), objective=Scaffold(), defence=Defence(1, "median", "median"))
+
+
+def test_a_client_that_must_be_aggregated_securely_answers_nothing_in_the_clear(caplog: pytest.LogCaptureFixture) -> None:
+    app, strategy = my_app(METHODS["fbn"]()), FBN(make_net(), fraction_evaluate=0)
+    grid = InProcessGrid(app, len(SIZES), {"secure-aggregation": True})
+    with pytest.raises(RunFailed):
+        strategy.start(grid, num_rounds=1)
+    assert "secure-aggregation is on, but an app of your own answers in the clear" in caplog.text
+    assert trained(app, FBN(make_net(), fraction_evaluate=0), rounds=1)  # control: where nobody asks for it, it answers

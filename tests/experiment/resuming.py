@@ -134,7 +134,7 @@ def results(path: Path) -> dict[str, bytes]:
                 {k: v for k, v in row.items() if k not in ("seconds", "waited")}
             ).encode()
         found[f"{name} in all"] = str(len(table(path / name))).encode()
-    left = (path / "departures.csv").read_text().splitlines()
-    found["departures.csv"] = "\n".join(line for line in left if ",introduction," not in line).encode()  # share-label-counts may differ
+    left = (path / "disclosure.csv").read_text().splitlines()
+    found["disclosure.csv"] = "\n".join(line for line in left if ",introduction," not in line).encode()  # share-label-counts may differ
     found["files"] = repr(sorted(file.name for file in path.iterdir() if file.name != LOCK)).encode()
     return found

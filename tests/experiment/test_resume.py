@@ -164,7 +164,7 @@ def forget_one_client(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_arrays(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_bn.federation.shared_model.SharedModel.restore", lambda self, tensors, companions: None)
+    monkeypatch.setattr("fl_bn.federation.shared_model.SharedModel.restore", lambda self, tensors, auxiliary: None)
 
 
 def go_on_elsewhere(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:

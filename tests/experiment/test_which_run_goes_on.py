@@ -154,7 +154,7 @@ def test_a_run_that_stopped_before_its_first_checkpoint_has_none(values: Values)
 def test_a_finished_run_keeps_nothing_to_go_on_with(tmp_path: Path) -> None:
     path = run(small_run(tmp_path / "runs", method="fedbn"))
     assert sorted(file.name for file in path.iterdir()) == [
-        "clients", "clients.csv", "config.toml", "departures.csv", "environment.json", "model.safetensors", "rounds.csv", "rounds.jsonl",
+        "clients", "clients.csv", "config.toml", "disclosure.csv", "environment.json", "model.safetensors", "rounds.csv", "rounds.jsonl",
         "summary.md",
     ]  # fmt: skip
 

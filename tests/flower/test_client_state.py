@@ -20,11 +20,11 @@ from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower import codec
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.client_state import NOTHING, FileState, Kept, MemoryState
-from fl_bn.flower.lineage import Lineage
 from fl_bn.flower.recovery import Recovery
+from fl_bn.flower.run_id import RunId
 from fl_bn.methods import METHODS
 
-RUN = Lineage("run/state-00000000")
+RUN = RunId("run/state-00000000")
 TENSORS = {
     "local": {"norm.weight": torch.tensor([1.5, -2.0]), "norm.num_batches_tracked": torch.tensor(7)},
     "momentum": {"a/b": torch.tensor([[0.1]], dtype=torch.float64)},
@@ -100,7 +100,7 @@ def test_files_come_back_bit_for_bit_and_belong_to_one_client_alone(tmp_path: Pa
     assert kept.round == 1
     assert same(kept, TENSORS)
     assert FileState(tmp_path, RUN, 4, "mine").read(2) == NOTHING
-    assert FileState(tmp_path, Lineage("run/state-11111111"), 3, "mine").read(2) == NOTHING
+    assert FileState(tmp_path, RunId("run/state-11111111"), 3, "mine").read(2) == NOTHING
     (file,) = (tmp_path / "run" / "state-00000000" / "client-3").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600  # they are the client's own
 
@@ -124,7 +124,7 @@ def test_states_that_nobody_can_go_back_to_are_deleted(durable_round: int, tmp_p
     """The server can go back to ``durable`` and to any round after it, so the newest up to it must stay."""
     for round in (1, 3, 4, 6, 7):
         FileState(tmp_path, RUN, 0, "mine").write(round, one(round))
-    state = FileState(tmp_path, Lineage(RUN.run, durable=durable_round), 0, "mine")
+    state = FileState(tmp_path, RunId(RUN.run, durable=durable_round), 0, "mine")
     state.write(8, one(8))
     rounds = {0: [1, 3, 4, 6, 7, 8], 3: [3, 4, 6, 7, 8], 4: [4, 6, 7, 8], 6: [6, 7, 8]}[durable_round]
     assert files(state) == [f"round-{round:06}.0.safetensors" for round in rounds]
@@ -132,24 +132,24 @@ def test_states_that_nobody_can_go_back_to_are_deleted(durable_round: int, tmp_p
 
 def test_without_checkpoints_there_are_never_more_than_two(tmp_path: Path) -> None:
     for round in range(1, 8):
-        state = FileState(tmp_path, Lineage(RUN.run, durable=round - 1), 0, "mine")
+        state = FileState(tmp_path, RunId(RUN.run, durable=round - 1), 0, "mine")
         state.write(round, one(round))
         assert files(state) == [f"round-{r:06}.0.safetensors" for r in (round - 1, round) if r]
 
 
 def test_states_of_rounds_that_never_were_are_deleted_with_the_next_that_is_kept(tmp_path: Path) -> None:
-    old = Lineage(RUN.run, durable=4)
+    old = RunId(RUN.run, durable=4)
     for round in (4, 5, 6):
         FileState(tmp_path, old, 0, "mine").write(round, one(round))
     resumed = FileState(tmp_path, old.resumed(4), 0, "mine")
     assert len(files(resumed)) == 3
     resumed.write(5, one(50))
-    assert files(resumed) == ["round-000004.0.safetensors", f"round-000005.{resumed.lineage.attempt}.safetensors"]
+    assert files(resumed) == ["round-000004.0.safetensors", f"round-000005.{resumed.run_id.attempt}.safetensors"]
 
 
 def test_a_straggler_of_before_the_resume_harms_nobody(tmp_path: Path) -> None:
     """A client of the server that died still trains round 6, while the one that goes on after round 4 is in round 5 already."""
-    old, new = Lineage(RUN.run, durable=4), Lineage(RUN.run, durable=4).resumed(4)
+    old, new = RunId(RUN.run, durable=4), RunId(RUN.run, durable=4).resumed(4)
     for round in (4, 5):
         FileState(tmp_path, old, 0, "mine").write(round, one(round))
     resumed = FileState(tmp_path, new, 0, "mine")
@@ -175,7 +175,7 @@ def test_a_file_that_is_no_use_is_set_aside_and_the_one_before_it_read(damage: s
     strangers = {
         "another client's": FileState(tmp_path / "x", RUN, 1, "mine"),
         "another model's": FileState(tmp_path / "x", RUN, 0, "another"),
-        "another run's": FileState(tmp_path / "x", Lineage("run/state-11111111"), 0, "mine"),
+        "another run's": FileState(tmp_path / "x", RunId("run/state-11111111"), 0, "mine"),
     }
     if damage in strangers:
         strangers[damage].write(2, one(2))
@@ -221,7 +221,7 @@ def test_a_full_disk_leaves_what_was_kept_before(tmp_path: Path, monkeypatch: py
 
 
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
-    state = FileState(tmp_path, Lineage(RUN.run, durable=98), 0, "mine")
+    state = FileState(tmp_path, RunId(RUN.run, durable=98), 0, "mine")
     state.write(98, one(98))
     others = ["round-1.safetensors", "round-000001.0.safetensors.set-aside-1", "round-x.0.safetensors", "notes.txt", "round-000001.0.txt"]
     for name in others:
@@ -268,8 +268,8 @@ class Timelines(RuleBasedStateMachine):
         """Everyone reads what it should, and some train."""
         round, kept = len(self.line) + 1, {}
         for client in range(CLIENTS):
-            config = self.recovery.lineage.to_config()  # as it travels
-            state = FileState(self.folder, Lineage.of(config), client, "mine")
+            config = self.recovery.run_id.to_config()  # as it travels
+            state = FileState(self.folder, RunId.of(config), client, "mine")
             known = [(number, then[client]) for number, then in enumerate(self.line, 1) if client in then]
             assert value(state.read(round)) == (known[-1] if known else None)
             if client in clients:

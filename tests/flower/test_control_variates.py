@@ -10,7 +10,7 @@ import pytest
 import torch
 from flwr.app import Message
 
-from fl_bn.federation.companions import companions
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.objectives import Scaffold
@@ -48,8 +48,8 @@ def offset(lost: set[tuple[int, int]], rounds: int = 5, deaf: bool = False, **po
     network = seeded_network("cnn", dtype=torch.float64)
     grid = LosingGrid(client_app(FEDAVG, clients, SETTINGS, model=network), 3)
     grid.lost, grid.deaf = frozenset(lost), deaf
-    ran = run(FEDAVG, clients, rounds, settings=SETTINGS, model=network, grid=grid, policy={"companions": companions(SETTINGS), **policy})
-    server = ran.strategy.shared.companions["control"]
+    ran = run(FEDAVG, clients, rounds, settings=SETTINGS, model=network, grid=grid, policy={"auxiliary": auxiliary(SETTINGS), **policy})
+    server = ran.strategy.shared.auxiliary["control"]
     own = [{k: a.numpy() for k, a in state.array_records["objective"].items()} for state in grid.states()]
     assert max(float(c.abs().max()) for c in server.values()) > 1e-3
     return max(float(np.abs(c.numpy() - sum(kept[name] for kept in own) / 3).max()) for name, c in server.items())

@@ -23,7 +23,7 @@ from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, Rounds, RunFailed, Site, make_client_app
 from fl_bn.flower.checkpoint import FORMAT, Checkpoint, generators, set_generators
-from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.run_id import RunId
 from fl_bn.methods import METHODS, Method
 from tests.in_process import CPU, TWO_STEPS, WatchedGrid, arrays_of, client_app, identical
 from tests.networks import seeded_network
@@ -123,12 +123,12 @@ def test_every_message_says_what_run_it_is_of_and_how_far_back_the_server_can_go
     server = Server(FEDBN, grid, 7, every=2)
     server.at_once = 2
     server.run()
-    told = {m.metadata.group_id: Lineage.of(m.content.config_records["config"]) for m in grid.sent if m.metadata.message_type == "train"}
-    assert len({lineage.run for lineage in told.values()}) == 1
+    told = {m.metadata.group_id: RunId.of(m.content.config_records["config"]) for m in grid.sent if m.metadata.message_type == "train"}
+    assert len({run_id.run for run_id in told.values()}) == 1
     assert [told[str(round)].durable for round in range(1, 8)] == [0, 0, 2, 2, 2, 2, 4]
     grid.sent.clear()
     Server(FEDBN, grid, 4, every=0).run()
-    told = {m.metadata.group_id: Lineage.of(m.content.config_records["config"]) for m in grid.sent if m.metadata.message_type == "train"}
+    told = {m.metadata.group_id: RunId.of(m.content.config_records["config"]) for m in grid.sent if m.metadata.message_type == "train"}
     assert [told[str(round)].durable for round in range(1, 5)] == [0, 1, 2, 3]
 
 
@@ -300,7 +300,7 @@ def test_nobody_is_named_where_nothing_was_lost(name: str, tmp_path: Path, tiny_
 def checkpoint() -> Checkpoint:
     return Checkpoint(
         7,
-        Lineage("run/state-00000000", (("0a1b2c3d", 3), ("4e5f6071", 5)), 4),
+        RunId("run/state-00000000", (("0a1b2c3d", 3), ("4e5f6071", 5)), 4),
         {"a.b": torch.tensor([1.5], dtype=torch.float64), "a/b": torch.tensor(3)},
         {"momentum_buffer/a/b": torch.ones(2), "step/a": torch.tensor(4.0)},
         2,
@@ -327,7 +327,7 @@ def test_a_file_that_is_no_checkpoint_is_damaged(tmp_path: Path) -> None:
     durable.save_tensors(tmp_path / "newer", {}, {"format": "fl-bn checkpoint/2"})
     with pytest.raises(Damaged, match=f"newer: expected {FORMAT}, but got 'fl-bn checkpoint/2'"):
         Checkpoint.load(tmp_path / "newer")
-    full = {"format": FORMAT, "state": "{}", "lineage": "{}", "generators": ""}
+    full = {"format": FORMAT, "state": "{}", "run_id": "{}", "generators": ""}
     for wrong in ({"format": FORMAT}, full, full | {"state": "["}):
         durable.save_tensors(tmp_path / "wrong", {}, wrong)
         with pytest.raises(Damaged):

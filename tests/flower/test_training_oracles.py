@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn.federation.companions import companions
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.local import Samples
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.federation.settings import LocalTraining
@@ -43,7 +43,7 @@ def tensors(clients: list[Samples]) -> list[Client]:
 
 def ran(clients: list[Samples], objective: Objective = PLAIN, server: str = "fedavg", fraction: float = 0.5, **settings: object) -> Run:
     training = LocalTraining(64, steps=STEPS, objective=objective, **settings)  # type: ignore[arg-type]
-    policy = {"fraction": fraction, "companions": companions(training), "rate": lambda *_: RATE}
+    policy = {"fraction": fraction, "auxiliary": auxiliary(training), "rate": lambda *_: RATE}
     optimizer = server_optimizer(server, 1.0 if server in ("fedavg", "fedavgm", "fedacg") else 0.05)
     return run(METHODS["fedavg"](), clients, ROUNDS, settings=training, model=net(), policy=policy, optimizer=optimizer)
 

@@ -34,13 +34,13 @@ def test_the_average_is_that_of_the_clients_own_files(method: str, keys: set[str
     for name, tensor in told.items():
         assert torch.allclose(tensor, torch.stack([client[name].double() for client in own]).mean(0).float(), rtol=1e-6, atol=1e-7)
         assert not torch.equal(tensor, own[0][name])  # control: the clients differ
-    assert ",kept," in (run / "departures.csv").read_text()
+    assert ",kept," in (run / "disclosure.csv").read_text()
 
 
 def test_nothing_is_told_unless_the_run_says_so(tmp_path: Path) -> None:
     run = made(tmp_path, method="fedbn")
     assert not (run / "unseen-client.safetensors").exists()
-    assert ",kept," not in (run / "departures.csv").read_text()
+    assert ",kept," not in (run / "disclosure.csv").read_text()
 
 
 def test_methods_that_keep_nothing_of_batch_norm_are_not_asked(tmp_path: Path) -> None:

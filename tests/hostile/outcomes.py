@@ -12,7 +12,7 @@ import numpy as np
 from flwr.common.logger import FLOWER_LOGGER
 
 from fl_bn.federation import schema
-from fl_bn.federation.companions import companions
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.payload import to_numpy
 from tests.hostile.liars import LIAR
 from tests.hostile.recorded import SCENARIOS, Liar, LivingGrid, PlayingGrid, Served, app_of, recorded, served
@@ -86,7 +86,7 @@ def judged(name: str, ran: Served, lines: list[str]) -> Outcome:
         return Outcome(GIVEN_UP if SCENARIOS[name].secure else BROKEN, lines[-1] if lines else "nothing was said")
     shared = ran.strategy.shared
     try:
-        beside = companions(SCENARIOS[name].settings)
+        beside = auxiliary(SCENARIOS[name].settings)
         asked = ran.strategy.server.begin(1).sections
         schema.instruction(shared.model, shared.method, beside).check({section: to_numpy(tensors) for section, tensors in asked.items()})
     except ValueError as error:

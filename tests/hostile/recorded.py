@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.clientapp import ClientApp
 
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.companions import companions
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
@@ -171,7 +171,7 @@ def served(name: str, grid: InProcessGrid) -> Served:
     """A server of its own, and one round of the scenario on ``grid``; it can start without one client."""
     scenario, records = SCENARIOS[name], list[RoundRecord]()
     settings = scenario.settings
-    rules = {"wait": 0.0, "at_start": CLIENTS - 1, "update": settings.update, "companions": companions(settings), **scenario.policy}
+    rules = {"wait": 0.0, "at_start": CLIENTS - 1, "update": settings.update, "auxiliary": auxiliary(settings), **scenario.policy}
     rules["nodes"] = tuple(range(1, CLIENTS + 1))  # as in a deployment, where each client's key is known
     strategy = BatchNormStrategy(
         seeded_network("cnn"),

@@ -29,7 +29,7 @@ FORMS |= {f"evaluated, {name}": messages.evaluated(task()) for name, task in TAS
 READERS = {
     "fields.py": "the forms themselves",
     "codec.py": "arrays, and whether there is a header",
-    "departures.py": "counts what left clients before anything is checked",
+    "disclosure.py": "counts what left clients before anything is checked",
     "client_state.py": "a client's own state",
     "secure.py": "adds to messages of its own",
     "secure_stages.py": "messages that this side makes; replies through forms",
@@ -179,7 +179,7 @@ def test_fields_of_the_exchange_s_requests_are_those_that_the_session_checks() -
 
 
 def test_a_checkpoint_whose_state_nests_is_damaged_and_ends_nothing(tmp_path: Path) -> None:
-    about = {"format": FORMAT, "state": "[" * 100_000, "lineage": "{}", "generators": ""}
+    about = {"format": FORMAT, "state": "[" * 100_000, "run_id": "{}", "generators": ""}
     durable.save_tensors(tmp_path / "checkpoint.safetensors", {"arrays/a": torch.zeros(1)}, about)
     with pytest.raises(durable.Damaged, match="cannot read it"):
         Checkpoint.load(tmp_path / "checkpoint.safetensors")

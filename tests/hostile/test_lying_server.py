@@ -235,7 +235,7 @@ def test_asked_for_it_is_told_and_reported() -> None:
     grid = WatchedGrid(client_app(method, clients, TWO_STEPS, shares_drift=True), len(clients))
     ran = run(method, clients, 1, grid=grid)
     assert ran.records[0].drift is not None
-    (said,) = {d.what for d in ran.records[0].departures if d.section == "drift"}
+    (said,) = {d.what for d in ran.records[0].disclosures if d.section == "drift"}
     assert said == "of statistics that stay at home: drift, drift-layer, growth, min-var"
-    assert not any("min-var" in d.what for d in ran.records[0].departures if d.section == "metrics")
+    assert not any("min-var" in d.what for d in ran.records[0].disclosures if d.section == "metrics")
     assert np.isfinite(ran.records[0].drift.largest)

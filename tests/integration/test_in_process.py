@@ -23,7 +23,7 @@ from tests.integration.runs import TINY, bits, differences, table, tiny
 
 FILES = {
     "config.toml", "environment.json", "rounds.csv", "clients.csv", "rounds.jsonl", "model.safetensors", "summary.md", "accuracy.png",
-    "labels.png", "tensorboard", "departures.csv",
+    "labels.png", "tensorboard", "disclosure.csv",
 }  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def test_a_run_leaves_all_its_files(method: str, tmp_path: Path) -> None:
     assert [row["accuracy"] != "" for row in rounds] == [False, True, True]
     assert [[str(client["client"]) for client in line.pop("clients")] for line in lines] == [["0", "1", "2"]] * 3
     for row, line in zip(rounds, lines, strict=True):
-        assert {departure[0] for departure in line.pop("departures")} == {0, 1, 2}
+        assert {disclosure[0] for disclosure in line.pop("disclosures")} == {0, 1, 2}
         by_class, by_domain = line.pop("per-class") or [], line.pop("per-domain") or {}
         assert len(by_class) == (10 if row["accuracy"] else 0)
         assert all(0 <= accuracy <= 1 for accuracy in [*by_class, *by_domain.values()])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import average
-from fl_bn.federation.companions import accompanied, companions
+from fl_bn.federation.auxiliary import auxiliary, has_auxiliary
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
@@ -31,10 +31,10 @@ class ObjectiveRounds:
         self.settings = LocalTraining(7, steps=2, objective=objective, **settings)  # type: ignore[arg-type]
         self.server = convert(net, self.method)
         self.kept: list[Mapping[str, Tensor]] = [{} for _ in clients]
-        self.beside = companions(self.settings)
+        self.beside = auxiliary(self.settings)
         self.control: dict[str, Tensor] = {}
         if objective.travels:
-            self.control = {name: torch.zeros_like(p) for name, p in accompanied(self.server, self.method).items()}
+            self.control = {name: torch.zeros_like(p) for name, p in has_auxiliary(self.server, self.method).items()}
         self.results: list[Result] = []
 
     def round(self, chosen: Sequence[int], rate: float, seed: int = 0) -> None:
@@ -56,9 +56,9 @@ class ObjectiveRounds:
             self.results.append(result)
             models.append({name: t for name, t in model.state_dict().items() if t.is_floating_point()})
         weights = [float(result.samples) for result in self.results]
-        for companion in self.beside:
-            assert companion.section == CONTROL
-            self.control = companion.combine(self.control, [result.sent for result in self.results], weights, len(self.clients))
+        for extra in self.beside:
+            assert extra.section == CONTROL
+            self.control = extra.combine(self.control, [result.sent for result in self.results], weights, len(self.clients))
         self.server.load_state_dict(average(models, weights), strict=False)
 
     def run(self, schedule: Schedule, rate: float) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_bn.flower.lineage import Lineage
+from fl_bn.flower.run_id import RunId
 
 HOSTILE = {
     "outside": "../x/state-00000000",
@@ -38,18 +38,18 @@ HOSTILE = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_name_that_is_none_is_refused(case: str) -> None:
     with pytest.raises(ValueError, match="expected a run NAME/state-XXXXXXXX, but the server calls it"):
-        Lineage.of({"run": HOSTILE[case]})
-    assert Lineage.of({"run": "run/state-00000000"}).run == "run/state-00000000"  # control
+        RunId.of({"run": HOSTILE[case]})
+    assert RunId.of({"run": "run/state-00000000"}).run == "run/state-00000000"  # control
 
 
 @pytest.mark.parametrize("config", [{"resumes": "1,x"}, {"resumes": "1.5"}, {"durable": "soon"}, {"durable": None}])
 def test_rounds_that_are_none_are_refused(config: dict[str, object]) -> None:
     with pytest.raises((ValueError, TypeError)):
-        Lineage.of({"run": "run/state-00000000", **config})
+        RunId.of({"run": "run/state-00000000", **config})
 
 
 def test_a_message_that_names_no_run_has_none() -> None:
-    assert Lineage.of({}) == Lineage("")
+    assert RunId.of({}) == RunId("")
 
 
 NAMES = st.one_of(
@@ -63,8 +63,8 @@ NAMES = st.one_of(
 @settings(max_examples=200)
 @given(name=NAMES)
 def test_every_name_of_a_run_makes_one_that_clients_take(name: str) -> None:
-    made = Lineage.new(name)
-    assert Lineage.of(made.to_config()) == made
+    made = RunId.new(name)
+    assert RunId.of(made.to_config()) == made
     folder, _, state = made.run.partition("/")
     assert folder not in ("", ".", "..")
     assert "/" not in state
@@ -76,17 +76,17 @@ def test_every_name_of_a_run_makes_one_that_clients_take(name: str) -> None:
 )
 def test_a_plain_name_stays_as_it_is(name: str) -> None:
     """So that the states are in the run's own folder, where it clears them away at its end."""
-    assert Lineage.new(name).run.startswith(f"{name}/state-")
+    assert RunId.new(name).run.startswith(f"{name}/state-")
 
 
 def test_no_run_is_taken_for_another_of_its_name() -> None:
-    assert len({Lineage.new("run").run for _ in range(100)}) == 100
+    assert len({RunId.new("run").run for _ in range(100)}) == 100
 
 
 def test_what_a_message_says_is_what_the_server_meant() -> None:
-    gone_on = Lineage.new("run").resumed(3).resumed(2)
-    assert Lineage.of(gone_on.to_config()) == gone_on
-    assert Lineage.of({**gone_on.to_config(), "phase": "train"}) == gone_on
+    gone_on = RunId.new("run").resumed(3).resumed(2)
+    assert RunId.of(gone_on.to_config()) == gone_on
+    assert RunId.of({**gone_on.to_config(), "phase": "train"}) == gone_on
 
 
 Step = tuple[str, int]
@@ -96,29 +96,29 @@ STEPS = st.lists(st.one_of(st.tuples(st.just("round"), st.just(0)), st.tuples(st
 @settings(max_examples=250)
 @given(steps=STEPS)
 def test_what_counts_is_what_is_on_the_line_that_led_here(steps: list[Step]) -> None:
-    """Every round leaves a state and a checkpoint, with the lineage of then; a resume goes back to any checkpoint that still counts, and
+    """Every round leaves a state and a checkpoint, with the run_id of then; a resume goes back to any checkpoint that still counts, and
     what was after it never was. By hand: a state counts if its round is one of those that led here, as it was then."""
-    lineage, written = Lineage.new("run"), 0
+    run_id, written = RunId.new("run"), 0
     states: dict[tuple[int, int], int] = {}  # what a folder has: round and attempt name a file
     line: list[tuple[int, int, int]] = []  # what led here: round, attempt, what was written
-    checkpoints: list[tuple[list[tuple[int, int, int]], Lineage]] = []
+    checkpoints: list[tuple[list[tuple[int, int, int]], RunId]] = []
     for step, back in steps:
         if step == "resume" and checkpoints:
-            line, lineage = checkpoints[-1 - back % len(checkpoints)]
-            line, lineage = list(line), lineage.resumed(len(line))
+            line, run_id = checkpoints[-1 - back % len(checkpoints)]
+            line, run_id = list(line), run_id.resumed(len(line))
             checkpoints = [(old, then) for old, then in checkpoints if len(old) <= len(line)]
             continue
         written += 1
-        line.append((len(line) + 1, lineage.attempt, written))
+        line.append((len(line) + 1, run_id.attempt, written))
         states[line[-1][:2]] = written
-        checkpoints.append((list(line), lineage))
-        counted = sorted(value for (round, attempt), value in states.items() if lineage.counts(round, attempt))
+        checkpoints.append((list(line), run_id))
+        counted = sorted(value for (round, attempt), value in states.items() if run_id.counts(round, attempt))
         assert counted == [value for _, _, value in line]
 
 
 def test_what_counts_by_hand() -> None:
     """Rounds 1 to 5, then again from 3 on to 6, then again from 5 on."""
-    first = Lineage.new("run")
+    first = RunId.new("run")
     second = first.resumed(3)
     third = second.resumed(5)
     assert [round for round in range(1, 8) if first.counts(round, first.attempt)] == list(range(1, 8))

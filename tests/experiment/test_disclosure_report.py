@@ -1,50 +1,50 @@
-"""departures.csv and the table in summary.md."""
+"""disclosure.csv and the table in summary.md."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from fl_bn.federation.record import Departure, RoundRecord
-from fl_bn.run.departures_report import COLUMNS, departures_csv, departures_table, kinds
+from fl_bn.federation.record import Disclosure, RoundRecord
+from fl_bn.run.disclosure_report import COLUMNS, disclosure_csv, disclosure_table, kinds
 from tests.experiment.resuming import run, small_run
 from tests.integration.runs import table
 
 
-def record(round: int, *departures: Departure) -> RoundRecord:
-    return RoundRecord(round, "train", 0.1, departures=list(departures))
+def record(round: int, *disclosures: Disclosure) -> RoundRecord:
+    return RoundRecord(round, "train", 0.1, disclosures=list(disclosures))
 
 
 def test_kinds_add_up_and_keep_the_smallest() -> None:
     found = kinds(
         [
-            record(1, Departure(0, "moments", "m", 3, 10, 9, 90), Departure(0, "moments", "m", 3, 10, 9, 90)),
-            record(2, Departure(0, "moments", "m", 3, 10, 5, 50), Departure(1, "weights", "w", 2, 7)),
-            record(3, Departure(0, "moments", "m", 3, 10, 5, 50)),
+            record(1, Disclosure(0, "moments", "m", 3, 10, 9, 90), Disclosure(0, "moments", "m", 3, 10, 9, 90)),
+            record(2, Disclosure(0, "moments", "m", 3, 10, 5, 50), Disclosure(1, "weights", "w", 2, 7)),
+            record(3, Disclosure(0, "moments", "m", 3, 10, 5, 50)),
         ],
         {0: (1, 2), 1: ()},
     )
-    assert departures_csv(found).splitlines() == [
+    assert disclosure_csv(found).splitlines() == [
         ",".join(COLUMNS),
         "0,introduction,samples per class,1,1,1,6,,,,",
         "0,moments,m,3,4,3,40,5,50,2,fewer than 8 samples",
         "1,weights,w,2,1,1,7,,,,",
     ]
-    text = "\n".join(departures_table(found))
+    text = "\n".join(disclosure_table(found))
     assert "| moments | m | 1 | 3 | 40 B | 3 | 5 (client 0, round 2) |" in text
     assert text.count("**warning**") == 1
     assert "client 0: statistics of 5 samples left it in round 2" in text
 
 
 def test_nothing_left_is_no_table_and_many_warnings_are_cut() -> None:
-    assert departures_table(kinds([record(1)], {})) == []
-    many = departures_table(kinds([record(1, *(Departure(c, "moments", "m", 3, 10, 2) for c in range(14)))], {}))
+    assert disclosure_table(kinds([record(1)], {})) == []
+    many = disclosure_table(kinds([record(1, *(Disclosure(c, "moments", "m", 3, 10, 2) for c in range(14)))], {}))
     assert sum("**warning**" in line for line in many) == 10
-    assert "- and 4 more clients: see departures.csv" in many
+    assert "- and 4 more clients: see disclosure.csv" in many
 
 
 def test_a_run_writes_them(tmp_path: Path) -> None:
     path = run(small_run(tmp_path, method="fedavg", batch_size=4, local_steps=1, checkpoint_every=0))
-    rows = table(path / "departures.csv")
+    rows = table(path / "disclosure.csv")
     sent = {row["section"]: row for row in rows if row["client"] == "2"}
     assert sent.keys() == {"weights", "statistics", "metrics", "introduction"}
     assert (sent["statistics"]["smallest-samples"], sent["statistics"]["warning"]) == ("4", "fewer than 8 samples")
@@ -55,4 +55,4 @@ def test_a_run_writes_them(tmp_path: Path) -> None:
     assert "client 2: statistics of 4 samples left it in round 1" in text
     quiet = run(small_run(tmp_path / "more", method="gn", batch_size=8, local_steps=2, share_label_counts=False))
     assert "**warning**" not in (quiet / "summary.md").read_text()
-    assert not any(row["section"] == "introduction" for row in table(quiet / "departures.csv"))
+    assert not any(row["section"] == "introduction" for row in table(quiet / "disclosure.csv"))

@@ -4,7 +4,7 @@ Every reply of a training round or a statistics-only exchange counts, used or no
 reply. Not counted: a reply that cannot be read or says nothing of its phase, an exchanged vector whose round was over before its average
 was made, Flower's framing, and the metrics of evaluations (loss and accuracies on test data).
 
-A statistic summarises samples, and what summarises few of them gives them away. ``samples`` of a ``Departure`` is the number of different
+A statistic summarises samples, and what summarises few of them gives them away. ``samples`` of a ``Disclosure`` is the number of different
 ones behind it, which is what a mean and a variance per channel hide a person among; ``values`` are activations per channel, more of them
 where an image has many pixels, but of the same persons. Of one batch's running statistics the batch's own can be computed back,
 ``(new - (1 - b) old) / b`` with momentum b, so they summarise that batch; of several batches' only a weighted mix.
@@ -24,7 +24,7 @@ from torch import nn
 
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation.payload import nbytes
-from fl_bn.federation.record import Departure, RoundRecord
+from fl_bn.federation.record import Disclosure, RoundRecord
 from fl_bn.federation.values import Reply
 from fl_bn.flower.codec import array_from, header_of
 from fl_bn.flower.log import log
@@ -55,11 +55,11 @@ OTHERS = {
 }
 
 
-class Departures:
+class DisclosureReport:
     """Of one run: ``note`` is told of all replies, ``enter`` puts what was noted since into a round's record."""
 
     def __init__(self, model: nn.Module, method: Method) -> None:
-        self._method, self._new, self._warned = method, list[Departure](), set[int]()
+        self._method, self._new, self._warned = method, list[Disclosure](), set[int]()
         self._last_counts = any(getattr(layer, "momentum", None) == 1 for layer in batch_norms(model).values())
         gradients = any(module.share_gradients for module in model.modules() if isinstance(module, CohortBatchNorm))
         self._exchanged = f"means and variances{' and their gradients' if gradients else ''} of one batch, in FedTAN's exchange"
@@ -73,32 +73,32 @@ class Departures:
                 self._add(self._of_exchange(index, traffic, session.batches.get(index, 0)))
         by_node = {client.node: client for client in clients}
         found = [d for r in replies if (client := by_node.get(r.metadata.src_node_id)) is not None for d in self._of_reply(r, client)]
-        for departure in sorted(found, key=lambda d: d.client):
-            self._add([departure])
-        for departure in sorted(self._new, key=lambda d: (d.samples, d.section not in SUMMARIES)):
-            if 0 < departure.samples < FEW and departure.client not in self._warned:
-                self._warned.add(departure.client)
-                log(logging.WARNING, "%s", warning(departure, round))
+        for disclosure in sorted(found, key=lambda d: d.client):
+            self._add([disclosure])
+        for disclosure in sorted(self._new, key=lambda d: (d.samples, d.section not in SUMMARIES)):
+            if 0 < disclosure.samples < FEW and disclosure.client not in self._warned:
+                self._warned.add(disclosure.client)
+                log(logging.WARNING, "%s", warning(disclosure, round))
 
     def masked(self, parts: Iterable[Reply]) -> None:
         """Of a secure sum: what each client in it sent can be read by nobody."""
         for part in parts:
             self._add(
-                [Departure(part.client, "masked", "a masked vector: of all of them the sum can be read", 1, nbytes(part.sections))]
+                [Disclosure(part.client, "masked", "a masked vector: of all of them the sum can be read", 1, nbytes(part.sections))]
             )
 
     def enter(self, record: RoundRecord) -> RoundRecord:
         """``record``, with all that left since the last one."""
-        record.departures, self._new = [*record.departures, *self._new], []
+        record.disclosures, self._new = [*record.disclosures, *self._new], []
         return record
 
-    def _add(self, departures: Iterable[Departure]) -> None:
-        self._new += [d for d in departures if d.tensors or d.nbytes]
+    def _add(self, disclosures: Iterable[Disclosure]) -> None:
+        self._new += [d for d in disclosures if d.tensors or d.nbytes]
 
-    def _of_exchange(self, client: int, traffic: Traffic, batch: int) -> Iterable[Departure]:
-        yield Departure(client, "exchange", self._exchanged, traffic.exchanges, traffic.up, batch)
+    def _of_exchange(self, client: int, traffic: Traffic, batch: int) -> Iterable[Disclosure]:
+        yield Disclosure(client, "exchange", self._exchanged, traffic.exchanges, traffic.up, batch)
 
-    def _of_reply(self, reply: Message, client: Client) -> Iterable[Departure]:
+    def _of_reply(self, reply: Message, client: Client) -> Iterable[Disclosure]:
         if reply.has_error():
             return
         try:
@@ -115,18 +115,18 @@ class Departures:
             else:
                 what, behind = self._said(section, phase, samples, steps)
             behind = min(behind, values) if values else behind
-            yield Departure(client.index, shown(section), what, len(arrays), sum(map(_nbytes, arrays.values())), behind, values)
+            yield Disclosure(client.index, shown(section), what, len(arrays), sum(map(_nbytes, arrays.values())), behind, values)
         if len(sections) > MOST_SECTIONS:
             rest = list(sections.values())[MOST_SECTIONS:]
             nbytes = sum(_nbytes(array) for arrays in rest for array in arrays.values())
-            yield Departure(client.index, "others", f"{len(rest)} sections that nobody asked for", sum(map(len, rest)), nbytes)
+            yield Disclosure(client.index, "others", f"{len(rest)} sections that nobody asked for", sum(map(len, rest)), nbytes)
         drifts = [name for name in DRIFT if name in metrics]
         if drifts:
-            yield Departure(client.index, "drift", f"of statistics that stay at home: {', '.join(drifts)}", 0, 8 * len(drifts))
+            yield Disclosure(client.index, "drift", f"of statistics that stay at home: {', '.join(drifts)}", 0, 8 * len(drifts))
         numbers = sorted(name for name, value in metrics.items() if isinstance(value, int | float) and name not in DRIFT)
         if numbers and sections:
             told = ", ".join(map(shown, numbers[:MOST_SECTIONS])) + (" ..." if len(numbers) > MOST_SECTIONS else "")
-            yield Departure(client.index, "metrics", f"numbers: {told}", 0, 8 * len(numbers))
+            yield Disclosure(client.index, "metrics", f"numbers: {told}", 0, 8 * len(numbers))
 
     def _said_of_moments(self, phase: Phase, round: int, client: Client, metrics: MetricRecord) -> tuple[str, int]:
         """What the moments of a reply of ``round`` are, in words, and how many samples are behind them."""
@@ -161,16 +161,16 @@ class Departures:
         return f"{name} after {batches}" if steps else name, 0
 
 
-def warning(departure: Departure, round: int) -> str:
+def warning(disclosure: Disclosure, round: int) -> str:
     """One sentence, with what to do."""
-    if departure.section == "moments" and "batch" not in departure.what:
+    if disclosure.section == "moments" and "batch" not in disclosure.what:
         advice = "raise hbn-stat-samples, or leave out clients with so few samples"
     else:
         advice = "raise batch-size, or leave out clients with so few samples"
-    summary = "statistics" if departure.section in SUMMARIES else "the gradient"
+    summary = "statistics" if disclosure.section in SUMMARIES else "the gradient"
     when = f"in round {round}" if round else "before round 1"
-    few = f"{summary} of {departure.samples} sample{'s' * (departure.samples > 1)}"
-    return f"client {departure.client}: {few} left it {when} ({departure.what}): values so few can be traced to a person; {advice}"
+    few = f"{summary} of {disclosure.samples} sample{'s' * (disclosure.samples > 1)}"
+    return f"client {disclosure.client}: {few} left it {when} ({disclosure.what}): values so few can be traced to a person; {advice}"
 
 
 def _batches(steps: int) -> str:

@@ -20,7 +20,7 @@ NAME = re.compile(rf"{FOLDER}/state-[0-9a-f]{{8}}")
 
 
 @dataclass(frozen=True)
-class Lineage:
+class RunId:
     """``run``: NAME/state-XXXXXXXX, never given twice; ``resumes``: of every resume that led here, in order of time, a token never given
     twice and the round it went back to; ``durable``: the last round that every later resume can still go back to, so that states older
     than the newest up to it are of no use."""
@@ -30,7 +30,7 @@ class Lineage:
     durable: int = 0
 
     @classmethod
-    def new(cls, name: str) -> Lineage:
+    def new(cls, name: str) -> RunId:
         """``name``: of the run's folder; ``run`` if it could not be that of one."""
         run = f"{name}/state-{secrets.token_hex(4)}"
         return cls(run if NAME.fullmatch(run) else f"run/state-{secrets.token_hex(4)}")
@@ -49,7 +49,7 @@ class Lineage:
     def attempts(self) -> list[str]:
         return [FIRST, *(token for token, _ in self.resumes)]
 
-    def resumed(self, round: int) -> Lineage:
+    def resumed(self, round: int) -> RunId:
         """The same run, going on after ``round``. Two resumes from one checkpoint have nothing in common but what is in it."""
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
@@ -64,7 +64,7 @@ class Lineage:
         return {"run": self.run, "resumes": resumes, "durable": self.durable}
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Lineage:
+    def of(cls, config: Mapping[str, Any]) -> RunId:
         """From a message's config; one that names no run has none.
 
         Raises:

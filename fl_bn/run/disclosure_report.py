@@ -1,4 +1,4 @@
-"""departures.csv, and the table of summary.md: what left each client in a run, by kind."""
+"""disclosure.csv, and the table of summary.md: what left each client in a run, by kind."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fl_bn.federation.record import Departure, RoundRecord
-from fl_bn.flower.departures import FEW, warning
+from fl_bn.federation.record import Disclosure, RoundRecord
+from fl_bn.flower.disclosure import FEW, warning
 from fl_bn.flower.normalisation import size
 
-FILE = "departures.csv"
+FILE = "disclosure.csv"
 COLUMNS = (
     "client", "section", "what", "tensors", "messages", "rounds", "bytes", "smallest-samples", "smallest-values", "smallest-round",
     "warning",
@@ -24,14 +24,14 @@ SHOWN = 10  # warnings in summary.md
 class Kind:
     """All of one kind that left one client: ``tensors`` of one message, ``nbytes`` of all ``messages``; ``rounds``: in how many.
 
-    ``least``: the departure whose statistics summarise the fewest samples, None if there are no statistics, and ``least_round``.
+    ``least``: the disclosure whose statistics summarise the fewest samples, None if there are no statistics, and ``least_round``.
     """
 
     tensors: int
     messages: int
     rounds: int
     nbytes: int
-    least: Departure | None = None
+    least: Disclosure | None = None
     least_round: int = 0
 
     @property
@@ -44,10 +44,10 @@ def kinds(records: Iterable[RoundRecord], label_counts: Mapping[int, Sequence[in
 
     The exchanges before round 1 (``calibrate``) count to round 1.
     """
-    found: dict[tuple[int, str, str], list[tuple[int, Departure]]] = {}
+    found: dict[tuple[int, str, str], list[tuple[int, Disclosure]]] = {}
     for record in records:
-        for departure in record.departures:
-            found.setdefault((departure.client, departure.section, departure.what), []).append((record.round, departure))
+        for disclosure in record.disclosures:
+            found.setdefault((disclosure.client, disclosure.section, disclosure.what), []).append((record.round, disclosure))
     result = {key: _kind(entries) for key, entries in found.items()}
     for client, counts in label_counts.items():
         if counts:
@@ -55,7 +55,7 @@ def kinds(records: Iterable[RoundRecord], label_counts: Mapping[int, Sequence[in
     return dict(sorted(result.items()))
 
 
-def _kind(entries: Sequence[tuple[int, Departure]]) -> Kind:
+def _kind(entries: Sequence[tuple[int, Disclosure]]) -> Kind:
     rounds = {round for round, _ in entries}
     nbytes, tensors = sum(d.nbytes for _, d in entries), max(d.tensors for _, d in entries)
     behind = [(d.samples, round, d) for round, d in entries if d.samples]
@@ -65,7 +65,7 @@ def _kind(entries: Sequence[tuple[int, Departure]]) -> Kind:
     return Kind(tensors, len(entries), len(rounds), nbytes, least, round)
 
 
-def departures_csv(found: Mapping[tuple[int, str, str], Kind]) -> str:
+def disclosure_csv(found: Mapping[tuple[int, str, str], Kind]) -> str:
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(COLUMNS)
@@ -76,7 +76,7 @@ def departures_csv(found: Mapping[tuple[int, str, str], Kind]) -> str:
     return text.getvalue()
 
 
-def departures_table(found: Mapping[tuple[int, str, str], Kind]) -> list[str]:
+def disclosure_table(found: Mapping[tuple[int, str, str], Kind]) -> list[str]:
     """Markdown, one line per kind over all clients, and the warnings, one per client."""
     if not found:
         return []

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fl_bn.federation.local import Samples
-from fl_bn.federation.record import Departure
+from fl_bn.federation.record import Disclosure
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.departures import FEW
+from fl_bn.flower.disclosure import FEW
 from fl_bn.methods import METHODS
 from tests.in_process import FULL_BATCH, Run, WatchedGrid, client_app, run, sections
 from tests.networks import seeded_network
@@ -25,27 +25,27 @@ def clients(tiny_clients: Clients) -> list[Samples]:
     return tiny_clients((16, 12, 10))
 
 
-def of(ran: Run, client: int, section: str, round: int = 1) -> list[Departure]:
-    return [d for d in ran.records[round - 1].departures if (d.client, d.section) == (client, section)]
+def of(ran: Run, client: int, section: str, round: int = 1) -> list[Disclosure]:
+    return [d for d in ran.records[round - 1].disclosures if (d.client, d.section) == (client, section)]
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_array_that_came_is_counted(name: str, clients: list[Samples]) -> None:
     ran = run(METHODS[name](), clients, 2, policy={"calibrate": 1})
-    told = [d for record in ran.records for d in record.departures if d.section not in ("metrics", "exchange")]
+    told = [d for record in ran.records for d in record.disclosures if d.section not in ("metrics", "exchange")]
     came = [m for m in ran.grid.received if m.metadata.message_type in ("train", "query.statistics") and m.has_content()]
     arrays = [array for m in came for part in sections(m.content).values() for array in part.values()]
     assert sum(d.tensors for d in told) == len(arrays)
     assert sum(d.nbytes for d in told) == sum(array.nbytes for array in arrays)
-    exchanged = [d for record in ran.records for d in record.departures if d.section == "exchange"]
+    exchanged = [d for record in ran.records for d in record.disclosures if d.section == "exchange"]
     assert sum(d.nbytes for d in exchanged) == 3 * sum(record.bytes_up.get("exchange", 0) for record in ran.records)
     assert bool(exchanged) == (name in ("fedtan", "fedtan2", "fedavg-alg2"))
 
 
 def test_of_one_batch_the_running_statistics_can_be_computed_back(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     ran = run(METHODS["fedavg"](), clients, 2, settings=ONE_STEP)
-    (departure,) = of(ran, 1, "statistics")
-    assert departure == Departure(
+    (disclosure,) = of(ran, 1, "statistics")
+    assert disclosure == Disclosure(
         1, "statistics", "running means and variances after 1 batch, whose own can be computed back", 4, 2 * (4 + 6) * 4, 4
     )
     assert of(ran, 1, "weights")[0].samples == 4
@@ -65,8 +65,8 @@ def test_of_one_batch_the_running_statistics_can_be_computed_back(clients: list[
 
 def test_after_several_batches_their_different_samples_count(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     ran = run(METHODS["fedavg"](), clients, 1)  # two of 4
-    (departure,) = of(ran, 0, "statistics")
-    assert (departure.what, departure.samples) == ("running means and variances after 2 batches", 8)
+    (disclosure,) = of(ran, 0, "statistics")
+    assert (disclosure.what, disclosure.samples) == ("running means and variances after 2 batches", 8)
     assert of(ran, 0, "weights")[0].samples == 0
     assert "traced" not in log.text  # control: eight are enough
 
@@ -119,9 +119,9 @@ def test_the_first_batch_is_as_large_as_it_is_however_often_samples_come(clients
 
 def test_fedtans_exchange(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     ran = run(METHODS["fedtan"](), clients, 1)
-    (departure,) = of(ran, 0, "exchange")
-    assert departure.what == "means and variances and their gradients of one batch, in FedTAN's exchange"
-    assert (departure.tensors, departure.samples) == (4, 4)  # two layers, forward and backward
+    (disclosure,) = of(ran, 0, "exchange")
+    assert disclosure.what == "means and variances and their gradients of one batch, in FedTAN's exchange"
+    assert (disclosure.tensors, disclosure.samples) == (4, 4)  # two layers, forward and backward
     assert "client 0: statistics of 4 samples left it in round 1 (means and variances and their gradients" in log.text
     forward = run(METHODS["fedavg-alg2"](), clients, 1)
     assert (of(forward, 0, "exchange")[0].what, of(forward, 0, "exchange")[0].tensors) == (
@@ -134,8 +134,8 @@ def test_fedtans_exchange(clients: list[Samples], log: pytest.LogCaptureFixture)
 
 def test_exchanges_before_round_1_are_in_its_record(clients: list[Samples]) -> None:
     ran = run(METHODS["fbn"](), clients, 2, policy={"calibrate": 2})
-    assert sum(d.what == "moments of a pass without training" for d in ran.records[0].departures) == 2 * 3
-    assert not any(d.what == "moments of a pass without training" for d in ran.records[1].departures)
+    assert sum(d.what == "moments of a pass without training" for d in ran.records[0].disclosures) == 2 * 3
+    assert not any(d.what == "moments of a pass without training" for d in ran.records[1].disclosures)
 
 
 def test_a_reply_that_is_refused_has_left_all_the_same(clients: list[Samples]) -> None:
@@ -157,10 +157,10 @@ def test_who_stays_silent_or_fails_sends_nothing(clients: list[Samples]) -> None
             raise OSError("no")
 
     ran = run(METHODS["fedavg"](), clients, 1, grid=WatchedGrid(client_app(METHODS["fedavg"](), clients, disturb=disturb), 3))
-    assert {d.client for d in ran.records[0].departures} == {0, 2}
+    assert {d.client for d in ran.records[0].disclosures} == {0, 2}
 
 
 def test_what_stays_home_is_not_there(clients: list[Samples]) -> None:
     for name in ("fedbn", "gn"):
-        assert {d.section for d in run(METHODS[name](), clients, 1).records[0].departures} == {"weights", "metrics"}
-    assert {d.section for d in run(METHODS["single"](), clients, 1).records[0].departures} <= {"metrics"}
+        assert {d.section for d in run(METHODS[name](), clients, 1).records[0].disclosures} == {"weights", "metrics"}
+    assert {d.section for d in run(METHODS["single"](), clients, 1).records[0].disclosures} <= {"metrics"}

@@ -18,7 +18,7 @@ Named = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Companion:
+class Auxiliary:
     """One section, the same downwards and upwards, of the shape of the weights, or one number for each (``scalar``).
 
     The server's tensors start as zeros. Those that come up are ``added``: their mean, times the share of all clients that sent them
@@ -46,18 +46,18 @@ class Companion:
         return new
 
 
-def companions(settings: LocalTraining) -> tuple[Companion, ...]:
+def auxiliary(settings: LocalTraining) -> tuple[Auxiliary, ...]:
     """What travels beside the weights when clients train so."""
-    found = [Companion(CONTROL, added=True)] if settings.objective.travels else []
+    found = [Auxiliary(CONTROL, added=True)] if settings.objective.travels else []
     if settings.maintain == "global":
         for buffer, section in SECTIONS[settings.optimizer].items():
             found.append(
-                Companion(section, scalar=buffer == "step", at_least=0.0 if section in ("second-moment", "steps") else float("-inf"))
+                Auxiliary(section, scalar=buffer == "step", at_least=0.0 if section in ("second-moment", "steps") else float("-inf"))
             )
     return tuple(found)
 
 
-def accompanied(model: nn.Module, method: Method) -> dict[str, nn.Parameter]:
-    """The parameters that have companions: those that learn and are shared, by name."""
+def has_auxiliary(model: nn.Module, method: Method) -> dict[str, nn.Parameter]:
+    """The parameters that have auxiliary: those that learn and are shared, by name."""
     role = roles(model)
     return {name: p for name, p in model.named_parameters() if p.requires_grad and method.shares(role[name])}
