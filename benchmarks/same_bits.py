@@ -1,9 +1,10 @@
 """Do two versions of fl-bn give the same bits? One short run per case: a hash of the final model, and of the rounds' figures.
 
     python benchmarks/same_bits.py > new.txt
-    git worktree add ../old COMMIT && PYTHONPATH=../old python benchmarks/same_bits.py > old.txt && diff old.txt new.txt
+    cp benchmarks/same_bits.py /tmp && git worktree add ../old COMMIT && cd ../old
+    PYTHONPATH=. python /tmp/same_bits.py > old.txt && diff old.txt NEW/new.txt
 
-The keys are those of every version, so that PYTHONPATH may name an older checkout.
+The keys are those of every version.
 """
 
 from __future__ import annotations
