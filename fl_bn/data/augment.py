@@ -28,7 +28,7 @@ Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
-    """What ``Samples.batch`` calls with images (B, C, H, W) and labels or masks; None for "none". Each call draws from ``rng``.
+    """The change that ``Samples.batch`` applies to images (B, C, H, W) and labels or masks; None for "none". Each call draws from ``rng``.
 
     Raises:
         ValueError: for a name that is not in ``AUGMENTATIONS``; when called, for samples that are no uint8 images.

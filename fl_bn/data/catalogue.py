@@ -1,4 +1,4 @@
-"""What each data set is, under which terms, and which files of it go where: the text of docs/data.md and ``fl-bn data``.
+"""A list of the data sets: what each is, under which terms, and which of its files go where; the text of docs/data.md and ``fl-bn data``.
 
 The terms are those of the publishers as generally known, in a line; theirs count, not these.
 """

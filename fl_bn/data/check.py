@@ -28,7 +28,7 @@ FEATURES = 5995  # of ABIDE's 110 regions
 
 
 def check(name: str, path: str = "") -> list[Finding]:
-    """What there is to say of the files of ``name`` below ``path`` (``data`` where it is empty): one finding or several.
+    """Check the files of data set ``name`` below ``path`` (``data`` where it is empty): one finding or several.
 
     Raises:
         ValueError: for a name that is no data set.

@@ -62,7 +62,7 @@ def load_folder(path: str, image_size: int) -> Dataset:
 
 
 def visible(folder: Path) -> list[Path]:
-    """What ``folder`` holds, sorted by name."""
+    """List the entries of ``folder``, sorted by name."""
     return sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
 

@@ -1,4 +1,4 @@
-"""Who holds which samples: divisions of a data set among clients, fixed by a seed.
+"""Divisions of a data set among clients, fixed by a seed.
 
 Plain numpy, not flwr-datasets. That package brings pandas, pyarrow and seaborn, half a gigabyte and seconds of import
 in every client's process, and knows neither disjoint classes per client nor similarity (FBN's gamma). Every client
