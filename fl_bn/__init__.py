@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fl_bn import methods
     from fl_bn.conversion import convert
-    from fl_bn.federation.client import local_round
     from fl_bn.federation.federation import Federation, SeededBatches
+    from fl_bn.federation.own_loop import local_round
     from fl_bn.federation.server import server_round, server_state
     from fl_bn.task import Classification, MultiLabel, Regression, Segmentation, Task
 
@@ -38,7 +38,7 @@ __all__ = [
 
 _HOMES = {
     "convert": "fl_bn.conversion",
-    "local_round": "fl_bn.federation.client",
+    "local_round": "fl_bn.federation.own_loop",
     "Federation": "fl_bn.federation.federation",
     "SeededBatches": "fl_bn.federation.federation",
     "server_round": "fl_bn.federation.server",

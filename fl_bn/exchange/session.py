@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from statistics import median_low
 
 import torch
+from torch import nn
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Refused, Request
 from fl_bn.moments import Average, Moments, bounds, pool, weighted_mean
 from fl_bn.names import check_name
+from fl_bn.roles import batch_norms
 
 POLICIES = ("abort", "shrink")
 NOT_JOINED = "did not join"
@@ -48,6 +50,15 @@ def reduce(requests: list[Local], batches: list[int], average: Average = weighte
         pooled = pool([Moments(r.count, mean, var) for r, mean, var in zip(requests, means, variances, strict=True)], average)
         return torch.cat([pooled.mean, pooled.var])
     return average(values, torch.tensor(batches, dtype=torch.float64) if quantity is Quantity.GRADIENTS else counts)
+
+
+def exchanged_layers(model: nn.Module) -> dict[str, Layer]:
+    """The layers whose statistics a round may exchange, by name: those that keep running ones."""
+    return {
+        name: Layer(len(layer.running_mean), torch.promote_types(layer.running_mean.dtype, torch.float32))
+        for name, layer in batch_norms(model).items()
+        if layer.running_mean is not None
+    }
 
 
 class Session:

@@ -21,14 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.data.batches import draw_batches
 from fl_bn.exchange import local as turns
-from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns
-from fl_bn.exchange.session import Session
+from fl_bn.exchange.session import Session, exchanged_layers
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound, check_optimizer
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.local import Samples, torch_seed
+from fl_bn.federation.local import Samples, evaluate, torch_seed
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Exchanged, Passes
 from fl_bn.federation.payload import Named
@@ -40,8 +39,7 @@ from fl_bn.federation.training import BATCHES, DROPOUT, IndexBatches, train
 from fl_bn.federation.values import NOTHING, Instruction, Reply
 from fl_bn.methods import Method, Phase, Refresh, Report
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.roles import batch_norms
-from fl_bn.task import CLASSIFICATION, Task, to_device
+from fl_bn.task import CLASSIFICATION, Task
 
 Loader = Iterable[Any]
 """Batches that can be gone through again and again: a DataLoader, a list; in a form that the task reads."""
@@ -189,9 +187,9 @@ class Federation:
         if batches is None:
             return {}
         if not self.method.personal:
-            return evaluated(self.model.to(self._device), batches, self.task)
+            return evaluate(self.model.to(self._device), batches, task=self.task).result()
         everyone = range(len(self.clients))
-        found = [evaluated(self.client_model(client).to(self._device), batches, self.task) for client in everyone]
+        found = [evaluate(self.client_model(client).to(self._device), batches, task=self.task).result() for client in everyone]
         return {name: float(np.mean([metrics[name] for metrics in found])) for name in found[0]}
 
     def _cohort(self, number: int) -> list[int]:
@@ -250,13 +248,8 @@ class Federation:
         return Exchanged(everyone, used, came.refused | overflowing, len(used))
 
     def _session(self, cohort: Sequence[int]) -> Session:
-        layers = {
-            name: Layer(len(layer.running_mean), torch.promote_types(layer.running_mean.dtype, torch.float32))
-            for name, layer in batch_norms(self.server.model).items()
-            if layer.running_mean is not None
-        }
         defence = self.server.defence
-        return Session(cohort, layers, average=defence.average, believing=not defence.active)
+        return Session(cohort, exchanged_layers(self.server.model), average=defence.average, believing=not defence.active)
 
 
 class SeededBatches:
@@ -289,18 +282,6 @@ class SeededBatches:
         drawn = draw_batches(len(self.samples), self.batch_size, seeded(seed, client, round, BATCHES), epochs=epochs)
         like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
         return IndexBatches(self.samples, list(drawn), like)
-
-
-@torch.no_grad()
-def evaluated(model: nn.Module, batches: Loader, task: Task = CLASSIFICATION) -> dict[str, float]:
-    """Loss and metrics of ``model``, in evaluation mode, by name. Leaves the model in the mode it was in."""
-    device, state, training = next(model.parameters()).device, task.state(), model.training
-    model.eval()
-    for batch in batches:
-        x, y = (to_device(part, device) for part in task.read(batch))
-        state.update(task.predict(model, x), y)
-    model.train(training)
-    return state.result()
 
 
 def _length(loader: Loader) -> int:

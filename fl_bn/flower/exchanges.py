@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 from torch import nn
 
-from fl_bn.exchange.call import Layer
-from fl_bn.exchange.session import Session
+from fl_bn.exchange.session import Session, exchanged_layers
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.carriers import Carrier, GrpcCarrier, LocalCarrier, ReplayCarrier
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.moments import Average, weighted_mean
-from fl_bn.roles import batch_norms
 
 
 class Exchanges:
@@ -26,11 +23,7 @@ class Exchanges:
 
     def __init__(self, settings: ExchangeSettings, model: nn.Module, average: Average = weighted_mean, believing: bool = True) -> None:
         self.settings, self.average, self.believing = settings, average, believing
-        self.layers = {
-            name: Layer(len(layer.running_mean), torch.promote_types(layer.running_mean.dtype, torch.float32))
-            for name, layer in batch_norms(model).items()
-            if layer.running_mean is not None
-        }
+        self.layers = exchanged_layers(model)
         self.session = Session([], {})
         self._carrier: Carrier | None = None
 

@@ -31,8 +31,9 @@ from torch import nn
 
 from fl_bn.conversion import convert
 from fl_bn.exchange.replay import Unanswered
-from fl_bn.federation.client import Connect, LocalRound, local_round
+from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.local import torch_seed
+from fl_bn.federation.own_loop import local_round
 from fl_bn.federation.payload import signature, to_numpy, to_tensors
 from fl_bn.federation.values import Instruction
 from fl_bn.flower.client import connect, state_of
