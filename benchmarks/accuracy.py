@@ -16,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from fl_bn.run.config import RunConfig
+from fl_bn.run.pictures import partition_in_words
 from fl_bn.sweep.cells import run_cells
 from fl_bn.sweep.compare import Variant, gather, plan, write
 
@@ -74,8 +76,9 @@ def main(
 
 
 def describe(setting: dict[str, str | int | float]) -> str:
+    split = partition_in_words(RunConfig.from_mapping({key: setting[key] for key in ("partition", "partition-parameter")}))
     return (
-        f"{setting['model']}, {setting['clients']} clients, {setting['partition']} {setting['partition-parameter']}, "
+        f"{setting['model']}, {setting['clients']} clients, {split}, "
         f"{setting['rounds']} rounds of {setting['local-steps']} local steps on batches of 32, learning rate {setting['learning-rate']}"
     )
 

@@ -21,7 +21,7 @@ def called(frame, event, arg):
 torch.set_num_threads(1)
 logging.getLogger("flwr").setLevel(logging.ERROR)
 from fl_bn.flower import run_in_process
-import client_app.app, server_app.app
+import fl_bn.apps.client, fl_bn.apps.server
 sys.setprofile(called)
 run_in_process({"rounds": 1, "clients": 2, "method": "hbn", "output": "", "evaluate-every": 1})
 sys.setprofile(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +16,11 @@ import numpy as np
 import torch
 from flwr.server.strategy import aggregate as flower
 
-from fl_bn.robust import multi_krum, rule_named
+from fl_bn.robust import compiled, multi_krum, rule_named
 
-OURS, TORCH, NUMPY, FLOWER = "fl_bn", "ByzFL, torch", "ByzFL, NumPy", "Flower"
+OURS, PLAIN, TORCH, NUMPY, FLOWER = "fl_bn", "fl_bn, NumPy", "ByzFL, torch", "ByzFL, NumPy", "Flower"
 PRELOAD = ["byzfl", "fl_bn.robust", "flwr.server.strategy.aggregate"]  # imported once, by the process that forks the cells' processes
-WARM = 4096  # columns of the first call, which loads what is loaded lazily
+WARM = 4096  # columns of the first call, which loads what is loaded lazily; ours makes its machine code there, too
 LONG = 20.0  # seconds of a call that is not repeated
 
 Rows = list[np.ndarray]
@@ -40,7 +41,7 @@ class Cell(NamedTuple):
     @property
     def need(self) -> int:
         """Bytes, at most, that the call takes beside its input. ByzFL's NNM gathers all neighbours of all rows: (n, n - f, d)."""
-        if self.library == OURS:
+        if self.library in (OURS, PLAIN):
             return self.bytes // 10 + (64 << 20)
         return self.bytes * (self.n - self.f + 2 if self.rule.startswith("nnm") else 6)
 
@@ -64,8 +65,10 @@ def prepared(cell: Cell, rows: Rows) -> Any:
 def applied(cell: Cell) -> Callable[[Any], Any] | None:
     """The rule, None if the library has none."""
     n, f = cell.n, cell.f
-    if cell.library == OURS:
+    if cell.library in (OURS, PLAIN):
         rule = rule_named(cell.rule)
+        if cell.library == PLAIN:
+            return partial(by_numpy_alone, lambda rows: rule(rows, f).value)
         return lambda rows: rule(rows, f).value
     if cell.library == FLOWER:
         rules: dict[str, Callable[[Any], Any]] = {
@@ -84,6 +87,15 @@ def applied(cell: Cell) -> Callable[[Any], Any] | None:
         "geometric-median": byzfl.GeometricMedian(),
     }
     return rules[cell.rule]
+
+
+def by_numpy_alone(call: Callable[[Any], Any], rows: Any) -> Any:
+    """``call(rows)`` as without the extra ``robust``."""
+    worth, compiled.WORTH = compiled.WORTH, sys.maxsize
+    try:
+        return call(rows)
+    finally:
+        compiled.WORTH = worth
 
 
 def difference(cell: Cell, rows: Rows, value: Any) -> float:
@@ -122,7 +134,8 @@ def measure(pipe: Connection, cell: Cell, enough: float) -> None:
     assert call is not None
     given = prepared(cell, rows)
     try:
-        call(prepared(cell, [row[:WARM].copy() for row in rows]))
+        warm = max(WARM, -(-compiled.WORTH // cell.n)) if cell.library == OURS else WARM
+        call(prepared(cell, [row[:warm].copy() for row in rows]))
         pipe.send("ready")
         extra, first, value = peak(lambda: call(given))
     except (RuntimeError, MemoryError) as error:

@@ -26,6 +26,7 @@ from torch import nn
 METHODS = ("fedavg", "hbn", "fbn")
 ROUNDS = {1: (100, 5), 5: (60, 3), 20: (30, 2)}  # by local steps: rounds, and rounds between evaluations
 RATES = (0.01, 0.05)
+CHANCE = 10.0  # percent: all data sets have ten classes
 BASE = {"learning-rate-schedule": "step", "learning-rate-decay": 0.3, "momentum": 0.9, "output": ""}
 DATA: dict[str, dict[str, Any]] = {
     "digits, one class each": {"dataset": "digits", "partition": "classes", "partition-parameter": 1.0},
@@ -99,10 +100,32 @@ def read(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
         return {tuple(row[field] for field in FIELDS[:4]): row for row in csv.DictReader(file)}
 
 
+def summary(folder: Path) -> str:
+    """Markdown: a line per data set and method, over local steps and rates; before, where it was run, and after."""
+    head = "| data | method | cells | largest growth | largest fall: best - last | cells within 5 points of chance |"
+    lines = [head, "|---|---|---:|---:|---:|---:|"]
+    before, after = read(folder / "before.csv"), read(folder / "after.csv")
+    for data, method in itertools.product(DATA, METHODS):
+        told = [_told(data, method, rows) for rows in (before, after)]
+        both = [" -> ".join(pair) if pair[0] else pair[1] for pair in zip(*told, strict=True)]
+        lines.append(f"| {data} | {method} | {' | '.join(both)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _told(data: str, method: str, rows: dict[tuple[str, ...], dict[str, str]]) -> list[str]:
+    own = [row for row in rows.values() if (row["data"], row["method"]) == (data, method)]
+    if not own:
+        return [""] * 4
+    falls = [float(row["best"]) - (0.0 if row["last"] == "nan" else float(row["last"])) for row in own]
+    chance = sum(not float(row["last"]) >= CHANCE + 5 for row in own)
+    return [str(len(own)), f"{max(float(row['growth']) for row in own):.2f}", f"{max(falls):.1f}", str(chance)]
+
+
 def table(folder: Path) -> str:
-    """Markdown: a line per cell, before and after; what FedAvg reaches there."""
+    """Markdown: the summary; a line per cell, before and after; what FedAvg reaches there."""
     before, after = read(folder / "before.csv"), read(folder / "after.csv")
     lines = [
+        summary(folder),
         "| data | method | steps | rate | before: last (best) | growth | after: last (best) | growth | FedAvg + BN: last |",
         "|---|---|---:|---:|---|---:|---|---:|---:|",
     ]

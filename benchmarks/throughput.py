@@ -1,4 +1,4 @@
-"""Rounds per second: a bare PyTorch loop, the in-process engine, and Flower's simulation on Ray, in one run on one machine.
+"""How long a round takes beside a bare PyTorch loop: in one process, in several, and by Flower's simulation on Ray.
 
     python benchmarks/throughput.py
 
@@ -11,12 +11,14 @@ from __future__ import annotations
 import copy
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from simulation import on_ray
 from torch.nn import functional as F
 
@@ -60,33 +62,77 @@ def in_process(config: RunConfig) -> float:
     return time.perf_counter() - begin
 
 
+Variants = dict[str, dict[str, Any]]
+
+
+def ratios(config: RunConfig, variants: Variants, repeat: int) -> dict[str, float]:
+    """Every variant's time as a multiple of the bare loop's: the medians over ``repeat`` turns of all of them."""
+    found = {name: list[float]() for name in variants}
+    for _ in range(repeat):
+        bare = bare_loop(config)
+        for name, keys in variants.items():
+            found[name].append(in_process(changed(config, keys)) / bare)
+    return {name: median(values) for name, values in found.items()}
+
+
+def above(config: RunConfig, variants: Variants, repeat: int) -> dict[str, float]:
+    """Milliseconds of every variant above the bare loop, per client and round, of the rounds after the first ``config.rounds``: what comes
+    once, start and evaluation, is not in it."""
+    long = changed(config, {"rounds": 5 * config.rounds, "evaluate-every": 5 * config.rounds})
+    found = {name: list[float]() for name in variants}
+    for _ in range(repeat):
+        bare = bare_loop(long) - bare_loop(config)
+        for name, keys in variants.items():
+            more = in_process(changed(long, keys)) - in_process(changed(config, keys)) - bare
+            found[name].append(1000 * more / (long.rounds - config.rounds) / config.clients)
+    return {name: median(values) for name, values in found.items()}
+
+
+def changed(config: RunConfig, keys: Mapping[str, Any]) -> RunConfig:
+    return RunConfig.from_mapping({**config.to_mapping(), **keys})
+
+
 def main(
-    rounds: int = 60, local_steps: int = 10, batch_size: int = 32, results: Path = Path(__file__).parent / "results" / "throughput.md"
+    rounds: int = 20,
+    repeat: Annotated[int, typer.Option(help="turns of all variants, of which the median counts")] = 3,
+    ray: Annotated[bool, typer.Option(help="Flower's simulation on Ray, too")] = True,
+    results: Path = Path(__file__).parent / "results" / "throughput.md",
 ) -> None:
-    base = RunConfig(
-        method="fedavg", rounds=rounds, local_steps=local_steps, batch_size=batch_size, output="", pictures=False, evaluate_every=rounds
-    )
-    bare_loop(RunConfig.from_mapping({**base.to_mapping(), "rounds": 3}))  # load the data, warm up
-    bare = bare_loop(base)
-    rows = [("bare PyTorch loop", "fedavg", bare, bare)]
-    for method in ("fedavg", "fixbn", "hbn", "fbn"):
-        seconds = in_process(RunConfig.from_mapping({**base.to_mapping(), "method": method}))
-        rows.append(("run_in_process", method, seconds, seconds))
-    records, whole = on_ray(base)
-    rows.append(("flower-simulation on Ray", "fedavg", sum(record["seconds"] for record in records), whole))
-    table, lines = Table("engine", "method", "rounds/s", "time / bare loop", "in all (s)"), []
-    for engine, method, seconds, whole in rows:
-        cells = (engine, method, f"{rounds / seconds:.2f}", f"{seconds / bare:.2f}", f"{whole:.1f}")
-        table.add_row(*cells)
-        lines.append("| " + " | ".join(cells) + " |")
-    Console().print(table)
-    head = (
-        f"{rounds} rounds, {base.clients} clients, {local_steps} steps on batches of {batch_size}, digits-cnn-small, "
-        f"{os.cpu_count()} cores.\n\n"
-    )
-    columns = "| engine | method | rounds/s | time / bare loop | in all (s) |\n|---|---|---|---|---|\n"
+    base = RunConfig(method="fedavg", rounds=rounds, output="", pictures=False, evaluate_every=rounds, learning_rate=0.002)
+    methods: Variants = {name: {"method": name} for name in ("fedavg", "fixbn", "hbn", "fbn")}
+    cores = os.cpu_count() or 1
+    for keys in methods.values():  # load the data, warm up
+        in_process(changed(base, {"rounds": 1, **keys}))
+    lines = [
+        "| engine | method | 10 steps of 32: time / bare loop | 5 steps of 16: time / bare loop | "
+        "1 step of 16: ms above the bare loop, per client and round |",
+        "|---|---|---:|---:|---:|",
+    ]
+    cells: dict[str, list[str]] = {name: [] for name in methods}
+    for steps, size in ((10, 32), (5, 16), (1, 16)):
+        config = changed(base, {"local-steps": steps, "batch-size": size, "calibrate": 0})
+        found = ratios(config, methods, repeat) if steps > 1 else above(config, methods, repeat)
+        for name, value in found.items():
+            cells[name].append(f"{value:.2f}" if steps > 1 else f"{value:.1f}")
+    lines += [f"| in process | {name} | {' | '.join(values)} |" for name, values in cells.items()]
+    config = changed(base, {"local-steps": 10, "batch-size": 32})
+    one, several = in_process(config), in_process(changed(config, {"workers": cores}))
+    long = changed(config, {"rounds": 4 * rounds})
+    one, several = (in_process(changed(long, {"workers": n})) - t for n, t in ((1, one), (cores, several)))
+    workers = f"{3 * rounds} rounds of 10 steps of 32, start not counted: workers={cores} is {one / several:.2f} times as fast as "
+    workers += f"workers=1 ({several:.1f} s against {one:.1f})."
+    text = f"{rounds} rounds, {base.clients} clients, digits-cnn-small, {cores} cores, one torch thread per process; medians of {repeat} "
+    text += "turns. The last column is of the rounds after the first, start and evaluation not counted. "
+    text += "The bare loop does the same local steps on the same batches and averages the same tensors, with nothing around it.\n\n"
+    text += "\n".join(lines) + f"\n\n{workers}\n"
+    if ray:
+        records, whole = on_ray(config)
+        seconds, bare = sum(record["seconds"] for record in records), bare_loop(config)
+        text += f"\nFlower's simulation on Ray, {cores} clients at a time: {seconds / bare:.2f} times the bare loop, "
+        text += f"{whole:.0f} s with its start.\n"
     results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(head + columns + "\n".join(lines) + "\n")
+    results.write_text(text)
+    Console().print(text, markup=False)
 
 
 if __name__ == "__main__":

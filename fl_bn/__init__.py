@@ -1,7 +1,7 @@
 """Batch normalisation that works in federated learning, for any PyTorch network.
 
 Three doors: ``Federation`` in plain torch; ``local_round`` and ``server_round`` around a training loop of your own; ``fl_bn.flower`` for a
-Flower app of your own. docs/guide.md, "As a library", has them all; examples/ has files to copy.
+Flower app of your own. docs/start has a page for each, examples/ has files to copy.
 
 >>> import fl_bn
 >>> fl_bn.methods.fixbn().name
@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fl_bn import methods
     from fl_bn.conversion import convert
-    from fl_bn.federation.federation import Federation, SeededBatches
+    from fl_bn.federation.callbacks import Callback
+    from fl_bn.federation.federation import Federation
+    from fl_bn.federation.loaders import SeededBatches
     from fl_bn.federation.own_loop import local_round
     from fl_bn.federation.server import server_round, server_state
     from fl_bn.task import Classification, MultiLabel, Regression, Segmentation, Task
 
 __version__ = "0.1.0"
 __all__ = [
+    "Callback",
     "Classification",
     "Federation",
     "MultiLabel",
@@ -37,10 +40,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "fl_bn.federation.callbacks",
     "convert": "fl_bn.conversion",
     "local_round": "fl_bn.federation.own_loop",
     "Federation": "fl_bn.federation.federation",
-    "SeededBatches": "fl_bn.federation.federation",
+    "SeededBatches": "fl_bn.federation.loaders",
     "server_round": "fl_bn.federation.server",
     "server_state": "fl_bn.federation.server",
     **dict.fromkeys(("Classification", "MultiLabel", "Regression", "Segmentation", "Task"), "fl_bn.task"),

@@ -15,10 +15,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor  # takes seconds to import, which files without tensors need not
 
 SUFFIX = ".safetensors"
 UNFINISHED, STALE = ".unfinished-", 3600.0  # prefix of a file being written; seconds after which its writer must be dead
@@ -95,10 +95,23 @@ def _make(folder: Path) -> None:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
     """``tensors`` and what they are, at ``path``, durably. Raises OSError as ``write`` does."""
+    from safetensors.torch import save
+
     place = secrets.token_hex(len(BLANK) // 2)  # nothing else in the file looks like it
     data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, {**about, CHECKSUM: place})
     head, rest = data.split(place.encode(), 1)
     write(path, head + hashlib.sha256(head + BLANK.encode() + rest).hexdigest().encode() + rest)
+
+
+def in_order(data: bytes) -> bytes:
+    """The safetensors file ``data`` with its metadata sorted: safetensors writes them in an order that is another each time."""
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:size])
+    if "__metadata__" in header:
+        header = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = text.ljust(-(-len(text) // 8) * 8)  # as safetensors pads
+    return len(padded).to_bytes(8, "little") + padded + data[size:]
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -108,6 +121,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         Damaged: it is not whole.
         OSError: it cannot be read.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     data = path.read_bytes()
     try:
         about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]

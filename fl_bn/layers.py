@@ -7,15 +7,16 @@ the unconverted network (only the mixing logit has no counterpart there). ``obse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_bn.hybrid import looked_into, mixture, normalise, plain
 from fl_bn.moments import Moments, channel_moments, pool
 from fl_bn.roles import SharedStatisticsNorm, batch_norms
 
@@ -83,6 +84,9 @@ class FederatedBatchNorm(_SharedNorm):
         return self.normalise_shared(x)
 
 
+_OWN = ("weight", "bias", "mixing_logit", "running_mean", "running_var")
+
+
 class HybridBatchNorm(_SharedNorm):
     """BatchNorm with a learnable mix of batch and shared statistics per channel (HBN, equations 7 and 9).
 
@@ -98,28 +102,43 @@ class HybridBatchNorm(_SharedNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, spatial)
         self.mixing_logit = nn.Parameter(torch.zeros(num_features))
+        self._watchers: list[Callable[[Moments], None]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         if not self.training:
             return self.normalise_shared(x)
-        if x.numel() == x.shape[1]:
+        if x.numel() <= x.shape[1]:
             raise ValueError(f"HybridBatchNorm needs more than 1 value per channel in training, but got {tuple(x.shape)}")
-        mean_C, var_C = self.mixture(x)
-        scale_C = torch.rsqrt(var_C + self.eps)
-        if self.weight is not None:
-            scale_C = scale_C * self.weight
-        shift_C = -mean_C * scale_C
-        if self.bias is not None:
-            shift_C = shift_C + self.bias
-        shape = (1, -1, *([1] * (x.dim() - 2)))
-        return torch.addcmul(shift_C.view(shape), x.to(scale_C.dtype), scale_C.view(shape)).to(x.dtype)
+        transformed = looked_into()
+        batch = channel_moments(x if transformed else x.detach())
+        for watcher in self._watchers:
+            watcher(Moments(x.numel() // x.shape[1], batch[0].detach().double(), batch[1].detach().double()))
+        own, dtype = self._own(), batch[0].dtype
+        if any(t is not None and t.dtype is not dtype for t in own):
+            own = [t if t is None else t.to(dtype) for t in own]
+        weight, bias, logit, mean, var = own
+        return (plain if transformed else normalise)(x, (weight, bias), logit, (mean, var), batch, self.eps)
 
-    def mixture(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance, both (C,), that a training batch ``x`` (B, C, *) is normalised with (equation 7)."""
-        mean_C, var_C = channel_moments(x)
-        mix_C = torch.sigmoid(self.mixing_logit).to(mean_C.dtype)
-        return torch.lerp(self.running_mean.to(mean_C.dtype), mean_C, mix_C), torch.lerp(self.running_var.to(var_C.dtype), var_C, mix_C)
+    def _own(self) -> list[Any]:
+        """Weight, bias, mixing logit, running mean and variance, from where a Module keeps them: asking for an attribute takes longer."""
+        found = {**self._parameters, **self._buffers}
+        return [found[name] if name in found else getattr(self, name) for name in _OWN]
+
+    @contextmanager
+    def watched(self, watcher: Callable[[Moments], None]) -> Iterator[None]:
+        """Tell ``watcher`` the moments of every training batch inside the block."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
+
+    @torch.no_grad()
+    def normaliser(self, batch: Moments) -> Moments:
+        """Mean and variance that a training batch with the moments ``batch`` is normalised with (equation 7)."""
+        shared = (self.running_mean.double(), self.running_var.double())
+        return Moments(batch.count, *mixture(torch.sigmoid(self.mixing_logit.double()), shared, (batch.mean, batch.var)))
 
 
 class InstanceNorm(nn.GroupNorm):
@@ -169,46 +188,52 @@ def freeze_statistics(model: nn.Module) -> None:
         layer.eval()
 
 
-def inputs(layer: nn.Module, x: Tensor) -> Moments:
+def inputs(layer: nn.Module, seen: Moments) -> Moments:
     """Raw moments of a layer's input, whatever it normalises with."""
-    return Moments.of(x)
+    return seen
 
 
-def normalisers(layer: nn.Module, x: Tensor) -> Moments:
-    """Mean and variance that a layer in training normalises ``x`` with: HBN's mixture, any other layer's own batch."""
-    if not isinstance(layer, HybridBatchNorm):
-        return Moments.of(x)
-    mean_C, var_C = layer.mixture(x.detach())
-    return Moments(x.numel() // x.shape[1], mean_C.detach().double(), var_C.detach().double())
+def normalisers(layer: nn.Module, seen: Moments) -> Moments:
+    """Mean and variance that a layer in training normalises an input of moments ``seen`` with: HBN's mixture, any other layer's input."""
+    return layer.normaliser(seen) if isinstance(layer, HybridBatchNorm) else seen
 
 
 @contextmanager
-def observe(model: nn.Module, measure: Callable[[nn.Module, Tensor], Moments] = inputs) -> Iterator[dict[str, list[Moments]]]:
-    """Record the moments of every BatchNorm layer during the ``with`` block: one ``Moments`` per forward pass, by ``measure``.
+def observe(model: nn.Module, measure: Callable[[nn.Module, Moments], Moments] = inputs) -> Iterator[dict[str, list[Moments]]]:
+    """Record the moments of every BatchNorm layer during the ``with`` block: one ``Moments`` per forward pass, what ``measure`` makes of
+    its input's. HBN's layer works out its input's moments in training anyway, and hands them over.
 
     Summarise with ``pooled``.
     """
-    observed: dict[str, list[Moments]] = {name: [] for name in batch_norms(model)}
+    layers = batch_norms(model)
+    observed: dict[str, list[Moments]] = {name: [] for name in layers}
+
+    def record(name: str, layer: nn.Module, seen: Moments) -> None:
+        observed[name].append(measure(layer, seen))
 
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        observed[name].append(measure(layer, *args, *named.values()))
+        if not (isinstance(layer, HybridBatchNorm) and layer.training):
+            record(name, layer, Moments.of(*args, *named.values()))
 
-    handles = [layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in batch_norms(model).items()]
-    try:
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.callback(layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True).remove)
+            if isinstance(layer, HybridBatchNorm):
+                stack.enter_context(layer.watched(partial(record, name, layer)))
         yield observed
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
-def count_updates(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Count, by BatchNorm layer, the forward passes inside the block that move its running statistics: not those of ``unrecorded``."""
+def count_updates(model: nn.Module, swapped: bool = False) -> Iterator[dict[str, int]]:
+    """Count, by BatchNorm layer, the forward passes inside the block that move its running statistics: not those of ``unrecorded``.
+
+    ``swapped``: also those with other tensors in the layer's place (``torch.func.functional_call``).
+    """
     layers = batch_norms(model)
     counts, own = dict.fromkeys(layers, 0), {name: layer.running_mean for name, layer in layers.items()}
 
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        counts[name] += layer.training and layer.running_mean is not None and layer.running_mean is own[name]
+        counts[name] += layer.training and layer.running_mean is not None and (swapped or layer.running_mean is own[name])
 
     handles = [layer.register_forward_pre_hook(partial(hook, name)) for name, layer in layers.items()]
     try:

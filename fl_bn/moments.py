@@ -54,7 +54,10 @@ def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.float()
     dims = [0, *range(2, x.dim())]
     mean = x.mean(dims, keepdim=True)
-    return mean.flatten(), (x - mean).square().mean(dims)
+    centred = x - mean
+    looked_into = centred.requires_grad or torch._C._are_functorch_transforms_active()
+    squares = centred.square() if looked_into else centred.square_()  # in place: new memory costs more than the arithmetic
+    return mean.flatten(), squares.mean(dims)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +78,9 @@ class Moments:
             raise ValueError(f"Moments.of needs a non-empty batch (B, C, *), but got shape {tuple(x.shape)}")
         mean, var = channel_moments(x.detach())
         return cls(x.numel() // x.shape[1], mean.double(), var.double())
+
+    def to(self, device: torch.device) -> Moments:
+        return Moments(self.count, self.mean.to(device), self.var.to(device))
 
     def bessel(self) -> Tensor:
         """The unbiased variance, ``var * count / (count - 1)``. Raises ValueError for fewer than two values."""

@@ -25,7 +25,7 @@ from typing import Any
 GROUP = "fl_bn"  # of entry points
 VARIABLE = "FL_BN_ALLOW_MODULES"  # for machines, and programs, without a node config
 OWN = "*"  # allows every module that is neither Python's, nor an installed package's
-OURS = ("fl_bn", "client_app", "server_app")  # none of their functions is meant to be named
+OURS = "fl_bn"  # none of its functions is meant to be named
 _STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -59,7 +59,7 @@ class Modules:
         top = module.partition(".")[0]
         if any(f"{module}.".startswith(f"{name}.") for name in self.names if name != OWN):
             return
-        if top in OURS:
+        if top == OURS:
             raise Refused(f"{module} is part of fl-bn, whose functions are not meant for it; {_ADVICE}")
         places = _places(top)
         if not places:
@@ -70,7 +70,6 @@ class Modules:
             return
         whose = "Python's own" if _standard(top, places) else f"in {next((p for p in places if p != self.app), places[0])}"
         raise Refused(f"{module} is {whose}; {_ADVICE}")
-
 
     def _holds(self, module: str) -> bool:
         """Whether the app has a file for ``module``: where other folders continue a package without __init__, the first file counts."""
@@ -143,6 +142,7 @@ def _check(modules: Modules, what: str, name: str, module: str) -> None:
         raise Refused(f"{what} {name!r} is not called: {defined}{error}") from error
 
 
+@cache
 def _is_app(folder: Path) -> bool:
     try:
         return "app" in tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")).get("tool", {}).get("flwr", {})

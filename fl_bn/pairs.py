@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 Scalar = str | int | float | bool
+SERVER = "FL_BN_SERVER"  # in the environment of a deployed ServerApp: the server's folder
 
 
 def flower_config(values: Mapping[str, Scalar]) -> str:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -54,7 +54,7 @@ _OUTPUT_KEYS = ("logits", "out")  # of transformers' and torchvision's networks
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What a network is trained for: a loss, and metrics computed from sums. One of your own takes ten lines: docs/guide.md.
+    """What a network is trained for: a loss, and metrics computed from sums. One of your own takes ten lines: docs/how-to/task.md.
 
     >>> from fl_bn import Classification, Task
     >>> task: Task = Classification(target_key="digit", output_key="scores")  # batches and networks may be dicts
@@ -432,6 +432,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, tuple | list):
         return (tuple if isinstance(batch, tuple) else list)(to_device(value, device) for value in batch)
     return batch.to(device) if isinstance(batch, Tensor) else batch
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """A tensor, or those in a tuple, list or dict, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | tuple | list):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_in(part)
 
 
 def confusion_counts(output: Tensor, targets: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, InProcessGrid, Rounds, RunFailed, Site, make_client_app
 from fl_bn.methods import Method
+from tests.kept import Kept
 from tests.networks import seeded_network
 
 TWO_STEPS = LocalTraining(batch_size=4, steps=2, momentum=0.9)
@@ -59,8 +60,8 @@ def client_app(
 class WatchedGrid(InProcessGrid):
     """Keeps every message in both directions. ``shuffle``: node ids and the order of replies are drawn at random, as Flower's are."""
 
-    def __init__(self, app: ClientApp, clients: int, shuffle: int | None = None) -> None:
-        super().__init__(app, clients, {})
+    def __init__(self, app: ClientApp, clients: int, shuffle: int | None = None, engine: str = "sequential") -> None:
+        super().__init__(app, clients, {"engine": engine})
         self.sent: list[Message] = []
         self.received: list[Message] = []
         self.random = None if shuffle is None else random.Random(shuffle)
@@ -75,6 +76,9 @@ class WatchedGrid(InProcessGrid):
         ids = list(super().push_messages(messages))
         self.received += [self._answers[identity] for identity in ids]
         return ids
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+        return super().send_and_receive(messages) if self.random is None else iter(self.pull_messages(self.push_messages(messages)))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         replies = list(super().pull_messages(message_ids))
@@ -135,7 +139,7 @@ def run(
     ran.records, ran.trajectory, ran.grid = [], {}, grid
     plain = {"clients": len(clients), "update": settings.update, "wait": 0.0, "calibrate": 0, "unit_scale": False}
     rules = Rounds(**{**plain, **(policy or {})})
-    ran.strategy = BatchNormStrategy(model or seeded_network("cnn"), method, rules, observer=ran.records.append, **options)
+    ran.strategy = BatchNormStrategy(model or seeded_network("cnn"), method, rules, callbacks=[Kept(ran.records)], **options)
 
     def keep(round: int, arrays: ArrayRecord) -> None:
         ran.trajectory[round] = arrays_of(arrays)

@@ -50,7 +50,8 @@ class SmallResNet(nn.Module):
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.drop(self.body(self.stem(x)).mean((2, 3))))
+        y: Tensor = self.head(self.drop(self.body(self.stem(x)).mean((2, 3))))
+        return y
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"cnn": SmallCNN, "resnet": SmallResNet}

@@ -1,15 +1,11 @@
-"""The documents say what the code does: examples run, the config page is the config."""
+"""README's two commands, the config page and the records' columns are what the code has. Blocks and links: tests/documentation."""
 
 import re
 from pathlib import Path
 
-import pytest
-
-from fl_bn.methods import METHODS
 from fl_bn.run.config import RunConfig
 from fl_bn.run.history import client_columns, round_columns
 from fl_bn.run.keys import table
-from fl_bn.run.overrides import parse_overrides
 from fl_bn.task import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,27 +24,9 @@ def test_two_commands_do_all_the_set_up() -> None:
     assert "\n" not in block("main job") + block("tests"), "one command each"
 
 
-@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-def test_python_examples_run(example: str) -> None:
-    exec(compile(example, "README.md", "exec"), {})
-
-
-def test_every_method_is_in_the_readme() -> None:
-    methods = README[README.index("## Methods") : README.index("## Your own network")]
-    assert [name for name in METHODS if f"`{name}`" not in methods] == []
-
-
 def test_config_page_is_the_config() -> None:
     page = (ROOT / "docs" / "config.md").read_text()
     assert page.endswith(table(RunConfig.keys()) + "\n"), "write it anew: fl-bn config"
-
-
-def test_run_config_examples_are_valid() -> None:
-    pages = README + (ROOT / "docs" / "guide.md").read_text()
-    examples = re.findall(r'--run-config "([^"]+)"', pages)
-    assert len(examples) > 3
-    for example in examples:
-        RunConfig.from_mapping(parse_overrides(example))
 
 
 def test_columns_of_the_csv_files_are_unique() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from client_app.app import build_client
+from fl_bn.apps.client import build_client
 from fl_bn.data.dataset import load
 from fl_bn.flower import run_in_process
 from fl_bn.models import build
@@ -93,7 +93,7 @@ def test_a_package_that_other_folders_continue_is_taken_from_the_app_alone(app: 
         ("beside:system", "it was defined elsewhere: posix is Python's own"),
         ("packaged:borrowed", "it was defined elsewhere: theirs is in"),
         ("fl_bn.durable:set_aside", "fl_bn.durable is part of fl-bn"),
-        ("client_app.app:build_client", "part of fl-bn"),
+        ("fl_bn.apps.client:build_client", "part of fl-bn"),
         ("nowhere_at_all:load", "there is no module 'nowhere_at_all'"),
     ],
 )
@@ -125,7 +125,7 @@ def test_the_owners_own_process_takes_any_module_that_is_not_installed(app: Path
 
 
 def test_a_folder_of_installed_packages_is_no_app() -> None:
-    """Where fl-bn is installed as a wheel, ``client_app`` lies beside torch."""
+    """A wheel lies beside torch, whose functions a run config may not name."""
     installed = Path(torch.__file__).parents[1]
     assert Modules.of(installed).app is None
     with pytest.raises(Refused, match="site-packages"):

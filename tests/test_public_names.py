@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from fl_bn import task
 from fl_bn.federation import client, federation, server
 
 NAMES = sorted(set(fl_bn.__all__) - {"__version__"})
-GUIDE = (Path(__file__).resolve().parent.parent / "docs" / "guide.md").read_text().split("## As a library")[1]
 
 
 def run(text: str, globs: dict[str, object], name: str) -> int:
@@ -52,7 +49,3 @@ def test_all_names_are_there_and_few() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fl_bn.nothing
 
-
-@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
-def test_the_guide_s_examples_run(example: str) -> None:
-    exec(compile(example, "guide.md", "exec"), {})

@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fl_bn.cli.refusal import refused
+
 if TYPE_CHECKING:
     from fl_bn.task import MetricState
 
@@ -39,8 +41,7 @@ def adapt(
         of = task(config, client.test.y)
         outcomes = adapting.adapt(run, client, chosen, batch_size, device(config, {"device": "auto"}), of)
     except (ValueError, FileNotFoundError, ImportError) as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
-        raise typer.Exit(2) from error
+        raise refused(error) from error
     plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in client.name)
     folder = Path(output) if output else model / f"adapt-{plain}"
     adapting.write(outcomes, client, config, folder)

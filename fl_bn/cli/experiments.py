@@ -9,21 +9,31 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fl_bn.cli.refusal import refused
+
 if TYPE_CHECKING:  # torch takes seconds, which --help need not
     from fl_bn.sweep.cells import Cell
+    from fl_bn.sweep.run import Place
 
 console = Console()
 experiments = typer.Typer(no_args_is_help=True, help="The papers' tables and figures, each one command.")
 
-JobsOption = Annotated[int, typer.Option(min=1, help="runs at a time, each in a process of its own")]
+JobsOption = Annotated[
+    int, typer.Option(min=0, help="runs at a time, each in a process of its own; 0: 2, with --engine ray as many as the nodes have CPUs")
+]
 DataOption = Annotated[str, typer.Option(help="folder that {data} in a sweep file means")]
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys that count more than the file's: \"rounds=10 device='cuda'\"")]
 EngineOption = Annotated[
-    str, typer.Option(help="in-process, or ray (Flower's simulation: its clients on all cores and machines of a Ray cluster)")
+    str, typer.Option(help="in-process: processes of this machine; ray: runs spread over the nodes of a Ray cluster (docs/cluster.md)")
 ]
+AddressOption = Annotated[
+    str, typer.Option("--ray-address", help="HOST:PORT of the cluster. Default: RAY_ADDRESS, or the one that runs here")
+]
+GpusOption = Annotated[float, typer.Option("--gpus-per-run", min=0.0, help="with --engine ray: a run's share of a GPU, 0.25 say")]
 RetryOption = Annotated[bool, typer.Option("--retry", help="begin cells that failed before anew")]
 
 
@@ -31,7 +41,9 @@ def sweep(
     file: Annotated[Path, typer.Argument(help="TOML: a list is an axis; see docs/sweeps.md")],
     variant: Annotated[str, typer.Option(help="of [variants] in the file")] = "",
     engine: EngineOption = "in-process",
-    jobs: JobsOption = 2,
+    jobs: JobsOption = 0,
+    ray_address: AddressOption = "",
+    gpus_per_run: GpusOption = 0.0,
     data: DataOption = "data",
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/<file's name>")] = "",
     retry: RetryOption = False,
@@ -40,12 +52,14 @@ def sweep(
 ) -> None:
     """Every combination of a sweep file's axes; interrupted, the same command goes on. Tables, pictures and a page at the end."""
     from fl_bn.run.config import ConfigError
+    from fl_bn.sweep.run import Place
 
     folder = Path(output or f"runs/{file.stem}{f'-{variant}' if variant else ''}")
     try:
-        errors = perform(file, variant, data, folder, engine, jobs, retry, run_config, dry_run)
+        place = Place(engine, jobs, ray_address, gpus_per_run)
+        errors = perform(file, variant, data, folder, place, retry, run_config, dry_run)
     except ConfigError as error:
-        raise _refused(error) from error
+        raise refused(error) from error
     except KeyboardInterrupt:
         console.print(f"interrupted; the same command goes on with what is left ({folder})")
         raise typer.Exit(130) from None
@@ -54,7 +68,7 @@ def sweep(
 
 
 def perform(
-    file: Path, variant: str, data: str, folder: Path, engine: str, jobs: int, retry: bool, run_config: str, dry_run: bool = False
+    file: Path, variant: str, data: str, folder: Path, place: Place, retry: bool, run_config: str, dry_run: bool = False
 ) -> dict[str, str]:
     """Check, run and report one sweep; the errors of its failed cells. Raises ConfigError before anything runs."""
     from fl_bn.report import write_report
@@ -74,13 +88,13 @@ def perform(
         for cell in planned.cells:
             console.print(f"  {cell.config.name}", highlight=False)
         return {}
-    with _bars(jobs) as (show, running):
-        errors = run.run(chosen, planned, folder, jobs, show, engine, running)
+    with _bars() as (show, running):
+        errors = run.run(chosen, planned, folder, place, show, running)
     files = write_report(folder)
     if (table := folder / "table.md").exists():
         console.print(table.read_text(), highlight=False, markup=False, soft_wrap=True)
     for name, problem in errors.items():
-        console.print(f"[red]failed[/red] {name}: {problem}", highlight=False)
+        console.print(f"[red]failed[/red] {escape(name)}: {escape(problem)}", highlight=False)
     if errors:
         console.print("failed cells are left as they are: --retry begins them anew")
     console.print(f"{folder}: {', '.join(path.name for path in files)}", highlight=False, soft_wrap=True)
@@ -95,7 +109,7 @@ def report(folder: Annotated[Path, typer.Argument(help="of a sweep, finished or 
     try:
         made = write_report(folder)
     except (ConfigError, ValueError, FileNotFoundError) as error:
-        raise _refused(error) from error
+        raise refused(error) from error
     for path in made:
         console.print(str(path), highlight=False, soft_wrap=True)
 
@@ -105,9 +119,13 @@ def list_() -> None:
     """Every experiment: which table or figure, of which paper, and how many runs it is."""
     from fl_bn.sweep.experiments import find
 
-    shown = Table("experiment", "paper", "what it shows", "variants")
+    shown, paper = Table("experiment", "what it shows", "variants"), ""
     for experiment in find():
-        shown.add_row(experiment.name, experiment.paper, experiment.title, ", ".join(experiment.variants))
+        if experiment.paper != paper:
+            paper = experiment.paper
+            shown.add_section()
+            shown.add_row("", f"[bold]{escape(paper)}[/bold]", "")
+        shown.add_row(experiment.name, escape(experiment.title), ", ".join(experiment.variants))
     console.print(shown)
     console.print("fl-bn experiments run NAME (--variant small: minutes, offline); all of them: fl-bn experiments run all --variant small")
 
@@ -115,9 +133,17 @@ def list_() -> None:
 @experiments.command("run")
 def run_(
     names: Annotated[list[str], typer.Argument(help="as `fl-bn experiments list` says, or all; 000 is all of paper 000")],
-    variant: Annotated[str, typer.Option(help="small: bundled data, minutes on a laptop; empty: the paper's own settings")] = "",
+    variant: Annotated[
+        str,
+        typer.Option(
+            help="small: bundled data, minutes on a laptop; evidence: hours of a CPU; empty: the paper's own settings. Of several "
+            "experiments, those that have it"
+        ),
+    ] = "",
     engine: EngineOption = "in-process",
-    jobs: JobsOption = 2,
+    jobs: JobsOption = 0,
+    ray_address: AddressOption = "",
+    gpus_per_run: GpusOption = 0.0,
     data: DataOption = "data",
     output: Annotated[str, typer.Option(help="folder; each experiment has one of its own in it")] = "runs/experiments",
     retry: RetryOption = False,
@@ -127,29 +153,34 @@ def run_(
     from fl_bn.report import write_index
     from fl_bn.run.config import ConfigError
     from fl_bn.sweep.experiments import Log, find, perform_program
+    from fl_bn.sweep.run import JOBS, Place
 
     folder, failed = Path(output), dict[str, str]()
     try:
-        chosen = find(names)
+        where = Place(engine, jobs, ray_address, gpus_per_run)
+        found = find(names)
+        chosen = found if len(found) == 1 or not variant else [one for one in found if variant in one.variants]
+        if not chosen:
+            raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}; fl-bn experiments list names them")
         log = Log(folder / "log.csv")
         for experiment in chosen:
             begin, place = time.monotonic(), folder / f"{experiment.name}{f'-{variant}' if variant else ''}"
             try:
                 if experiment.program:
-                    perform_program(experiment, variant, data, place, jobs)
+                    perform_program(experiment, variant, data, place, jobs or JOBS)
                     errors: dict[str, str] = {}
                 else:
-                    errors = perform(experiment.file, variant, data, place, engine, jobs, retry, run_config)
+                    errors = perform(experiment.file, variant, data, place, where, retry, run_config)
             except Exception as error:  # one of many must not end the others
                 if len(chosen) == 1:
                     raise
                 errors = {experiment.name: f"{type(error).__name__}: {error}"}
-                console.print(f"[red]{experiment.name}[/red]: {errors[experiment.name]}", highlight=False)
+                console.print(f"[red]{experiment.name}[/red]: {escape(errors[experiment.name])}", highlight=False)
             failed |= {f"{experiment.name}/{name}": problem for name, problem in errors.items()}
             log.add(experiment.name, variant, time.monotonic() - begin, errors, place)
         page = write_index([place for place in sorted(folder.iterdir()) if (place / "report.html").exists()], folder / "index.html")
     except ConfigError as error:
-        raise _refused(error) from error
+        raise refused(error) from error
     except KeyboardInterrupt:
         console.print(f"interrupted; the same command goes on with what is left ({folder})")
         raise typer.Exit(130) from None
@@ -158,19 +189,62 @@ def run_(
         raise typer.Exit(1)
 
 
+@experiments.command("compact")
+def compact(
+    runs: Annotated[Path, typer.Argument(help="the output folder of `fl-bn experiments run ... --variant evidence`")],
+    data: DataOption = "data",
+    folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are")] = Path("experiments"),
+) -> None:
+    """Finished cells of the evidence variants as small files to commit: settings, commit, seconds and curve of each."""
+    from fl_bn.run.config import ConfigError
+    from fl_bn.sweep.evidence import RESULTS, VARIANT
+    from fl_bn.sweep.experiments import find
+    from fl_bn.sweep.file import read
+    from fl_bn.sweep.kept import ANY_DATA, cells_of, keep
+
+    try:
+        for experiment in find():
+            place = runs / f"{experiment.name}-{VARIANT}"
+            if VARIANT in experiment.variants and place.exists():
+                defined = cells_of(read(experiment.file, VARIANT, ANY_DATA))
+                ran = read(experiment.file, VARIANT, data).cells(place)
+                file = folder / RESULTS / f"{experiment.name}.jsonl"
+                console.print(f"{file}: {keep(ran, defined, file)} of {len(defined)} cells", highlight=False, soft_wrap=True)
+    except ConfigError as error:
+        raise refused(error) from error
+
+
+@experiments.command("evidence")
+def evidence(
+    folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are, and EVIDENCE.md is written")] = Path("experiments"),
+    pages: Annotated[Path | None, typer.Option(help="folder for a page per claim that opens offline")] = None,
+) -> None:
+    """EVIDENCE.md: every claim with our numbers, a paired test over seeds and a verdict, from the results in the folder alone."""
+    from fl_bn.run.config import ConfigError
+    from fl_bn.sweep.evidence import write_evidence
+
+    try:
+        made = write_evidence(folder, pages)
+    except ConfigError as error:
+        raise refused(error) from error
+    for path in made:
+        console.print(str(path), highlight=False, soft_wrap=True)
+
+
 class _bars:
     """One display for a sweep: rounds in all, and of every run that is going on."""
 
-    def __init__(self, jobs: int) -> None:
+    ROWS = 16  # runs shown at a time
+
+    def __init__(self) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn())
         self._bar = Progress(TextColumn("{task.description}"), *columns, console=console)
         self._places: list[TaskID] = []
-        self._jobs = jobs
 
     def __enter__(self) -> tuple[Callable[[int, int], None], Callable[[Sequence[Cell]], None]]:
         self._bar.__enter__()
         self._all = self._bar.add_task("all runs", total=None)
-        self._places = [self._bar.add_task("", visible=False) for _ in range(self._jobs)]
+        self._places = [self._bar.add_task("", visible=False) for _ in range(self.ROWS)]
         return self._show, self._running
 
     def __exit__(self, *_: object) -> None:
@@ -190,8 +264,3 @@ class _bars:
                 )
             else:
                 self._bar.update(place, visible=False)
-
-
-def _refused(error: Exception) -> typer.Exit:
-    Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
-    return typer.Exit(2)

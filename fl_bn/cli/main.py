@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -18,39 +21,100 @@ from fl_bn.cli import site as deployment
 from fl_bn.cli.adapt import adapt
 from fl_bn.cli.data import data
 from fl_bn.cli.doctor import doctor
+from fl_bn.cli.new import new
 from fl_bn.cli.partition import partition
 from fl_bn.cli.recalibrate import recalibrate
+from fl_bn.cli.refusal import Commands, refused
+
+if TYPE_CHECKING:
+    from fl_bn.run.config import RunConfig
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Batch normalisation that works in federated learning."
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Batch normalisation that works in federated learning.",
 )
 app.add_typer(deployment.kit, name="kit")
 app.add_typer(sweeps.experiments, name="experiments")
 data.command()(partition)
 app.add_typer(data, name="data")
-for command in (sweeps.sweep, sweeps.report, deployment.start, deployment.register, deployment.submit, doctor, recalibrate):
+for command in (sweeps.sweep, sweeps.report, deployment.start, deployment.register, deployment.submit):
     app.command()(command)
+app.command()(deployment.status)
+app.command()(deployment.runs)
+app.command()(deployment.abort)
+app.command()(deployment.fetch)
+app.command()(deployment.queue)
+app.command()(doctor)
+app.command()(recalibrate)
 app.command()(adapt)
+app.command()(new)
 console = Console()
 
+Verbose = Annotated[bool, typer.Option("--verbose", help="a long line per round: what became of the normalisation layers, bytes, drift")]
+CHECKPOINT_EVERY = 5  # rounds, of fl-bn run: from there fl-bn resume goes on
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to override, as for flwr run: \"rounds=10 method='hbn'\"")]
 
 
 @app.command()
-def run(run_config: RunConfigOption = "") -> None:
-    """One run in this process, without Ray: the same ServerApp, ClientApp, config and files as `flwr run .`."""
-    from fl_bn.flower import RunFailed, run_in_process
-    from fl_bn.layers import Unconvertible
+def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
+    """One run in this process, without Ray: the same ServerApp, ClientApp, config and files as `flwr run .`.
+
+    Ctrl-C leaves a folder with all results so far. `fl-bn resume` goes on from its last checkpoint; there is one every 5 rounds, unless
+    checkpoint-every says otherwise.
+    """
     from fl_bn.run.config import ConfigError, RunConfig
     from fl_bn.run.overrides import parse_overrides
 
     try:
-        config = RunConfig.from_mapping(parse_overrides(run_config))
-        run_in_process(config.to_mapping())
+        values = parse_overrides(run_config)
+        config = RunConfig.from_mapping(values)
+        if config.output and "checkpoint-every" not in values:
+            config = replace(config, checkpoint_every=CHECKPOINT_EVERY)
+    except (ConfigError, OSError) as error:
+        raise refused(error) from error
+    _run(config, verbose)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(help="of the run, e.g. runs/NAME; of a deployed run the server's: kit/server")],
+    name: Annotated[str, typer.Argument(metavar="[RUN]", help="of a deployed run; default: the one with the newest checkpoint")] = "",
+    verbose: Verbose = False,
+    control: deployment.ControlOption = "",
+) -> None:
+    """Go on with a run that was interrupted, from its last checkpoint, with the run config in its folder."""
+    from fl_bn.run.config import ConfigError
+
+    if (folder / "server.toml").exists():
+        deployment.resume(folder, name, control)
+        return
+    from fl_bn.run.resume import config_to_resume
+
+    try:
+        config = config_to_resume(folder)
+    except ConfigError as error:
+        raise refused(error) from error
+    _run(config, verbose)
+
+
+def _run(config: RunConfig, verbose: bool) -> None:
+    from fl_bn.flower import RunFailed, run_in_process
+    from fl_bn.layers import Unconvertible
+    from fl_bn.run.config import ConfigError
+    from fl_bn.run.console import shown
+
+    try:
+        with shown(verbose):
+            run_in_process(config.to_mapping())
     except (ConfigError, Unconvertible, RunFailed, OSError) as error:
-        raise _refused(error) from error
+        raise refused(error) from error
+    except KeyboardInterrupt:  # the log has said where the results are, and how to go on
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -66,6 +130,7 @@ def compare(
     """Several methods in process, over several seeds: a table of mean (std) and one picture with all curves."""
     from fl_bn.run.config import ConfigError, RunConfig
     from fl_bn.run.overrides import parse_overrides
+    from fl_bn.run.pictures import partition_in_words
     from fl_bn.sweep.cells import run_cells
     from fl_bn.sweep.compare import Variant, gather, heading, plan, write
     from fl_bn.sweep.compare import table as rows_of
@@ -76,12 +141,12 @@ def compare(
         config = RunConfig.from_mapping(base)
         cells = plan([Variant.parse(text) for text in methods.split(",")], range(config.seed, config.seed + seeds), base, folder)
     except ConfigError as error:
-        raise _refused(error) from error
+        raise refused(error) from error
     with _rounds_bar() as bar:
         task = bar.add_task(f"{len(cells)} runs", total=None)
         errors = run_cells(cells, jobs, lambda done, total: bar.update(task, completed=done, total=total))
     outcome = gather(cells)
-    split = f"{config.partition} {config.partition_parameter:g}"
+    split = partition_in_words(config)
     title = f"{config.dataset}, {config.model}, {config.clients} clients, {split}, {config.rounds} rounds"
     write(outcome, title, folder)
     shown = Table(*heading(outcome), title=title)
@@ -90,6 +155,23 @@ def compare(
     console.print(shown)
     console.print(f"table.md, table.csv, curves.csv, comparison.png and all runs: {folder}")
     _failed(errors)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders that hold some: runs/NAME, runs/compare-...")],
+    output: Annotated[Path, typer.Option(help="the picture")] = Path("comparison.png"),
+) -> None:
+    """Any runs in one picture: their metric over the rounds. Runs that differ in the seed alone are one line with a band."""
+    from fl_bn.run.config import ConfigError
+    from fl_bn.run.plot import plot as draw
+
+    sys.path.insert(0, str(Path.cwd()))  # one's own task, as `fl-bn run` finds it
+    try:
+        lines = draw(runs, output)
+    except (ConfigError, OSError) as error:
+        raise refused(error) from error
+    console.print(f"{output}: {', '.join(lines)}", highlight=False, soft_wrap=True)
 
 
 @app.command("attack-grid")
@@ -130,9 +212,9 @@ def attack_grid(
 
             scores, errors = run_grid(grid, chosen, base, folder, jobs, show, too_few)
     except ConfigError as error:
-        raise _refused(error) from error
+        raise refused(error) from error
     title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition}, {config.rounds} rounds"
-    write(grid, scores, title, folder)
+    write(grid, scores, title, folder, config.partition)
     console.print((folder / "table.md").read_text(), highlight=False, soft_wrap=True)
     console.print(f"cells.csv, table.csv, table.md, heat maps and all runs: {folder}")
     _failed(errors)
@@ -150,6 +232,7 @@ def layers(
     from fl_bn.names import check_name
     from fl_bn.own_code import import_extensions
 
+    sys.path.insert(0, str(Path.cwd()))  # one's own network, as `fl-bn run` finds it
     try:
         import_extensions()
         check_name("method", method, METHODS)
@@ -159,7 +242,7 @@ def layers(
         if without := no_batch_norm(source, METHODS[method]()):
             console.print(without, highlight=False)
     except ValueError as error:
-        raise _refused(error) from error
+        raise refused(error) from error
 
 
 @app.command()
@@ -173,7 +256,7 @@ def config(
     try:
         keys = RunConfig.keys()
     except ConfigError as error:
-        raise _refused(error) from error
+        raise refused(error) from error
     typer.echo(defaults(keys) if toml else table(keys))
 
 
@@ -184,14 +267,9 @@ def _rounds_bar() -> Progress:
 
 def _failed(errors: Mapping[str, str]) -> None:
     for name, problem in errors.items():
-        console.print(f"[red]failed[/red] {name}: {problem}")
+        console.print(f"[red]failed[/red] {escape(name)}: {escape(problem)}")
     if errors:
         raise typer.Exit(1)
-
-
-def _refused(error: Exception) -> typer.Exit:
-    Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
-    return typer.Exit(2)
 
 
 if __name__ == "__main__":

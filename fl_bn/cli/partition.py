@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fl_bn.cli.refusal import refused
+
 
 def partition(
     run_config: Annotated[
@@ -23,6 +25,5 @@ def partition(
     try:
         table, picture = write(RunConfig.from_mapping(parse_overrides(run_config)), Path(output))
     except (ConfigError, FileNotFoundError) as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
-        raise typer.Exit(2) from error
+        raise refused(error) from error
     Console().print(f"{table} and {picture}", highlight=False, soft_wrap=True)

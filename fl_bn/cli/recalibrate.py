@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fl_bn.cli.refusal import refused
+
 
 def recalibrate(
     source: Annotated[
@@ -17,12 +19,12 @@ def recalibrate(
     run_config: Annotated[
         str, typer.Option("--run-config", help="keys that differ from the run's; of a file of weights: its model and data")
     ] = "",
-    passes: Annotated[int, typer.Option(min=0, help="0: one per BatchNorm layer, or until nothing moves")] = 0,
+    passes: Annotated[int, typer.Option(min=0, help="0: until all layers are exact (see the key recalibration)")] = 0,
     output: Annotated[Path | None, typer.Option(help="folder to make. Default: beside RUNDIR, named RUNDIR-recalibrated")] = None,
 ) -> None:
     """The exact statistics of all clients' data in every BatchNorm layer, of any trained model: a federated run without training.
 
-    Pass p makes layers 1..p exact. Nothing but running statistics changes.
+    A pass that goes layer by layer makes all of them exact; else pass p makes layers 1..p exact. Nothing but running statistics changes.
     """
     from fl_bn.flower import RunFailed, run_in_process
     from fl_bn.layers import Unconvertible
@@ -37,8 +39,7 @@ def recalibrate(
         config = planned(source, parse_overrides(run_config), passes, output)
         folder = run_in_process(config.to_mapping())
     except (ConfigError, Unconvertible, RunFailed, OSError) as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
-        raise typer.Exit(2) from error
+        raise refused(error) from error
     assert folder is not None
     of = task(config)
     shown = Table("pass", axis_of(of), "largest move of a mean (sd)", "in layer", "clients", title=f"re-calibration of {source}")
@@ -46,12 +47,10 @@ def recalibrate(
         value = "" if row.metric is None else in_table(of, row.metric)
         moved = "" if row.moved is None else f"{row.moved:.3g}"
         first = row.number == 0
-        shown.add_row(
-            "before" if first else str(row.number), value, moved, row.layer, "" if first else f"{row.clients}/{config.clients}"
-        )
+        shown.add_row("before" if first else str(row.number), value, moved, row.layer, "" if first else f"{row.clients}/{config.clients}")
     console.print(shown)
     for line in (folder / "summary.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("- ") and (f"{of.metric} before" in line or "passes over" in line or "not all clients" in line):
+        if line.startswith("- ") and (f"{of.metric} before" in line or "BatchNorm layers: " in line or "not all clients" in line):
             console.print(line.removeprefix("- ").replace("*", ""), highlight=False, soft_wrap=True)
     console.print(f"model.safetensors, recalibration.csv and .png, summary.md: {folder}", highlight=False, soft_wrap=True)
     console.print(f"the same on Ray, or with its run config elsewhere:\n{elsewhere(config)}", highlight=False, markup=False, soft_wrap=True)

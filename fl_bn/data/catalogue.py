@@ -209,7 +209,7 @@ CATALOGUE: dict[str, Entry] = {
         (1331167,),
         "1,281,167 + 50,000 (val)",
         "3, 224, 224",
-        "All of it is held in memory: 187 GiB at 224 pixels, 15 GiB at 64 (image-size=64), in every process; a warning says how much "
+        "All of it is held in memory: 187 GiB at 224 pixels, 15 GiB at 64 (image-size=64), in every process. A warning says how much "
         "before anything is read. Fewer class folders make a smaller set.",
     ),
     "cityscapes": Entry(

@@ -21,6 +21,7 @@ from fl_bn.data.listing import LARGE, LargeData
 from fl_bn.data.public import CLASSES, ROOT, files_of
 from fl_bn.data.record import DataNotFound, Dataset, describe
 from fl_bn.data.segmentation import cityscapes_files, read_mask
+from fl_bn.extras import need
 from fl_bn.finding import Finding
 from fl_bn.names import expected
 
@@ -88,6 +89,7 @@ def _counts(name: str, samples: int) -> Iterator[Finding]:
 
 
 def _public(name: str, path: str) -> Iterator[Finding]:
+    need(f"data set {name!r}", "torchvision")
     from torchvision import datasets  # here, not above: a second of import that other data sets need not pay
 
     kind: Any = getattr(datasets, name.upper())

@@ -11,9 +11,13 @@ are decoded JPEGs, whose pixels may differ by one between versions of the decode
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from fl_bn.data.record import Dataset, images_to_tensor, resize
@@ -28,10 +32,8 @@ _LEVELS = 16  # scikit-learn's digits count the inked pixels of a 4x4 cell
 def load_digits(path: str, image_size: int) -> Dataset:
     """``digits``: 1,437 + 360 digits (3, 20, 20) blended into patches of two photographs, half into each."""
     _refuse_path("digits", path)
-    from sklearn.datasets import load_sample_images  # here, not above: a second of import that others need not pay
-
     digits_NHW, labels_N, train, test = _enlarged_digits()
-    photographs = load_sample_images().images
+    photographs = [np.asarray(Image.open(_scikit_file("images", f"{name}.jpg"))) for name in DOMAINS]
     rng = np.random.default_rng(_SEED)
     domain_N = np.empty(len(digits_NHW), dtype=np.int64)
     for split in (train, test):
@@ -69,17 +71,54 @@ def load_digits_plain(path: str, image_size: int) -> Dataset:
 
 def _enlarged_digits() -> tuple[NDArray[np.int64], Tensor, NDArray[np.int64], NDArray[np.int64]]:
     """Digits (N, 20, 20) in 0..255, labels (N,), and the indices of the training and the test samples."""
-    from sklearn.datasets import load_digits as load_scikit_digits
-    from sklearn.model_selection import train_test_split
-
-    source = load_scikit_digits()
-    # scikit-learn shuffles with numpy's legacy generator, whose stream is frozen for good.
-    train, test = train_test_split(np.arange(len(source.target)), test_size=TEST_SAMPLES, stratify=source.target, random_state=_SEED)
-    tenths = _bilinear_tenths(source.images.shape[1], SIZE)
-    enlarged = np.einsum("hi,nij,wj->nhw", tenths, source.images.astype(np.int64), tenths)  # hundredths of a level
+    table = np.loadtxt(_scikit_file("data", "digits.csv.gz"), delimiter=",", dtype=np.int64)  # 64 pixels and the label
+    images, labels = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
+    train, test = stratified_split(labels, TEST_SAMPLES, _SEED)
+    tenths = _bilinear_tenths(images.shape[1], SIZE)
+    enlarged = np.einsum("hi,nij,wj->nhw", tenths, images, tenths)  # hundredths of a level
     scale = 100 * _LEVELS
     digits = (enlarged * 255 + scale // 2) // scale
-    return digits, torch.from_numpy(source.target.astype(np.int64)), train, test
+    return digits, torch.from_numpy(labels.copy()), train, test
+
+
+def stratified_split(labels: NDArray[np.int64], test: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices of the training and of ``test`` test samples, every class in both in proportion.
+
+    The very indices of scikit-learn's ``train_test_split(..., stratify=labels, random_state=seed)``, whose import takes two seconds. It
+    draws from numpy's legacy generator, whose stream is frozen for good.
+    """
+    rng, counts = np.random.RandomState(seed), np.bincount(labels)
+    for_training = _in_proportion(counts, len(labels) - test, rng)
+    for_testing = _in_proportion(counts - for_training, test, rng)
+    members = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+    drawn = [of_class[rng.permutation(len(of_class))] for of_class in members]
+    parts = [np.split(one, (a, a + b)) for one, a, b in zip(drawn, for_training, for_testing, strict=True)]
+    train, tested = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    return rng.permutation(train), rng.permutation(tested)
+
+
+def _in_proportion(counts: NDArray[np.int64], draws: int, rng: np.random.RandomState) -> NDArray[np.int64]:
+    """How many of ``draws`` samples each class gives: rounded down, and those left over to the largest remainders, ties at random."""
+    exact = counts / counts.sum() * draws
+    shares = np.floor(exact)
+    remainders, left = exact - shares, int(draws - shares.sum())
+    for value in np.unique(remainders)[::-1]:
+        if not left:
+            break
+        (tied,) = np.where(remainders == value)
+        chosen = rng.choice(tied, size=min(len(tied), left), replace=False)
+        shares[chosen] += 1
+        left -= len(chosen)
+    whole: NDArray[np.int64] = shares.astype(np.int64)
+    return whole
+
+
+def _scikit_file(*parts: str) -> Path:
+    """A file of ``sklearn.datasets``, found without its import."""
+    found = find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ImportError("dataset 'digits' comes with scikit-learn, which is not installed: pip install scikit-learn")
+    return Path(found.origin).parent.joinpath("datasets", *parts)
 
 
 def _bilinear_tenths(before: int, after: int) -> NDArray[np.int64]:

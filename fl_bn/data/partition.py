@@ -11,6 +11,7 @@ every sample, unless said otherwise. Partitioners of flwr-datasets serve where t
 
 from __future__ import annotations
 
+import heapq
 import math
 
 import numpy as np
@@ -106,20 +107,32 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
         )
     members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     for _ in range(_DIRICHLET_DRAWS):
-        parts: list[Indices] = [np.empty(0, dtype=np.int64) for _ in range(clients)]
+        drawn, sizes = list[tuple[Indices, Indices]](), np.zeros(clients, dtype=np.int64)
         for member in members:
             bounds = np.cumsum(rng.dirichlet(np.full(clients, concentration)))[:-1]
-            shares = np.split(rng.permutation(member), (bounds * len(member)).astype(np.int64))
-            parts = [np.concatenate(pair) for pair in zip(parts, shares, strict=True)]
-        if min(len(part) for part in parts) >= min_samples:
+            drawn.append((rng.permutation(member), (bounds * len(member)).astype(np.int64)))
+            sizes += np.diff(drawn[-1][1], prepend=0, append=len(member))
+        if sizes.min() >= min_samples:
             break
-    for small in (i for i in range(clients) if len(parts[i]) < min_samples):
+    shares = [np.split(shuffled, cuts) for shuffled, cuts in drawn]
+    return _finished(_mended([np.concatenate(mine) for mine in zip(*shares, strict=True)], min_samples, rng))
+
+
+def _mended(parts: list[Indices], min_samples: int, rng: np.random.Generator) -> list[Indices]:
+    """``parts`` with at least ``min_samples`` each: random samples move from whichever part is largest, of equals the first."""
+    largest = [(-len(part), i) for i, part in enumerate(parts)]  # a heap; entries of parts that have changed since are stale
+    heapq.heapify(largest)
+    for small in (i for i in range(len(parts)) if len(parts[i]) < min_samples):
         while len(parts[small]) < min_samples:
-            largest = max(range(clients), key=lambda i: len(parts[i]))
-            moved = rng.integers(len(parts[largest]))
-            parts[small] = np.append(parts[small], parts[largest][moved])
-            parts[largest] = np.delete(parts[largest], moved)
-    return _finished(parts)
+            while -largest[0][0] != len(parts[largest[0][1]]):
+                heapq.heappop(largest)
+            giver = largest[0][1]
+            moved = rng.integers(len(parts[giver]))
+            parts[small] = np.append(parts[small], parts[giver][moved])
+            parts[giver] = np.delete(parts[giver], moved)
+            for changed in (small, giver):
+                heapq.heappush(largest, (-len(parts[changed]), changed))
+    return parts
 
 
 def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> list[Indices]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
+from fl_bn.extras import need
 
 ROOT = "data"  # relative to the current folder, where no path is given
 
@@ -31,6 +32,7 @@ def load_public(kind: str, path: str, image_size: int) -> Dataset:
     Raises:
         DataNotFound: where files are missing and cannot be downloaded.
     """
+    need(f"data set {kind.lower()!r}", "torchvision")
     from torchvision import datasets  # here, not above: a second of import that other data sets need not pay
 
     read = getattr(datasets, kind)

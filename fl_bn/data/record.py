@@ -1,4 +1,4 @@
-"""What a data set is, once loaded: uint8 images and their targets, in two splits.
+"""A loaded data set: uint8 images and their targets, in a training and a test split.
 
 Legend: N samples, C channels, H height, W width.
 """
@@ -175,7 +175,7 @@ def outputs(where: str, *parts: Tensor) -> int:
 
 
 def describe(y: Tensor, classes: int) -> str:
-    """What there is to learn: ``10 classes``, ``3 values per sample``, ``5 labels, any of them per sample``."""
+    """Describe the targets in words: ``10 classes``, ``3 values per sample``, ``5 labels, any of them per sample``."""
     kind = kind_of(y)
     if kind == VALUES:
         return f"{classes} value{'s' if classes > 1 else ''} per sample"

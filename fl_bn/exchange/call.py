@@ -23,15 +23,16 @@ class Refused(ValueError):
 
 
 class Quantity(Enum):
-    """What a vector is, and so how long it is for a layer of C channels, and by what weights it is averaged."""
+    """The kind of a vector. It decides the length, for a layer of C channels, and the weights of the average."""
 
     MEAN = "mean"  # C; weighted by activations
     VARIANCE = "variance"  # C, about the cohort's mean; weighted by activations
     MOMENTS = "moments"  # 2C, mean and biased variance about the own mean: pooled
     GRADIENTS = "gradients"  # 2C, of the mean and of the variance; weighted by batch sizes
+    STATISTICS = "statistics"  # 2C, moments as above; pooled, and the variance of the answer is unbiased: running statistics
 
     def width(self, channels: int) -> int:
-        return channels * (2 if self in (Quantity.MOMENTS, Quantity.GRADIENTS) else 1)
+        return channels * (1 if self in (Quantity.MEAN, Quantity.VARIANCE) else 2)
 
 
 class Key(NamedTuple):
@@ -76,7 +77,7 @@ class Answer:
 
 
 class Layer(NamedTuple):
-    """What the server knows of a layer: its channels, and the dtype in which its vectors travel."""
+    """A layer as the server knows it: its number of channels, and the dtype in which its vectors travel."""
 
     channels: int
     dtype: torch.dtype

@@ -12,13 +12,22 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Request
 from fl_bn.exchange.session import Session
 
 T = TypeVar("T")
+MOST, MOST_BYTES = 256, 2 * 2**30  # clients that measure statistics together in one process, each in a thread, and their models
 _sessions: dict[str, tuple[Session, int]] = {}
+
+
+def too_many(clients: int, model: nn.Module) -> str:
+    """Why so many clients, each with a ``model`` of its own, should not be in one process at once; empty where they may."""
+    nbytes = clients * sum(tensor.nbytes for tensor in model.state_dict().values())
+    if clients <= MOST and nbytes <= MOST_BYTES:
+        return ""
+    return f"{clients} clients with a model each ({nbytes / 2**30:.2g} GiB) are too many to be in one process at once"
 
 
 def admit(session: Session) -> dict[int, str]:

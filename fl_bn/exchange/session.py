@@ -13,11 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median_low
+from statistics import median, median_low
 
 import torch
 from torch import nn
 
+from fl_bn.called import UNNAMED, Called
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Refused, Request
 from fl_bn.moments import Average, Moments, bounds, pool, weighted_mean
 from fl_bn.names import check_name
@@ -33,7 +34,7 @@ LOGGER = logging.getLogger("flwr")  # the log in which a run tells its story; by
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one client exchanged in a round: number of exchanges, bytes of values up and down."""
+    """One client's exchanges in a round: how many there were, and the bytes of values that went up and down."""
 
     exchanges: int = 0
     up: int = 0
@@ -45,7 +46,7 @@ def reduce(requests: list[Local], batches: list[int], average: Average = weighte
     values = torch.stack([request.values for request in requests]).double()
     counts = torch.tensor([request.count for request in requests], dtype=torch.float64)
     quantity = requests[0].key.quantity
-    if quantity is Quantity.MOMENTS:
+    if quantity in (Quantity.MOMENTS, Quantity.STATISTICS):
         means, variances = values.chunk(2, dim=1)
         pooled = pool([Moments(r.count, mean, var) for r, mean, var in zip(requests, means, variances, strict=True)], average)
         return torch.cat([pooled.mean, pooled.var])
@@ -69,7 +70,8 @@ class Session:
     ``abort`` fails the round for all, ``shrink`` goes on without it, with weights over the others. Safe to call from several threads.
 
     ``samples``: what each client has in all; no batch may be larger. ``believing``: counts and batches are what each client says; else
-    everyone counts as the median client, so that under a defence the cohort's are in nobody's hand.
+    everyone counts as the median client, so that under a defence the cohort's are in nobody's hand. ``given_up``: what the log says
+    after the reason where the exchange fails for all. ``called``: what the log calls the clients.
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class Session:
         join_deadline: float = 30.0,
         samples: Mapping[int, int] | None = None,
         believing: bool = True,
+        given_up: str = "The round is given up (exchange-policy is abort)",
+        called: Called = UNNAMED,
     ) -> None:
         check_name("policy", policy, POLICIES)
         self.layers, self.average, self.policy, self.deadline, self.join_deadline = layers, average, policy, deadline, join_deadline
-        self.samples, self.believing = samples or {}, believing
+        self.samples, self.believing, self._given_up, self.called = samples or {}, believing, given_up, called
         self.active = set(cohort)
         self.batches: dict[int, int] = {}  # of those who joined
         self.dropped: dict[int, str] = {}
@@ -221,11 +225,11 @@ class Session:
             return
         self.active.difference_update(gone)
         self.dropped.update(dict.fromkeys(gone, reason))
-        who = f"client{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}: {reason}"
+        who = f"{self.called.clients(gone)}: {reason}"
         for _, deliver in [self._waiting.pop(client) for client in gone if client in self._waiting]:
             deliver(ExchangeFailed(reason))
         if self.policy == "abort":
-            LOGGER.warning("exchange: %s. The round is given up (exchange-policy is abort)", who.rstrip("."))
+            LOGGER.warning("exchange: %s. %s", who.rstrip("."), self._given_up)
             self.fail(who)
         else:
             left = "1 client goes" if len(self.active) == 1 else f"{len(self.active)} clients go"
@@ -253,7 +257,8 @@ class Session:
         if len(left) < len(going):
             self._remove(left, f"left, and did not {self._awaited()}")
         elif len(left) == len(going):
-            self.fail(f"the clients disagree about the last layer: {sorted(left)} have left, {sorted(going)} go on")
+            ended, others = self.called.clients(sorted(left)), self.called.clients(sorted(going))
+            self.fail(f"the clients disagree about the last layer: {ended} left, {others} went on")
         else:
             self._remove(
                 self._waiting, f"it wants to {self._awaited()}, but most clients are done: does it run the same model and version?"
@@ -270,18 +275,21 @@ class Session:
         return not others
 
     def _average(self, requests: Mapping[int, Local]) -> None:
-        batches = [self.batches[client] for client in requests]
+        batches, key = [self.batches[client] for client in requests], next(iter(requests.values())).key
         values = reduce(list(requests.values()), batches, self.average)
-        dtype = self.layers[next(iter(requests.values())).key.layer].dtype
+        dtype, statistics = self.layers[key.layer].dtype, key.quantity is Quantity.STATISTICS
+        count = self._together([r.count for r in requests.values()], median if statistics else median_low)
+        if statistics and count > 1:
+            values[len(values) // 2 :] *= count / (count - 1)  # unbiased, as ``Moments.bessel``
         self.exchanges += 1
         for client in requests:
             traffic, nbytes = self.traffic[client], values.numel() * dtype.itemsize
             self.traffic[client] = Traffic(traffic.exchanges + 1, traffic.up + nbytes, traffic.down + nbytes)
-        self._deliver(Answer(values.to(dtype), self._together([r.count for r in requests.values()]), self._together(batches)))
+        self._deliver(Answer(values.to(dtype), count, self._together(batches)))
 
-    def _together(self, claims: list[int]) -> int:
-        """The cohort's activations, or samples, by what each client claims."""
-        return sum(claims) if self.believing else median_low(claims) * len(claims)
+    def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
+        """The cohort's activations, or samples, by what each client claims; ``usual``: the median client's."""
+        return sum(claims) if self.believing else int(usual(claims)) * len(claims)
 
     def _deliver(self, answer: Answer) -> None:
         waiting, self._waiting = self._waiting, {}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_bn.federation.blocks import WeightedSum
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.methods import LayerReports
 from fl_bn.moments import Moments, Running
@@ -23,13 +24,9 @@ def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tenso
     total = float(sum(weights))
     if not parts or total <= 0:
         raise ValueError(f"nothing to average: {len(parts)} parts with total weight {total}")
-    mean = {}
-    for name in parts[0]:
-        accumulator = torch.zeros(parts[0][name].shape, dtype=torch.float64)
-        for part, weight in zip(parts, weights, strict=True):
-            accumulator.add_(part[name].double(), alpha=float(weight) / total)
-        mean[name] = accumulator
-    return mean
+    mean = WeightedSum()
+    mean.add(parts, [float(weight) / total for weight in weights])
+    return mean.tensors
 
 
 def combine(
@@ -65,7 +62,12 @@ def pseudo_gradient(weights: Named, mean: Named) -> dict[str, Tensor]:
     The difference is then exact, and a step of 1 along it is that average bit for bit. Of the unrounded one, a tie between two
     float32 numbers (one weight in 40 where two clients count 3 and 7) is decided anew by the rounding of the difference.
     """
-    return {name: weights[name].double() - mean[name].to(weights[name].dtype).double() for name in mean}
+    return {name: difference(weights[name].double(), mean[name].clone(), weights[name].dtype) for name in mean}
+
+
+def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
+    """``pseudo_gradient`` of one tensor, or of a piece of it, in the memory of ``mean``: both in float64, stored as ``dtype``."""
+    return torch.sub(weight, mean.copy_(mean.to(dtype)), out=mean)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,12 +16,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fl_bn.exchange.call import Exchange
-from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
+from fl_bn.federation.layer_by_layer import Forward, Inputs, Look, called, layer_by_layer
 from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, to_kept
-from fl_bn.federation.payload import Named, Sections, encode_moments, signature, to_numpy
+from fl_bn.federation.network import Copy
+from fl_bn.federation.payload import Named, Sections, encode_moments, to_numpy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
@@ -32,13 +35,14 @@ from fl_bn.objectives import CONTROL, PLAIN, Finish, Objective, Start, Step
 from fl_bn.roles import Role, roles
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
+LOGGER = logging.getLogger("flwr")
 Connect = Callable[[int], Exchange]
 """``connect(batch)``: this client's side of a layer-wise exchange, joined with the size of the batch that it drew."""
 
 
-def trainable(model: nn.Module, method: Method, phase: Phase) -> dict[str, nn.Parameter]:
+def trainable(model: nn.Module, method: Method, phase: Phase, role: Mapping[str, Role] | None = None) -> dict[str, nn.Parameter]:
     """What an optimiser of this phase steps, by name: all that learns, but what the method freezes."""
-    role = roles(model)
+    role = roles(model) if role is None else role
     fixed = method.frozen if phase is Phase.FROZEN else frozenset()
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and role[name] not in fixed}
 
@@ -47,19 +51,22 @@ class LocalRound:
     """One client in one round. ``model``, converted for ``method``, holds what the server sent and what the client kept.
 
     ``settings``: of the application's own loop; a loop of the user's own has none, and an ``objective`` at most. ``connect``: needed in
-    phase EXCHANGE (FedTAN). Use it inside ``open``, then call ``reply``.
+    phase EXCHANGE (FedTAN), and in phase MEASURE where the layers are measured one after the other. Use it inside ``open``, then call
+    ``reply``.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Copy,
         method: Method,
         instruction: Instruction,
         kept: Kept = NOTHING,
         settings: LocalTraining | None = None,
         connect: Connect | None = None,
     ) -> None:
-        self.model, self.method, self.instruction, self.kept = model, method, instruction, kept
+        self._copy = model if isinstance(model, Copy) else Copy.of(model, method)
+        self.network, self.model = self._copy.network, self._copy.model
+        self.method, self.instruction, self.kept = method, instruction, kept
         self.settings = settings or LocalTraining(batch_size=2, epochs=1)
         self.phase, self.steps, self.batch, self.waited = instruction.phase, 0, 0, 0.0
         self.corrected = 0  # gradients that the objective made
@@ -69,7 +76,6 @@ class LocalRound:
         self.buffers: Buffers = {}
         self._connect, self._exchange = connect, ExitStack()
         self._first, self._observed = ExitStack(), dict[str, list[Moments]]()
-        self._role = roles(model)
         self._load()
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
             raise ValueError(f"an exchange belongs to phase exchange, and phase exchange needs one, but got {self.phase} and {connect}")
@@ -79,10 +85,10 @@ class LocalRound:
         """Whether the instruction is to train; else statistics alone are measured."""
         return self.phase is not Phase.MEASURE
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """What an optimiser of this round steps, by name."""
-        return trainable(self.model, self.method, self.phase)
+        return trainable(self.model, self.method, self.phase, self.network.role)
 
     @property
     def auxiliary(self) -> tuple[Auxiliary, ...]:
@@ -90,17 +96,16 @@ class LocalRound:
 
     def _load(self) -> None:
         instruction, model = self.instruction, self.model
-        if instruction.signature and (mine := signature(model, self.method)) != instruction.signature:
+        if instruction.signature and (mine := self.network.signature) != instruction.signature:
             raise ValueError(
                 f"the server's model has signature {instruction.signature}, but this one {mine}: give the same network, converted for the "
                 f"same method: convert(model, method), here {self.method.name}"
             )
-        expected = schema.instruction(model, self.method, self.auxiliary)
-        expected.check({section: to_numpy(tensors) for section, tensors in instruction.sections.items()})
+        self.network.instruction(self.auxiliary).check({section: to_numpy(tensors) for section, tensors in instruction.sections.items()})
         beside = {extra.section for extra in self.auxiliary}
         tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
-        model.load_state_dict(tensors | self.kept.get("local"), strict=False)
-        self._before = running_statistics(model)
+        self._copy.load(tensors | self.kept.get("local"))
+        self._before = {} if self.method.shares(Role.STATISTIC) else running_statistics(model)
 
     @contextmanager
     def open(self, full_gradient: Callable[[], dict[str, Tensor]] | None = None) -> Iterator[LocalRound]:
@@ -108,11 +113,9 @@ class LocalRound:
 
         ``full_gradient``: of the loss over all of the client's samples, for SCAFFOLD's option 1.
         """
-        self.model.train()
-        if self.phase is Phase.FROZEN and Role.STATISTIC in self.method.frozen:
-            freeze_statistics(self.model)
+        self.set_modes(self.model)
         parameters = self.parameters
-        shared = frozenset(name for name in parameters if self.method.shares(self._role[name]))
+        shared = frozenset(name for name in parameters if self.method.shares(self.network.role[name]))
         control = self.instruction.sections.get(CONTROL, {})
         full = full_gradient or _no_full_gradient
         start = Start(self.model, parameters, shared, self.kept.get("objective"), control, self.kept.counted, full)
@@ -125,6 +128,17 @@ class LocalRound:
                     yield self
             finally:
                 self._first.close()
+
+    def set_modes(self, model: nn.Module) -> None:
+        """Training mode for ``model``, but for the layers that this phase freezes."""
+        model.train()
+        if self.phase is Phase.FROZEN and Role.STATISTIC in self.method.frozen:
+            freeze_statistics(model)
+
+    def saw(self, updates: Mapping[str, int], observed: Mapping[str, list[Moments]]) -> None:
+        """What hooks would have seen inside ``open``, where the model trained as one of a stack (``federation.vectorised``)."""
+        self._moved.update(updates)
+        self._observed = dict(observed)
 
     def meet(self, batch: int) -> None:
         """The first batch, of so many samples, comes now: in phase EXCHANGE its layers talk to the cohort from here on."""
@@ -178,10 +192,28 @@ class LocalRound:
         ``batches``, of which ``task.read`` takes the inputs. Changes nothing of the model."""
         if self.steps:
             raise ValueError("the statistics are those of the shared weights: measure before the first step")
-        self.moments = measured(self.model, self._inputs(batches, task), self.asked, task.forward)
+        if self._connect is not None and isinstance(batches, Iterator):
+            batches = list(batches)  # an exchange goes through them more than once
+        self.moments = self.measured(partial(self.inputs, batches, task), task.forward)
 
-    def _inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
-        """Of whole batches, until there are as many samples as are asked for. Normalisers need batches of two samples or more."""
+    def measured(self, inputs: Inputs, forward: Forward = called) -> dict[str, Moments]:
+        """The moments that this round asks for, of every BatchNorm layer over all batches of ``inputs()``.
+
+        In a statistics-only exchange that goes layer by layer: with the cohort, by its exchange. Where this network has no order of layers,
+        the client sits the exchange out, and measures as without one.
+        """
+        if self._connect is not None and not self.trains:
+            look = Look.at(self.model, inputs, forward)
+            exchange = self._connect(0 if look.problem else 1)
+            if not look.problem:
+                return layer_by_layer(self.model, inputs, look, exchange, self.instruction.memory, forward)
+            exchange.close()
+            LOGGER.warning("the layers cannot be measured one after the other: %s", look.problem)
+        return measured(self.model, inputs(), self.asked, forward)
+
+    def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
+        """What ``measure`` goes through of whole batches, until there are as many samples as are asked for. Normalisers need batches of
+        two samples or more."""
         device, most = next(self.model.parameters()).device, self.asked.samples
         self.measured_samples = 0
         for batch in batches:
@@ -202,11 +234,16 @@ class LocalRound:
     def load_momentum(self, optimizer: Optimizer) -> None:
         """Let ``optimizer`` go on from the buffers of the round before: those that the server sent, else those that were kept."""
         if self.settings.maintain != "reset":
-            buffers = from_kept(self.kept.get("optimizer"))
-            if self.settings.maintain == "global":
-                for key, section in SECTIONS[self.settings.optimizer].items():
-                    buffers[key] = buffers.get(key, {}) | self.instruction.sections[section]
-            load_buffers(optimizer, self.parameters, buffers)
+            load_buffers(optimizer, self.parameters, self.maintained)
+
+    @property
+    def maintained(self) -> Buffers:
+        """The optimiser's buffers that this round goes on from, where momentum is maintained."""
+        buffers = from_kept(self.kept.get("optimizer"))
+        if self.settings.maintain == "global":
+            for key, section in SECTIONS[self.settings.optimizer].items():
+                buffers[key] = buffers.get(key, {}) | self.instruction.sections[section]
+        return buffers
 
     def keep_momentum(self, optimizer: Optimizer) -> None:
         if self.settings.maintain != "reset":
@@ -262,8 +299,8 @@ class LocalRound:
 
     def _sections(self, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
         """Of what travels beside the weights, what this round did not train goes back as it came, and a control variate unchanged."""
-        state, settings = self.model.state_dict(), self.settings
-        expected = schema.reply(self.model, self.method, self.phase, settings.update, self.auxiliary).sections
+        state, settings = self._copy.state, self.settings
+        expected = self.network.reply(self.phase, settings.update, self.auxiliary).sections
         sources: dict[str, Named] = {"weights": state, "statistics": state, "gradients": gradients}
         if settings.objective.travels:
             sources[CONTROL] = {n: torch.zeros_like(state[n]) for n in expected[CONTROL]} | dict(finish.sent)
@@ -275,8 +312,8 @@ class LocalRound:
         return sections | ({"moments": self._complete(moments)} if "moments" in expected else {})
 
     def _to_keep(self, gradients: Named, finish: Finish) -> Kept:
-        state, settings = self.model.state_dict(), self.settings
-        local = {name: state[name].clone() for name, role in self._role.items() if role in self.method.local}
+        state, settings = self._copy.state, self.settings
+        local = {name: state[name].clone() for name, role in self.network.role.items() if role in self.method.local}
         sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
         if gradients and settings.momentum > 0:
             sections["momentum"] = dict(gradients)
@@ -284,7 +321,7 @@ class LocalRound:
             sections["objective"] = dict(finish.kept)
         buffers = self.buffers
         if settings.maintain == "global":
-            buffers = {k: {n: t for n, t in of.items() if not self.method.shares(self._role[n])} for k, of in buffers.items()}
+            buffers = {k: {n: t for n, t in of.items() if not self.method.shares(self.network.role[n])} for k, of in buffers.items()}
         if maintained := to_kept(buffers):
             sections["optimizer"] = maintained
         return Kept(self.instruction.round, sections)
@@ -312,7 +349,7 @@ class LocalRound:
     def _step_local(self, gradients: Named) -> None:
         """The server never steps what stays home, so the client does."""
         for name, parameter in self.model.named_parameters():
-            if name in gradients and not self.method.shares(self._role[name]):
+            if name in gradients and not self.method.shares(self.network.role[name]):
                 parameter.sub_(gradients[name], alpha=self.instruction.learning_rate)
 
 
@@ -330,12 +367,21 @@ def measured(
     model: nn.Module,
     inputs: Iterable[Any],
     how: StatisticsPass,
-    forward: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
+    forward: Forward = called,
 ) -> dict[str, Moments]:
     """Moments that ``how`` asks for, of every BatchNorm layer over batches of ``inputs``, in evaluation mode.
 
     Changes nothing: no gradient, no random number, no statistic, the mode of every module as before.
     """
+    with measuring(model, how) as observed:
+        for x in inputs:
+            forward(model, x)
+    return pooled(observed)
+
+
+@contextmanager
+def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
+    """Inside, ``model`` is in the modes of the pass ``how``, and each of its forward passes adds what that asks for, by BatchNorm layer."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     if how.lower_layers == "hybrid":
@@ -343,12 +389,10 @@ def measured(
             layer.training = isinstance(layer, HybridBatchNorm)
     try:
         with observe(model, normalisers if how.measured == NORMALISERS else inputs_of) as observed:
-            for x in inputs:
-                forward(model, x)
+            yield observed
     finally:
         for module, mode in training.items():
             module.training = mode
-    return pooled(observed)
 
 
 def _no_full_gradient() -> dict[str, Tensor]:

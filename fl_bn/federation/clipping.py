@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 
 CLIPS = ("none", "norm", "round", "value", "adaptive")
 PATH = 20.0
@@ -13,9 +14,22 @@ PATH = 20.0
 SMALLEST = 1e-3  # a weight's norm counts as at least this, or fresh zeros could never move
 
 
-def clip(parameters: Iterable[nn.Parameter], how: str, limit: float, head: Iterable[nn.Parameter] = ()) -> None:
+def unit_norm(x: Tensor) -> Tensor:
+    """Euclidean norms over all axes but the first, kept as ones; of one axis or none, the norm of all."""
+    axes = tuple(range(1, x.dim())) or None
+    norm: Tensor = torch.linalg.vector_norm(x, dim=axes, keepdim=axes is not None)
+    return norm
+
+
+def clip(
+    parameters: Iterable[nn.Parameter],
+    how: str,
+    limit: float,
+    head: Iterable[nn.Parameter] = (),
+    norm_of: Callable[[Tensor], Tensor] = unit_norm,
+) -> None:
     """Clip the gradients in place: ``norm`` (or ``round``), over all, and ``value`` to ``limit``; ``adaptive`` (see ``clip_adaptive``)
-    leaves ``head``."""
+    leaves ``head``. ``norm_of``: see ``unit_norm``."""
     parameters = list(parameters)
     if how in ("norm", "round"):
         nn.utils.clip_grad_norm_(parameters, limit)
@@ -23,7 +37,7 @@ def clip(parameters: Iterable[nn.Parameter], how: str, limit: float, head: Itera
         nn.utils.clip_grad_value_(parameters, limit)
     elif how == "adaptive":
         left = {id(p) for p in head}
-        clip_adaptive([p for p in parameters if id(p) not in left], limit)
+        clip_adaptive([p for p in parameters if id(p) not in left], limit, norm_of)
 
 
 def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
@@ -39,7 +53,26 @@ def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float
 
 
 @torch.no_grad()
-def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float) -> None:
+def clip_rows(parameters: Iterable[nn.Parameter], how: str, limits: Tensor, head: Iterable[nn.Parameter] = ()) -> None:
+    """``clip`` of K clients' gradients, whose tensors are stacked: each row by itself, to its own of ``limits`` (K,)."""
+    parameters = list(parameters)
+    if how in ("norm", "round"):
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norms = [vmap(torch.linalg.vector_norm)(gradient) for gradient in gradients]
+        scale_K = (limits / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1)  # as in torch
+        for gradient in gradients:
+            gradient.mul_(scale_K.view(-1, *[1] * (gradient.dim() - 1)))
+    else:
+        clip(parameters, how, float(limits[0]), head, _unit_norm_of_rows)
+
+
+def _unit_norm_of_rows(x: Tensor) -> Tensor:
+    norm = vmap(unit_norm)(x)
+    return norm.view(*norm.shape, *[1] * (x.dim() - norm.dim()))
+
+
+@torch.no_grad()
+def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float, norm_of: Callable[[Tensor], Tensor]) -> None:
     """Each output unit's gradient to at most ``limit`` times the norm of its weights.
 
     High-Performance Large-Scale Image Recognition Without Normalization, Brock, De, Smith, Simonyan, ICML 2021, equation 3; the client side
@@ -47,13 +80,6 @@ def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float) -> None:
     """
     for p in parameters:
         if p.grad is not None:
-            most = unit_norm(p).clamp_min(SMALLEST) * limit
-            norm = unit_norm(p.grad)
+            most = norm_of(p).clamp_min(SMALLEST) * limit
+            norm = norm_of(p.grad)
             p.grad.mul_(torch.where(norm > most, most / norm.clamp_min(1e-12), torch.ones_like(norm)))
-
-
-def unit_norm(x: Tensor) -> Tensor:
-    """Euclidean norms over all axes but the first, kept as ones; of one axis or none, the norm of all."""
-    axes = tuple(range(1, x.dim())) or None
-    norm: Tensor = torch.linalg.vector_norm(x, dim=axes, keepdim=axes is not None)
-    return norm

@@ -125,6 +125,18 @@ def variance_floor(shared: Tensor, momentum: float, steps: int) -> Tensor:
     return floor.where(floor > torch.finfo(shared.dtype).tiny, torch.zeros_like(floor))
 
 
+def _below(shared: Running, report: Running, momentum: float, steps: int) -> tuple[Tensor, Tensor]:
+    """The smallest variances that honest training leaves after so many steps, and which channels' are smaller."""
+    floor = (1 - TOLERANCE) * variance_floor(shared.var, momentum, steps)
+    return floor, report.var.double() < floor
+
+
+def looks_low(shared: Mapping[str, Running], report: Mapping[str, Running], steps: int, layers: Layers) -> bool:
+    """Whether ``undercut`` may refuse a report that counts one update per step; it decides when all reports are there."""
+    judged = ((shared[name], report[name], layer.momentum) for name, layer in layers.items() if name in shared and name in report)
+    return any(bool(_below(old, new, b, steps)[1].any()) for old, new, b in judged if b is not None)
+
+
 def undercut(
     shared: Mapping[str, Running],
     reports: Sequence[Mapping[str, Running]],
@@ -151,8 +163,7 @@ def undercut(
                 continue
             usual, claimed = k * calls, updates[i].get(name, k) if updates else k
             k = math.ceil(claimed if usual < claimed < usual + calls else usual)
-            floor = (1 - TOLERANCE) * variance_floor(shared[name].var, layer.momentum, k)
-            below = report[name].var.double() < floor
+            floor, below = _below(shared[name], report[name], layer.momentum, k)
             if bool(below.any()):
                 c = int(torch.argmax((floor - report[name].var).where(below, torch.zeros_like(floor))))
                 low[i] = (

@@ -3,47 +3,63 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_bn.data.batches import draw_batches
 from fl_bn.exchange import local as turns
+from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session, exchanged_layers
 from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.federation.callbacks import Callback, Callbacks
 from fl_bn.federation.client import LocalRound, check_optimizer
+from fl_bn.federation.clients import Clients, Connect, InWorkers, in_workers
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.local import Samples, evaluate, torch_seed
+from fl_bn.federation.eager import SGD
+from fl_bn.federation.loaders import Loader, SeededBatches
+from fl_bn.federation.local import evaluate
+from fl_bn.federation.network import Network
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Exchanged, Passes
 from fl_bn.federation.payload import Named
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.server import Server
-from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.training import BATCHES, DROPOUT, IndexBatches, train
-from fl_bn.federation.values import NOTHING, Instruction, Reply
+from fl_bn.federation.settings import MOST_WORKERS, LocalTraining
+from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
+from fl_bn.federation.vectorised import (
+    AT_ONCE,
+    ENGINES,
+    VECTORISED,
+    CannotVectorise,
+    Fallback,
+    check_cohort,
+    measure_together,
+    reply_of,
+    train_together,
+    unneeded,
+)
 from fl_bn.methods import Method, Phase, Refresh, Report
+from fl_bn.names import check_name
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.task import CLASSIFICATION, Task
 
-Loader = Iterable[Any]
-"""Batches that can be gone through again and again: a DataLoader, a list; in a form that the task reads."""
-
+LOGGER = logging.getLogger("flwr")
 SGD_05 = partial(SGD, lr=0.05, momentum=0.9)
 
 
@@ -61,7 +77,7 @@ class Federation:
     >>> [record.round for record in federation.run(rounds=2)]
     [1, 2]
 
-    ``history`` has every round's record, ``model`` the network as evaluated last. Every argument: docs/guide.md, "As a library".
+    ``history`` has every round's record, ``model`` the network as evaluated last. Every argument: docs/start/plain-torch.md.
     """
 
     def __init__(
@@ -85,17 +101,26 @@ class Federation:
         unit_scale: bool = True,
         seed: int = 0,
         device: torch.device | str | None = None,
+        engine: str = "sequential",
+        workers: int = 1,
         progress: bool = True,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
+        check_name("engine", engine, ENGINES)
+        if not 0 <= workers <= MOST_WORKERS or (engine == VECTORISED and workers != 1):
+            raise ValueError(
+                f"workers must be 0..{MOST_WORKERS} (0: one per core), and 1 with engine='vectorised', which has a cohort in one process, "
+                f"but got workers={workers} and engine={engine!r}"
+            )
         if not clients or local_epochs < 1 or evaluate_every < 1:
             raise ValueError(
                 f"a federation needs clients, and local_epochs and evaluate_every >= 1, but got {len(clients)} clients, {local_epochs} and "
                 f"{evaluate_every}"
             )
-        self.task, self.clients, self.optimizer, self.scheduler, self.schedule = task, clients, optimizer, scheduler, schedule
-        self.local_epochs, self.test, self.seed, self.progress = local_epochs, test, seed, progress
-        self._settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective)
-        check_composition(method, self._settings, robust=defence.active)
+        self.task, self.clients, self.test, self.seed, self.workers = task, clients, test, seed, workers
+        self.progress, self.callbacks = progress, tuple(callbacks)
+        settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective)
+        check_composition(method, settings, robust=defence.active)
         example = optimizer(model.parameters())
         check_optimizer(objective, example)
         self._rate = _rate_of(example)
@@ -107,14 +132,18 @@ class Federation:
             calibrate=calibrate,
             unit_scale=unit_scale,
             rate=constant_rate if self._rate is None else lambda round, rounds: (self._rate or 1.0) * schedule(round, rounds),
-            auxiliary=auxiliary(self._settings),
+            auxiliary=auxiliary(settings),
         )
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
         self.history: list[RoundRecord] = []
         self._device = torch.device(device) if device is not None else next(model.parameters()).device
-        self._pristine = copy.deepcopy(self.server.model).to(self._device)  # each client starts from its own copy
+        pristine = copy.deepcopy(self.server.model)  # what the server has changes
+        self._clients = Clients(pristine, method, self._device, clients, settings, task, optimizer, scheduler, schedule, seed)
+        self._in_workers: InWorkers | None = None
         self._kept = [NOTHING for _ in clients]
-        self._passes = Passes(self.server, self._measured)
+        self._one_program, self._fallback = engine == VECTORISED, Fallback()
+        self._on_cpu = Network(pristine, method, torch.device("cpu"))
+        self._passes = Passes(self.server, self._measured, layer_by_layer=self._measured_layer_by_layer)
         self._evaluated: Named = self.server.shared.tensors()
 
     @property
@@ -146,18 +175,27 @@ class Federation:
         Raises:
             Diverged: three rounds in a row no reply could be used.
         """
+        callbacks = Callbacks([*self._bar(), *self.callbacks])
+        try:
+            yield from self._run(rounds, callbacks)
+        except BaseException as error:
+            callbacks.on_end(None if isinstance(error, GeneratorExit) else error)  # who asks for no more has what they wanted
+            raise
+        callbacks.on_end(None)
+
+    def _run(self, rounds: int, callbacks: Callbacks) -> Iterator[RoundRecord]:
         server, failed = self.server, 0
-        server.rounds = rounds
-        tensors = server.shared.tensors()
-        if server.shared.statistics():
-            tensors = dict(self._passes.calibrated(tensors, rounds))
-        with _progress(self.progress) as show:
+        server.rounds = self._clients.rounds = rounds
+        with self._processes():
+            tensors = server.shared.tensors()
+            if server.shared.statistics():
+                tensors = dict(self._passes.calibrated(tensors, rounds))
             for number in range(1, rounds + 1):
                 begin = time.perf_counter()
                 server.shared.load(tensors)
                 asked, cohort = server.begin(number), self._cohort(number)
-                session = self._session(cohort) if asked.phase is Phase.EXCHANGE else None
-                came = server.checked(self._train(asked, cohort, session))
+                replies, session = self._train(asked, cohort)
+                came = server.checked(replies)
                 came.exchange, came.carrier = session, "local"
                 failed = 0 if server.conclude(came) else failed + 1
                 record, tensors = server.record, server.shared.tensors()
@@ -172,7 +210,7 @@ class Federation:
                     record.evaluation = self.evaluate()
                 record.seconds = time.perf_counter() - begin
                 self.history.append(record)
-                show(record, rounds)
+                callbacks.on_round(record, rounds)
                 yield record
                 if failed == server.policy.max_failed:
                     why = next((client.refused for client in record.clients if client.refused), "")
@@ -180,6 +218,14 @@ class Federation:
                         f"{failed} rounds in a row too few replies could be used (values that are not finite mean that training diverged: "
                         f"lower the learning rate). The first reason: {why}"
                     )
+
+    def _bar(self) -> list[Callback]:
+        """On a terminal, where it is wanted."""
+        if not (self.progress and sys.stderr.isatty()):
+            return []
+        from fl_bn.federation.bar import Bar  # imports rich
+
+        return [Bar(sys.stderr, self.task)]
 
     def evaluate(self, batches: Loader | None = None) -> dict[str, float]:
         """Loss and the task's metrics of the shared model, or the mean over the clients' own, on ``batches`` (default: ``test``)."""
@@ -196,128 +242,148 @@ class Federation:
         size = max(1, int(self.server.policy.fraction * len(self.clients) + 0.5))
         return sorted(Random(f"{self.seed}/{number}").sample(range(len(self.clients)), size))
 
-    def _train(self, asked: Instruction, cohort: Sequence[int], session: Session | None) -> list[Reply]:
-        if session is None:
-            return [self._client(asked, client) for client in cohort]
-        tokens = turns.admit(session)
+    def _train(self, asked: Instruction, cohort: Sequence[int]) -> tuple[list[Reply], Session | None]:
+        """The cohort's replies, and the session through which it exchanged, if any."""
+        if asked.phase is not Phase.EXCHANGE:
+            parts = [cohort[begin : begin + AT_ONCE] for begin in range(0, len(cohort), AT_ONCE)]
+            return [reply for part in parts for reply in self._together(asked, part) or self._one_by_one(asked, part)], None
+        if (replies := self._together(asked, cohort)) is not None:
+            return replies, None
+        session = self._session(cohort)
+        return _in_turns(session, cohort, partial(self._client, asked)), session
 
-        def one(client: int) -> Reply:
+    @contextmanager
+    def _processes(self) -> Iterator[None]:
+        """Worker processes for the block, where they are wanted."""
+        if self.workers == 1:
+            yield
+            return
+        with in_workers(self._clients, self.workers) as self._in_workers:
             try:
-                reply = self._client(asked, client, partial(LocalExchange, tokens[client]))
-            except BaseException as error:
-                turns.ended(tokens[client], repr(error))
-                raise
-            turns.ended(tokens[client], "")
-            return reply
+                yield
+            finally:
+                self._in_workers = None
 
-        try:
-            return Turns(len(cohort)).run([partial(one, client) for client in cohort])
-        finally:
-            turns.dismiss(tokens)
+    def _one_by_one(self, asked: Instruction, clients: Sequence[int]) -> list[Reply]:
+        """The replies of ``clients``, each computed alone, here or in worker processes."""
+        if self._in_workers is None:
+            return [self._client(asked, client) for client in clients]
+        replies = []
+        done = self._in_workers.work(asked, clients, [self._kept[client] for client in clients])
+        for client, (reply, kept) in zip(clients, done, strict=True):
+            replies.append(self._keeping(asked, client, reply, kept))
+        return replies
 
-    def _client(self, asked: Instruction, client: int, connect: Callable[[int], LocalExchange] | None = None) -> Reply:
-        """One client's round of training."""
-        round = LocalRound(copy.deepcopy(self._pristine), self.method, asked, self._kept[client], self._settings, connect)
-        loader = self.clients[client]
-        if self.method.reports(asked.phase) is Report.PASS:
-            round.measure(loader, self.task)
-        optimizer = self.optimizer(round.parameters.values())
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * self.schedule(asked.round, self.server.rounds)
-        optimizer.register_step_post_hook(lambda optimizer, args, named: round.took(optimizer))
-        scheduler = None if self.scheduler is None else self.scheduler(optimizer)
-        batches = loader.epochs(self.seed, client, asked.round, self.local_epochs) if isinstance(loader, SeededBatches) else loader
-        passes = 1 if isinstance(loader, SeededBatches) else self.local_epochs
-        dropout = int(seeded(self.seed, client, asked.round, DROPOUT).integers(2**62))
-        with torch_seed(dropout, self._device), round.open():
-            trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(passes)]
-        count = sum(part.samples for part in trained)
-        samples = _length(loader) or count // max(self.local_epochs, 1)
-        loss = sum(part.loss * part.samples for part in trained) / max(count, 1)
-        reply, self._kept[client] = round.reply(samples, loss, client=client)
+    def _client(self, asked: Instruction, client: int, connect: Connect | None = None) -> Reply:
+        work = self._clients.measure if asked.phase is Phase.MEASURE else self._clients.train
+        return self._keeping(asked, client, *work(asked, client, self._kept[client], connect))
+
+    def _keeping(self, asked: Instruction, client: int, reply: Reply, kept: Kept) -> Reply:
+        if asked.phase is not Phase.MEASURE:
+            self._kept[client] = kept
         return reply
+
+    def _together(self, asked: Instruction, clients: Sequence[int]) -> list[Reply] | None:
+        """The replies of ``clients`` as one program; None where they are to work, or have to work, one by one."""
+        if not self._one_program:
+            return None
+        try:
+            results = self._cohort_round(asked, clients)
+        except CannotVectorise as reason:
+            self._fallback.say(reason)
+            return None
+        for client, (_, kept) in zip(clients, results, strict=True):
+            self._kept[client] = kept
+        return [reply for reply, _ in results]
+
+    def _cohort_round(self, asked: Instruction, clients: Sequence[int]) -> list[tuple[Reply, Kept]]:
+        loaders = [loader for loader in map(self.clients.__getitem__, clients) if isinstance(loader, SeededBatches)]
+        if len(loaders) < len(clients):
+            raise CannotVectorise("its clients need batches that it draws itself: give SeededBatches")
+        exchanges = asked.phase is Phase.EXCHANGE
+        if exchanges and self.server.defence.active:
+            raise CannotVectorise(f"{self.method.name} with a defence averages robustly within a step")
+        connect = unneeded if exchanges else None
+        with ExitStack() as returned:
+            lent = [returned.enter_context(self._on_cpu.lend()) for _ in clients]
+            rounds = [
+                LocalRound(one, self.method, asked, self._kept[client], self._clients.settings, connect)
+                for one, client in zip(lent, clients, strict=True)
+            ]
+            return self._replies(rounds, loaders, clients)
+
+    def _replies(self, rounds: Sequence[LocalRound], loaders: Sequence[SeededBatches], clients: Sequence[int]) -> list[tuple[Reply, Kept]]:
+        """Of one program, whose stack alone is on the device."""
+        asked = rounds[0].instruction
+        check_cohort(rounds, [loader.samples for loader in loaders], self.task)
+        if self.method.reports(asked.phase) is Report.PASS:
+            inputs = [round.inputs(loader, self.task) for round, loader in zip(rounds, loaders, strict=True)]
+            measure_together(rounds, inputs, self.task.forward, self._device)
+        if asked.phase is Phase.MEASURE:
+            return [round.reply(round.measured_samples, client=client) for round, client in zip(rounds, clients, strict=True)]
+        batches = [own.epochs(self.seed, client, asked.round, self._clients.epochs) for own, client in zip(loaders, clients, strict=True)]
+        make = partial(self._clients.optimizer, number=asked.round)
+        trained = train_together(rounds, batches, self.task, make, self._clients.make_scheduler, self._device)
+        told = zip(rounds, [len(loader.samples) for loader in loaders], [part.loss for part in trained], clients, strict=True)
+        return [reply_of(*one) for one in told]
 
     def _measured(self, asked: Instruction) -> Exchanged:
         everyone, parts = range(len(self.clients)), list[Reply]()
-        for client in everyone:
-            round = LocalRound(copy.deepcopy(self._pristine), self.method, asked, self._kept[client])
-            round.measure(self.clients[client], self.task)
-            parts.append(round.reply(round.measured_samples, client=client)[0])
+        for begin in range(0, len(everyone), AT_ONCE):
+            parts += self._measure(asked, everyone[begin : begin + AT_ONCE])
+        return self._stored(asked, parts)
+
+    def _measure(self, asked: Instruction, clients: Sequence[int]) -> list[Reply]:
+        if (replies := self._together(asked, clients)) is not None:
+            return replies
+        return self._one_by_one(asked, clients)
+
+    def _measured_layer_by_layer(self, asked: Instruction) -> Exchanged | None:
+        """The same by one forward pass of each client; None where they are too many, or their networks have no order of layers."""
+        everyone = range(len(self.clients))
+        if self._one_program:
+            return None  # which measures all clients at once
+        if turns.too_many(len(everyone), self._clients.model):
+            return None
+        session, asked = self._session(everyone), replace(asked, memory=self.server.policy.memory // len(everyone))
+        try:
+            parts = _in_turns(session, everyone, partial(self._client, asked))
+        except ExchangeFailed as error:
+            LOGGER.warning("%s. Statistics are measured by passes instead", error)
+            return None
+        if len(session.taking_part) < len(everyone):
+            return None
+        return replace(self._stored(asked, parts), session=session, carrier="local")
+
+    def _stored(self, asked: Instruction, parts: Sequence[Reply]) -> Exchanged:
         came = self.server.checked(parts, asked.phase)
         used, overflowing = self.server.measured(came.parts, len(came.wrong))
-        return Exchanged(everyone, used, came.refused | overflowing, len(used))
+        return Exchanged(range(len(self.clients)), used, came.refused | overflowing, len(used))
 
     def _session(self, cohort: Sequence[int]) -> Session:
         defence = self.server.defence
         return Session(cohort, exchanged_layers(self.server.model), average=defence.average, believing=not defence.active)
 
 
-class SeededBatches:
-    """A client's samples in batches whose order depends on the seed, the client and the round alone: runs repeat bit for bit.
+def _in_turns(session: Session, clients: Sequence[int], work: Callable[[int, Callable[[int], LocalExchange]], Reply]) -> list[Reply]:
+    """``work(client, connect)`` of all clients, who meet in ``session``."""
+    tokens = turns.admit(session)
 
-    ``x`` (N, ...): float inputs as the network takes them, or uint8 images (N, C, H, W), which become -1..1. ``y``: the task's targets.
-    A batch is never a single sample, which has no variance.
+    def one(client: int) -> Reply:
+        try:
+            reply = work(client, partial(LocalExchange, tokens[client]))
+        except BaseException as error:
+            turns.ended(tokens[client], repr(error))
+            raise
+        turns.ended(tokens[client], "")
+        return reply
 
-    >>> from fl_bn import SeededBatches
-    >>> batches = SeededBatches(torch.randn(20, 4), torch.zeros(20, dtype=torch.int64), batch_size=8)
-    >>> [len(y) for x, y in batches.epochs(seed=0, client=0, round=1, epochs=1)]
-    [8, 8, 4]
-    """
-
-    def __init__(self, x: torch.Tensor, y: torch.Tensor, batch_size: int) -> None:
-        self.samples, self.batch_size = Samples(x, y), batch_size
-
-    def __len__(self) -> int:
-        """The number of batches of one pass."""
-        return max(1, -(-len(self.samples) // self.batch_size))
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """In order, for measurements and evaluation."""
-        like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
-        for index in np.array_split(np.arange(len(self.samples)), len(self)):
-            yield self.samples.batch(index, like)
-
-    def epochs(self, seed: int, client: int, round: int, epochs: int) -> IndexBatches:
-        """The batches of ``epochs`` passes in ``round``."""
-        drawn = draw_batches(len(self.samples), self.batch_size, seeded(seed, client, round, BATCHES), epochs=epochs)
-        like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
-        return IndexBatches(self.samples, list(drawn), like)
-
-
-def _length(loader: Loader) -> int:
-    """The samples of a loader, where it knows them."""
-    data: Any = loader.samples if isinstance(loader, SeededBatches) else getattr(loader, "dataset", None)
-    return len(data) if hasattr(data, "__len__") else 0
+    try:
+        return Turns(len(clients)).run([partial(one, client) for client in clients])
+    finally:
+        turns.dismiss(tokens)
 
 
 def _rate_of(optimizer: Optimizer) -> float | None:
     rate = optimizer.param_groups[0].get("lr")
     return float(rate) if isinstance(rate, float | int) and rate > 0 else None
-
-
-class _progress:
-    """A bar on a terminal, and nothing elsewhere."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted and sys.stderr.isatty()
-
-    def __enter__(self) -> Callable[[RoundRecord, int], None]:
-        if not self._wanted:
-            return lambda record, rounds: None
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self._bar = Progress(*columns, console=Console(stderr=True))
-        self._bar.start()
-        task = self._bar.add_task("")
-
-        def show(record: RoundRecord, rounds: int) -> None:
-            metrics = ", ".join(f"{name} {value:.4g}" for name, value in list(record.evaluation.items())[:2])
-            self._bar.update(task, total=rounds, completed=record.round, description=f"loss {record.loss:.4g}  {metrics}")
-
-        return show
-
-    def __exit__(self, *error: object) -> None:
-        if self._wanted:
-            self._bar.stop()

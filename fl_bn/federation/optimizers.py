@@ -15,15 +15,19 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
+from fl_bn.federation.blocks import blocks
+from fl_bn.federation.eager import SGD, Eager
 from fl_bn.names import check_name
 from fl_bn.options import Options, option, takes
 
 Named = Mapping[str, Tensor]
+Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]
+"""Of a weight, in float64, made of a tensor that it may change, and of the dtype in which the weight is stored."""
 
 
-class FedOpt(Optimizer):
+class FedOpt(Eager):
     """Algorithm 2 of Adaptive Federated Optimization, as published: no bias correction, v starts as tau^2.
 
     Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 -> beta1, beta_2 -> beta2, tau -> tau.
@@ -35,7 +39,7 @@ class FedOpt(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 state, delta = self.state[p], -p.grad
                 first = state["first"] = group["beta1"] * state.get("first", 0) + (1 - group["beta1"]) * delta
                 before = state.get("second", torch.full_like(p, group["tau"] ** 2))
@@ -51,7 +55,7 @@ class FedOpt(Optimizer):
         return beta2 * before + (1 - beta2) * square
 
 
-class FedACG(Optimizer):
+class FedACG(Eager):
     """The server's half of FedACG: the weights become the clients' average, and their last movement shows where the clients start next.
 
     Clients start at ``weights + momentum * movement`` (``ServerOptimizer.lookahead``); the paper's local penalty towards that point is
@@ -64,13 +68,13 @@ class FedACG(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 self.state[p]["movement"] = -p.grad
                 p.sub_(p.grad)
 
 
 class ServerOptimizer:
-    """Any torch optimiser stepping on the pseudo-gradient of the shared learnable weights; it never sees statistics.
+    """Any torch optimiser stepping on the pseudo-gradient of the shared learnable weights, tensor by tensor; it never sees statistics.
 
     Works in float64 on the weights the clients started from, so that SGD with learning rate 1 along ``pseudo_gradient`` returns the
     average itself.
@@ -83,16 +87,34 @@ class ServerOptimizer:
 
     def step(self, weights: Named, gradient: Named, learning_rate_factor: float = 1.0) -> dict[str, Tensor]:
         """Weights after one step along ``gradient`` (the names of ``gradient`` only), in float64."""
-        if not gradient:  # nothing is shared
-            return {}
-        optimizer = self._optimizer or self._start({name: weights[name] for name in gradient})
-        for name, parameter in self._parameters.items():
-            parameter.data.copy_(weights[name])
-            parameter.grad = gradient[name].double()
+        made = {name: tensor.to(torch.float64, copy=True) for name, tensor in gradient.items()}
+        self.step_within(weights, made, None, learning_rate_factor)
+        return made
+
+    def step_within(self, weights: Named, tensors: Named, gradient: Gradient | None = None, learning_rate_factor: float = 1.0) -> None:
+        """Write the weights after one step into ``tensors``, float64, which hold the gradient or what ``gradient`` makes it of.
+
+        Only a piece of the weights is copied at a time: one tensor or, where the optimiser remembers nothing of it, a block.
+        """
+        if not tensors:  # nothing is shared
+            return
+        optimizer = self._optimizer or self._start({name: weights[name] for name in tensors})
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * learning_rate_factor
-        optimizer.step()
-        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        forgets = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+        for name, tensor in tensors.items():
+            pairs = [(weights[name], tensor)]
+            if forgets:
+                flat, into = weights[name].reshape(-1), tensor.view(-1)
+                pairs = [(flat[block], into[block]) for block in blocks(flat.numel())]
+            parameter = self._parameters[name]
+            for weight, piece in pairs:
+                parameter.data = weight.to(torch.float64, copy=True)
+                parameter.grad = piece if gradient is None else gradient(parameter.data, piece, weight.dtype)
+                optimizer.step()
+                piece.copy_(parameter.data)
+                parameter.grad = None
+            parameter.data = _without_memory(tensor)
 
     def lookahead(self, weights: Named) -> dict[str, Tensor]:
         """Where clients start, in float64, if elsewhere than at ``weights`` (FedACG); else nothing."""
@@ -102,7 +124,7 @@ class ServerOptimizer:
         return {name: weights[name].double() + momentum * state[p]["movement"] for name, p in self._parameters.items() if state[p]}
 
     def _start(self, weights: Named) -> Optimizer:
-        self._parameters = {name: nn.Parameter(weight.double().clone()) for name, weight in weights.items()}
+        self._parameters = {name: nn.Parameter(_without_memory(weight)) for name, weight in weights.items()}
         self._optimizer = self._make(list(self._parameters.values()))
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
         return self._optimizer
@@ -129,6 +151,11 @@ class ServerOptimizer:
         for entry, tensor in buffers.items():
             key, _, name = entry.partition("/")
             optimizer.state[self._parameters[name]][key] = tensor.clone()
+
+
+def _without_memory(like: Tensor) -> Tensor:
+    """Zeros of its shape, float64, that are one number in memory."""
+    return torch.zeros((), dtype=torch.float64).expand(like.shape)
 
 
 RATE = "server-learning-rate"

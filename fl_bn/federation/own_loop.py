@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -16,6 +16,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, Instruction, Kept
 from fl_bn.methods import Method, Phase
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.task import tensors_in
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def local_round(
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ...     model(torch.randn(16, 4)).square().mean().backward()
     ...     optimizer.step()
-    >>> reply, kept = round.reply(samples=16)  # what to send, what to keep for this client's next round; more: docs/guide.md
+    >>> reply, kept = round.reply(samples=16)  # what to send, what to keep for this client's next round; more: docs/how-to/loop.md
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
@@ -64,7 +65,7 @@ def _watched(round: LocalRound) -> Iterator[None]:
     def forward(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if round.steps or not model.training:
             return
-        batch = next((len(x) for x in _tensors((*args, named)) if x.dim()), 0)
+        batch = next((len(x) for x in tensors_in((*args, named)) if x.dim()), 0)
         if exchanges and round.batch:
             raise ValueError(
                 f"{round.method.name}'s first local step exchanges the statistics of one batch: call the optimiser after the first batch, "
@@ -88,11 +89,3 @@ def _watched(round: LocalRound) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, Mapping | tuple | list):
-        for part in x.values() if isinstance(x, Mapping) else x:
-            yield from _tensors(part)

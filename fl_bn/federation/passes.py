@@ -1,7 +1,8 @@
 """Statistics-only exchanges: all clients measure under the present weights, the server pools; pass p makes layers 1..p exact.
 
 Before round 1 (``calibrate``), before evaluations (HBN, static BN: ``Method.refresh``), and as a run of its own (``rounds=0``:
-re-calibration).
+re-calibration). Where all clients can be there at once, one pass that goes layer by layer makes all layers exact
+(``federation.layer_by_layer``).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.narrow import EXACT
 from fl_bn.federation.payload import Named, count_tensors
 from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.rounds import AS_METHOD, UNTIL_STILL
-from fl_bn.federation.server import Server, section_bytes
+from fl_bn.federation.server import Server
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import INPUTS, NORMALISERS, Phase, Refresh
 
@@ -33,16 +36,21 @@ class Exchanged:
     """One statistics-only exchange, which has changed the server's statistics, or left them where too few clients could be used.
 
     ``asked``: clients, in order; ``parts``: what came; ``refused``: why another client's is missing; ``clients``: that count.
+    ``session``: of one that went layer by layer, with its ``carrier``.
     """
 
     asked: Sequence[int]
     parts: Sequence[Reply]
     refused: dict[int, str]
     clients: int
+    session: Session | None = None
+    carrier: str = ""
 
 
 Exchange = Callable[[Instruction], Exchanged]
 """Asks everyone to measure, and stores what all measured in the server."""
+LayerByLayer = Callable[[Instruction], Exchanged | None]
+"""The same, all layers exactly; None where that did not come about, with the reason in the log."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +64,13 @@ class Measured:
 
 
 class Passes:
-    """The exchanges of one run. ``private``: each costs privacy, so none is made that nobody asked for."""
+    """The exchanges of one run. ``private``: each costs privacy, so none is made that nobody asked for. ``layer_by_layer``: takes the place
+    of passes that make all layers exact."""
 
-    def __init__(self, server: Server, exchange: Exchange, private: bool = False) -> None:
-        self.server, self._exchange, self.private = server, exchange, private
+    def __init__(
+        self, server: Server, exchange: Exchange, private: bool = False, layer_by_layer: LayerByLayer = lambda asked: None
+    ) -> None:
+        self.server, self._exchange, self.private, self._layer_by_layer = server, exchange, private, layer_by_layer
         self.outcomes: list[Pass] = []
 
     def calibration(self, rounds: int) -> int:
@@ -106,7 +117,7 @@ class Passes:
         refresh, made = self.server.method.refresh, 0
         most, what = (1, NORMALISERS) if refresh is Refresh.HYBRID else (len(self.server.shared.layers), INPUTS)
         for measured in self._passes(round, tensors, most, measured=what):
-            tensors, made = measured.tensors, measured.outcome.number
+            tensors, made = measured.tensors, measured.record.exchanges or measured.outcome.number
         said = "round %s: statistics for the evaluation: %s, by %d exchange%s with all clients"
         LOGGER.info(said, round, refresh.value, made, "s" * (made != 1))
         return tensors
@@ -114,32 +125,52 @@ class Passes:
     def _passes(self, round: int, tensors: Named, most: int, tolerance: float = 0.0, measured: str = INPUTS) -> Iterator[Measured]:
         """``most`` exchanges, fewer where one moves nothing by more than ``tolerance``: with 0 not a bit, so that more would not, either.
 
-        Each measures under the statistics that the one before found; ``tensors`` itself is not touched.
+        Each measures under the statistics that the one before found; ``tensors`` itself is not touched. As many as make all layers exact
+        are one that goes layer by layer, if possible.
         """
+        if measured == INPUTS and most >= len(self.server.shared.statistics()) > 1:
+            made = self._pass(1, round, tensors, tolerance, True, measured, self._layer_by_layer)
+            if made is not None:
+                yield made
+                return
         for number in range(1, most + 1):
-            made = self._pass(number, round, tensors, tolerance, number == most, measured)
+            made = self._pass(number, round, tensors, tolerance, number == most, measured, self._exchange)
+            assert made is not None
             yield made
             if made.last:
                 return
             tensors = made.tensors
 
-    def _pass(self, number: int, round: int, tensors: Named, tolerance: float, last: bool, measured: str) -> Measured:
+    def _pass(
+        self, number: int, round: int, tensors: Named, tolerance: float, last: bool, measured: str, exchange: LayerByLayer
+    ) -> Measured | None:
         begin, shared = time.perf_counter(), self.server.shared
         shared.load(tensors)
         before, asked = shared.statistics(), shared.instruction(round, Phase.MEASURE, measured=measured)
-        done = self._exchange(asked)
+        done = exchange(asked)
+        if done is None:
+            return None
         for index, reason in done.refused.items():
-            LOGGER.warning("client %s's statistics are missing from the exchange: %s", index, reason)
+            LOGGER.warning("%s's statistics are missing from the exchange: %s", self.server.policy.called.client(index), reason)
         after = shared.statistics()
-        outcome = Pass.between(number, done.clients, before, after, epsilons(shared.model), tolerance)
-        bytes_down = section_bytes(asked.sections)
+        exchanges = 0 if done.session is None else done.session.exchanges
+        outcome = Pass.between(number, done.clients, before, after, epsilons(shared.model), tolerance, exchanges)
+        bytes_down = EXACT.nbytes(asked.sections)
         record = RoundRecord(number, Phase.MEASURE.value, 0.0, tensors_down=count_tensors(asked.sections), bytes_down=bytes_down)
+        record.exchanges, record.carrier = exchanges, done.carrier
         down, parts = sum(bytes_down.values()), {part.client: part for part in done.parts}
+        traffic = {} if done.session is None else done.session.traffic
         for client in done.asked:
+            layers = traffic.get(client, Traffic())
             if (part := parts.get(client)) is None:
                 record.clients.append(ClientRecord(client, bytes_down=down, refused=done.refused[client]))
                 continue
-            record.bytes_up, record.tensors_up = section_bytes(part.sections), count_tensors(part.sections)
-            record.clients.append(ClientRecord(client, part.samples, bytes_down=down, bytes_up=sum(record.bytes_up.values())))
+            record.bytes_up, record.tensors_up = EXACT.nbytes(part.sections), count_tensors(part.sections)
+            up = sum(record.bytes_up.values()) + layers.up
+            one = ClientRecord(client, part.samples, bytes_down=down + layers.down, bytes_up=up, exchanges=layers.exchanges)
+            record.clients.append(one)
+        if traffic:
+            record.bytes_down |= {"exchange": max(t.down for t in traffic.values())}
+            record.bytes_up |= {"exchange": max(t.up for t in traffic.values())}
         record.aggregated, record.drift, record.seconds = done.clients > 0, Drift.between(before, after), time.perf_counter() - begin
         return Measured(shared.tensors(), outcome, record, last or outcome.settled)

@@ -44,12 +44,16 @@ class Movement(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass. ``number``: from 1; ``clients``: that were measured; ``settled``: it moved nothing, so that another would not, either."""
+    """One pass. ``number``: from 1; ``clients``: that were measured; ``settled``: it moved nothing, so that another would not, either.
+
+    ``exchanges``: of one that went layer by layer, after which all layers are exact; else 0.
+    """
 
     number: int
     movements: tuple[Movement, ...]
     clients: int
     settled: bool
+    exchanges: int = 0
 
     @classmethod
     def between(
@@ -60,10 +64,11 @@ class Pass:
         new: Mapping[str, Running],
         eps: Mapping[str, float],
         tolerance: float = TOLERANCE,
+        exchanges: int = 0,
     ) -> Pass:
         """From the statistics before and after it, both as the model holds them. Where nobody was measured, nothing is settled."""
         settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
-        return cls(number, tuple(_movement(name, old[name], new[name], eps[name]) for name in new), clients, settled)
+        return cls(number, tuple(_movement(name, old[name], new[name], eps[name]) for name in new), clients, settled, exchanges)
 
     @property
     def largest(self) -> Movement:

@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from fl_bn.called import Called
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import Auxiliary
+from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
 from fl_bn.federation.settings import UPDATES
 from fl_bn.names import check_name
 
+RECALIBRATIONS = ("auto", "passes", "exchange")
+"""How exact statistics of all BatchNorm layers are measured.
+
+``passes``: a message and a forward pass per layer. ``exchange``: one message, one forward pass and an exchange per layer, where all clients
+can be there at once; else by passes. ``auto``: as ``exchange``, but by passes in a simulation, where they mostly cannot.
+"""
+MEMORY = 2**30
 UNTIL_STILL = -1  # of ``calibrate``: one exchange per BatchNorm layer, or until nothing moves
 AS_METHOD = -2  # the same where the method wants it, else none
 
 
 def constant_rate(round: int, rounds: int) -> float:
     return 0.1
+
+
+def all_samples(samples: int) -> int:
+    return samples
 
 
 @dataclass(frozen=True)
@@ -30,14 +43,18 @@ class Rounds:
     exchange). Every ``checkpoint_every`` rounds there is a checkpoint; 0: never.
     ``client_weights``: ``samples`` or ``uniform``. ``rate(round, rounds)``: the learning rate. ``exchange``: how
     FedTAN's layer-wise exchange is carried. ``calibrate``: statistics-only exchanges before round 1 (-1: one per BatchNorm layer, or until
-    nothing moves; -2: so where the method wants it). ``unit_scale``: after them, where training normalises with shared statistics from its
-    first batch on, weights are rescaled (``training.unit_scale``). ``max_steps``: local steps that the server asks for, so that nobody may
-    claim more; 0: unknown.
+    nothing moves; -2: so where the method wants it). ``recalibration``: how the statistics of all layers are made exact, see
+    ``RECALIBRATIONS``; ``memory``: bytes of activations that a process may keep for it. ``unit_scale``: after them, where training
+    normalises with shared statistics from its first batch on, weights are rescaled (``training.unit_scale``). ``max_steps``: local steps
+    that the server asks for, so that nobody may claim more; 0: unknown.
     ``auxiliary``: what travels beside the weights (``training.auxiliary.auxiliary`` of the clients' settings).
     ``unseen``: after the last round clients are asked what they keep of BatchNorm, for the average that unseen clients get.
     ``at_start``: so many clients suffice for the run to start, 0: all; the others take part from the round before which they came.
     ``joining``: client by client the first round in which it may take part, where that is not 1.
+    ``planned``: how many different samples a client of so many trains on in a round: its weight is then known before its reply.
     ``nodes``: Flower's node id of each client, by index, so that no other node is taken for it; empty: not known.
+    ``names``: the name of each client's site, by index, for logs, errors and records; empty: a client is its number.
+    ``payload``: the type in which weights and gradients travel, see ``federation.narrow``.
     """
 
     clients: int
@@ -64,6 +81,11 @@ class Rounds:
     at_start: int = 0
     joining: Mapping[int, int] = field(default_factory=dict)
     nodes: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    recalibration: str = "auto"
+    memory: int = MEMORY
+    planned: Callable[[int], int] = all_samples
+    payload: str = AS_THE_MODEL
 
     def __post_init__(self) -> None:
         if self.clients < 1 or self.evaluate_every < 1 or self.max_failed < 1:
@@ -76,9 +98,13 @@ class Rounds:
             )
         if self.calibrate < AS_METHOD:
             raise ValueError(f"calibrate must be >= 0, -1 (until nothing moves) or -2 (as the method wants), but got {self.calibrate}")
+        if self.memory < 0:
+            raise ValueError(f"memory must be >= 0 bytes, but got {self.memory}")
         if self.timeout <= 0 or self.wait < 0 or self.retry < 0:
             raise ValueError(f"timeout must be > 0 s, wait and retry >= 0 s, but got {self.timeout}, {self.wait} and {self.retry}")
         check_name("update", self.update, UPDATES)
+        check_name("payload", self.payload, PAYLOADS)
+        check_name("recalibration", self.recalibration, RECALIBRATIONS)
         check_name("client_weights", self.client_weights, ("samples", "uniform"))
         if strangers := sorted(client for client in self.joining if not 0 <= client < self.clients):
             raise ValueError(f"joining is for clients 0..{self.clients - 1}, but got {strangers}")
@@ -89,6 +115,13 @@ class Rounds:
 
         if self.nodes and not len(set(self.nodes)) == len(self.nodes) == self.clients:
             raise ValueError(f"nodes must name one node for each of {self.clients} clients, no node twice, but got {self.nodes}")
+        if self.names and not len(set(self.names)) == len(self.names) == self.clients:
+            raise ValueError(f"names must name a site for each of {self.clients} clients, no site twice, but got {self.names}")
+
+    @property
+    def called(self) -> Called:
+        """What the clients, and their nodes, are called."""
+        return Called(self.names, self.nodes)
 
     def pace(self, learning_rate: float, rounds: int) -> float:
         """``learning_rate`` as a share of the first round's; 1 where it is larger (a warm-up)."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
+from fl_bn.federation.blocks import dtype_name, extremes
 from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.methods import MOMENTS, Method, Phase, Report
 from fl_bn.moments import bounds
@@ -27,18 +28,23 @@ class Spec:
     at_least: float = -np.inf
     at_most: float = np.inf
 
-    def check(self, section: str, name: str, array: np.ndarray) -> None:
+    def check(self, section: str, name: str, array: np.ndarray) -> float:
+        """The largest size of a number in ``array``, 0 if it holds whole numbers. Raises WireError where it is not as the spec says."""
         if array.shape != self.shape:
             raise WireError(section, name, f"expected shape {self.shape}, but got {array.shape}")
-        if str(array.dtype) != self.dtype:
+        if dtype_name(array.dtype) != self.dtype:
             raise WireError(section, name, f"expected dtype {self.dtype}, but got {array.dtype}")
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
+        if array.size == 0:
+            return 0.0
+        least, most = extremes(array)
+        if array.dtype.kind == "f" and not (np.isfinite(least) and np.isfinite(most)):
             wrong = int(array.size - np.isfinite(array).sum())
             raise WireError(section, name, f"{wrong} of {array.size} values are not finite (NaN or Inf)")
-        if self.at_least > -np.inf and array.size and array.min() < self.at_least:
-            raise WireError(section, name, f"expected values >= {self.at_least:.3g}, but the smallest is {array.min():.3g}")
-        if self.at_most < np.inf and array.size and array.max() > self.at_most:
-            raise WireError(section, name, f"expected values <= {self.at_most:.3g}, but the largest is {array.max():.3g}")
+        if least < self.at_least:
+            raise WireError(section, name, f"expected values >= {self.at_least:.3g}, but the smallest is {least:.3g}")
+        if most > self.at_most:
+            raise WireError(section, name, f"expected values <= {self.at_most:.3g}, but the largest is {most:.3g}")
+        return max(-least, most) if array.dtype.kind == "f" else 0.0
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,13 @@ class Schema:
 
     sections: dict[str, dict[str, Spec]]
 
-    def check(self, payload: Payload) -> None:
-        """Raises WireError for the first section or tensor that is missing, extra, ill-shaped, ill-typed or out of range."""
+    def check(self, payload: Payload) -> float:
+        """The largest size of a number in ``payload``.
+
+        Raises:
+            WireError: for the first section or tensor that is missing, extra, ill-shaped, ill-typed or out of range.
+        """
+        largest = 0.0
         for section, specs in self.sections.items():
             if section not in payload:
                 raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {said(sorted(payload))}")
@@ -60,10 +71,11 @@ class Schema:
                 if name not in specs:
                     raise WireError(section, name, "extra: nothing of that name was asked for")
             for name, spec in specs.items():
-                spec.check(section, name, arrays[name])
+                largest = max(largest, spec.check(section, name, arrays[name]))
         for section in payload:
             if section not in self.sections:
                 raise WireError(section, "", f"extra: expected only {sorted(self.sections)}")
+        return largest
 
 
 def names(model: nn.Module, method: Method, *wanted: Role) -> list[str]:

@@ -12,16 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
+from fl_bn.called import UNNAMED, Called
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
+from fl_bn.federation.intake import Folded, Intake
+from fl_bn.federation.narrow import EXACT, Rounding, check_payload
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
-from fl_bn.federation.payload import count_tensors, nbytes, to_numpy
+from fl_bn.federation.payload import count_tensors, to_numpy
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.settings import LocalTraining
@@ -40,7 +43,8 @@ class Arrived:
     """A round's replies. ``parts``: usable ones, in client order; ``refused``: why another client's is not, by client.
 
     ``wrong``: clients whose reply no correct client would have sent. ``cohort``: all who were asked. ``exchange``: the session of the
-    layer-wise exchange (FedTAN), with its ``carrier``, and how many ``messages`` a client was sent.
+    layer-wise exchange (FedTAN), with its ``carrier``, and how many ``messages`` a client was sent. ``folded``: the part of the average
+    that was made as replies came.
     """
 
     cohort: Sequence[int]
@@ -50,6 +54,7 @@ class Arrived:
     exchange: Session | None = None
     carrier: str = ""
     messages: int = 1
+    folded: Folded | None = None
 
 
 class Server:
@@ -70,11 +75,14 @@ class Server:
         defence: Defence = NO_DEFENCE,
     ) -> None:
         check_weights(method, policy.client_weights)
+        check_payload(policy.payload, method)
         self.source, self.method, self.policy, self.rounds, self.defence = model, method, policy, rounds, defence
         self.shared = SharedModel(model, method, policy.auxiliary, policy.clients)
+        self.rounding = Rounding.of(policy.payload, self.shared.model)
         self.optimizer = optimizer or server_optimizer("fedavg")
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
+        self._keeps = False  # all replies until the last has come: a round was lost since one could not be left out any more
 
     @property
     def model(self) -> nn.Module:
@@ -90,7 +98,7 @@ class Server:
         phase, rate = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
         asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate)
         down = asked.sections
-        self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=section_bytes(down))
+        self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=self.rounding.nbytes(down))
         return asked
 
     def expected(self, phase: Phase) -> schema.Schema:
@@ -108,12 +116,29 @@ class Server:
                 refused[reply.client] = str(error)
         return Arrived(sorted({reply.client for reply in replies}), parts, refused, set(refused))
 
+    def intake(self, samples: Mapping[int, int]) -> Intake | None:
+        """Takes the replies of the round that is under way one by one, and frees their weights. None where all are needed at once: by
+        robust rules, the layer-wise exchange, and what travels beside the weights (control variates, momentum).
+
+        ``samples``: how many each client of the cohort said that it has.
+        """
+        phase, policy, before = Phase(self.record.phase), self.policy, self.shared.statistics()
+        if self.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or self._keeps:
+            return None
+        by_samples = policy.client_weights == "samples"
+        return Intake(
+            {client: float(policy.planned(n)) if by_samples else 1.0 for client, n in samples.items()},
+            lambda reply: float(reply.weight) if by_samples else 1.0,
+            lambda reply: self.shared.may_be_refused(reply, before, phase),
+        )
+
     def conclude(self, came: Arrived) -> bool:
         """Check and combine the round's replies, and make the server's step: true, or false where too few were usable; then nothing
         changes. ``record`` says which."""
         shared, record, phase = self.shared, self.record, Phase(self.record.phase)
         self.round = record.round
-        low = {came.parts[i].client: reason for i, reason in shared.undercut(came.parts, phase).items()}
+        found = {} if all(part.folded for part in came.parts) else shared.undercut(came.parts, phase)
+        low = {came.parts[i].client: reason for i, reason in found.items() if not came.parts[i].folded}
         parts = [part for part in came.parts if part.client not in low]
         refused, left = came.refused | low, self.defence.without(len(came.wrong | low.keys()))
         if phase is Phase.EXCHANGE and came.exchange is not None:
@@ -121,11 +146,12 @@ class Server:
         before = shared.statistics()
 
         def change(parts: list[Reply], overflowing: int) -> list[float]:
-            return self._change(parts, overflowing, len(came.cohort), left)
+            return self._change(parts, overflowing, len(came.cohort), left, came.folded)
 
         try:
-            parts, overflowing, distances = without_overflow(parts, change)
+            parts, overflowing, distances = without_overflow(parts, change, self.policy.called)
         except TooFew as error:
+            self._keeps |= isinstance(error.__cause__, NotFinite)
             self._enter(came, parts, refused)
             LOGGER.warning("round %s: %s", record.round, error)
             return False
@@ -140,7 +166,7 @@ class Server:
         """See ``LayerReports``."""
         return self.policy.pace(self.record.learning_rate, self.rounds)
 
-    def _change(self, parts: list[Reply], overflowing: int, cohort: int, defence: Defence) -> list[float]:
+    def _change(self, parts: list[Reply], overflowing: int, cohort: int, defence: Defence, folded: Folded | None = None) -> list[float]:
         """Change the shared model by a round's replies, of a ``cohort`` of so many; ``overflowing``: how many were left out for that.
 
         Returns what ``SharedModel.change`` does.
@@ -164,7 +190,7 @@ class Server:
         believed = not defence.active and (policy.client_weights == "samples" or phase is Phase.EXCHANGE)
         weights = [float(part.weight) if believed else 1.0 for part in parts]
         statistics = self.shared.combined(parts, phase, defence, self.pace())
-        return self.shared.change(parts, weights, self.optimizer, self.record.learning_rate, defence, statistics)
+        return self.shared.change(parts, weights, self.optimizer, self.record.learning_rate, defence, statistics, folded)
 
     def measured(self, parts: list[Reply], wrong: int = 0) -> tuple[list[Reply], dict[int, str]]:
         """Store the statistics that a statistics-only exchange found; the replies that count, and why others do not, by client.
@@ -178,14 +204,14 @@ class Server:
             defence.check(len(parts))
             self.shared.store(self.shared.measured(parts, defence))
 
-        parts, overflowing, _ = without_overflow(parts, store)
+        parts, overflowing, _ = without_overflow(parts, store, self.policy.called)
         return parts, overflowing
 
     def _enter(self, came: Arrived, parts: Sequence[Reply], refused: Mapping[int, str]) -> None:
         """Every client of the cohort, and the bytes of the round, into the record; who was refused, and why, into the log."""
         exchange = came.exchange if Phase(self.record.phase) is Phase.EXCHANGE else None
         self.record.carrier = "" if exchange is None else came.carrier
-        enter(self.record, came.cohort, parts, refused, exchange, came.messages)
+        enter(self.record, came.cohort, parts, refused, exchange, came.messages, self.rounding, self.policy.called)
 
 
 def enter(
@@ -195,6 +221,8 @@ def enter(
     refused: Mapping[int, str],
     exchange: Session | None = None,
     messages: int = 1,
+    rounding: Rounding = EXACT,
+    called: Called = UNNAMED,
 ) -> None:
     """Add every client of ``cohort`` to ``record``, and the bytes of the round; say who was refused, and why."""
     usable, traffic = {part.client: part for part in parts}, {} if exchange is None else exchange.traffic
@@ -207,10 +235,10 @@ def enter(
         down = shared_down + layers.down
         if (part := usable.get(client)) is None:
             reason = refused[client]
-            LOGGER.warning("round %s: client %s's reply is not used: %s", record.round, client, reason)
+            LOGGER.warning("round %s: %s's reply is not used: %s", record.round, called.client(client), reason)
             record.clients.append(ClientRecord(client, bytes_down=down, exchanges=layers.exchanges, refused=reason))
             continue
-        record.bytes_up, record.tensors_up = section_bytes(part.sections), count_tensors(part.sections)
+        record.bytes_up, record.tensors_up = rounding.nbytes(part.sections), count_tensors(part.sections)
         up = sum(record.bytes_up.values()) + layers.up
         waited = part.metrics.get("waited", 0.0)
         record.clients.append(ClientRecord(client, part.samples, part.steps, part.loss, down, up, layers.exchanges, waited))
@@ -219,7 +247,9 @@ def enter(
         record.bytes_up |= {"exchange": max(t.up for t in traffic.values())}
 
 
-def without_overflow(parts: Sequence[Reply], attempt: Callable[[list[Reply], int], T]) -> tuple[list[Reply], dict[int, str], T]:
+def without_overflow(
+    parts: Sequence[Reply], attempt: Callable[[list[Reply], int], T], called: Called = UNNAMED
+) -> tuple[list[Reply], dict[int, str], T]:
     """``attempt(parts, 0)``; where that is NotFinite, again without the reply that is the largest, ``attempt(others, 1)`` ...
 
     Returns the parts that were used, the reason for each of the others by client, and the result. A TooFew of ``attempt`` goes on with
@@ -230,10 +260,13 @@ def without_overflow(parts: Sequence[Reply], attempt: Callable[[list[Reply], int
         try:
             return left, refused, attempt(left, len(refused))
         except TooFew as error:
-            names = "; ".join(f"client {index}: {why}" for index, why in refused.items())
+            names = "; ".join(f"{called.client(index)}: {why}" for index, why in refused.items())
             raise TooFew(f"{error} ({names})" if names else str(error)) from error
         except NotFinite as problem:
-            worst = left.pop(problem.farthest(left))
+            if (farthest := problem.farthest(left)) is None:
+                why = "no reply can be left out any more; the next rounds keep all replies until the last has come"
+                raise TooFew(f"nothing changes: {problem}, and {why}") from problem
+            worst = left.pop(farthest)
             refused[worst.client] = problem.refusal(worst)
 
 
@@ -245,7 +278,7 @@ def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str
     usable, batches = {part.client: part for part in parts}, session.taking_part
     missing = sorted(set(batches) - set(usable))
     if missing and session.policy == "abort":
-        session.fail(f"clients {missing} took part, but sent no usable reply (exchange-policy is abort)")
+        session.fail(f"{session.called.clients(missing)} took part, but sent no usable reply (exchange-policy is abort)")
     refused |= {index: "it took no part in the exchange" for index in usable if index not in batches}
     if session.failure:
         refused |= dict.fromkeys(refused.keys() | usable.keys(), session.failure)
@@ -257,10 +290,6 @@ def check_weights(method: Method, client_weights: str) -> None:
     """Raises ValueError where they are not those of the method's exchange."""
     if client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
         raise ValueError(f"{method.name} weighs clients by the batches they drew: client_weights must be 'samples', or its step is inexact")
-
-
-def section_bytes(sections: Mapping[str, Mapping[str, Tensor]]) -> dict[str, int]:
-    return {section: nbytes({section: tensors}) for section, tensors in sections.items()}
 
 
 def server_state(

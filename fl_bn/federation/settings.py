@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Optimizer
 
 from fl_bn.data.augment import AUGMENTATIONS
+from fl_bn.data.batches import distinct
 from fl_bn.federation.clipping import CLIPS
+from fl_bn.federation.eager import SGD, Adam
 from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.names import check_name, expected
 from fl_bn.objectives import PLAIN, Objective
@@ -19,6 +21,7 @@ from fl_bn.objectives import PLAIN, Objective
 OPTIMIZERS = ("sgd", "adam")
 UPDATES = ("weights", "gradients")
 PRECISIONS = ("float32", "mixed")
+MOST_WORKERS = 1024  # processes of one machine
 SCHEDULES = ("constant", "step", "exponential", "cosine", "milestones")
 
 
@@ -96,6 +99,10 @@ class LocalTraining:
                 f"{objective.name}'s control variates are means of the gradients that plain SGD stepped along: set optimizer to sgd, "
                 f"momentum to 0 and clip to none, but got {self.optimizer}, {self.momentum} and {self.clip}"
             )
+
+    def planned(self, samples: int) -> int:
+        """How many different ones a client of so many ``samples`` trains on in a round."""
+        return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps)
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> Optimizer:
         if self.optimizer == "adam":

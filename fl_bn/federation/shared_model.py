@@ -6,21 +6,22 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
 from fl_bn.federation import schema
-from fl_bn.federation.aggregation import average, combine, pseudo_gradient, running_statistics
+from fl_bn.federation.aggregation import average, combine, difference, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
-from fl_bn.federation.defence import Defence, undercut
+from fl_bn.federation.blocks import fits
+from fl_bn.federation.defence import Defence, looks_low, undercut
+from fl_bn.federation.intake import Folded
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import Named, Sections, decode_moments, signature, tensor_name
 from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
-from fl_bn.moments import Moments, Running
+from fl_bn.moments import Moments, Running, bounds
 from fl_bn.roles import Role, batch_norms
 
 LOGGER = logging.getLogger("flwr")
@@ -33,9 +34,9 @@ class NotFinite(Exception):
         self.name = name
         super().__init__(f"{name}: what came out of the clients' replies together is not finite")
 
-    def farthest(self, parts: Sequence[Reply]) -> int:
-        """The position of the contribution with the largest value in that tensor."""
-        return max(range(len(parts)), key=lambda i: self._size(parts[i]))
+    def farthest(self, parts: Sequence[Reply]) -> int | None:
+        """The position of the contribution with the largest value in that tensor, of those that can still be left out; None without any."""
+        return max((i for i, part in enumerate(parts) if not part.folded), key=lambda i: self._size(parts[i]), default=None)
 
     def refusal(self, part: Reply) -> str:
         return f"{self.name}: the clients' replies together are not finite, and its own is the largest ({self._size(part):.3g})"
@@ -64,6 +65,7 @@ class SharedModel:
         self._expected = schema.instruction(self.model, method)
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self._moderate = min(bounds(p.dtype)[0] for p in self.model.parameters())
         self._shares_statistics = method.shares(Role.STATISTIC)
         like = has_auxiliary(self.model, method)
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
@@ -138,7 +140,7 @@ class SharedModel:
     def _load_all(self, tensors: Mapping[str, Tensor]) -> None:
         state = self.model.state_dict()
         for name, tensor in tensors.items():
-            if not _fits(tensor, state[name].dtype):
+            if not fits(tensor, state[name].dtype):
                 raise NotFinite(name)
         self.model.load_state_dict(dict(tensors), strict=False)
 
@@ -150,9 +152,10 @@ class SharedModel:
         rate: float,
         defence: Defence,
         statistics: Mapping[str, Running],
+        folded: Folded | None = None,
     ) -> list[float]:
         """One server step, along the pseudo-gradient ``weights - average`` or with the clients' averaged gradients at ``rate``, and the new
-        shared ``statistics``: all of it or, where anything is not finite, none.
+        shared ``statistics``: all of it or, where anything is not finite, none. ``folded``: the part of the average that is made already.
 
         Returns the distance of each update to what ``defence`` made of all; empty without one.
 
@@ -161,11 +164,11 @@ class SharedModel:
         """
         before, state = optimizer.buffers(), self.model.state_dict()
         try:
-            new, distances = self._stepped(parts, weights, optimizer, rate, defence)
+            new, distances = self._stepped(parts, weights, optimizer, rate, defence, folded)
             auxiliary = self._auxiliary(parts, weights)
             ahead = optimizer.lookahead({name: new.get(name, state[name]) for name in self._learnable})
             for name, tensor in [*ahead.items(), *((f"{k}/{n}", t) for k, section in auxiliary.items() for n, t in section.items())]:
-                if not _fits(tensor, state[name].dtype if name in state else tensor.dtype):
+                if not fits(tensor, state[name].dtype if name in state else tensor.dtype):
                     raise NotFinite(name)
             self._load_all(new | _named(statistics))
         except NotFinite:
@@ -175,21 +178,32 @@ class SharedModel:
         return distances
 
     def _stepped(
-        self, parts: Sequence[Reply], weights: Sequence[float], optimizer: ServerOptimizer, rate: float, defence: Defence
+        self,
+        parts: Sequence[Reply],
+        weights: Sequence[float],
+        optimizer: ServerOptimizer,
+        rate: float,
+        defence: Defence,
+        folded: Folded | None,
     ) -> tuple[dict[str, Tensor], list[float]]:
+        """What the model is to become, float64, in the memory of the average."""
         section, distances = "gradients" if "gradients" in parts[0].sections else "weights", list[float]()
         state, tensors = self.model.state_dict(), [part.sections[section] for part in parts]
         if not tensors[0]:
             return {}, distances  # all weights stay home
-        if defence.updates == "mean":
+        if folded is not None:
+            mean = folded.mean(parts, section, weights)
+        elif defence.updates == "mean":
             mean = average(tensors, weights)
         else:
             mean, report = defence.update(tensors, None if section == "gradients" else state)
             distances = [float(distance) for distance in report.distances]
+        learnable = {name: tensor for name, tensor in mean.items() if name in self._learnable}
         if section == "gradients":
-            return optimizer.step(state, mean, rate), distances
-        pseudo = pseudo_gradient(state, {name: mean[name] for name in mean if name in self._learnable})
-        return {name: mean[name] for name in mean if name not in self._learnable} | optimizer.step(state, pseudo), distances
+            optimizer.step_within(state, learnable, None, rate)
+            return learnable, distances
+        optimizer.step_within(state, learnable, difference)
+        return mean, distances
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
         """The shared statistics after this round's reports, float64. ``pace``: see ``LayerReports``."""
@@ -216,6 +230,19 @@ class SharedModel:
         updates = [{} if i in wrong else dict(zip(self.layers, part.updates, strict=False)) for i, part in enumerate(parts)]
         return undercut(self.statistics(), running, [part.steps for part in parts], self.layers, updates) | wrong
 
+    def may_be_refused(self, part: Reply, before: Mapping[str, Running], phase: Phase) -> bool:
+        """Whether it cannot be told before all have come that a reply counts. ``before``: the shared statistics.
+
+        ``undercut`` compares the clients. Numbers beyond the mean that a report may have (the square root of the largest that the dtype
+        holds, over 4) are what can make the server's step overflow, after which the farthest reply is left out.
+        """
+        if part.updates or part.largest > self._moderate:
+            return True
+        if self.method.reports(phase) is not Report.RUNNING:
+            return False
+        report = self._running(part.sections.get("statistics", {}), part.weight)
+        return looks_low(before, {k: Running(m.mean, m.var) for k, m in report.items()}, part.steps, self.layers)
+
     def measured(self, parts: Sequence[Reply], defence: Defence) -> dict[str, Running]:
         """The shared statistics that a statistics-only exchange found under the present weights."""
         reports = [decode_moments(part.sections["moments"]) for part in parts]
@@ -232,7 +259,3 @@ class SharedModel:
 def _named(statistics: Mapping[str, Running]) -> dict[str, Tensor]:
     means = {tensor_name(layer, "running_mean"): running.mean for layer, running in statistics.items()}
     return means | {tensor_name(layer, "running_var"): running.var for layer, running in statistics.items()}
-
-
-def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return not dtype.is_floating_point or bool(tensor.to(dtype).isfinite().all())

@@ -15,11 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.data.augment import Augment, augmenter
 from fl_bn.data.batches import check_size, draw_batches
+from fl_bn.data.dataset import to_input
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.clipping import clip, norm_in_round
-from fl_bn.federation.local import Samples, statistics_pass, torch_seed
+from fl_bn.federation.local import PASS_BATCH, Samples, statistics_pass, torch_seed
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
@@ -50,9 +51,14 @@ class IndexBatches:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in self.rows():
+            yield to_input(x.to(self.like.device), self.like.dtype), y.to(self.like.device)
+
+    def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches as they lie in memory: not yet scaled, not yet on a device."""
         for index in self.indices:
             self.seen[index] = True
-            yield self.samples.batch(index, self.like, self.augment)
+            yield self.samples.rows(index, self.augment)
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def train(
         optimizer.zero_grad()
         if round.steps == 0:
             round.meet(len(y))
-        loss = round.backward(partial(_loss, model, task, settings, x, y), x)
+        loss = round.backward(partial(loss_of, model, task, settings, x, y), x)
         round.computed()
         if settings.clip != "none":
             clip(parameters.values(), settings.clip, limit, head[1].parameters() if head else ())
@@ -103,7 +109,8 @@ def train(
     return Trained(float(total) / max(count, 1), count)
 
 
-def _loss(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: Any) -> Tensor:
+def loss_of(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: Any) -> Tensor:
+    """Of one batch, in the precision of ``settings``."""
     device = next(model.parameters()).device.type
     with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "mixed"):
         return task.loss(task.predict(model, x), y)
@@ -121,9 +128,8 @@ def client_round(
     settings, number, n = round.settings, round.instruction.round, len(samples)
 
     def measure() -> None:
-        rng, how = seeded(seed, client, number, SUBSET, not round.trains), round.asked
-        size = {"batch_size": settings.batch_size} if how.measured == NORMALISERS else {}
-        round.moments = statistics_pass(round.model, samples, how, rng, **size)
+        rng, size = how_measured(round, seed, client)
+        round.moments = statistics_pass(round.model, samples, round.asked, rng, size, measure=round.measured)
 
     if not round.trains:
         measure()
@@ -132,8 +138,7 @@ def client_round(
     if round.method.reports(round.phase) is Report.PASS:
         measure()
     like = next(round.model.parameters())
-    drawn = list(draw_batches(n, settings.batch_size, seeded(seed, client, number, BATCHES), epochs=settings.epochs, steps=settings.steps))
-    batches = IndexBatches(samples, drawn, like, augmenter(settings.augment, seeded(seed, client, number, AUGMENT)))
+    batches = drawn(round, samples, seed, client)
     optimizer = settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
     round.load_momentum(optimizer)
     dropout = int(seeded(seed, client, number, DROPOUT).integers(2**62))
@@ -141,6 +146,22 @@ def client_round(
         trained = train(round, batches, task, optimizer)
     round.keep_momentum(optimizer)
     return round.reply(int(batches.seen.sum()), trained.loss, client=client, tells_drift=tells_drift)
+
+
+def how_measured(round: LocalRound, seed: int, client: int) -> tuple[np.random.Generator, int]:
+    """What the round's statistics pass draws from, and the size of its batches."""
+    size = round.settings.batch_size if round.asked.measured == NORMALISERS else PASS_BATCH
+    return seeded(seed, client, round.instruction.round, SUBSET, not round.trains), size
+
+
+def drawn(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
+    """The training batches of this round, as the settings say."""
+    settings, number = round.settings, round.instruction.round
+    indices = draw_batches(
+        len(samples), settings.batch_size, seeded(seed, client, number, BATCHES), epochs=settings.epochs, steps=settings.steps
+    )
+    augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT))
+    return IndexBatches(samples, list(indices), next(round.model.parameters()), augment)
 
 
 def alone(
@@ -168,7 +189,7 @@ def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATI
         for index in np.array_split(np.arange(len(samples)), max(1, len(samples) // settings.batch_size)):
             model.zero_grad()
             with unrecorded(model, {}):
-                _loss(model, task, settings, *samples.batch(index, next(model.parameters()))).backward()
+                loss_of(model, task, settings, *samples.batch(index, next(model.parameters()))).backward()
             for name, p in trained.items():
                 if p.grad is not None:
                     mean[name].add_(p.grad, alpha=len(index) / len(samples))

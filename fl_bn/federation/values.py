@@ -19,7 +19,8 @@ class Instruction:
 
     ``sections``: ``weights`` and, where they are shared, running ``statistics``, by state_dict name; in training also what accompanies
     the weights (control variates, momentum). ``measured``: of a statistics-only exchange (``Phase.MEASURE``), ``inputs`` or
-    ``normalisers``. ``signature``: of model and method, see ``payload.signature``; empty: not checked.
+    ``normalisers``; ``memory``: bytes of activations that a client may keep in one that goes layer by layer. ``signature``: of model and
+    method, see ``payload.signature``; empty: not checked.
     """
 
     round: int
@@ -28,6 +29,7 @@ class Instruction:
     learning_rate: float = 0.1
     measured: str = INPUTS
     signature: str = ""
+    memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Reply:
     otherwise. ``metrics``: ``loss`` (mean over the training batches), ``steps``, ``batch`` (samples of the first batch), ``waited``
     (seconds), ``kept`` (the round of the state that it went on from), and where it is asked how far its own statistics moved, ``drift``,
     ``drift-layer``, ``min-var``, ``growth``. ``updates``: how often each BatchNorm layer's running statistics moved, where that is not once
-    per step; empty if it is.
+    per step; empty if it is. ``largest``: size of a number in the sections, 0 where nobody measured it. ``folded``: its weights are in the
+    server's average already, and gone.
     """
 
     client: int
@@ -67,6 +70,8 @@ class Reply:
     weight: int
     metrics: dict[str, float] = field(default_factory=dict)
     updates: tuple[int, ...] = ()
+    largest: float = 0.0
+    folded: bool = False
 
     @property
     def steps(self) -> int:

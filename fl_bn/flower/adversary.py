@@ -10,12 +10,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Message
 from torch import Tensor
 
 from fl_bn.federation.defence import Defence, variance_floor
+from fl_bn.federation.narrow import EXACT, Rounding
 from fl_bn.federation.payload import Payload, tensor_name
-from fl_bn.flower.codec import from_records
+from fl_bn.flower.codec import from_records, to_record
 from fl_bn.flower.messages import TRAINED
 from fl_bn.flower.population import Client
 from fl_bn.moments import Moments, plain_average, pool
@@ -33,21 +34,23 @@ def corrupt(
     defence: Defence,
     sent: Payload,
     momentum: Mapping[str, float | None],
+    rounding: Rounding = EXACT,
 ) -> None:
-    """Rewrite the Byzantine clients' replies in place, as ``adversary`` says. ``sent``: what all clients got; ``momentum``: by layer.
+    """Rewrite the Byzantine clients' replies in place, as ``adversary`` says. ``sent``: what all clients got; ``momentum``: by layer;
+    ``rounding``: how both carry weights and gradients.
 
     The Byzantine ones are the last ``adversary.f`` of ``population`` clients. An error, or a reply that cannot be read, stays.
     """
     if adversary.flips_labels:
         return
-    index = {client.node: client.index for client in cohort}
+    index, sent = {client.node: client.index for client in cohort}, rounding.widen(sent)
     honest: list[tuple[int, Message, Payload]] = []
     liars: list[tuple[int, Message, Payload]] = []
     for reply in replies:
         if (client := index.get(reply.metadata.src_node_id)) is None or reply.has_error():
             continue
         try:
-            payload = from_records(reply.content)[0]
+            payload = rounding.widen(from_records(reply.content)[0])
         except WireError:
             continue
         if payload:
@@ -68,7 +71,7 @@ def corrupt(
         else:
             continue
         for (_, reply, _), lie in zip(liars, lies, strict=True):
-            reply.content[section] = ArrayRecord({name: Array(array) for name, array in lie[section].items()})
+            reply.content[section] = to_record(rounding.narrow({section: lie[section]}, overflows=True)[section])
 
 
 def _steps(reply: Message) -> int:

@@ -14,6 +14,7 @@ from functools import partial
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
+from fl_bn.called import UNNAMED, Called
 from fl_bn.exchange import local
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local
 from fl_bn.exchange.grpc.service import ExchangeService
@@ -40,8 +41,11 @@ class Carrier(ABC):
         self._owed: dict[str, int] = {}  # client by message: dropped, and its reply not come yet
 
     @abstractmethod
-    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float) -> list[Message]:
-        """Send the train messages (by client), have the session run, return the replies."""
+    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
+        """Send the messages (by client), have the session run, return the replies.
+
+        ``timeout`` (s): for all of it; where it may take ``longest`` in all, from one exchange to the next.
+        """
 
     def owing(self, grid: Grid) -> set[int]:
         """Clients that have not answered the message of the round that dropped them."""
@@ -49,17 +53,22 @@ class Carrier(ABC):
             self._owed.pop(reply.metadata.reply_to_message_id, None)
         return set(self._owed.values())
 
-    def _replies(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float) -> list[Message]:
+    def _replies(
+        self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0
+    ) -> list[Message]:
         """All replies, but not waiting for clients that the session has dropped.
 
         A client whose reply is an error is dropped at once, so that the others do not wait for it until the deadline.
         """
-        pushed, end = set(grid.push_messages(messages.values())), time.monotonic() + timeout
+        pushed, begin, seen = set(grid.push_messages(messages.values())), time.monotonic(), session.exchanges
+        end = begin + timeout
         waiting = {message.metadata.message_id: client for client, message in messages.items() if message.metadata.message_id in pushed}
         for client in messages.keys() - set(waiting.values()):
             session.leave(client, "its message could not be sent")
         replies: list[Message] = []
         while set(waiting.values()) - session.dropped.keys() and time.monotonic() < end:
+            if session.exchanges > seen:
+                seen, end = session.exchanges, max(end, min(begin + longest, time.monotonic() + timeout))
             came = [reply for reply in grid.pull_messages(waiting.keys()) if reply.metadata.reply_to_message_id in waiting]
             replies += came
             for reply in came:
@@ -81,11 +90,11 @@ class LocalCarrier(Carrier):
 
     name = "local"
 
-    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float) -> list[Message]:
+    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
         tokens = local.admit(session)
         try:
             for client, message in messages.items():
-                _configure(message, {"exchange": "local", "exchange-token": tokens[client]})
+                configure(message, {"exchange": "local", "exchange-token": tokens[client]})
             return list(grid.send_and_receive(messages.values(), timeout=timeout))
         finally:
             local.dismiss(tokens)
@@ -96,9 +105,9 @@ class GrpcCarrier(Carrier):
 
     name = "grpc"
 
-    def __init__(self, settings: ExchangeSettings, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, settings: ExchangeSettings, layers: Mapping[str, Layer], called: Called = UNNAMED) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings, self.called = settings, called
         largest = max((2 * layer.channels * layer.dtype.itemsize for layer in layers.values()), default=0)
         self.service = ExchangeService(settings.listen_on, settings.port, largest, settings.certificates).start()
         how = "TLS" if settings.certificates else "plaintext"
@@ -108,19 +117,19 @@ class GrpcCarrier(Carrier):
     def address(self) -> str:
         return f"{self.settings.host}:{self.service.port}"
 
-    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float) -> list[Message]:
+    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
         tokens, certificates = self.service.open(session), self.settings.certificates
         common: dict[str, str | float | bytes] = {
             "exchange": "grpc",
             "exchange-address": self.address,
             "exchange-authority": certificates.authority.read_bytes() if certificates else b"",
-            "exchange-timeout": timeout,
+            "exchange-timeout": longest or timeout,
             "exchange-patience": 2 * self.settings.deadline,
         }
         try:
             for client, message in messages.items():
-                _configure(message, common | {"exchange-token": tokens[client]})
-            return self._replies(grid, messages, session, timeout)
+                configure(message, common | {"exchange-token": tokens[client]})
+            return self._replies(grid, messages, session, timeout, longest)
         finally:
             self.service.close(session)
 
@@ -131,7 +140,7 @@ class GrpcCarrier(Carrier):
             RunFailed: a client cannot reach the service, or does not trust it.
         """
         messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
-        session = Session(messages, {}, join_deadline=self.settings.join_deadline)
+        session = Session(messages, {}, join_deadline=self.settings.join_deadline, called=self.called)
         self.carry(grid, messages, session, timeout)
         if session.batches:
             return ""
@@ -154,7 +163,7 @@ class ReplayCarrier(Carrier):
 
     name = "replay"
 
-    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float) -> list[Message]:
+    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
         transcript: list[tuple[Key, Answer]] = []
         final: dict[int, Message] = {}
         down = dict.fromkeys(messages, 0)
@@ -221,5 +230,6 @@ def _keep(answers: dict[int, Answer], client: int, answer: Answer | ExchangeFail
         answers[client] = answer
 
 
-def _configure(message: Message, values: Mapping[str, str | float | bytes]) -> None:
+def configure(message: Message, values: Mapping[str, str | float | bytes]) -> None:
+    """Add ``values`` to the message's config."""
     message.content["config"] = ConfigRecord({**message.content.config_records.get("config", {}), **values})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -25,11 +24,13 @@ from fl_bn.exchange.local import LocalExchange
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.federation import schema
 from fl_bn.federation.client import LocalRound
+from fl_bn.federation.cohort import cohort_round
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.payload import Payload, signature, to_numpy, to_tensors
+from fl_bn.federation.narrow import AS_THE_MODEL, Overflow, Rounding
+from fl_bn.federation.network import Network
+from fl_bn.federation.payload import Payload, to_numpy, to_tensors
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.training import client_round
 from fl_bn.federation.values import Instruction
 from fl_bn.flower.client_state import ClientState, FileState, MemoryState
 from fl_bn.flower.codec import Header, flatten, header_from, unflatten
@@ -64,14 +65,15 @@ class Site:
 class BatchNormClient(NumPyClient):
     """Trains, measures and evaluates one model as its method says.
 
-    ``model`` is converted already and pristine; it is copied, never changed. ``state`` is Flower's ``context.state``. All that is drawn
-    at random depends on ``seed``, the client and the round alone. ``tells``: its ``get_parameters`` answers. ``shares_drift``: where
-    statistics stay at home, it tells how far they moved in a round; one of these numbers is an element of its own statistics.
+    ``model`` is converted already and pristine; it is copied, never changed. Clients of one process may share a ``Network``, and train one
+    copy by turns. ``state`` is Flower's ``context.state``. All that is drawn at random depends on ``seed``, the client and the round alone.
+    ``tells``: its ``get_parameters`` answers. ``shares_drift``: where statistics stay at home, it tells how far they moved in a round; one
+    of these numbers is an element of its own statistics.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Network,
         method: Method,
         settings: LocalTraining,
         site: Site,
@@ -83,9 +85,14 @@ class BatchNormClient(NumPyClient):
     ) -> None:
         check_composition(method, settings)
         self.method, self.settings, self.site, self.seed, self.task = method, settings, site, seed, task
-        self.model = copy.deepcopy(model).to(site.device)
-        self.signature, self.tells, self.shares_drift = signature(model, method), tells, shares_drift
-        self._context_state, self.task = state, task
+        self.network = model if isinstance(model, Network) else Network(model, method, site.device)
+        self.signature, self.tells, self.shares_drift = self.network.signature, tells, shares_drift
+        self._context_state = state
+
+    @property
+    def model(self) -> nn.Module:
+        """The pristine network. Do not change it."""
+        return self.network.original
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Who this client is, asked once when the server first sees it."""
@@ -104,44 +111,55 @@ class BatchNormClient(NumPyClient):
         of the reply, the number of different samples trained on, and metrics with the reply's ``layout``.
         """
         phase, number = Phase(config["phase"]), int(config["round"])
-        payload, state, joins = unflatten(parameters, config["layout"]), self._state(config), None
+        rounding = Rounding.of(config.get("payload", AS_THE_MODEL), self.model)
+        payload, state, joins = rounding.widen(unflatten(parameters, config["layout"])), self._state(config), None
         kept = state.read(before=number + (phase is Phase.MEASURE))
         if phase is Phase.EXCHANGE:
             joins = partial(connect, config, detach(payload, config))
         if phase is Phase.MEASURE:
-            asked = self._instruction(phase, payload, config, measured=str(config.get("measured", INPUTS)))
+            joins = partial(connect, config, []) if config.get("exchange") else None
+            memory = int(config.get("exchange-memory", 0))
+            asked = self._instruction(phase, payload, config, measured=str(config.get("measured", INPUTS)), memory=memory)
         else:
             kept = replace(kept, counted=int(config.get("counted", kept.round)) >= kept.round)
             asked = self._instruction(phase, payload, config, learning_rate=float(config["learning-rate"]))
-        round = LocalRound(self.model, self.method, asked, kept, self.settings, joins)
         try:
-            reply, keeps = client_round(round, self.site.train, self.seed, self.site.client, self.task, self.shares_drift)
+            with self.network.lend() as lent:
+                round = LocalRound(lent, self.method, asked, kept, self.settings, joins)
+                reply, keeps = cohort_round(round, self.site.train, self.seed, self.site.client, self.task, self.shares_drift)
         except Unanswered as pending:
             arrays, layout = flatten(request_payload(pending.request))
             return arrays, 0, {"layout": layout, "batch": pending.batch, "count": pending.request.count}
         except ClientTooSmall as reason:
             if joins is not None:
                 joins(0).close()
-            log(logging.WARNING, "client %s sits round %s out: %s", self.site.client, number, reason)
-            return [], 0, {"layout": "[]"}
-        arrays, layout = flatten({section: to_numpy(tensors) for section, tensors in reply.sections.items()})
+            return self._sits_out(number, reason)
+        try:
+            arrays, layout = flatten(rounding.narrow({section: to_numpy(tensors) for section, tensors in reply.sections.items()}))
+        except Overflow as reason:
+            return self._sits_out(number, reason)
         metrics: dict[str, Any] = {"layout": layout, **{key: WHOLE.get(key, float)(value) for key, value in reply.metrics.items()}}
         metrics |= {"updates": list(reply.updates)} if reply.updates else {}
         if round.trains and keeps.sections:
             state.write(number, keeps.sections)
         return arrays, reply.samples, metrics
 
+    def _sits_out(self, number: int, reason: Exception) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+        log(logging.WARNING, "client %s sits round %s out: %s", self.site.client, number, reason)
+        return [], 0, {"layout": "[]"}
+
     def evaluate(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Loss and other metrics on this client's test data, with its own local tensors; ``save``: file name under the site's folder."""
         kept = self._state(config).read(before=int(config["round"]) + 1)
         asked = self._instruction(Phase.MEASURE, unflatten(parameters, config["layout"]), config)
-        LocalRound(self.model, self.method, asked, kept)
-        metrics = evaluate(self.model, self.site.test, task=self.task).result()
-        if (name := str(config.get("save", ""))) and self.site.folder is not None:
-            TO_EVALUATE.read({"save": name})  # a folder's name, and no way out of this client's own
-            path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({k: t.contiguous().cpu() for k, t in self.model.state_dict().items()}, path)
+        with self.network.lend() as lent:
+            model = LocalRound(lent, self.method, asked, kept).model
+            metrics = evaluate(model, self.site.test, task=self.task).result()
+            if (name := str(config.get("save", ""))) and self.site.folder is not None:
+                TO_EVALUATE.read({"save": name})  # a folder's name, and no way out of this client's own
+                path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                save_file({k: t.contiguous().cpu() for k, t in model.state_dict().items()}, path)
         return metrics.pop("loss"), len(self.site.test), metrics
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
@@ -168,7 +186,8 @@ class BatchNormClient(NumPyClient):
         return state_of(self._context_state, self.site.state, config, self.site.client, self.signature)
 
     def _instruction(self, phase: Phase, payload: Payload, config: Mapping[str, Any], **fields: Any) -> Instruction:
-        Header(self.method.name, str(config["phase"]), int(config["round"]), self.signature).check(header_from(config))
+        came = header_from(config)
+        Header(self.method.name, came.phase, came.round, self.signature, payload=came.payload).check(came)
         return Instruction(int(config["round"]), phase, {section: to_tensors(arrays) for section, arrays in payload.items()}, **fields)
 
 

@@ -16,6 +16,7 @@ from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import Header, flatten, from_records, header_of, to_records, unflatten
 from fl_bn.flower.fields import Form, Values
 from fl_bn.flower.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
+from fl_bn.flower.versions import check_server, here
 from fl_bn.methods import Phase
 
 HELLO = "query.hello"
@@ -56,7 +57,8 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
         return Message(content, reply_to=message)
 
     def hello(message: Message, context: Context) -> Message:
-        return Message(RecordDict({"hello": ConfigRecord(build(context).get_properties({}))}), reply_to=message)
+        check_server(message)
+        return Message(RecordDict({"hello": ConfigRecord({**build(context).get_properties({}), "version": here()})}), reply_to=message)
 
     def rendezvous(message: Message, context: Context) -> Message:
         build(context).meet(TO_MEET.of_configs(message.content))

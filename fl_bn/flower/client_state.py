@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from torch import Tensor
 
 from fl_bn import durable
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.values import NOTHING, Kept
+from fl_bn.flower.codec import to_record
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import KEPT_FOR
 from fl_bn.flower.run_id import RunId
@@ -69,7 +70,7 @@ class MemoryState:
             del self._state[section]
         kept = dict(sections) | {f"{PREVIOUS}{section}": tensors for section, tensors in before.sections.items()}
         for section, tensors in kept.items():
-            self._state[section] = ArrayRecord({k: Array(a) for k, a in to_numpy(tensors).items()})
+            self._state[section] = to_record(to_numpy(tensors))
         self._state["kept-for"] = ConfigRecord({"signature": self._signature, "round": round, f"{PREVIOUS}round": before.round})
 
 

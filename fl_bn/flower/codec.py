@@ -9,17 +9,20 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from fl_bn.federation.payload import Payload, to_numpy, to_tensors
+from fl_bn.federation.blocks import dtype_name, views
+from fl_bn.federation.narrow import AS_THE_MODEL
+from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.shared_model import SharedModel
+from fl_bn.flower.fields import records_of
 from fl_bn.flower.messages import HEADER
 from fl_bn.methods import Phase
 from fl_bn.wire import WireError, reason, said
@@ -31,13 +34,14 @@ LONGEST_HEAD = 4096  # bytes of an array before its values
 
 @dataclass(frozen=True)
 class Header:
-    """What a payload is for. A reply repeats the header of its instruction."""
+    """What a payload is for, and the type in which its weights travel. A reply repeats the header of its instruction."""
 
     method: str
     phase: str
     round: int
     signature: str
     format: str = FORMAT
+    payload: str = AS_THE_MODEL
 
     def check(self, other: Header) -> None:
         for key, expected in asdict(self).items():
@@ -46,14 +50,52 @@ class Header:
                 raise WireError("header", key, f"expected {expected!r}, but got {came!r}{hint}")
 
 
-def header_for(shared: SharedModel, round: int, phase: Phase) -> Header:
-    return Header(shared.method.name, phase.value, round, shared.signature)
+def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_THE_MODEL) -> Header:
+    return Header(shared.method.name, phase.value, round, shared.signature, payload=payload)
+
+
+class LazyArray(Array):
+    """A Flower array that is encoded when somebody asks for its bytes: within a process nobody does.
+
+    ``array`` must not change any more. On the wire it is an ``Array`` like any other.
+    """
+
+    array: np.ndarray
+
+    def __init__(self, array: np.ndarray) -> None:
+        view = array.view()
+        view.flags.writeable = False
+        self.__dict__.update(array=view, dtype=dtype_name(array.dtype), shape=array.shape, stype=NUMPY)  # Flower's setters are slow
+
+    @cached_property
+    def data(self) -> bytes:  # type: ignore[override]
+        return Array(np.asarray(self.array, order="C")).data
+
+    def numpy(self) -> np.ndarray:
+        return self.array
+
+    def __reduce__(self) -> tuple[Callable[[np.ndarray], LazyArray], tuple[np.ndarray]]:
+        return lazily, (self.array,)
+
+
+LazyArray.__qualname__ = Array.__qualname__  # by which Flower names an object's type on the wire
+
+
+def lazily(array: np.ndarray) -> LazyArray:
+    return LazyArray(array)
+
+
+def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    record = ArrayRecord()  # of arrays given at once Flower makes copies, and asks for their bytes
+    for name, array in arrays.items():
+        record[name] = LazyArray(array)
+    return record
 
 
 def to_records(payload: Payload, header: Header) -> RecordDict:
     content = RecordDict({"header": ConfigRecord(asdict(header))})
     for section, arrays in payload.items():
-        content[section] = ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
+        content[section] = to_record(arrays)
     return content
 
 
@@ -65,23 +107,23 @@ def from_records(content: RecordDict) -> tuple[Payload, Header]:
     """
     header = header_of(content)
     payload: Payload = {}
-    for section, arrays in content.array_records.items():
+    for section, arrays in records_of(content, ArrayRecord).items():
         payload[section] = {}
         for name, array in arrays.items():
-            payload[section][name] = _decode(section, name, array)
+            payload[section][name] = decoded(array, section, name)
     return payload, header
 
 
 def header_of(content: RecordDict) -> Header:
     """Raises WireError where there is none, or one of its fields is missing or not what it should be."""
-    if "header" not in content.config_records:
+    if "header" not in records_of(content, ConfigRecord):
         raise WireError("header", "", f"expected a record 'header' of {FORMAT}, but got records {said(sorted(content))}")
     return header_from(HEADER.of_configs(content))
 
 
 def header_from(values: Mapping[str, Any]) -> Header:
     """From checked values, among others."""
-    return Header(*(values[field.name] for field in fields(Header)))
+    return Header(**{field.name: values[field.name] for field in fields(Header) if field.name in values})
 
 
 def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
@@ -116,7 +158,10 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     return shape, fortran, dtype, stream.tell()
 
 
-def _decode(section: str, name: str, array: Array) -> np.ndarray:
+def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
+    """What ``array`` holds, read-only and without a copy. Raises WireError."""
+    if isinstance(array, LazyArray):
+        return array.array
     if array.stype != NUMPY:
         raise WireError(section, name, f"expected a NumPy array, but its bytes are {said(array.stype)}")
     return array_from(array.data, section, name)
@@ -145,8 +190,8 @@ def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
 
 
 def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    return ArrayRecord({name: Array(array) for name, array in to_numpy(tensors).items()})
+    return to_record(to_numpy(tensors))
 
 
 def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
-    return to_tensors({name: array.numpy() for name, array in record.items()})
+    return views({name: array.numpy() for name, array in record.items()})  # each decoded into memory of its own

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import sys
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -20,6 +22,9 @@ DEPLOYED = "1.25"  # the version for deployments and `flwr run`, whose programs 
 
 RECORDS = ("flwr.common.recorddict_compat", "flwr.compat.common.recorddict_compat")
 SECAGG = "flwr.common.secure_aggregation"
+SIMULATION = "flwr.simulation.ray_transport.ray_actor"
+APPIO, HEARTBEAT, RETRIES = "flwr.proto.appio_pb2", "flwr.supercore.heartbeat", "flwr.common.retry_invoker"
+CLIENTAPP = "flwr.supernode.runtime.run_clientapp"  # and all that a ClientApp's process needs of Flower
 PLACES = {  # name: the modules that may have it
     "fitres_to_recorddict": RECORDS,
     "parameters_to_arrayrecord": RECORDS,
@@ -32,9 +37,32 @@ PLACES = {  # name: the modules that may have it
     "TaskIdentity": ("flwr.supercore.task_identity",),
     "InMemoryLinkState": ("flwr.server.superlink.linkstate",),
     "SqliteLinkState": ("flwr.server.superlink.linkstate",),
+    "SqliteObjectStore": ("flwr.supercore.object_store.sqlite_object_store",),
     "run_superlink": ("flwr.server.app",),
     "ListNodesRequest": ("flwr.proto.control_pb2",),
+    "ListRunsRequest": ("flwr.proto.control_pb2",),
     "ControlStub": ("flwr.proto.control_pb2_grpc",),
+    "BasicActorPool": (SIMULATION,),
+    "start_client_internal": ("flwr.supernode.start_client_internal",),
+    "flower_supernode": ("flwr.supernode.cli",),
+    "create_channel": ("flwr.common.grpc",),
+    "get_flwr_dir": ("flwr.common.config",),
+    "run_from_proto": ("flwr.common.serde",),
+    "ErrorCode": ("flwr.common.constant",),
+    "ClientAppIoStub": ("flwr.proto.clientappio_pb2_grpc",),
+    "ListAppsToLaunchRequest": (APPIO,),
+    "RequestTokenRequest": (APPIO,),
+    "GetRunRequest": ("flwr.proto.run_pb2",),
+    "HeartbeatSender": (HEARTBEAT,),
+    "make_app_heartbeat_fn_grpc": (HEARTBEAT,),
+    "pull_clientappinputs": (CLIENTAPP,),
+    "push_clientappoutputs": (CLIENTAPP,),
+    "install_from_fab": ("flwr.cli.install",),
+    "get_load_client_app_fn": ("flwr.clientapp.utils",),
+    "start_parent_process_monitor": ("flwr.supercore.app_utils",),
+    "run_health_server_grpc_no_tls": ("flwr.supercore.grpc_health",),
+    "_wrap_stub": (RETRIES,),
+    "_make_simple_grpc_retry_invoker": (RETRIES,),
 }
 SECAGG_CLIENT = "flwr.client.mod.secure_aggregation.secaggplus_mod"
 SECAGG_SERVER = "flwr.server.workflow.secure_aggregation.secaggplus_workflow"
@@ -67,6 +95,11 @@ def find(name: str) -> Any:
     raise ImportError(f"expected {name} in {' or '.join(PLACES[name])}, but Flower {version('flwr')} does not have it: {_advice(DEPLOYED)}")
 
 
+def simulated() -> bool:
+    """Whether this process runs Flower's simulation on Ray."""
+    return SIMULATION in sys.modules
+
+
 def identify(run_id: int) -> None:
     """Let this process make messages, if it cannot already: later versions of Flower (1.42, not yet 1.34) ask in whose name it does."""
     try:
@@ -82,6 +115,11 @@ def identify(run_id: int) -> None:
 def address(message: Any, run_id: int, message_id: str) -> None:
     """Write into an outgoing message what Flower's own grids do: the run, which is also the sender, and the message's id."""
     message.metadata.__dict__.update(_run_id=run_id, _src_node_id=run_id, _message_id=message_id)
+
+
+def simulates(grid: Any) -> bool:
+    """Whether ``grid`` is that of Flower's simulation, whose clients share the workers of one machine."""
+    return type(grid).__name__ == "InMemoryGrid"
 
 
 def copy_of(name: str) -> ModuleType:
@@ -107,3 +145,8 @@ def check_deployed(what: str) -> None:
 
 def _advice(wanted: str) -> str:
     return f"in this environment, pip install 'flwr=={wanted}.*'"
+
+
+def prints(handler: logging.Handler) -> bool:
+    """Whether Flower made this handler of its log, to print it."""
+    return isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("flwr.")

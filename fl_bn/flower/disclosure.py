@@ -1,6 +1,6 @@
 """What left each client: counted as it arrives at the server, before anything is checked, refused or averaged.
 
-Every reply of a training round or a statistics-only exchange counts, used or not, and all that FedTAN's exchange took before its last
+Every reply of a training round or a statistics-only exchange counts, used or not, and all that a layer-wise exchange took before its last
 reply. Not counted: a reply that cannot be read or says nothing of its phase, an exchanged vector whose round was over before its average
 was made, Flower's framing, and the metrics of evaluations (loss and accuracies on test data).
 
@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from torch import nn
 
-from fl_bn.exchange.session import Session, Traffic
+from fl_bn.called import UNNAMED, Called
+from fl_bn.exchange.session import Session
 from fl_bn.federation.payload import nbytes
 from fl_bn.federation.record import Disclosure, RoundRecord
 from fl_bn.federation.values import Reply
-from fl_bn.flower.codec import array_from, header_of
+from fl_bn.flower.codec import decoded, header_of
+from fl_bn.flower.fields import records_of
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
 from fl_bn.methods import Method, Phase, Refresh, Report
@@ -42,9 +44,11 @@ is that of small cells in published tables, whose least counts are 5 to 11 from 
 safety: the means of thousands of channels may show whether a known sample is among far more than eight (Homer et al., Resolving Individuals
 Contributing Trace Amounts of DNA to Highly Complex Mixtures, PLoS Genetics 2008).
 """
+NAMED = 10  # clients that a round's warnings name
 DRIFT = ("drift", "drift-layer", "growth", "min-var")  # told where share-drift is on; min-var is an element of a local statistic
 MOST_SECTIONS = 20  # of one reply, in the report: the others are counted together
 SUMMARIES = ("statistics", "moments", "exchange")
+LAYER_BY_LAYER = "moments of a pass without training, layer by layer"
 OTHERS = {
     "weights": "the model's weights",
     "gradients": "gradients",
@@ -58,34 +62,53 @@ OTHERS = {
 class DisclosureReport:
     """Of one run: ``note`` is told of all replies, ``enter`` puts what was noted since into a round's record."""
 
-    def __init__(self, model: nn.Module, method: Method) -> None:
-        self._method, self._new, self._warned = method, list[Disclosure](), set[int]()
+    def __init__(self, model: nn.Module, method: Method, called: Called = UNNAMED) -> None:
+        self._method, self._new, self._warned, self._called = method, list[Disclosure](), set[int](), called
         self._last_counts = any(getattr(layer, "momentum", None) == 1 for layer in batch_norms(model).values())
         gradients = any(module.share_gradients for module in model.modules() if isinstance(module, CohortBatchNorm))
         self._exchanged = f"means and variances{' and their gradients' if gradients else ''} of one batch, in FedTAN's exchange"
         self._session: Session | None = None
 
-    def note(self, replies: Sequence[Message], clients: Iterable[Client], session: Session, round: int) -> None:
-        """``clients``: all who may have replied; ``session``: of the last layer-wise exchange, if any; ``round`` for the log."""
+    def note(
+        self, replies: Iterable[Message], clients: Iterable[Client], session: Session, round: int, without_training: bool = False
+    ) -> Iterator[Message]:
+        """The ``replies``, each noted as it passes; what was noted counts when all have passed.
+
+        ``clients``: all who may have replied; ``session``: of the last layer-wise exchange, if any, which may have been one
+        ``without_training``; ``round`` for the log.
+        """
         if session is not self._session:
             self._session = session
+            behind, what = (session.samples, LAYER_BY_LAYER) if without_training else (session.batches, self._exchanged)
             for index, traffic in sorted(session.traffic.items()):
-                self._add(self._of_exchange(index, traffic, session.batches.get(index, 0)))
+                self._add([Disclosure(index, "exchange", what, traffic.exchanges, traffic.up, behind.get(index, 0))])
         by_node = {client.node: client for client in clients}
-        found = [d for r in replies if (client := by_node.get(r.metadata.src_node_id)) is not None for d in self._of_reply(r, client)]
+        found: list[Disclosure] = []
+        for reply in replies:
+            if (client := by_node.get(reply.metadata.src_node_id)) is not None:
+                found += self._of_reply(reply, client)
+            yield reply
+            del reply  # while the next one is waited for
         for disclosure in sorted(found, key=lambda d: d.client):
             self._add([disclosure])
-        for disclosure in sorted(self._new, key=lambda d: (d.samples, d.section not in SUMMARIES)):
-            if 0 < disclosure.samples < FEW and disclosure.client not in self._warned:
-                self._warned.add(disclosure.client)
-                log(logging.WARNING, "%s", warning(disclosure, round))
+        self._warn([d for d in self._new if 0 < d.samples < FEW and d.client not in self._warned], round)
+
+    def _warn(self, found: Sequence[Disclosure], round: int) -> None:
+        """Of each client once in a run, and of no more than ``NAMED`` by name in a round: a population may have thousands."""
+        first: dict[int, Disclosure] = {}
+        for disclosure in sorted(found, key=lambda d: (d.samples, d.section not in SUMMARIES)):
+            first.setdefault(disclosure.client, disclosure)
+        self._warned |= first.keys()
+        for disclosure in list(first.values())[:NAMED]:
+            log(logging.WARNING, "%s", warning(disclosure, round, self._called))
+        if (others := len(first) - NAMED) > 0:
+            what = f"summaries of fewer than {FEW} samples left {others} other clients, too, {when_of(round)}"
+            log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
     def masked(self, parts: Iterable[Reply]) -> None:
         """Of a secure sum: what each client in it sent can be read by nobody."""
         for part in parts:
-            self._add(
-                [Disclosure(part.client, "masked", "a masked vector: of all of them the sum can be read", 1, nbytes(part.sections))]
-            )
+            self._add([Disclosure(part.client, "masked", "a masked vector: of all of them the sum can be read", 1, nbytes(part.sections))])
 
     def enter(self, record: RoundRecord) -> RoundRecord:
         """``record``, with all that left since the last one."""
@@ -95,9 +118,6 @@ class DisclosureReport:
     def _add(self, disclosures: Iterable[Disclosure]) -> None:
         self._new += [d for d in disclosures if d.tensors or d.nbytes]
 
-    def _of_exchange(self, client: int, traffic: Traffic, batch: int) -> Iterable[Disclosure]:
-        yield Disclosure(client, "exchange", self._exchanged, traffic.exchanges, traffic.up, batch)
-
     def _of_reply(self, reply: Message, client: Client) -> Iterable[Disclosure]:
         if reply.has_error():
             return
@@ -106,7 +126,7 @@ class DisclosureReport:
             phase = Phase(header.phase)
         except (WireError, ValueError):
             return
-        metrics, sections = reply.content.metric_records.get("metrics", MetricRecord()), reply.content.array_records
+        metrics, sections = records_of(reply.content, MetricRecord).get("metrics", MetricRecord()), records_of(reply.content, ArrayRecord)
         samples, steps = (_whole(metrics.get(name)) for name in ("samples", "steps"))
         for section, arrays in list(sections.items())[:MOST_SECTIONS]:
             values = _least_count(arrays) if section == "moments" else 0
@@ -161,16 +181,21 @@ class DisclosureReport:
         return f"{name} after {batches}" if steps else name, 0
 
 
-def warning(disclosure: Disclosure, round: int) -> str:
+def warning(disclosure: Disclosure, round: int, called: Called = UNNAMED) -> str:
     """One sentence, with what to do."""
-    if disclosure.section == "moments" and "batch" not in disclosure.what:
+    if disclosure.what == LAYER_BY_LAYER or (disclosure.section == "moments" and "batch" not in disclosure.what):
         advice = "raise hbn-stat-samples, or leave out clients with so few samples"
     else:
         advice = "raise batch-size, or leave out clients with so few samples"
     summary = "statistics" if disclosure.section in SUMMARIES else "the gradient"
-    when = f"in round {round}" if round else "before round 1"
+    when = when_of(round)
     few = f"{summary} of {disclosure.samples} sample{'s' * (disclosure.samples > 1)}"
-    return f"client {disclosure.client}: {few} left it {when} ({disclosure.what}): values so few can be traced to a person; {advice}"
+    who = called.client(disclosure.client)
+    return f"{who}: {few} left it {when} ({disclosure.what}): values so few can be traced to a person; {advice}"
+
+
+def when_of(round: int) -> str:
+    return f"in round {round}" if round else "before round 1"
 
 
 def _batches(steps: int) -> str:
@@ -184,7 +209,7 @@ def _whole(value: object) -> int:
 def _nbytes(array: Array) -> int:
     """Of the array itself, without NumPy's head; of bytes that are no array, all that came."""
     try:
-        return array_from(array.data, "").nbytes
+        return decoded(array, "").nbytes
     except WireError:
         return len(array.data)
 
@@ -195,6 +220,6 @@ def _least_count(arrays: ArrayRecord) -> int:
     for name, array in arrays.items():
         if name.rpartition(".")[2] == "count" and tuple(array.shape) == (1,) and str(array.dtype) == "int64":
             with suppress(WireError):
-                found = array_from(array.data, "")
+                found = decoded(array, "")
                 counts += [int(count) for count in found.reshape(-1)[:1] if found.dtype == np.int64]
     return min((count for count in counts if count > 0), default=0)

@@ -12,15 +12,25 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from flwr.app import RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fl_bn.wire import WireError, said, shown
 
 LARGEST = 2**53  # whole numbers are exact in float64 up to here
 NAME = 300  # characters of a layer's name
+R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 NEEDED: Any = object()  # the default of a field that has none
+
+
+def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """A message's records of one kind, by name.
+
+    Flower's properties (``array_records`` ...) make objects that refer to themselves and to the message: they keep a
+    reply's arrays in memory until Python looks for such circles.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 
 class Undeclared(KeyError):
@@ -50,7 +60,7 @@ def number(least: float = -math.inf, most: float = math.inf, default: Any = NEED
     """A finite number."""
 
     def fits(value: Any) -> bool:
-        return type(value) in (int, float) and -LARGEST**18 < value < LARGEST**18 and least <= value <= most
+        return type(value) in (int, float) and -(LARGEST**18) < value < LARGEST**18 and least <= value <= most
 
     limits = "" if math.isinf(least) else f" >= {least:g}" if math.isinf(most) else f" {least:g}..{most:g}"
     return Field(fits, f"a finite number{limits}", default, float)
@@ -190,11 +200,11 @@ class Form:
 
     def of_configs(self, content: RecordDict) -> Values:
         """From the config record of this form's name."""
-        return self.read(content.config_records.get(self.record))
+        return self.read(records_of(content, ConfigRecord).get(self.record))
 
     def of_metrics(self, content: RecordDict) -> Values:
         """From the metric record of this form's name."""
-        return self.read(content.metric_records.get(self.record))
+        return self.read(records_of(content, MetricRecord).get(self.record))
 
     def and_also(self, *others: Form) -> Form:
         """This form with the fields of others, too."""

@@ -1,7 +1,8 @@
-"""Flower without processes: a ``Grid`` that calls the ClientApp directly, and ``run_in_process``.
+"""Flower on one machine: a ``Grid`` that calls the ClientApp directly, and ``run_in_process``.
 
-The same ServerApp and ClientApp as ``flwr run``, one client after the other (FedTAN's take turns), without sockets and without Ray: for
-tests, sweeps, notebooks and one GPU. On the CPU the numbers are those of a simulation on Ray, bit for bit.
+The same ServerApp and ClientApp as ``flwr run``, without sockets and without Ray: for tests, sweeps, notebooks and one GPU. Clients run
+one after the other (FedTAN's take turns), or in several worker processes. On the CPU the numbers are those of a simulation on Ray, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import sys
 import traceback
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -24,6 +25,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.exchange.local import Turns, ended
+from fl_bn.federation.cohort import Cohort
+from fl_bn.federation.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback
+from fl_bn.federation.workers import Workers
 from fl_bn.flower.compat import address, identify
 from fl_bn.flower.log import log
 from fl_bn.own_code import OWN
@@ -41,23 +45,35 @@ class Run:
 
 
 class InProcessGrid(Grid):
-    """Every node is a ``Context``; a message is answered when it is pushed."""
+    """Every node is a ``Context``; a message that is pushed is answered at once.
 
-    def __init__(self, app: ClientApp, clients: int, run_config: Mapping[str, Any]) -> None:
+    ``app``: a ClientApp, or its import path. ``workers``: processes that answer messages; with 1 this process does, with 0 as many as there
+    are cores. ``run_config``'s ``engine`` says whether a cohort's clients are one program.
+    """
+
+    def __init__(self, app: ClientApp | str, clients: int, run_config: Mapping[str, Any], workers: int = 1) -> None:
         self._app = app
+        self._workers = None if workers == 1 else Workers(workers)
         self._run = Run(1)
         identify(1)
         self._answers: dict[str, Message] = {}
+        self._fallback = Fallback() if run_config.get("engine") == VECTORISED else None
+        shared = dict(run_config)  # one for all: of thousands of clients, copies would take more memory than their data
         self._contexts = {
             node: Context(
                 run_id=1,
                 node_id=node,
                 node_config={"partition-id": node - 1, "num-partitions": clients, **OWNER},
                 state=RecordDict(),
-                run_config=dict(run_config),
+                run_config=shared,
             )
             for node in range(1, clients + 1)
         }
+
+    @property
+    def one_program(self) -> bool:
+        """Whether the clients of a cohort are one batched program."""
+        return self._fallback is not None
 
     def set_run(self, run_id: Any) -> None:
         """Serve the run with this number, or, in later versions, this run of Flower's."""
@@ -79,7 +95,15 @@ class InProcessGrid(Grid):
         for message, identity in zip(messages, ids, strict=True):
             address(message, self._run.run_id, identity)
         if any(_exchange_token(message) for message in messages):
+            if self._fallback is not None:
+                self._fallback.say(CannotVectorise("in a run, statistics are exchanged within a step through the server"))
             answers = Turns(len(messages)).run([partial(self._answer_in_turn, message) for message in messages])
+        elif self._fallback is not None:
+            parts = [messages[begin : begin + AT_ONCE] for begin in range(0, len(messages), AT_ONCE)]
+            tasks = [[partial(self._answer, message) for message in part] for part in parts]
+            answers = [answer for part in tasks for answer in Cohort.run(part, self._fallback)]
+        elif self._workers is not None:
+            answers = self._answered_by(self._workers, messages)
         else:
             answers = [self._answer(message) for message in messages]
         self._answers.update(zip(ids, answers, strict=True))
@@ -88,8 +112,17 @@ class InProcessGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self._answers.pop(identity) for identity in list(message_ids) if identity in self._answers]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        return self.pull_messages(self.push_messages(messages))
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+        """The replies, in the order of ``messages``; a client is computed when its reply is asked for, and none before.
+
+        So a reply that was used and let go of is out of memory before the next is there. Clients that work at the same time (``workers``,
+        one program, an exchange) reply together.
+        """
+        messages = list(messages)
+        together = self._workers is not None or any(_exchange_token(message) for message in messages)
+        size = len(messages) if together else 1 if self._fallback is None else AT_ONCE
+        for begin in range(0, len(messages), size or 1):
+            yield from self.pull_messages(self.push_messages(messages[begin : begin + size]))
 
     def _answer_in_turn(self, message: Message) -> Message:
         answer = self._answer(message)
@@ -97,34 +130,65 @@ class InProcessGrid(Grid):
         return answer
 
     def _answer(self, message: Message) -> Message:
-        context = self._contexts[message.metadata.dst_node_id]
-        try:
-            return self._app(message=message, context=context)
-        except Exception as error:  # whatever the user's code raises is an error reply, as in Flower's own runtimes
-            log(logging.ERROR, "client %s raised:\n%s", context.node_config["partition-id"], traceback.format_exc())
-            return Message(Error(CLIENT_APP_RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
+        return _answered(self._app, message, self._contexts[message.metadata.dst_node_id])
+
+    def _answered_by(self, workers: Workers, messages: list[Message]) -> list[Message]:
+        """What a client keeps travels with its message, and comes back with the reply."""
+        contexts = [self._contexts[message.metadata.dst_node_id] for message in messages]
+        answers = []
+        for done, message, context in zip(
+            workers.run(_in_worker, [(self._app, *task) for task in zip(messages, contexts, strict=True)]), messages, contexts, strict=True
+        ):
+            if done.error is not None:
+                log(logging.ERROR, "client %s: %s", context.node_config["partition-id"], done.error)
+                answers.append(Message(Error(CLIENT_APP_RAISED, f"{type(done.error).__name__}: {done.error}"), reply_to=message))
+            else:
+                answer, context.state = done.value
+                answers.append(answer)
+        return answers
+
+    def close(self) -> None:
+        """End the workers, if any."""
+        if self._workers is not None:
+            self._workers.close()
 
 
 def run_in_process(
     config: Mapping[str, Any],
     *,
-    server_app: ServerApp | str = "server_app.app:app",
-    client_app: ClientApp | str = "client_app.app:app",
+    server_app: ServerApp | str = "fl_bn.apps.server:app",
+    client_app: ClientApp | str = "fl_bn.apps.client:app",
 ) -> Path | None:
     """Run the ServerApp and ClientApp in this process and return the run directory the ServerApp names, if any.
 
-    ``config`` is the run config (the keys of ``[tool.flwr.app.config]``); ``clients`` of it is the number of nodes. The apps are objects,
-    or import paths as in pyproject. What the ServerApp raises is raised here. torch's number of threads is left as it was.
+    ``config`` is the run config (the keys of ``[tool.flwr.app.config]``); ``clients`` of it is the number of nodes, ``workers`` that of the
+    processes that compute clients. The apps are objects, or import paths as in pyproject. What the ServerApp raises is raised here. torch's
+    number of threads is left as it was.
     """
-    server, client = _loaded(server_app, ServerApp), _loaded(client_app, ClientApp)
+    server = _loaded(server_app, ServerApp)
+    _loaded(client_app, ClientApp)
+    grid = InProcessGrid(client_app, int(config["clients"]), config, int(config.get("workers", 1)))
     context = Context(run_id=1, node_id=0, node_config=dict(OWNER), state=RecordDict(), run_config=dict(config))
     threads = torch.get_num_threads()
     try:
-        server(InProcessGrid(client, int(config["clients"]), config), context)
+        server(grid, context)
     finally:
+        grid.close()
         torch.set_num_threads(threads)
     result = context.state.config_records.get("result")
     return None if result is None else Path(str(result["directory"]))
+
+
+def _answered(app: ClientApp | str, message: Message, context: Context) -> Message:
+    try:
+        return _loaded(app, ClientApp)(message=message, context=context)
+    except Exception as error:  # whatever the user's code raises is an error reply, as in Flower's own runtimes
+        log(logging.ERROR, "client %s raised:\n%s", context.node_config["partition-id"], traceback.format_exc())
+        return Message(Error(CLIENT_APP_RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
+
+
+def _in_worker(app: ClientApp | str, message: Message, context: Context) -> tuple[Message, RecordDict]:
+    return _answered(app, message, context), context.state
 
 
 def _exchange_token(message: Message) -> str:

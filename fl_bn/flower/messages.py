@@ -6,9 +6,11 @@ hold, in ``exchange.session``. All else that one side reads of what the other se
 
 from __future__ import annotations
 
+from fl_bn.federation.narrow import PAYLOADS
 from fl_bn.flower.fields import NEEDED, Form, blobs, data, measured, number, one_of, text, whole, whole_list, wholes, wholes_by_name
 from fl_bn.flower.run_id import FOLDER, NAME, RESUMES
 from fl_bn.methods import INPUTS, MEASURED, Phase
+from fl_bn.secure.settings import FINEST, WIDEST
 from fl_bn.task import Task
 from fl_bn.wire import REASON
 
@@ -25,6 +27,7 @@ HEADER = Form(
         "round": whole(),
         "signature": text(64),
         "format": text(64),
+        "payload": one_of(*PAYLOADS),
     },
 )
 
@@ -38,6 +41,7 @@ HELLO = Form(
         "samples": whole(),
         "signature": text(64),
         "label-counts": whole_list(CLASSES),
+        "version": text(64, default=""),
     },
 )
 REPLIED = Form("metrics", {"samples": whole()})  # 0: the client sat out, and says no more
@@ -70,7 +74,6 @@ def evaluated(task: Task) -> Form:
     return Form(EVALUATED.record, {**EVALUATED.fields, **fields}, series)
 
 
-
 OWN_METRICS = Form("metrics", {"num-examples": whole()}, others=True)  # of an evaluation by an app of one's own: any numbers
 
 # from the server
@@ -93,6 +96,7 @@ EXCHANGE = Form(
         "exchange-authority": data(2**20, default=None),
         "exchange-timeout": number(0, default=None),
         "exchange-patience": number(0, default=None),
+        "exchange-memory": whole(default=0),
         "transcript": text(2**26, default="[]"),
     },
     others=True,
@@ -110,10 +114,11 @@ SECURE = Form(
     others=True,
 )
 TO_TRAIN = Form("config", {"learning-rate": number(0), "counted": whole(default=None)}, others=True).and_also(RUN, EXCHANGE, SECURE)
-TO_MEASURE = RUN.and_also(Form("config", {"measured": one_of(*MEASURED, default=INPUTS)}, others=True), SECURE)
+TO_MEASURE = RUN.and_also(Form("config", {"measured": one_of(*MEASURED, default=INPUTS)}, others=True), EXCHANGE, SECURE)
 TO_EVALUATE = RUN.and_also(Form("config", {"save": text(255, f"(?:{FOLDER})?", "", "a file name")}))
 TO_TELL = RUN
 TO_MEET = EXCHANGE
+TO_GREET = Form("config", {"version": text(64, default="")})
 
 LAYOUT = Form("config", {"layout": text(2**24)})  # of the arrays beside it, for ``NumPyClient``: made on this side
 
@@ -136,7 +141,7 @@ SET_UP = Form(
         "sample_num": whole(1, NODES),
         "share_num": whole(1, NODES),
         "threshold": whole(1, NODES),
-        "clipping_range": number(1e-6, 1e6),
+        "clipping_range": number(FINEST, WIDEST),
         "target_range": whole(2**4, 2**30),
         "mod_range": whole(1),
         "max_weight": number(0),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from fl_bn.called import UNNAMED, Called
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.log import log
 from fl_bn.wire import reason
@@ -18,11 +21,24 @@ PASSING = {3, 4, 5, 8}  # Flower's error codes for a message, a node or a proces
 EXPIRED, NEAR = 3, 2.0  # the code of a message whose time to live, our deadline, ran out: seconds before the end that count as then
 POLL = 0.2  # seconds between looks for replies; Flower's own loop over gRPC takes 3
 LOOK = 2.0  # seconds between looks whether a lost node is back
+FEW = 8  # replies that are fetched at a time where each is freed when it is used
 SAY = 60.0  # seconds of silence after which the log says who is waited for
 
 
-def send_and_receive(grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0) -> list[Message]:
-    """The replies that come within ``timeout`` seconds, in no particular order.
+def send_and_receive(
+    grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, called: Called = UNNAMED
+) -> list[Message]:
+    """All replies of ``receive``."""
+    return list(receive(grid, messages, timeout, patience, at_once=0, called=called))
+
+
+def receive(
+    grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, at_once: int = FEW, called: Called = UNNAMED
+) -> Iterator[Message]:
+    """The replies that come within ``timeout`` seconds, as they come, in no particular order.
+
+    Of those that have come, no more than ``at_once`` are fetched before they are given out; 0: all of them. ``called``: what the log
+    calls the nodes.
 
     A node that is gone, or whose process died, has ``patience`` seconds to come back; then it is sent its message again, since what a
     client does depends on the message and on what it kept before that round. Messages sent again are appended to ``messages``, if that is
@@ -30,10 +46,11 @@ def send_and_receive(grid: Grid, messages: Iterable[Message], timeout: float, pa
     """
     sent = messages if isinstance(messages, list) else list(messages)
     if not sent:
-        return []
+        return
     if isinstance(grid, InProcessGrid):  # what is not answered at once will never be
-        return list(grid.send_and_receive(sent))
-    return _Post(grid, sent, timeout, patience).replies()
+        yield from grid.send_and_receive(sent)
+    else:
+        yield from _Post(grid, sent, timeout, patience, at_once, called).replies()
 
 
 def copy_of(message: Message, ttl: float | None = None) -> Message:
@@ -49,36 +66,49 @@ class _Lost:
 
 
 class _Post:
-    def __init__(self, grid: Grid, sent: list[Message], timeout: float, patience: float) -> None:
-        self.grid, self.sent, self.patience = grid, sent, patience
+    def __init__(self, grid: Grid, sent: list[Message], timeout: float, patience: float, at_once: int, called: Called) -> None:
+        self.grid, self.sent, self.patience, self.at_once, self.called = grid, sent, patience, at_once or sys.maxsize, called
         self.end = time.monotonic() + timeout
         self.waiting: dict[str, Message] = {}
         self.lost: list[_Lost] = []
         self.until: dict[int, float] = {}  # by node
-        self.came: list[Message] = []
+        self.came, self.given, self.count = deque[Message](), 0, 0
         self.looked, self.told, self.addressees = 0.0, time.monotonic(), len(sent)
 
-    def replies(self) -> list[Message]:
+    def replies(self) -> Iterator[Message]:
         self._push(self.sent)
         while (self.waiting or self.lost) and time.monotonic() < self.end:
-            if not self._pull():
+            before = self.count
+            yield from self._pulled()
+            if self.count == before:
                 time.sleep(POLL)
             if self.lost:
                 self._ask_again()
+            yield from self._given_out()
             self._say()
         if self.waiting:
-            self._pull()
-        return self.came + [lost.error for lost in self.lost]
+            yield from self._pulled()
+        for lost in self.lost:
+            yield lost.error
+
+    def _pulled(self) -> Iterator[Message]:
+        """What has come of all that is waited for, a few at a time."""
+        waiting = list(self.waiting)
+        for i in range(0, len(waiting), self.at_once):
+            self._pull(waiting[i : i + self.at_once])
+            yield from self._given_out()
+
+    def _given_out(self) -> Iterator[Message]:
+        while self.came:
+            self.given += 1
+            yield self.came.popleft()
 
     def _push(self, messages: list[Message]) -> None:
         self.waiting |= {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
 
-    def _pull(self) -> bool:
-        came = [
-            r
-            for r in (self.grid.pull_messages(list(self.waiting)) if self.waiting else ())
-            if r.metadata.reply_to_message_id in self.waiting
-        ]
+    def _pull(self, identities: list[str]) -> None:
+        came = [r for r in self.grid.pull_messages(identities) if r.metadata.reply_to_message_id in self.waiting]
+        self.count += len(came)
         now = time.monotonic()
         for reply in came:
             if (message := self.waiting.pop(reply.metadata.reply_to_message_id, None)) is None:
@@ -90,10 +120,10 @@ class _Post:
                 self.lost.append(_Lost(message, reply))
                 left = self.until[node] - now
                 why = f"code {reply.error.code}: {reason(reply.error.reason)}"
-                log(logging.WARNING, "%s: node %s is lost (%s); it has %.0f s to come back", message.metadata.message_type, node, why, left)
+                kind, who = message.metadata.message_type, self.called.node(node)
+                log(logging.WARNING, "%s: %s is lost (%s); it has %.0f s to come back", kind, who, why, left)
             else:
                 self.came.append(reply)
-        return bool(came)
 
     def _ask_again(self) -> None:
         now = time.monotonic()
@@ -105,7 +135,7 @@ class _Post:
             node = one.message.metadata.dst_node_id
             if node in online:
                 again = copy_of(one.message, ttl=max(1.0, self.end - now))
-                log(logging.INFO, "%s: node %s is back, and is asked again", again.metadata.message_type, node)
+                log(logging.INFO, "%s: %s is back, and is asked again", again.metadata.message_type, self.called.node(node))
                 self.sent.append(again)
                 self._push([again])
             elif now < self.until[node]:
@@ -121,7 +151,7 @@ class _Post:
                 logging.INFO,
                 "%s: %d of %d replies are here; the deadline is in %.0f s",
                 kind,
-                len(self.came),
+                self.given,
                 self.addressees,
                 self.end - now,
             )

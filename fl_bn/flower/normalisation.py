@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from fl_bn.called import UNNAMED, Called
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.log import log
 from fl_bn.methods import Method, Phase
@@ -61,8 +62,27 @@ def say_layers(source: nn.Module, model: nn.Module, method: Method) -> None:
         log(logging.WARNING, "%s", without)
 
 
-def describe_round(record: RoundRecord, rounds: int, method: Method, model: nn.Module, task: Task = CLASSIFICATION) -> str:
-    """One line per round: training, then normalisation."""
+def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, called: Called = UNNAMED) -> str:
+    """A round in one short line: ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``."""
+    found, metric, worst = record.evaluation, task.metric, task.worst()
+    came = f"{len(record.accepted)}/{len(record.clients)} clients"
+    if record.phase == Phase.MEASURE.value:
+        parts = [f"[pass {record.round}] {came if record.clients else 'the statistics as they came'}"]
+    else:
+        parts = [f"[round {record.round}/{rounds}] {came}", f"loss {record.loss:.4f}"]
+    if metric in found:
+        parts.append(f"{metric} {task.shown(found[metric])}")
+    if f"{metric}-{worst}" in found:
+        parts.append(f"{worst} {task.shown(found[f'{metric}-{worst}'])}")
+    if record.clients and not record.aggregated:
+        parts.append("nothing changed")
+    if record.far:
+        parts.append(f"far from the others: {called.clients(record.far)}")
+    return "  ".join([*parts, f"{record.seconds:.1f} s"])
+
+
+def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method, model: nn.Module, called: Called = UNNAMED) -> str:
+    """A round in one long line: training, then normalisation."""
     found, metric, worst = record.evaluation, task.metric, task.worst()
     shown = f", {metric} {task.shown(found[metric])}" if metric in found else ""
     if f"{metric}-std" in found:
@@ -90,9 +110,10 @@ def describe_round(record: RoundRecord, rounds: int, method: Method, model: nn.M
     )
     if record.exchanges:
         up, waited = size(record.bytes_up.get("exchange", 0)), max((c.waited for c in record.accepted), default=0.0)
-        traffic += f"; {record.exchanges} exchanges by {record.carrier} ({up} up), the longest wait {waited:.2f} s"
+        longest = "" if phase is Phase.MEASURE else f", the longest wait {waited:.2f} s"
+        traffic += f"; {record.exchanges} exchanges by {record.carrier} ({up} up){longest}"
     if record.far:
-        training += f", far from the others: clients {', '.join(map(str, record.far))}"
+        training += f", far from the others: {called.clients(record.far)}"
     return f"{training} | normalisation: {policy}; {traffic}; {moved}"
 
 

@@ -33,6 +33,7 @@ from fl_bn.conversion import convert
 from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.local import torch_seed
+from fl_bn.federation.narrow import Rounding
 from fl_bn.federation.own_loop import local_round
 from fl_bn.federation.payload import signature, to_numpy, to_tensors
 from fl_bn.federation.values import Instruction
@@ -41,6 +42,7 @@ from fl_bn.flower.client_app import HELLO, RENDEZVOUS, STATISTICS
 from fl_bn.flower.codec import Header, from_records, to_records
 from fl_bn.flower.messages import REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
 from fl_bn.flower.transcript import detach, request_payload
+from fl_bn.flower.versions import check_server, here
 from fl_bn.methods import INPUTS, Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.task import CLASSIFICATION, Task
@@ -70,7 +72,8 @@ class OwnRound:
         """The reply of a round over ``samples`` different samples, whose mean training loss was ``loss``."""
         payload, header = from_records(self._message.content)
         reply, kept = self.local.reply(samples, float(loss))
-        content = to_records({section: to_numpy(tensors) for section, tensors in reply.sections.items()}, header)
+        rounding = Rounding.of(header.payload, self.local.model)
+        content = to_records(rounding.narrow({section: to_numpy(tensors) for section, tensors in reply.sections.items()}), header)
         whole = {"steps", "batch", "kept"}
         metrics: dict[str, Any] = {key: int(value) if key in whole else value for key, value in reply.metrics.items()}
         metrics |= {"updates": list(reply.updates)} if reply.updates else {}
@@ -184,6 +187,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
 
     @app.query(HELLO.removeprefix("query."))
     def hello(message: Message, context: Context) -> Message:
+        check_server(message)
         data, loader = convert(model(), method), batches(context)
         samples = _count(loader, task)
         said: dict[str, int | str] = {
@@ -192,6 +196,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
             "samples": samples,
             "signature": signature(data, method),
             "label-counts": "[]",
+            "version": here(),
         }
         return Message(RecordDict({"hello": ConfigRecord({**said})}), reply_to=message)
 
@@ -200,7 +205,8 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
         converted, (_, header) = convert(model(), method), from_records(message.content)
         asked, values = _read(message, context, converted, method, TO_MEASURE)
         state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
-        with local_round(converted, method, asked, state.read(before=asked.round + 1)) as local:
+        joins: Connect | None = partial(connect, values, []) if values.get("exchange") else None
+        with local_round(converted, method, asked, state.read(before=asked.round + 1), connect=joins) as local:
             local.measure(batches(context), task)
         reply, _ = local.reply(local.measured_samples)
         content = to_records({section: to_numpy(tensors) for section, tensors in reply.sections.items()}, header)
@@ -226,10 +232,12 @@ def _read(message: Message, context: Context, converted: nn.Module, method: Meth
     phase = Phase(header.phase)
     if phase is Phase.EXCHANGE:
         payload.pop("transcript", None)
-    Header(method.name, header.phase, header.round, signature(converted, method)).check(header)
+    Header(method.name, header.phase, header.round, signature(converted, method), payload=header.payload).check(header)
+    payload = Rounding.of(header.payload, converted).widen(payload)
     sections = {section: to_tensors(arrays) for section, arrays in payload.items()}
     if phase is Phase.MEASURE:
-        return Instruction(header.round, phase, sections, measured=str(values.get("measured", INPUTS))), values
+        memory = int(values.get("exchange-memory", 0)) if form is TO_MEASURE else 0
+        return Instruction(header.round, phase, sections, measured=str(values.get("measured", INPUTS)), memory=memory), values
     rate = float(values["learning-rate"]) if form is TO_TRAIN else 0.0
     return Instruction(header.round, phase, sections, rate), values
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
@@ -21,11 +21,12 @@ from torch import nn
 from fl_bn.conversion import convert
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.narrow import AS_THE_MODEL, check_payload
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import signature
-from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.client_app import HELLO as ASK_HELLO
@@ -34,6 +35,7 @@ from fl_bn.flower.messages import HELLO, OWN_METRICS
 from fl_bn.flower.messaging import send_and_receive
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.flower.versions import client_differs, greeting
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.wire import WireError, reason, shown
@@ -78,8 +80,9 @@ class OwnAppStrategy(Strategy):
 
     ``fraction_train``, ``fraction_evaluate`` (0 or 1), ``min_train_nodes`` and ``min_available_nodes`` as in Flower's ``FedAvg``. ``rate``:
     the learning rate by ``(round, rounds)``, which FBN's tracking follows; your clients learn theirs from ``train_config``. ``objective``:
-    the one that your ``training`` names (SCAFFOLD's control variates travel). ``exchange``: how FedTAN's is carried.
-    ``observer`` gets every round's record.
+    the one that your ``training`` names (SCAFFOLD's control variates travel). ``exchange``: how FedTAN's is carried. ``payload``:
+    the type in which weights travel while clients train, ``float32``, ``bfloat16`` or ``float16``.
+    ``callbacks`` are called after every round and at the end.
     """
 
     def __init__(
@@ -96,19 +99,21 @@ class OwnAppStrategy(Strategy):
         calibrate: int = AS_METHOD,
         unit_scale: bool = True,
         exchange: ExchangeSettings = ExchangeSettings(),  # noqa: B008 - frozen
+        payload: str = AS_THE_MODEL,
         optimizer: ServerOptimizer | None = None,
         defence: Defence = NO_DEFENCE,
         objective: Objective = PLAIN,
-        observer: Callable[[RoundRecord], None] = lambda record: None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         if fraction_evaluate not in (0, 1):
             raise ValueError(f"fraction_evaluate must be 0 or 1: all clients evaluate, or none, but got {fraction_evaluate}")
         self.model, self.method, self.fraction_train, self.evaluates = model, method, fraction_train, bool(fraction_evaluate)
         self.min_train_nodes, self.min_available_nodes, self.seed, self.rate = min_train_nodes, min_available_nodes, seed, rate
-        self.calibrate, self.unit_scale, self.exchange = calibrate, unit_scale, exchange
-        self.optimizer, self.defence, self.observer = optimizer, defence, observer
+        self.calibrate, self.unit_scale, self.exchange, self.payload = calibrate, unit_scale, exchange, payload
+        self.optimizer, self.defence, self.callbacks = optimizer, defence, callbacks
         self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
         check_composition(method, self._settings, robust=defence.active)
+        check_payload(payload, method)
         self._rounds: _Rounds | None = None
 
     @property
@@ -162,8 +167,9 @@ class OwnAppStrategy(Strategy):
             unit_scale=self.unit_scale,
             auxiliary=auxiliary(self._settings),
             exchange=self.exchange,
+            payload=self.payload,
         )
-        self._rounds = _Rounds(self.model, self.method, policy, optimizer=self.optimizer, defence=self.defence, observer=self.observer)
+        self._rounds = _Rounds(self.model, self.method, policy, optimizer=self.optimizer, defence=self.defence, callbacks=self.callbacks)
         self._rounds.evaluates = self.evaluates
         return self._rounds.start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
 
@@ -175,7 +181,7 @@ def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:
         if time.monotonic() > end:
             raise RunFailed(f"only {len(nodes)} of {least} nodes came within {timeout:.0f} s (min_available_nodes)")
         time.sleep(1.0)
-    (reply,) = send_and_receive(grid, [Message(RecordDict(), nodes[0], ASK_HELLO, ttl=timeout, group_id="0")], timeout) or (None,)
+    (reply,) = send_and_receive(grid, [Message(greeting(), nodes[0], ASK_HELLO, ttl=timeout, group_id="0")], timeout) or (None,)
     if reply is None:
         raise RunFailed(f"node {nodes[0]} did not say within {timeout:.0f} s who it is")
     if reply.has_error():
@@ -184,6 +190,8 @@ def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:
         said = HELLO.of_configs(reply.content)
     except WireError as error:
         raise RunFailed(f"node {nodes[0]} introduced itself in a way that cannot be read: {error}") from error
+    if other := client_differs(said["version"]):
+        raise RunFailed(f"client {said['client']} cannot take part: {other}")
     if said["signature"] != wanted:
         raise RunFailed(
             f"client {said['client']} has another model, method or version of fl-bn (signature {shown(said['signature'])}, here {wanted}): "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fl_bn.data.partition import Indices, Labels, similarity
+from fl_bn.extras import need
 
 if TYPE_CHECKING:
     SimilarityPartitioner = Any  # the class itself is made when it is first asked for
@@ -46,6 +47,7 @@ def __getattr__(name: str) -> Any:
 
 @lru_cache(maxsize=1)
 def _similarity_class() -> Any:
+    need("SimilarityPartitioner", "flwr_datasets")
     from flwr_datasets.partitioner import Partitioner  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     class SimilarityPartitioner(Partitioner):  # type: ignore[misc,unused-ignore]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fl_bn.federation.rounds import Rounds
@@ -16,6 +16,7 @@ from fl_bn.flower import client_app
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO
 from fl_bn.flower.messaging import PASSING, send_and_receive
+from fl_bn.flower.versions import client_differs, greeting
 from fl_bn.wire import WireError, reason, shown
 
 
@@ -53,12 +54,15 @@ class Population:
     """
 
     def __init__(self, grid: Grid, rounds: Rounds, signature: str, round: int = 1) -> None:
-        self.grid, self.rounds, self.signature, self.round = grid, rounds, signature, round
+        self.grid, self.rounds, self.signature, self.round, self.called = grid, rounds, signature, round, rounds.called
         self.clients: dict[int, Client] = {}
         self._claims: dict[int, Client] = {}  # by node: as it introduced itself, whether or not it serves that index
         self._first: dict[int, int] = {}  # index -> the node that served it first, since the start
         self._last: dict[int, int] = {}  # index -> the node that served it last
         self._rivals: dict[int, list[int]] = {}  # index -> the other nodes that claim it, as was said in the log
+        self._order: list[Client] = []  # those who are here, by index
+        self._online: frozenset[int] = frozenset()  # nodes at the last look, and what was wrong with them
+        self._problem = ""
         self._refused: set[int] = set()
         self._gone: set[int] = set()
         self._joined: set[int] = set()  # took part in a round, or were asked to
@@ -81,7 +85,7 @@ class Population:
                 told = here
                 log(logging.INFO, "waiting for clients: %d of %d are here", here, needed)
             if time.monotonic() > end:
-                missing = sorted(starting - set(self.clients))
+                missing = self.called.clients(sorted(starting - set(self.clients)))
                 keys = "`clients-at-start`" if self.rounds.at_start else "`clients`"
                 raise RunFailed(
                     f"only {here} of {needed} clients came within {wait:.0f} s (missing: {missing}). Start the "
@@ -91,7 +95,7 @@ class Population:
         self._joined = {client.index for client in self.everyone()}
         self._first = {client.index: client.node for client in self.clients.values()}
         if later := sorted(set(range(self.rounds.clients)) - self._joined):
-            log(logging.INFO, "starting with %d clients; clients %s may join later", here, later)
+            log(logging.INFO, "starting with %d clients; %s may join later", here, self.called.clients(later))
 
     def wait_for(self, least: int, round: int) -> None:
         """Give ``least`` clients ``wait`` seconds to come (back) before ``round``; say who joins in it."""
@@ -106,7 +110,7 @@ class Population:
         for client in self.everyone():
             if client.index not in self._joined:
                 self._joined.add(client.index)
-                log(logging.INFO, "client %s joins in round %s", client.index, round)
+                log(logging.INFO, "%s joins in round %s", self.called.client(client.index), round)
 
     def greet(self) -> str:
         """Ask every node not seen before who it is; forget clients whose node is gone.
@@ -114,20 +118,23 @@ class Population:
         Returns what is wrong with a node that could take part otherwise, and what to do: its data cannot be read, say, or two nodes
         claim one index. Empty: nothing.
         """
-        online = set(self.grid.get_node_ids())
+        online = frozenset(self.grid.get_node_ids())
+        if online == self._online and len(self._claims) + len(self._refused) == len(online):
+            return self._problem  # everyone is known already: a round must not cost by the size of the population
+        self._online = online
         if gone := sorted(i for i, c in self.clients.items() if c.node not in online):
-            log(logging.WARNING, "clients %s are offline", gone)
+            log(logging.WARNING, "offline: %s", self.called.clients(gone))
             self._gone |= set(gone)
         self._claims = {node: client for node, client in self._claims.items() if node in online}
         self._refused &= online
         new = online - set(self._claims) - self._refused
-        messages = [Message(RecordDict(), node, client_app.HELLO, ttl=self.rounds.timeout, group_id="0") for node in sorted(new)]
+        messages = [Message(greeting(), node, client_app.HELLO, ttl=self.rounds.timeout, group_id="0") for node in sorted(new)]
         patience, silent, problem = min(self.rounds.timeout, max(self.rounds.wait, 1.0)), set(new), ""
-        for reply in send_and_receive(self.grid, messages, patience):
+        for reply in send_and_receive(self.grid, messages, patience, called=self.called):
             node = reply.metadata.src_node_id
             silent -= {node} if node in new else new  # Flower's own errors do not say whose they are
             if node in self._claims:
-                log(logging.WARNING, "node %s introduced itself twice: what it said first counts", node)
+                log(logging.WARNING, "%s introduced itself twice: what it said first counts", self.called.node(node))
             elif reply.has_error():
                 if reply.error.code in PASSING:
                     log(
@@ -137,14 +144,16 @@ class Population:
                         reason(reply.error.reason),
                     )
                 else:
-                    problem = problem or f"node {node} cannot take part: {reason(reply.error.reason)}"
+                    problem = problem or f"{self.called.node(node)} cannot take part: {reason(reply.error.reason)}"
                     self._refuse(node, reason(reply.error.reason))
             else:
                 wrong = self._admit(node, reply)
                 problem = problem or wrong
         for node in silent if self._joined else ():  # before the start they are waited for
             self._refuse(node, f"it did not say within {patience:.0f} s who it is; it is asked again when it was offline")
-        return self._assign() or problem
+        self._problem = self._assign()
+        self._order = [self.clients[index] for index in sorted(self.clients)]
+        return self._problem or problem
 
     def _assign(self) -> str:
         """Let one of the nodes that claim an index serve it. Returns what is wrong where none can be preferred."""
@@ -158,15 +167,16 @@ class Population:
             holder = preferred[0] if preferred else None
             if holder is None:
                 problem = (
-                    f"nodes {' and '.join(map(str, nodes))} call themselves client {index}, so none of them takes part: give every "
-                    "SuperNode a partition-id of its own, and end those that are not that client"
+                    f"nodes {' and '.join(map(str, nodes))} call themselves {self.called.client(index)}, so none of them takes part: "
+                    "give every SuperNode a partition-id of its own, and end those that are not that client"
                 )
             else:
                 self._serve(self._claims[holder])
             rivals = [node for node in nodes if node != holder]
             if rivals != self._rivals.get(index, []):
                 for rival in rivals if holder is not None else ():
-                    log(logging.WARNING, "node %s refused: client %s is already served by node %s", rival, index, holder)
+                    who = self.called.client(index)
+                    log(logging.WARNING, "node %s refused: %s is already served by node %s", rival, who, holder)
                 if holder is None:
                     log(logging.WARNING, "%s", problem)
             self._rivals[index] = rivals
@@ -180,15 +190,15 @@ class Population:
             if client.node not in (last, self._first[index]):
                 log(
                     logging.WARNING,
-                    "client %s is now served by node %s, and was by node %s: if that is not the same client, restarted, stop the run",
-                    index,
+                    "%s is now served by node %s, and was by node %s: if that is not the same client, restarted, stop the run",
+                    self.called.client(index),
                     client.node,
                     last,
                 )
         self._last[index] = client.node
         if index in self._gone:
             self._gone.discard(index)
-            log(logging.INFO, "client %s is back", index)
+            log(logging.INFO, "%s is back", self.called.client(index))
 
     def _admit(self, node: int, reply: Message) -> str:
         """Note whom the node claims to be, or refuse it. Returns what to do where the whole run may have been set up wrongly."""
@@ -198,8 +208,11 @@ class Population:
             self._refuse(node, f"its introduction cannot be read ({error})")
             return ""
         index, clients, expected = said["client"], said["clients"], self.rounds.clients
+        if other := client_differs(said["version"]):
+            self._refuse(node, other)
+            return f"{self.called.node(node)} cannot take part: {other}"
         if clients != expected:
-            other = f"the run is for {expected} clients, but node {node} counts {clients}"
+            other = f"the run is for {expected} clients, but {self.called.node(node)} counts {clients}"
             self._refuse(node, other)
             return (
                 f"{other}: set `clients` and the number of SuperNodes alike, e.g. "
@@ -210,21 +223,21 @@ class Population:
         elif said["signature"] != self.signature:
             self._refuse(
                 node,
-                f"client {index} has another model, method or version of fl-bn ({shown(said['signature'])}, here {self.signature}; "
-                "a strategy takes the model as it is, a client convert(model, method))",
+                f"{self.called.client(index)} has another model, method or version of fl-bn ({shown(said['signature'])}, here "
+                f"{self.signature}; a strategy takes the model as it is, a client convert(model, method))",
             )
         elif self.rounds.nodes and self.rounds.nodes[index] != node:
-            theirs = f"client {self.rounds.nodes.index(node)}'s" if node in self.rounds.nodes else "no client's"
-            other = f"it calls itself client {index}, but its key is {theirs}: correct its partition-id"
+            theirs = f"{self.called.client(self.rounds.nodes.index(node))}'s" if node in self.rounds.nodes else "no client's"
+            other = f"it calls itself {self.called.client(index)}, but its key is {theirs}: correct its partition-id"
             self._refuse(node, other)
-            return f"node {node} cannot take part: {other}"
+            return f"{self.called.node(node)} cannot take part: {other}"
         else:
             self._claims[node] = Client(index, node, said["samples"], said["label-counts"])
         return ""
 
     def _refuse(self, node: int, reason: str) -> None:
         self._refused.add(node)
-        log(logging.WARNING, "node %s refused: %s", node, reason)
+        log(logging.WARNING, "%s refused: %s", self.called.node(node), reason)
 
     def cohort(self, fraction: float, seed: int, round: int, least: int = 1) -> list[Client]:
         """The clients of ``round``, by index, ``least`` or more if there are: the same for the same seed, whatever the node ids."""
@@ -235,7 +248,8 @@ class Population:
 
     def everyone(self) -> list[Client]:
         """Those who are here and whose round has come, by index."""
-        return [self.clients[index] for index in sorted(self.clients) if self.rounds.joining.get(index, 1) <= self.round]
+        joining = self.rounds.joining
+        return [client for client in self._order if joining.get(client.index, 1) <= self.round] if joining else list(self._order)
 
 
 def round_half_up(x: float) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
+from fl_bn.called import UNNAMED, Called
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.federation.values import Reply
@@ -24,9 +25,14 @@ class Recovery:
     there are the results); it returns the oldest round that the run can still go back to."""
 
     def __init__(
-        self, name: str, every: int = 0, store: Callable[[Checkpoint], int] | None = None, accountant: Accountant | None = None
+        self,
+        name: str,
+        every: int = 0,
+        store: Callable[[Checkpoint], int] | None = None,
+        accountant: Accountant | None = None,
+        called: Called = UNNAMED,
     ) -> None:
-        self.run_id, self._accountant = RunId.new(name), accountant
+        self.run_id, self._accountant, self._called = RunId.new(name), accountant, called
         self._every, self._store = every if store else 0, store
         self._kept: dict[int, int] = {}  # the round in which each client last kept tensors of its own
         self._counted: dict[int, int] = {}  # the last round in which its reply changed anything
@@ -93,9 +99,9 @@ class Recovery:
                 lost = "the later ones were lost with its process or disk (state-dir in the node config keeps them in files)"
                 log(
                     logging.WARNING,
-                    "round %s: client %s kept tensors in round %s, but started from %s: %s",
+                    "round %s: %s kept tensors in round %s, but started from %s: %s",
                     round,
-                    index,
+                    self._called.client(index),
                     known,
                     came,
                     lost,

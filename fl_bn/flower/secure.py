@@ -21,6 +21,7 @@ from flwr.server import LegacyContext
 from flwr.server.strategy import FedAvg
 from flwr.serverapp import Grid
 
+from fl_bn.called import UNNAMED, Called
 from fl_bn.flower.codec import Header
 from fl_bn.flower.compat import GridClientProxy, Stage, parameters_to_arrayrecord
 from fl_bn.flower.masks import server_half
@@ -117,20 +118,21 @@ def secure_sum(
     layers: Iterable[str] = (),
     max_steps: int = 0,
     whole: Callable[[np.ndarray], bool] = lambda mean: True,
+    called: Called = UNNAMED,
 ) -> Sum:
     """Sum the cohort's vectors (``size``,) without seeing any.
 
     ``messages``: the plain instruction of each client, with a ``config`` record. ``least``: the fewest clients that may be in the sum.
     ``weighted``: whether updates, and statistics, weigh by samples; ``statistics_by_passes``: or statistics by all samples that passed.
     ``layers``: whose activations are counted; ``max_steps`` that a client may plan. ``whole``: whether a mean can be one, so that all
-    masks are gone.
+    masks are gone. ``called``: what the log calls clients and nodes.
 
     Raises:
         SumFailed: too few clients came, answered in time, or kept the shares of the others.
     """
     by_node = {client.node: client for client in cohort}
     instructions = {m.metadata.dst_node_id: m for m in messages}
-    stages = Stages(grid, header, by_node, instructions, timeout, size, frozenset(layers), max_steps)
+    stages = Stages(grid, header, by_node, instructions, timeout, size, frozenset(layers), max_steps, called=called)
     nodes = sorted(by_node, key=lambda node: by_node[node].index)
     while True:
         if len(nodes) < max(least, LEAST):

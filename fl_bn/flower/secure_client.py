@@ -19,6 +19,7 @@ from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 
 from fl_bn.data.batches import ClientTooSmall, draw_batches
 from fl_bn.federation import schema
+from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES
@@ -198,6 +199,8 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
     """The plain reply as Flower's mod wants it: one vector, weight 1, and the counts."""
     client, plan = build(context), plan_of(build(context), message)
     received, header = from_records(message.content)
+    if header.payload != AS_THE_MODEL:
+        raise Insecure(f"SecAgg+ masks whole numbers of full length, but the server asks for weights as {header.payload}")
     reference = references(to_tensors(received.pop(REFERENCE, received.get("statistics", {}))))
     message.content.pop(REFERENCE, None)  # not for the handler: the model keeps the statistics that came with its weights
     phase, config = Phase(header.phase), SECURE.of_configs(message.content)

@@ -8,20 +8,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.payload import Sections, tensor_name, to_tensors
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.server import Server, enter
 from fl_bn.federation.shared_model import NotFinite
 from fl_bn.federation.values import Reply
 from fl_bn.flower import sums
-from fl_bn.flower.codec import from_records, header_of, tensors_of
+from fl_bn.flower.codec import from_records, header_of, tensors_of, to_record
 from fl_bn.flower.log import log
 from fl_bn.flower.messaging import copy_of
 from fl_bn.flower.population import Client, round_half_up
@@ -47,6 +48,8 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
         )
     if Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
         raise ValueError(f"{method.name} exchanges moments layer by layer in the clear: secure aggregation does not cover that")
+    if rounds.payload != AS_THE_MODEL:
+        raise ValueError(f"secure aggregation adds masked whole numbers, which cannot be rounded: set payload-dtype to {AS_THE_MODEL}")
     if rounds.auxiliary:
         raise ValueError(
             f"{', '.join(c.section for c in rounds.auxiliary)} would travel beside the weights in the clear: secure aggregation sums "
@@ -120,13 +123,13 @@ class SecureRounds:
         except (SumFailed, WireError) as error:
             self._say(error)
             refused = getattr(error, "refused", {})
-            enter(record, who, [], {index: refused.get(index, str(error)) for index in who})
+            enter(record, who, [], {index: refused.get(index, str(error)) for index in who}, called=self.rounds.called)
             log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
             return False, []
         limit = self.settings.clipping_range
         loss = float(average["loss"]["loss"][0]) * LOSS_RANGE / limit if "loss" in average else float("nan")
         parts = [_entry(part, loss, total.mean.size) for part in total.parts]
-        enter(record, who, parts, total.refused)
+        enter(record, who, parts, total.refused, called=self.rounds.called)
         self._report_cut(record.round, total, average)
         before, after = shared.statistics(), self._combined(total, moments, server.pace())
         sent, _ = from_records(messages[0].content)
@@ -174,6 +177,7 @@ class SecureRounds:
             layers={name.rpartition(".")[0] for name in shapes.get("moments", {})},
             max_steps=self.rounds.max_steps if trains else 0,
             whole=self._unmasked(shapes),
+            called=self.rounds.called,
         )
         self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts])
         average = from_vector(total.mean, shapes)
@@ -248,7 +252,7 @@ class SecureRounds:
 
     def _say(self, error: Exception) -> None:
         for index, reason in sorted(getattr(error, "refused", {}).items()):
-            log(logging.WARNING, "client %s is not in the sum: %s", index, reason)
+            log(logging.WARNING, "%s is not in the sum: %s", self.rounds.called.client(index), reason)
 
 
 def _entry(part: Summand, loss: float, size: int) -> Reply:
@@ -282,4 +286,4 @@ def _arrays(moments: Mapping[str, Moments], reference: Mapping[str, Running]) ->
     named = {
         tensor_name(k, key): getattr(r, key.removeprefix("running_")) for k, r in found.items() for key in ("running_mean", "running_var")
     }
-    return ArrayRecord({name: Array(tensor.float().numpy()) for name, tensor in named.items()})
+    return to_record({name: tensor.float().numpy() for name, tensor in named.items()})

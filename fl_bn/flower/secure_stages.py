@@ -21,6 +21,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 from flwr.serverapp import Grid
 
+from fl_bn.called import UNNAMED, Called
 from fl_bn.flower.codec import LONGEST_HEAD, Header, array_from, header_from
 from fl_bn.flower.compat import Key, Stage, fitres_to_recorddict
 from fl_bn.flower.log import log
@@ -40,7 +41,7 @@ class Stages:
     is found here: Flower's stages see checked values alone.
 
     ``layers``: whose activations a client counts; ``max_steps`` that it may plan, 0: unknown. ``shares``: the replies of the last stage,
-    of which ``without`` withholds one.
+    of which ``without`` withholds one. ``called``: what the log calls clients and nodes.
     """
 
     grid: Grid
@@ -58,6 +59,7 @@ class Stages:
     complaints: set[frozenset[int]] = field(default_factory=set)
     shares: dict[int, Message] = field(default_factory=dict)  # replies of the last stage
     without: int = -1
+    called: Called = UNNAMED
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Replies for Flower's stages. Each holds what this file has checked and put together, and nothing else of what came."""
@@ -68,7 +70,7 @@ class Stages:
         asked = {m.metadata.dst_node_id: dict(m.content.config_records[RECORD_KEY_CONFIGS]) for m in sent}
         checked = dict[int, RecordDict]()
         replies = dict[int, Message]()
-        for reply in send_and_receive(self.grid, sent, self.timeout):
+        for reply in send_and_receive(self.grid, sent, self.timeout, called=self.called):
             node = next((m.metadata.dst_node_id for m in sent if m.metadata.message_id == reply.metadata.reply_to_message_id), None)
             if node is None or node in replies:
                 continue
@@ -93,7 +95,7 @@ class Stages:
     def refuse(self, node: int, why: str, stage: str) -> None:
         client = self.clients[node].index
         if stage == Stage.UNMASK:
-            log(logging.WARNING, "client %s's shares are not used: %s", client, why)
+            log(logging.WARNING, "%s's shares are not used: %s", self.called.client(client), why)
         self.refused.setdefault(client, why)
 
     def _ours(self, message: Message) -> Message:

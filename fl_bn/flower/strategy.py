@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -12,7 +13,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
+from fl_bn.federation.callbacks import Callback, Callbacks
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
+from fl_bn.federation.narrow import EXACT, Overflow
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Exchanged, Measured, Passes, TooFewMeasured
 from fl_bn.federation.payload import Payload, to_numpy
@@ -20,21 +23,22 @@ from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.server import Arrived, Server
-from fl_bn.federation.values import Instruction
+from fl_bn.federation.values import Instruction, Reply
 from fl_bn.flower.adversary import corrupt
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.client_app import STATISTICS
 from fl_bn.flower.codec import arrays_of, header_for, tensors_of, to_records
+from fl_bn.flower.compat import simulated
 from fl_bn.flower.disclosure import DisclosureReport
 from fl_bn.flower.evaluation import evaluation_at_clients
-from fl_bn.flower.exchanges import Exchanges
-from fl_bn.flower.log import log
+from fl_bn.flower.exchanges import BY_PASSES, Exchanges
+from fl_bn.flower.log import log, say_round
 from fl_bn.flower.messages import REPLIED, TRAINED
-from fl_bn.flower.messaging import send_and_receive
-from fl_bn.flower.normalisation import describe_round, say_layers, watch
+from fl_bn.flower.messaging import receive, send_and_receive
+from fl_bn.flower.normalisation import describe_round, in_short, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.recovery import Recovery
-from fl_bn.flower.replies import read_replies
+from fl_bn.flower.replies import Reading, read_replies
 from fl_bn.flower.unseen import average_kept
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
@@ -52,9 +56,10 @@ class BatchNormStrategy(Strategy):
     """Trains ``model`` by ``method`` over the clients of a grid.
 
     ``model`` is any torch network, unconverted; its tensors are the start of the run. ``optimizer`` steps on the pseudo-gradient of
-    the shared weights (default: the average itself). ``observer`` gets every ``RoundRecord``; ``evaluate`` maps the global model to
-    metrics. ``save_clients``: name of the run's folder, in which clients with models of their own save them at the end, none if empty.
-    ``keep_checkpoint`` stores a ``Checkpoint`` and returns the oldest round that the run can still go back to. ``secure``: SecAgg+.
+    the shared weights (default: the average itself). ``callbacks`` are called after every round and at the end; ``evaluate`` maps the
+    global model to metrics. ``save_clients``: name of the run's folder, in which clients with models of their own save them at the end,
+    none if empty. ``keep_checkpoint`` stores a ``Checkpoint`` and returns the oldest round that the run can still go back to.
+    ``secure``: SecAgg+.
     ``defence``: robust rules for statistics and updates, against how many Byzantine clients; the statistics' rule serves the layer-wise
     exchange (FedTAN), too. ``task``: whose metrics clients with models of their own evaluate, and the log shows.
 
@@ -69,7 +74,7 @@ class BatchNormStrategy(Strategy):
         *,
         optimizer: ServerOptimizer | None = None,
         evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
-        observer: Callable[[RoundRecord], None] = lambda record: None,
+        callbacks: Sequence[Callback] = (),
         save_clients: str = "",
         defence: Defence = NO_DEFENCE,
         keep_checkpoint: Callable[[Checkpoint], int] | None = None,
@@ -77,18 +82,20 @@ class BatchNormStrategy(Strategy):
         task: Task = CLASSIFICATION,
     ) -> None:
         self.server = Server(model, method, rounds, optimizer=optimizer, defence=defence)
-        self.method, self.rounds, self.observer, self.evaluate, self.save_clients = method, rounds, observer, evaluate, save_clients
+        self.method, self.rounds, self.evaluate, self.save_clients = method, rounds, evaluate, save_clients
+        self.callbacks = Callbacks(callbacks)
         self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
         self.task = task
         self.population: Population | None = None
         self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
+        self._rounding = EXACT  # of the messages sent last
         self.defence, self.at_clients = defence, method.personal or rounds.at_clients
-        self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active)
-        self.disclosures = DisclosureReport(self.shared.model, method)
+        self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active, rounds.called)
+        self.disclosures = DisclosureReport(self.shared.model, method, rounds.called)
         self.secure = None if secure is None else self._secure_rounds(secure)
         accountant = None if self.secure is None else self.secure.accountant
-        self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint, accountant)
-        self.statistics = Passes(self.server, self._measured, private=accountant is not None)
+        self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint, accountant, rounds.called)
+        self.statistics = Passes(self.server, self._measured, accountant is not None, self._measured_layer_by_layer)
 
     @property
     def record(self) -> RoundRecord:
@@ -104,7 +111,8 @@ class BatchNormStrategy(Strategy):
         self._clients(grid).wait_for(self.rounds.min_cohort, server_round)
         self.cohort = self._clients(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round, self.rounds.min_cohort)
         if owing := self.exchanges.owing(grid):
-            log(logging.WARNING, "round %s: clients %s are left out until they answer an earlier round", server_round, sorted(owing))
+            who = self.rounds.called.clients(sorted(owing))
+            log(logging.WARNING, "round %s: left out until an earlier round is answered: %s", server_round, who)
             self.cohort = [client for client in self.cohort if client.index not in owing]
         messages = self._messages("train", asked, self.cohort, {**config, "learning-rate": asked.learning_rate})
         return self.recovery.tell(messages, self.cohort)
@@ -112,19 +120,37 @@ class BatchNormStrategy(Strategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Read the replies, and leave the rest to the server's half of the round. ``(None, None)`` if too few were usable."""
         phase = Phase(self.record.phase)
-        expected, header = self.server.expected(phase), header_for(self.shared, server_round, phase)
-        replies, limit = self._overheard(replies), self.rounds.max_steps
-        parts, refused, wrong = read_replies(replies, self.cohort, expected, header, TRAINED, self._sent, limit)
-        exchange, messages = (self.exchanges.session, self.exchanges.messages) if phase is Phase.EXCHANGE else (None, 1)
-        cohort = [client.index for client in self.cohort]
-        done = self.server.conclude(Arrived(cohort, parts, refused, wrong, exchange, self.exchanges.carrier, messages))
-        counted = [part for part in parts if part.client in {c.client for c in self.record.accepted}]
+        expected, header = self.server.expected(phase), header_for(self.shared, server_round, phase, self.rounds.payload)
+        reading = Reading(self.cohort, expected, header, TRAINED, self._sent, self.rounds.max_steps, self.server.rounding)
+        came = self._taken_in(self._overheard(replies), reading)
+        if phase is Phase.EXCHANGE:
+            came.exchange, came.messages = self.exchanges.session, self.exchanges.messages
+        done = self.server.conclude(came)
+        counted = [part for part in came.parts if part.client in {c.client for c in self.record.accepted}]
         self.recovery.check(server_round, counted)
         if not done:
             return None, None
         self.recovery.count(server_round, counted)
         samples = sum(client.samples for client in self.record.accepted)
         return arrays_of(self.shared.tensors()), MetricRecord({"loss": self.record.loss, "samples": samples})
+
+    def _taken_in(self, replies: Iterable[Message], reading: Reading) -> Arrived:
+        """Replies to train messages, read; where they are not needed all at once, each is added to the average as it comes, and freed."""
+        who = [client.index for client in self.cohort]
+        if (intake := self.server.intake({client.index: client.samples for client in self.cohort})) is None:
+            parts, refused, wrong = read_replies(replies, reading)
+            return Arrived(who, parts, refused, wrong, carrier=self.exchanges.carrier)
+        for message in replies:
+            found = reading.read(message)
+            del message  # while the next one is waited for
+            if isinstance(found, Reply):
+                intake.take(found)
+            elif found is not None:
+                intake.leave_out(found)
+            del found
+        reading.end()
+        parts, folded = intake.end()
+        return Arrived(who, parts, reading.refused, reading.wrong, folded=folded)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One evaluate message per client, where clients have models, or test data, of their own; none otherwise."""
@@ -140,7 +166,7 @@ class BatchNormStrategy(Strategy):
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
-        return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent, self.task)
+        return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent, self.task, self.rounds.called)
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
         from fl_bn.flower.secure_rounds import SecureRounds  # only now: a plain run does without SecAgg+
@@ -174,6 +200,10 @@ class BatchNormStrategy(Strategy):
         Raises:
             RunFailed: clients are missing at the start, too many rounds in a row failed, or there is nothing to measure.
         """
+        if simulated():
+            from fl_bn.flower import lost_actors  # imports Ray
+
+            lost_actors.repair()
         self.server.rounds, self.population = num_rounds, None
         if num_rounds == 0 and (reason := why_not(self.shared.model, self.method) or ("" if self.statistics.calibration(0) else NOTHING)):
             raise RunFailed(reason)
@@ -185,9 +215,14 @@ class BatchNormStrategy(Strategy):
             arrays = arrays_of(self.shared.tensors())
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         try:
-            return self._rounds(grid, arrays, timeout, *configs, evaluate_fn, resume)
-        finally:
+            result = self._rounds(grid, arrays, timeout, *configs, evaluate_fn, resume)
+        except BaseException as error:
             self.exchanges.stop()
+            self.callbacks.on_end(error)
+            raise
+        self.exchanges.stop()
+        self.callbacks.on_end(None)
+        return result
 
     def _rounds(
         self,
@@ -223,7 +258,8 @@ class BatchNormStrategy(Strategy):
             elif Phase(self.record.phase) is Phase.EXCHANGE:
                 new, metrics = self.aggregate_train(server_round, self.exchanges.round(grid, self.cohort, messages, timeout))
             else:
-                new, metrics = self.aggregate_train(server_round, send_and_receive(grid, messages, timeout, self.rounds.retry))
+                replies = receive(grid, messages, timeout, self.rounds.retry, called=self.rounds.called)
+                new, metrics = self.aggregate_train(server_round, replies)
             if new is not None and metrics is not None:
                 arrays, failed, result.train_metrics_clientapp[server_round] = new, 0, metrics
             else:
@@ -249,7 +285,8 @@ class BatchNormStrategy(Strategy):
         self, server_round: int, result: Result, config: ConfigRecord, evaluate_fn: EvaluateFn | None, grid: Grid, timeout: float
     ) -> None:
         arrays = result.arrays
-        replies = send_and_receive(grid, self.configure_evaluate(server_round, arrays, config, grid), timeout, self.rounds.retry)
+        asked = self.configure_evaluate(server_round, arrays, config, grid)
+        replies = send_and_receive(grid, asked, timeout, self.rounds.retry, self.rounds.called)
         if (at_clients := self.aggregate_evaluate(server_round, replies)) is not None:
             result.evaluate_metrics_clientapp[server_round] = at_clients
             self.record.evaluation = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
@@ -278,9 +315,39 @@ class BatchNormStrategy(Strategy):
         if self.secure is not None:
             parts, refused = self.secure.measure(grid, sent, everyone, self._timeout)
             return Exchanged(who, parts, refused, len(parts))
-        replies = self._overheard(send_and_receive(grid, sent, self._timeout, self.rounds.retry))
+        replies = self._overheard(send_and_receive(grid, sent, self._timeout, self.rounds.retry, self.rounds.called))
+        return self._stored(asked, who, *self._reports(replies, asked, everyone, sent))
+
+    def _measured_layer_by_layer(self, asked: Instruction) -> Exchanged | None:
+        """The same by one message and an exchange per layer; None where not everyone who has data took part to the end."""
+        assert self.population is not None
+        if self.secure is not None or self.method.adversary is not None or self.rounds.recalibration == "passes":
+            return None
+        grid, exchanges, everyone = self.population.grid, self.exchanges, self.population.everyone()
+        clients = [client for client in everyone if client.samples > 0]
+        sent = self._messages(STATISTICS, asked, clients, {"measured": asked.measured}, steps=1 + len(self.shared.layers))
+        tries = self.rounds.recalibration == "exchange"
+        replies, carrier = exchanges.measure(grid, clients, sent, self._timeout, self.rounds.memory, tries)
+        if not carrier:
+            return None
+        parts, refused, wrong = self._reports(self._overheard(replies, without_training=True), asked, clients, sent)
+        missing = refused | {c.index: "it sat the exchange out" for c in clients if c.index not in exchanges.session.taking_part}
+        if missing:
+            index, reason = next(iter(sorted(missing.items())))
+            log(logging.WARNING, "the exchange layer by layer went without %s: %s. %s", self.rounds.called.client(index), reason, BY_PASSES)
+            return None
+        empty = {client.index: "it has no samples" for client in everyone if client not in clients}
+        done = self._stored(asked, [client.index for client in everyone], parts, empty, wrong)
+        return replace(done, session=exchanges.session, carrier=carrier)
+
+    def _reports(
+        self, replies: Iterable[Message], asked: Instruction, clients: Sequence[Client], sent: Sequence[Message]
+    ) -> tuple[list[Reply], dict[int, str], set[int]]:
         header = header_for(self.shared, asked.round, asked.phase)
-        parts, refused, wrong = read_replies(replies, everyone, self.server.expected(asked.phase), header, REPLIED, sent)
+        return read_replies(replies, Reading(clients, self.server.expected(asked.phase), header, REPLIED, sent))
+
+    def _stored(self, asked: Instruction, who: Sequence[int], parts: list[Reply], refused: dict[int, str], wrong: set[int]) -> Exchanged:
+        """After the statistics of ``parts`` were stored, or too few came."""
         try:
             parts, overflowing = self.server.measured(parts, len(wrong))
         except TooFew as error:
@@ -298,25 +365,40 @@ class BatchNormStrategy(Strategy):
         samples = sum(part.samples for part in parts)
         return arrays_of(self.shared.tensors()), MetricRecord({"loss": parts[0].loss, "samples": samples})
 
-    def _messages(self, kind: str, asked: Instruction, clients: Sequence[Client], config: Mapping[str, Any]) -> list[Message]:
-        self._down = {section: to_numpy(tensors) for section, tensors in asked.sections.items()}
-        content = to_records(self._down, header_for(self.shared, asked.round, asked.phase))
+    def _messages(
+        self, kind: str, asked: Instruction, clients: Sequence[Client], config: Mapping[str, Any], steps: int = 1
+    ) -> list[Message]:
+        """One per client. ``steps``: parts of the answer, each of which has the round's timeout.
+
+        Raises:
+            RunFailed: the weights do not fit the type in which they are to travel.
+        """
+        self._rounding = self.server.rounding if kind == "train" else EXACT
+        try:
+            self._down = self._rounding.narrow({section: to_numpy(tensors) for section, tensors in asked.sections.items()})
+        except Overflow as error:
+            raise RunFailed(str(error)) from error
+        content = to_records(self._down, header_for(self.shared, asked.round, asked.phase, self._rounding.dtype))
         content["config"] = ConfigRecord({**config, **self.recovery.run_id.to_config()})
-        group, ttl = str(asked.round), self.rounds.timeout
+        group, ttl = str(asked.round), self.rounds.timeout * steps
         self._sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
         return self._sent
 
-    def _overheard(self, replies: Iterable[Message]) -> list[Message]:
-        """The replies, noted, and then rewritten where the method's adversary has Byzantine clients."""
-        replies, clients = list(replies), self.cohort if self.population is None else self.population.everyone()
-        self.disclosures.note(replies, clients, self.exchanges.session, self.record.round)
-        if self.method.adversary is not None:
-            momentum = {name: layer.momentum for name, layer in self.shared.layers.items()}
-            corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self._down, momentum)
+    def _overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Message]:
+        """The replies, noted, and then rewritten where the method's adversary has Byzantine clients, which know all the others'."""
+        clients = self.cohort if self.population is None else self.population.everyone()
+        noted = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)
+        if self.method.adversary is None or self.method.adversary.flips_labels:
+            return noted
+        replies = list(noted)
+        momentum = {name: layer.momentum for name, layer in self.shared.layers.items()}
+        corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self._down, momentum, self._rounding)
         return replies
 
     def _tell(self) -> None:
-        log(logging.INFO, "%s", describe_round(self.record, self.server.rounds, self.method, self.shared.model, self.task))
+        said = self.record, self.server.rounds, self.task
+        called = self.rounds.called
+        say_round(in_short(*said, called), describe_round(*said, self.method, self.shared.model, called))
         for warning in watch(self.record):
             log(logging.WARNING, "%s", warning)
-        self.observer(self.disclosures.enter(self.record))
+        self.callbacks.on_round(self.disclosures.enter(self.record), self.server.rounds)

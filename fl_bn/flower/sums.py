@@ -93,9 +93,7 @@ def references(tensors: Named) -> dict[str, Running]:
     return {k: Running(tensors[tensor_name(k, "running_mean")], tensors[tensor_name(k, "running_var")]) for k in layers}
 
 
-def additive(
-    reply: Sections, weights: Named, reference: Mapping[str, Running], limit: float
-) -> tuple[Sections, dict[str, int]]:
+def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], limit: float) -> tuple[Sections, dict[str, int]]:
     """A client's reply as deviations from the ``weights`` that went down and from ``reference``, float64, by section of ``layout``; and
     how many channels' statistics were cut to fit a quantiser of ``[-limit, limit]``, by layer.
 
@@ -118,9 +116,7 @@ def additive(
     return parts, cut
 
 
-def _statistics(
-    section: str, tensors: Named, reference: Mapping[str, Running], limit: float, cut: dict[str, int]
-) -> dict[str, Tensor]:
+def _statistics(section: str, tensors: Named, reference: Mapping[str, Running], limit: float, cut: dict[str, int]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if section == "moments":
         for layer, moments in decode_moments(tensors).items():

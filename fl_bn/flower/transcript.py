@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.exchange.call import Answer, Key, Local, Quantity
 from fl_bn.federation.payload import Payload
-from fl_bn.flower.codec import Header, from_records
+from fl_bn.flower.codec import Header, from_records, to_record
 from fl_bn.flower.fields import NAME
 from fl_bn.flower.messages import REQUESTED
 from fl_bn.wire import WireError, reason, said
@@ -28,7 +28,7 @@ def attach(content: RecordDict, transcript: Transcript) -> int:
     """Put ``transcript`` into a train message; returns the bytes of its values."""
     arrays = [answer.values.numpy() for _, answer in transcript]
     keys = [[key.layer, key.quantity.value, key.call, answer.count, answer.batch] for key, answer in transcript]
-    content[TRANSCRIPT] = ArrayRecord({str(i): Array(array) for i, array in enumerate(arrays)})
+    content[TRANSCRIPT] = to_record({str(i): array for i, array in enumerate(arrays)})
     content["config"] = ConfigRecord({**content.config_records["config"], "exchange": "replay", TRANSCRIPT: json.dumps(keys)})
     return sum(array.nbytes for array in arrays)
 

@@ -20,7 +20,7 @@ from fl_bn.flower.log import log
 from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.messaging import send_and_receive
 from fl_bn.flower.population import Population
-from fl_bn.flower.replies import read_replies
+from fl_bn.flower.replies import Reading, read_replies
 from fl_bn.flower.run_id import RunId
 from fl_bn.methods import Phase
 
@@ -31,7 +31,7 @@ def average_kept(
     round: int,
     rounds: Rounds,
     run_id: RunId,
-    overheard: Callable[[Iterable[Message]], list[Message]],
+    overheard: Callable[[Iterable[Message]], Iterable[Message]],
 ) -> dict[str, Tensor]:
     """The uniform average of what all clients keep, by state_dict name; empty if nobody answered."""
     everyone, header = population.everyone(), header_for(shared, round, Phase.MEASURE)
@@ -39,10 +39,10 @@ def average_kept(
     content, group = to_records({}, header), str(header.round)
     content["config"] = ConfigRecord(dict(run_id.to_config()))
     sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=rounds.timeout, group_id=group) for c in everyone]
-    replies = send_and_receive(population.grid, sent, rounds.timeout, rounds.retry)
-    parts, refused, _ = read_replies(overheard(replies), everyone, expected, header, REPLIED, sent)
+    replies = send_and_receive(population.grid, sent, rounds.timeout, rounds.retry, rounds.called)
+    parts, refused, _ = read_replies(overheard(replies), Reading(everyone, expected, header, REPLIED, sent))
     for index, reason in refused.items():
-        log(logging.WARNING, "client %s's layers are not in the average for unseen clients: %s", index, reason)
+        log(logging.WARNING, "%s's layers are not in the average for unseen clients: %s", rounds.called.client(index), reason)
     tensors = [part.sections[KEPT] for part in parts]
     if not tensors:
         return {}

@@ -6,6 +6,9 @@ Forward, every BatchNorm layer normalises with the moments of the cohort's batch
 moments are averaged over the cohort (Algorithm 3). Both are one call, ``exchange(key, local, count)``. Averaged over the cohort by
 batch sizes, the models after that step are the centralised one; steps 2, 3, ... use each client's own batches.
 
+Where all clients of the cohort are rows of one batched program (``OneProgram``), there is nothing to exchange: the moments are means over
+the rows, and the gradients of the sum of the clients' losses are Algorithm 3's.
+
 Two schedules with equal results: ``paper`` exchanges means, then variances about the common mean, then gradients (3L for L layers);
 ``merged`` sends mean and variance together, and the spread of the means is added by the law of total variance (2L).
 
@@ -36,11 +39,41 @@ from fl_bn.options import Options, option, takes
 SCHEDULES = ("merged", "paper")
 
 
+@dataclass(frozen=True)
+class OneProgram:
+    """In the place of an exchange: the ``clients`` of the cohort are the rows of one ``torch.func.vmap``, with batches of one size."""
+
+    clients: int
+
+    def close(self, error: str = "") -> None:
+        """There is nobody to leave."""
+
+
+class OverRows(torch.autograd.Function):
+    """The mean of ``x`` over all rows of a ``torch.func.vmap``; differentiable."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        pass
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return grad
+
+    @staticmethod
+    def vmap(info, in_dims, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        return x.mean(in_dims[0]), None  # autograd sees this mean: nothing of ``backward`` is used
+
+
 class CohortBatchNorm(_SharedNorm):
     """BatchNorm over the union of the cohort's batches while an exchange is there; over the own batch otherwise, as torch's."""
 
     schedule, share_gradients = "merged", True
-    exchange: Exchange | None = None
+    exchange: Exchange | OneProgram | None = None
     name, calls = "", 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,6 +82,8 @@ class CohortBatchNorm(_SharedNorm):
             return self.normalise_shared(x)
         if self.exchange is None:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps)
+        if isinstance(self.exchange, OneProgram):
+            return self._normalise_together(x, self.exchange.clients)
         call, self.calls = self.calls, self.calls + 1
         moments = self._moments(x.detach(), call, self.exchange)
         mean_C, var_C = moments.values.to(x.device).chunk(2)
@@ -58,6 +93,24 @@ class CohortBatchNorm(_SharedNorm):
         key = Key(self.name, Quantity.GRADIENTS, call)
         exchange = self.exchange if self.share_gradients else None
         return _Normalise.apply(x, self.weight, self.bias, mean_C, var_C, self.eps, key, exchange, moments)  # type: ignore[no-any-return]
+
+    def _normalise_together(self, x: Tensor, clients: int) -> Tensor:
+        """``x``: one row's batch, as large as every other's."""
+        mean_C, var_C = channel_moments(x)
+        common_C = OverRows.apply(mean_C)
+        about_C = var_C + (mean_C - common_C).square()
+        common_var_C = OverRows.apply(about_C)
+        if not self.share_gradients:  # the cohort's values, of which each client sees the derivatives by its own batch
+            about_C = var_C + (mean_C - common_C.detach()).square()
+            common_C, common_var_C = (own + (value - own).detach() for own, value in ((mean_C, common_C), (about_C, common_var_C)))
+        with torch.no_grad():
+            count = clients * (x.numel() // x.shape[1])
+            for running, new in ((self.running_mean, common_C), (self.running_var, common_var_C * (count / max(count - 1, 1)))):
+                running.mul_(1 - self.momentum).add_(new.to(running.dtype), alpha=self.momentum)  # lerp_ is slow under vmap
+        shape, scale_C = (1, -1, *([1] * (x.dim() - 2))), torch.rsqrt(common_var_C + self.eps)
+        scale_C = scale_C if self.weight is None else scale_C * self.weight
+        shift_C = -common_C * scale_C if self.bias is None else self.bias - common_C * scale_C
+        return torch.addcmul(shift_C.view(shape), x.to(scale_C.dtype), scale_C.view(shape)).to(x.dtype)
 
     def _moments(self, x: Tensor, call: int, exchange: Exchange) -> Answer:
         """Mean and biased variance (2C,) of the cohort's inputs (Algorithm 2)."""
@@ -108,7 +161,7 @@ class _Normalise(torch.autograd.Function):
 
 
 @contextmanager
-def exchanging(model: nn.Module, exchange: Exchange) -> Iterator[None]:
+def exchanging(model: nn.Module, exchange: Exchange | OneProgram) -> Iterator[None]:
     """Forward and backward inside the block are those of the cohort's batch: Algorithm 1's first local step. Closes ``exchange``."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CohortBatchNorm)}
     for name, layer in layers.items():

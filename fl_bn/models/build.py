@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fl_bn.extras import need
 from fl_bn.models.papers import abide_mlp, alexnet_bn, digits_cnn, fbn_cnn, lenet_cnn, lenet_cnn_bn, mnist_mlp
 from fl_bn.models.resnet20 import resnet20
 from fl_bn.models.segmentation import ENCODERS, PREFIX, deeplabv3plus, is_segmentation
-from fl_bn.models.small import digits_cnn_small, mlp, simple_cnn
+from fl_bn.models.small import alexnet_bn_small, digits_cnn_small, mlp, simple_cnn
 from fl_bn.models.stems import STEMS, small_stem
 from fl_bn.models.weights import load_weights
 from fl_bn.names import check_name, expected
@@ -25,6 +26,7 @@ MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "resnet20": resnet20,
     "digits-cnn": digits_cnn,
     "alexnet-bn": alexnet_bn,
+    "alexnet-bn-small": alexnet_bn_small,
     "fbn-cnn": fbn_cnn,
     "lenet-cnn": lenet_cnn,
     "lenet-cnn-bn": lenet_cnn_bn,
@@ -95,6 +97,7 @@ def _build(name: str, classes: int, channels: int, image_size: int, stem: str, m
 
 
 def _torchvision(name: str, classes: int, channels: int, image_size: int, stem: str) -> nn.Module:
+    need(f"a model that is none of {', '.join(MODELS)}", "torchvision")
     from torchvision import models  # here, not above: a second of import that our own networks need not pay
 
     if name not in (there := models.list_models(module=models)):

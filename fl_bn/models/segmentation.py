@@ -9,6 +9,7 @@ import importlib
 
 from torch import nn
 
+from fl_bn.extras import need
 from fl_bn.names import expected
 
 PREFIX = "deeplabv3plus-"
@@ -35,11 +36,7 @@ def deeplabv3plus(name: str, classes: int, channels: int, image_size: int) -> nn
         raise ValueError(expected("model", name, [PREFIX + known for known in ENCODERS]))
     if image_size % MULTIPLE:
         raise ValueError(f"model {name!r} needs images whose sides are multiples of {MULTIPLE} pixels, but got image_size={image_size}")
-    try:
-        smp = importlib.import_module(PACKAGE)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != PACKAGE:
-            raise  # it is there, but misses one of its own imports
-        raise ValueError(f"model {name!r} needs segmentation-models-pytorch: pip install 'fl-bn[segmentation]'") from error
+    need(f"model {name!r}", PACKAGE)
+    smp = importlib.import_module(PACKAGE)
     model: nn.Module = smp.DeepLabV3Plus(encoder_name=encoder, encoder_weights=None, in_channels=channels, classes=classes)
     return model

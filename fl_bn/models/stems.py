@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fl_bn.extras import need
 from fl_bn.models.small import check_size
 
 STEMS = ("auto", "imagenet", "small")
@@ -26,6 +27,7 @@ def small_stem(name: str, classes: int, channels: int, image_size: int) -> nn.Mo
     Raises:
         ValueError: for another network, or images that VGG's five poolings leave nothing of.
     """
+    need(f"model {name!r}", "torchvision")
     from torchvision import models
 
     options: dict[str, Any] = {"inverted_residual_setting": _MOBILENET} if name == "mobilenet_v2" else {}

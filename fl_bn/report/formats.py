@@ -71,7 +71,8 @@ def results_csv(table: Table, cells: Sequence[Cell]) -> str:
     """One line per run: its axes, how it ended, its last and best number."""
     layout = table.layout
     axes = list(dict.fromkeys(axis for cell in cells for axis in cell.axes if axis != SEED)) + [SEED]
-    head = ["run", *axes, "status", "metric", "rounds", "last", "best", "best-round", "bytes-per-client", "exchanges", "error"]
+    own = ["status", "metric", "rounds", "last", "best", "best-round", "bytes-per-client", "exchanges", "error"]
+    head = ["run", *(f"axis-{axis}" if axis in ("run", *own) else axis for axis in axes), *own]
     lines: list[list[Any]] = [head]
     for cell in cells:
         last, best = cell.last(layout.metric), cell.best(layout.metric)

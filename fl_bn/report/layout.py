@@ -69,9 +69,13 @@ class Layout:
         return all(_is_number(cell.at(axis)) for cell in self.cells if axis in cell.axes)
 
     def heading(self, axes: Sequence[str], values: Sequence[str]) -> str:
-        """``values`` on ``axes`` for a picture's panel; a bare number says what it is of."""
-        bare = [_is_number(value) or value in ("true", "false", "–") for value in values]
-        return ", ".join(f"{axis} {value}" if plain else value for axis, value, plain in zip(axes, values, bare, strict=True))
+        """``values`` on ``axes`` for a picture's panel; a bare number says what it is of, and what has no value what it lacks."""
+        bare = [_is_number(value) or value in ("true", "false") for value in values]
+        said = [
+            f"no {axis}" if value == "–" else f"{axis} {value}" if plain else value
+            for axis, value, plain in zip(axes, values, bare, strict=True)
+        ]
+        return ", ".join(said)
 
     def column_heading(self, column: str) -> str:
         of = next(cells[0] for (_, c), cells in self.groups.items() if c == column)

@@ -14,8 +14,20 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from fl_bn.report.cells import scale, title
 from fl_bn.report.curves import Series, series
 from fl_bn.report.layout import Entry, Layout, shown
-from fl_bn.report.pictures import Picture, first_of_lines, in_words, legend, line, logarithmic, panels, percent_limits, same_limits, wrapped
+from fl_bn.report.pictures import (
+    Picture,
+    columns_of,
+    first_of_lines,
+    in_words,
+    legend,
+    logarithmic,
+    panels,
+    percent_limits,
+    same_limits,
+    wrapped,
+)
 from fl_bn.run.config import ConfigError
+from fl_bn.run.palette import line
 
 LABELS = {
     "round": "round",
@@ -56,7 +68,7 @@ def drift(layout: Layout) -> Picture | None:
 def _panels_of(layout: Layout, found: Mapping[str, Sequence[Series]], x: str) -> Figure:
     columns = [column for column in layout.columns if any(one.column == column for of in found.values() for one in of)]
     rows = [row for row in layout.rows if any(one.row == row for of in found.values() for one in of)]
-    most = len(columns) if len(found) > 1 and len(columns) <= 4 else 3
+    most = len(columns) if len(columns) <= 4 and len(found) > 1 else columns_of(len(columns))
     headings = [layout.column_heading(column) for column in columns]
     names = [name for _ in found for name in [*headings, *([None] * (-len(columns) % most if len(found) > 1 else 0))]]
     texts = _ranked(next(iter(found.values())), layout) if len(names) == 1 else {row: row for row in rows}
@@ -103,7 +115,7 @@ def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
     if x != "round" and min(ends) > 0 and max(ends) / min(ends) >= 10 and min(float(way[0]) for way in ways) > 0:
         logarithmic(axes, x=True)
     elif x != "bytes":
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
     if x == "bytes":
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000**power:g}")
     axes.set_xlabel(f"{LABELS[x]} ({('B', 'kB', 'MB', 'GB', 'TB')[power]})" if x == "bytes" else LABELS[x])
@@ -203,10 +215,12 @@ def _diagnostics(layout: Layout, column: str) -> dict[str, dict[str, Layers]]:
 def _draw_diagnostics(layout: Layout, found: Mapping[str, Mapping[str, Layers]]) -> Figure:
     rows = [row for row in layout.rows if any(row in of for of in found.values())]
     layers = {quantity: list(dict.fromkeys(layer for values in of.values() for layer in values)) for quantity, of in found.items()}
-    names: list[str | None] = []
+    found = dict(sorted(found.items(), key=lambda one: len(layers[one[0]]) > 1))  # those of one panel fill lines together
+    names: list[str | None] = [quantity for quantity in found if len(layers[quantity]) == 1]
+    names += [None] * (len(names) % 2)
     for quantity in found:
-        names += [quantity, f"{quantity}: last round" if len(layers[quantity]) > 1 else None]
-    with panels(names, rows, size=(3.8, 2.7), most=2) as (figure, every):
+        names += [quantity, f"{quantity}: last round"] if len(layers[quantity]) > 1 else []
+    with panels(names, rows, size=(3.8, 2.7), across=2) as (figure, every):
         left_over = list(every)
         for quantity, of in found.items():
             panel = [left_over.pop(0) for _ in range(2 if len(layers[quantity]) > 1 else 1)]

@@ -13,9 +13,11 @@ from matplotlib.figure import Figure
 
 from fl_bn.report.cells import Cell, scale, title
 from fl_bn.report.layout import Layout, shown
-from fl_bn.report.pictures import COLOURS, INK, Picture, panels, wrapped
+from fl_bn.report.pictures import Picture, first_of_lines, panels, wrapped
 from fl_bn.report.settings import Heat
 from fl_bn.run.config import ConfigError
+from fl_bn.run.palette import DIFFERENCE, INK, MAP, colour, on
+from fl_bn.run.pictures import which_end
 from fl_bn.task import CLASSIFICATION
 
 NUMBERS = 16  # columns of a map, up to which its numbers can be read
@@ -50,9 +52,23 @@ def heat(layout: Layout, wanted: Heat) -> Picture:
     bar = unit if wanted.minus else title(layout.metric)
 
     def draw() -> Figure:
-        return draw_maps(maps, xs, ys, wanted.x, wanted.y, bar, layout.metric, difference=bool(wanted.minus))
+        x, y = (_said(layout, axis) for axis in (wanted.x, wanted.y))
+        return draw_maps(maps, xs, ys, x, y, bar, layout.metric, difference=bool(wanted.minus))
 
     return Picture("heat", caption, f"Heat map. {caption} {_in_words(maps, xs, ys, layout.metric)}", draw)
+
+
+def _said(layout: Layout, axis: str) -> str:
+    """The axis' name; of one along which partition-parameter goes, which end is IID."""
+    found = {cell.at(axis): cell.config for cell in layout.cells if axis in cell.axes and cell.config}
+    configs = [found[value] for value in layout.values(axis) if value in found]
+    kinds = {str(config.get("partition", "")) for config in configs}
+    values = [float(config.get("partition-parameter", 0.0)) for config in configs]
+    monotonic = values in (sorted(values), sorted(values, reverse=True))
+    if len(kinds) != 1 or len(set(values)) < 2 or not monotonic:
+        return axis
+    end = which_end(kinds.pop(), values)
+    return end if "IID" in end else axis
 
 
 def _map(layout: Layout, wanted: Heat, cells: Sequence[Cell], xs: Sequence[str], ys: Sequence[str]) -> np.ndarray:
@@ -81,8 +97,8 @@ def draw_maps(
     size = (0.7 + room + cell * max(3, len(xs)), 0.95 + 0.36 * max(2, len(ys)))
     every = np.concatenate([values.ravel() for values in maps.values()]) if maps else np.zeros(0)
     every = every[np.isfinite(every)]
-    with matplotlib.rc_context(FRAMED), panels(list(maps), size=size, most=most) as (figure, panel):
-        colours = matplotlib.colormaps["RdBu" if difference else "viridis"]
+    with matplotlib.rc_context(FRAMED), panels(list(maps), size=size, across=most) as (figure, panel):
+        colours = matplotlib.colormaps[DIFFERENCE if difference else MAP]
         norm = _norm(every, difference)
         for axes, values in zip(panel, maps.values(), strict=True):
             mesh = axes.pcolormesh(np.ma.masked_invalid(values), cmap=colours, norm=norm, edgecolor="face", lw=0.2)
@@ -116,12 +132,10 @@ def _number(axes: Axes, row: int, column: int, value: float, colours: Any, norm:
     if not np.isfinite(value):
         axes.text(column + 0.5, row + 0.5, "–", ha="center", va="center", color=INK)
         return
-    red, green, blue, _ = colours(norm(value))
-    light = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
     text = shown(value, metric)
     axes.text(
         column + 0.5, row + 0.5, f"+{text}" if difference and value > 0 else text, ha="center", va="center", fontsize=8,
-        color="black" if light > 0.179 else "white",
+        color=on(colours(norm(value))),
     )  # fmt: skip
 
 
@@ -166,10 +180,11 @@ def boxplot(layout: Layout) -> Picture | None:
 
     def draw() -> Figure:
         with panels([layout.column_heading(column) for column in found], size=(3.9, 0.95 + 0.36 * max(3, len(rows)))) as (figure, every):
-            for n, (axes, of) in enumerate(zip(every, found.values(), strict=True)):
+            for axes, of in zip(every, found.values(), strict=True):
                 _boxes(axes, of, rows, layout)
                 axes.set_xlabel(f"{name} of a client{' (%)' if share else ''}")
-                axes.set_yticks(range(len(rows)), [wrapped(row, 26) for row in rows] if n % 3 == 0 else [""] * len(rows))
+                named = axes in first_of_lines(every)
+                axes.set_yticks(range(len(rows)), [wrapped(row, 26) if named else "" for row in rows])
             low = min(axes.get_xlim()[0] for axes in every)
             for axes in every:
                 axes.set(xlim=(max(-2, low), 102) if share else None, ylim=(len(rows) - 0.4, -0.6))
@@ -189,10 +204,10 @@ def _boxes(axes: Axes, of: Mapping[str, Sequence[float]], rows: Sequence[str], l
     for place, row in enumerate(rows):
         if row not in of:
             continue
-        colour = COLOURS[layout.rows.index(row) % len(COLOURS)]
+        shade = colour(layout.rows.index(row))
         values = np.array(of[row])
         apart = 0.28 * ((np.arange(len(values)) * 0.618) % 1 - 0.5)  # so that equal points do not hide each other
-        axes.scatter(values, place + apart, s=7, color=colour, alpha=0.55, lw=0)
+        axes.scatter(values, place + apart, s=7, color=shade, alpha=0.55, lw=0)
         ink = {"color": INK, "lw": 1.1}
         axes.boxplot(
             [values], positions=[place], orientation="horizontal", widths=0.6, showfliers=False, boxprops=ink, whiskerprops=ink,

@@ -8,6 +8,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -37,7 +38,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Differing:
-    """The config keys in which runs differ, and their values (``-``: no such key) by row and column."""
+    """The config keys in which runs differ, and their values (``-``: no such key) by row and column. A key that only repeats an axis of
+    its name is left out."""
 
     axes: tuple[str, ...]
     keys: tuple[str, ...]
@@ -117,7 +119,9 @@ class Report:
         lines = []
         for where, group in self.layout.by(axes, [cell for cell in self.layout.cells if cell.config]).items():
             lines.append((where, tuple(" or ".join(dict.fromkeys(_value(cell.config.get(key, "–")) for cell in group)) for key in keys)))
-        return Differing(axes, keys, tuple(lines))
+        says = [key not in axes or any(where[axes.index(key)] != values[n] for where, values in lines) for n, key in enumerate(keys)]
+        names = tuple(f"{key} (run config)" if key in axes else key for key, more in zip(keys, says, strict=True) if more)
+        return Differing(axes, names, tuple((where, tuple(compress(values, says))) for where, values in lines))
 
     @property
     def environment(self) -> list[tuple[str, str]]:

@@ -19,18 +19,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from fl_bn.run.pictures import STYLE
+from fl_bn.run.palette import INK, STYLE
 
-INK = "#1d1e21"  # becomes the page's own text colour, so that a picture can be read on a dark page too
 LOOK: Any = STYLE | {
     "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "grid.color": "#808080",
-    "axes.titlesize": 9.5, "axes.axisbelow": True, "legend.frameon": False, "svg.fonttype": "path", "svg.hashsalt": "fl-bn",
+    "axes.titlesize": 9.5, "svg.fonttype": "path", "svg.hashsalt": "fl-bn",
     "text.parse_math": False,
 }  # fmt: skip
-# Okabe and Ito's colours, without the yellow, in an order in which neighbours differ in brightness; all show on white and on black
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", INK, "#9B59B6", "#CC79A7", "#8A7A2F")
-LINES: Sequence[Any] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
-MARKERS = "osD^vPX*<>"
 LEGEND = 26  # letters in a line of the legend
 
 
@@ -81,10 +76,11 @@ class Picture:
 
 @contextmanager
 def panels(
-    names: Sequence[str | None], legend: Sequence[str] = (), size: tuple[float, float] | None = None, most: int = 3
+    names: Sequence[str | None], legend: Sequence[str] = (), size: tuple[float, float] | None = None, across: int = 0
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure with one panel per name (None: a gap), ``most`` in a line, each of ``size``; room for ``legend`` right of them."""
-    across = min(most, max(1, len(names)))
+    """A figure with one panel per name (None: a gap), ``across`` in a line (0: so that they fill it), each of ``size``; room for ``legend``
+    right of them."""
+    across = min(across, max(1, len(names))) or columns_of(len(names))
     down = -(-max(1, len(names)) // across)
     each = size or ((6.2, 4.0) if len(names) == 1 else (3.4, 2.7))
     columns, lines = _columns(legend)
@@ -99,6 +95,11 @@ def panels(
             axes.set_title(wrapped(name, 40 if across == 1 else 34))
             made.append(axes)
     yield figure, made
+
+
+def columns_of(panels: int) -> int:
+    """How many of them stand in a line: up to three in one, of more 2 to 4, so that as few places as can be stay empty."""
+    return max(1, panels) if panels <= 3 else min((3, 4, 2), key=lambda across: -panels % across)
 
 
 def legend(figure: Figure, panel: Sequence[Axes], rows: Mapping[str, str]) -> None:
@@ -120,11 +121,6 @@ def _columns(legend: Sequence[str]) -> tuple[int, int]:
     columns = -(-int(sum(heights)) // 40) if heights else 0
     each = -(-len(heights) // max(1, columns))
     return columns, int(max((sum(heights[n : n + each]) for n in range(0, len(heights), max(1, each))), default=0)) + 1
-
-
-def line(index: int) -> dict[str, Any]:
-    """Colour, dashes and marker of the row at ``index``: the same in every picture, and no two alike among 180."""
-    return {"color": COLOURS[index % 9], "linestyle": LINES[index % 4], "marker": MARKERS[index % 10], "lw": 1.4, "ms": 4.2}
 
 
 def wrapped(text: str, width: int) -> str:

@@ -72,7 +72,7 @@ def read_settings(folder: Path) -> Settings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is no TOML: {error}") from error
     try:
-        return _parse(tables, folder.name, text)
+        return parse_settings(tables, folder.name, text)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
 
@@ -82,7 +82,8 @@ def label(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _parse(tables: Mapping[str, Any], name: str, text: str) -> Settings:
+def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
+    """From the tables of a sweep file, whose ``text`` is kept; ``name``: its title where it has none. Raises ConfigError."""
     report, paper, notes = (_table(tables, key) for key in ("report", "paper", "notes"))
     _only(KEYS, report, "[report]")
     _only(PAPER, paper, "[paper]")

@@ -10,14 +10,14 @@ from typing import Final
 from fl_bn import durable
 from fl_bn.names import expected
 from fl_bn.report import line_pictures, map_pictures, program
-from fl_bn.report.cells import read_cells
+from fl_bn.report.cells import Cell, read_cells
 from fl_bn.report.curves import curves_csv, series
 from fl_bn.report.domains import by_domain
 from fl_bn.report.formats import results_csv, to_csv, to_latex, to_markdown
 from fl_bn.report.layout import Layout, lay_out, tabulate
 from fl_bn.report.page import Listed, Report, index_page, program_page, report_page
 from fl_bn.report.pictures import Picture
-from fl_bn.report.settings import read_settings
+from fl_bn.report.settings import Settings, read_settings
 from fl_bn.run.config import ConfigError
 
 FORMATS: Final = ("csv", "md", "tex", "png", "html")
@@ -82,10 +82,14 @@ def write_program_report(folder: Path, source: Path) -> Path:
 
 def read(folder: Path, id: str = "") -> Report:
     """Everything that a report shows. Raises ConfigError as ``write_report`` does."""
-    settings, cells = read_settings(folder), read_cells(folder)
+    return report_of(read_settings(folder), read_cells(folder), folder.resolve().name, id)
+
+
+def report_of(settings: Settings, cells: Sequence[Cell], folder: str, id: str = "") -> Report:
+    """The report of ``cells``, wherever they come from; ``folder``: the name that it shows. Raises ConfigError as ``write_report`` does."""
     placed = by_domain(cells) if settings.domains else cells
     layout = lay_out(settings, placed)
-    return Report(layout, tabulate(layout, placed), tuple(cells), tuple(_pictures(layout)), folder.resolve().name, id)
+    return Report(layout, tabulate(layout, placed), tuple(cells), tuple(_pictures(layout)), folder, id)
 
 
 def _pictures(layout: Layout) -> list[Picture]:

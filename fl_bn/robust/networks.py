@@ -30,19 +30,29 @@ class Exchange(NamedTuple):
 
 
 def batcher(n: int) -> list[tuple[int, int]]:
-    """Pairs ``(i, j)``, i < j, that sort ``n`` wires in ascending order when exchanged one after the other."""
-    pairs = []
-    p = 1
-    while p < n:
-        k = p
-        while k >= 1:
-            for j in range(k % p, n - k, 2 * k):
-                for i in range(min(k, n - j - k)):
-                    if (i + j) // (2 * p) == (i + j + k) // (2 * p):
-                        pairs.append((i + j, i + j + k))
-            k //= 2
-        p *= 2
-    return pairs
+    """Pairs ``(i, j)``, i < j, that sort ``n`` wires in ascending order when exchanged one after the other.
+
+    Depth first: a half is sorted before the other half begins, so that the wires of neighbouring exchanges are still in registers or
+    in the first-level cache.
+    """
+    pairs: list[tuple[int, int]] = []
+
+    def merge(start: int, size: int, step: int) -> None:
+        if 2 * step == size:
+            pairs.append((start, start + step))
+            return
+        merge(start, size, 2 * step)
+        merge(start + step, size, 2 * step)
+        pairs.extend((i, i + step) for i in range(start + step, start + size - step, 2 * step))
+
+    def sort(start: int, size: int) -> None:
+        if size > 1:
+            sort(start, size // 2)
+            sort(start + size // 2, size // 2)
+            merge(start, size, 1)
+
+    sort(0, 1 << max(0, n - 1).bit_length())
+    return [(i, j) for i, j in pairs if j < n]  # wires from n on hold +Inf, and keep it
 
 
 @lru_cache

@@ -75,6 +75,12 @@ class Table:
         for start in range(0, self.d, width):
             yield start, min(start + width, self.d)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether machine code may read the rows where they lie: all float32 and contiguous."""
+        rows = (row for segment in self.segments for row in segment.rows)
+        return all(isinstance(row, np.ndarray) and row.dtype == np.float32 and row.flags.c_contiguous for row in rows)
+
     def width(self) -> int:
         """Columns of a full block."""
         limit = BLOCK_BYTES if self.device is None else GPU_BLOCK_BYTES
@@ -158,11 +164,11 @@ LARGEST = 1e140  # a float64 row with a larger number is no update: its squared 
 
 
 class Output:
-    """A result of d columns, written block by block, that looks like the rows."""
+    """A result of d columns, written block by block, that looks like the rows. ``flat``: a vector for each of the table's segments."""
 
     def __init__(self, table: Table) -> None:
         self.value: Any
-        self._flat: list[Any] = []
+        self.flat: list[Any] = []
         self._table = table
         made = {}
         for segment in table.segments:
@@ -172,20 +178,20 @@ class Output:
                 whole = torch.empty(segment.shape, dtype=row.dtype, device=row.device)
             else:
                 whole = np.empty(segment.shape, row.dtype)
-            self._flat.append(whole.reshape(-1))
+            self.flat.append(whole.reshape(-1))
             made[segment.name] = _as_it_came(whole, table.like if segment.name is None else table.like[segment.name])  # type: ignore[index]
         self.value = made if isinstance(table.like, Mapping) else made[None]
 
     def store(self, start: int, stop: int, values: Any) -> None:
         """Write columns ``start .. stop``."""
         index, done = bisect_right(self._table.starts, start) - 1, 0
-        if isinstance(self._flat[0], Tensor) and not isinstance(values, Tensor):
-            values = torch.from_numpy(values).to(self._flat[0].device)
+        if isinstance(self.flat[0], Tensor) and not isinstance(values, Tensor):
+            values = torch.from_numpy(values).to(self.flat[0].device)
         with np.errstate(over="ignore"):
             while start < stop:
                 segment = self._table.segments[index]
                 begin, end = start - segment.start, min(stop - segment.start, segment.size)
-                self._flat[index][begin:end] = values[done : done + end - begin]
+                self.flat[index][begin:end] = values[done : done + end - begin]
                 done, start, index = done + end - begin, segment.start + end, index + 1
 
 

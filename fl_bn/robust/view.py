@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fl_bn.robust import compiled, coordinate
 from fl_bn.robust.gram import Gram, gram
 from fl_bn.robust.table import NonFinite, Output, Rows, Table, to_numpy
 from fl_bn.robust.weights import capped
@@ -107,6 +108,26 @@ class View:
             block = table.load(start, stop, self.checked)
             output.store(start, stop, kernel(block if self.mix is None else table.mixed(self.mix, block)))
         return self._outcome(output, None, None)
+
+    def middle(self, trim: int) -> Outcome:
+        """What remains of every column without its ``trim`` smallest and ``trim`` largest values, averaged."""
+        table, by_numpy = self.table, partial(coordinate.trimmed_mean, trim=trim)
+        large = table.device is None and table.n * table.d >= compiled.WORTH
+        fast = compiled.middle(self.n, trim, table.double) if large and trim > 0 else None
+        if fast is None:
+            return self.by_coordinate(by_numpy)
+        if self.mix is None and table.in_place:
+            output = table.output()
+            for segment, out in zip(table.segments, output.flat, strict=True):
+                if not fast.of_rows(segment.rows, out):
+                    raise NonFinite
+            return self._outcome(output, None, None)
+
+        def by_machine(block: np.ndarray) -> np.ndarray:
+            out = np.empty(block.shape[1], block.dtype)
+            return out if fast.of_block(block, out) else by_numpy(block)  # a mix of finite rows may overflow
+
+        return self.by_coordinate(by_machine)
 
     def __len__(self) -> int:
         return self.n

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,19 +20,22 @@ from fl_bn.data.domains import without_domain
 from fl_bn.data.partition import label_counts, partition
 from fl_bn.data.record import describe
 from fl_bn.data.shift import limited, shifted
+from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
+from fl_bn.federation.network import Network
 from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.head import with_projection
 from fl_bn.models.standardise import standardised
 from fl_bn.names import names_of
-from fl_bn.own_code import OWN, Modules
+from fl_bn.own_code import OWN, VARIABLE, Modules, function
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role
-from fl_bn.run.config import SITES, ConfigError, RunConfig
-from fl_bn.run.keys import known_device
+from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
+from fl_bn.run.keys import known_device, nodes_of
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
 
+KNOWN = 8  # run configs that a process remembers
 DOMAINS = ("domain", "natural")  # partitions of which a client has data of one domain
 
 
@@ -57,18 +61,36 @@ class OwnData:
 _modules = Modules.of(None, OWN)
 
 
-def allow_modules(app: Path, node: Mapping[str, Any]) -> None:
-    """Let run configs name functions of the modules of ``app``, the folder of the running app, and of those that the owner of this process
-    allows: ``allow-modules`` of the node config ``node``, and FL_BN_ALLOW_MODULES in the environment.
+_configs: dict[tuple[object, ...], RunConfig] = {}
+
+
+def known(values: Mapping[str, Any]) -> RunConfig:
+    """``RunConfig.from_mapping``, worked out once per process while its values and the registries stay the same."""
+    key = (repr(list(values.items())), *(owner for registry in REGISTRIES.values() for owner in registry.values()))
+    if key not in _configs:
+        if len(_configs) >= KNOWN:
+            _configs.clear()
+        _configs[key] = RunConfig.from_mapping(values)
+    return _configs[key]
+
+
+def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
+    """Let run configs name functions of the modules of ``app``, the folder of the running app if it has one, and of those that the owner
+    of this process allows: ``allow-modules`` of the node config ``node``, and FL_BN_ALLOW_MODULES in the environment.
 
     A process that is told nothing is its owner's own (``fl-bn run`` and its kin): any module of theirs will do, but none of Python's or of
     an installed package.
     """
     global _modules
-    allowed = Modules.of(app, str(node.get("allow-modules", "")))
+    allowed = _modules_of(app, str(node.get("allow-modules", "")), os.environ.get(VARIABLE, ""))
     if allowed != _modules:
         _modules = allowed
         forget()
+
+
+@lru_cache(maxsize=16)
+def _modules_of(app: Path | None, allowed: str, variable: str) -> Modules:  # looks at files: once, not for every message
+    return Modules.of(app, allowed)
 
 
 @contextmanager
@@ -151,6 +173,39 @@ def task(config: RunConfig, targets: Tensor | None = None) -> Task:
     return find_task(config.task, None if targets is None else kind_of(targets), _modules)
 
 
+@_as_config_error()
+def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
+    """The classes and functions that the run config names as callbacks. None of them is called.
+
+    Raises:
+        ConfigError: one is not there, may not be named, or is a class of something else.
+    """
+    makers = []
+    for name in names_of(config.callbacks):
+        maker = function("a callback", name, _modules)
+        if isinstance(maker, type) and not issubclass(maker, Callback):
+            bases = ", ".join(base.__name__ for base in maker.__bases__)
+            raise ConfigError(f"callbacks: {name} must derive from fl_bn.Callback, but derives from {bases}")
+        makers.append(maker)
+    return makers
+
+
+@_as_config_error()
+def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
+    """Those that the run config names, each called with it and with the run's folder.
+
+    Raises:
+        ConfigError: one makes no ``Callback``, or ``callback_makers`` refuses it.
+    """
+    made = []
+    for name, maker in zip(names_of(config.callbacks), callback_makers(config), strict=True):
+        callback = maker(config, folder)
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"callbacks: {name} must make a fl_bn.Callback, but made a {type(callback).__name__}")
+        made.append(callback)
+    return made
+
+
 def shape(config: RunConfig) -> tuple[int, int, int]:
     """What the run's model is made for: ``(classes, channels, image size)``."""
     if config.dataset == SITES:
@@ -188,6 +243,12 @@ def source_model(config: RunConfig) -> nn.Module:
 def client_model(config: RunConfig) -> nn.Module:
     """The converted network every client starts from. Do not change it: copy it."""
     return convert(source_model(config), config.build_method())
+
+
+@lru_cache(maxsize=2)
+def network(config: RunConfig, device: torch.device) -> Network:
+    """What all clients of this process train, by turns."""
+    return Network(client_model(at_client(config)), config.build_method(), device)
 
 
 @lru_cache(maxsize=4)
@@ -259,7 +320,7 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
 
 def forget() -> None:
     """Let go of the data and networks of this process's runs."""
-    for cached in (_dataset, _without, source_model, client_model, partitions, client_samples):
+    for cached in (_dataset, _without, source_model, client_model, network, partitions, client_samples):
         cached.cache_clear()
 
 
@@ -294,14 +355,24 @@ def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.de
     return chosen
 
 
-def partition_of(node: Mapping[str, Any], config: RunConfig) -> int:
-    """The client's index, from its node config ``node``.
+def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -> int:
+    """The client's index: from its node config ``node``, or, where that names none, the place of ``node_id`` in the run's client-nodes.
 
     Raises:
-        ConfigError: the node names none, or counts another number of clients than the run.
+        ConfigError: neither says it, or the node counts another number of clients than the run.
     """
+    named = nodes_of(config.client_nodes)
+    if "partition-id" not in node and named:
+        if node_id not in named:
+            raise ConfigError(
+                f"the run is for other nodes than this one ({node_id}): server.toml did not name this site when the run was submitted"
+            )
+        return named.index(node_id)
     if "partition-id" not in node or "num-partitions" not in node:
-        raise ConfigError('this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5"')
+        raise ConfigError(
+            'this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5", or submit the '
+            "run with `fl-bn submit`, which gives every site its place"
+        )
     index, clients = (_whole(node, key) for key in ("partition-id", "num-partitions"))
     if clients != config.clients:
         raise ConfigError(

@@ -10,6 +10,7 @@ import torch
 
 from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
+from fl_bn.federation.callbacks import Callbacks
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import seeded
@@ -45,6 +46,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     torch.set_num_threads(config.threads)
     try:
         with RunDirectory.create(config) as directory:
+            callbacks = Callbacks([directory])
             for round in range(1, config.rounds + 1):
                 begin = time.perf_counter()
                 drawn = list(draw_batches(len(samples), cohort * config.batch_size, seeded(config.seed, 0, round, 0), steps=steps))
@@ -60,7 +62,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
                 if round % config.evaluate_every == 0 or round == config.rounds:
                     record.evaluation = test_metrics(config, model, target)
                 record.seconds = time.perf_counter() - begin
-                directory.record(record)
+                callbacks.on_round(record, config.rounds)
     finally:
         torch.set_num_threads(threads)
     return directory

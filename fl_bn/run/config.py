@@ -9,19 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fl_bn.called import Called
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.clipping import chosen
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import Defence
+from fl_bn.federation.narrow import check_payload
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
 from fl_bn.federation.rounds import AS_METHOD, Rounds
 from fl_bn.federation.settings import LocalTraining, learning_rate, milestones_of
+from fl_bn.federation.vectorised import VECTORISED
 from fl_bn.flower.population import round_half_up
 from fl_bn.flower.run_id import FOLDER
 from fl_bn.methods import METHODS, Method, attacked, freeze
@@ -29,7 +33,7 @@ from fl_bn.names import short, unknown
 from fl_bn.objectives import OBJECTIVES, Objective
 from fl_bn.options import Key, Value, build, kebab, keys_of, options_by_key, own_options, same_key
 from fl_bn.own_code import import_extensions
-from fl_bn.run.keys import LONGEST, joins_of, nodes_of
+from fl_bn.run.keys import LONGEST, joins_of, nodes_of, sites_of
 from fl_bn.run.run_keys import RunKeys
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
@@ -83,6 +87,8 @@ class RunConfig(RunKeys):
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
         if (what := self["freeze-what"]) != "statistics" and (self.method != "fixbn" or self.update != "weights"):
             raise ConfigError(f"freeze-what={what!r} is for method='fixbn' with update='weights', but got {self.method!r}, {self.update!r}")
+        if self.engine == VECTORISED and self.workers != 1:
+            raise ConfigError(f"engine='vectorised' has all clients of a cohort in one process: workers must be 1, but got {self.workers}")
         if self.method in FEDTAN and self.client_weights != "samples":
             raise ConfigError(
                 f"{self.method} weighs clients by the batches they drew, or its first step would not be the centralised one: "
@@ -160,6 +166,11 @@ class RunConfig(RunKeys):
             raise KeyError(unknown("config key", name, keys))
         return keys[name]
 
+    def name_at(self, time: datetime) -> str:
+        """The name of a run that was given none."""
+        data = self.dataset.replace("/", "-").replace(":", "-")[:80]
+        return f"{time:%Y%m%d-%H%M%S}-{self.method}-{data}-seed{self.seed}"
+
     def build_method(self) -> Method:
         constructor = METHODS[self.method]
         method = build(constructor, self.__getitem__)
@@ -179,6 +190,7 @@ class RunConfig(RunKeys):
     def _check_together(self) -> None:
         method, robust = self.build_method(), self.byzantine > 0 or self.defence().active
         check_composition(method, self.local_training(), robust, self.server_optimizer)
+        check_payload(self.payload_dtype, method)
         self.schedule(), self.build_server_optimizer()
         if (secure := self.secure()) is not None:
             from fl_bn.flower.secure_rounds import check_secure  # only now: a plain run does without SecAgg+
@@ -206,10 +218,17 @@ class RunConfig(RunKeys):
             raise ConfigError(f"byzantine must leave an honest client of clients={self.clients}, but got {self.byzantine}")
         self.defence().check(self._cohort_at_start())
 
+    @property
+    def called(self) -> Called:
+        """What the run's clients are called."""
+        return Called(sites_of(self.client_names), nodes_of(self.client_nodes))
+
     def _check_joining(self) -> None:
         joins = joins_of(self.join_rounds)
         if (named := len(nodes_of(self.client_nodes))) not in (0, self.clients):
             raise ConfigError(f"client-nodes must name a node for each of clients={self.clients}, but names {named}")
+        if (named := len(sites_of(self.client_names))) not in (0, self.clients):
+            raise ConfigError(f"client-names must be one name for each of clients={self.clients}, but got {named}")
         if strangers := [client for client in joins if client >= self.clients]:
             raise ConfigError(
                 f"join-rounds must name clients 0..{self.clients - 1}, since clients={self.clients}, but got client {strangers[0]}"
@@ -299,10 +318,19 @@ class RunConfig(RunKeys):
         return partial(learning_rate, self.learning_rate_schedule, self.learning_rate, self.learning_rate_decay, milestones=milestones)
 
     def round_policy(self) -> Rounds:
-        """The server's part. Raises ConfigError where the exchange's certificate files, which only the server has, are missing or wrong."""
-        exchange = self.exchange_settings() if self.method in FEDTAN else ExchangeSettings()
+        """The server's part.
+
+        Raises:
+            ConfigError: the exchange is needed, but its certificate files, which only the server has, are missing or wrong.
+        """
         try:
-            if exchange.certificates is not None:
+            exchange = self.exchange_settings()
+        except ValueError as error:
+            if self.method in FEDTAN or self.recalibration == "exchange":
+                raise ConfigError(str(error)) from error
+            return replace(self._rounds(ExchangeSettings()), recalibration="passes")
+        try:
+            if self.method in FEDTAN and exchange.certificates is not None:
                 exchange.certificates.check()
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError(str(error)) from error
@@ -334,4 +362,9 @@ class RunConfig(RunKeys):
             at_start=self.clients_at_start,
             joining=joins_of(self.join_rounds),
             nodes=nodes_of(self.client_nodes),
+            names=sites_of(self.client_names),
+            recalibration=self.recalibration,
+            memory=int(self.recalibration_memory * 2**30),
+            planned=self.local_training().planned,
+            payload=self.payload_dtype,
         )

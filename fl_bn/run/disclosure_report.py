@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fl_bn.called import UNNAMED, Called
 from fl_bn.federation.record import Disclosure, RoundRecord
 from fl_bn.flower.disclosure import FEW, warning
 from fl_bn.flower.normalisation import size
@@ -65,18 +66,20 @@ def _kind(entries: Sequence[tuple[int, Disclosure]]) -> Kind:
     return Kind(tensors, len(entries), len(rounds), nbytes, least, round)
 
 
-def disclosure_csv(found: Mapping[tuple[int, str, str], Kind]) -> str:
+def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: Called = UNNAMED) -> str:
+    """With a column ``site`` where the clients have names."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    writer.writerow(COLUMNS)
+    writer.writerow([COLUMNS[0], *(["site"] if called.names else []), *COLUMNS[1:]])
     for (client, section, what), kind in found.items():
         least = (kind.least.samples, kind.least.values or "", kind.least_round) if kind.least else ("", "", "")
         told = f"fewer than {FEW} samples" if kind.traceable else ""
-        writer.writerow([client, section, what, kind.tensors, kind.messages, kind.rounds, kind.nbytes, *least, told])
+        site = [called.site(client)] if called.names else []
+        writer.writerow([client, *site, section, what, kind.tensors, kind.messages, kind.rounds, kind.nbytes, *least, told])
     return text.getvalue()
 
 
-def disclosure_table(found: Mapping[tuple[int, str, str], Kind]) -> list[str]:
+def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: Called = UNNAMED) -> list[str]:
     """Markdown, one line per kind over all clients, and the warnings, one per client."""
     if not found:
         return []
@@ -91,14 +94,14 @@ def disclosure_table(found: Mapping[tuple[int, str, str], Kind]) -> list[str]:
         groups.setdefault((section, what), []).append(kind)
     for (section, what), of in groups.items():
         least = min(((k.least.samples, k.least.client, k.least_round) for k in of if k.least), default=None)
-        fewest = "" if least is None else f"{least[0]} (client {least[1]}, round {least[2]})"
+        fewest = "" if least is None else f"{least[0]} ({called.client(least[1])}, round {least[2]})"
         cells = (section, what, len(of), max(k.tensors for k in of), size(max(k.nbytes for k in of)), max(k.rounds for k in of), fewest)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     worst: dict[int, Kind] = {}
     for (client, _, _), kind in found.items():
         if kind.traceable and kind.least and (client not in worst or kind.least.samples < worst[client].least.samples):  # type: ignore[union-attr]
             worst[client] = kind
-    lines += ["", *(f"- **warning**: {warning(k.least, k.least_round)}" for k in list(worst.values())[:SHOWN] if k.least)]
+    lines += ["", *(f"- **warning**: {warning(k.least, k.least_round, called)}" for k in list(worst.values())[:SHOWN] if k.least)]
     if len(worst) > SHOWN:
         lines.append(f"- and {len(worst) - SHOWN} more clients: see {FILE}")
     return [*lines, ""] if worst else lines

@@ -12,6 +12,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from fl_bn.called import UNNAMED, Called
 from fl_bn.durable import Damaged
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.metrics import named_series, series
@@ -45,9 +46,10 @@ def round_columns(task: Task) -> tuple[str, ...]:
     return columns
 
 
-def client_columns(task: Task) -> tuple[str, ...]:
-    """The columns of clients.csv."""
-    before = ("round", "client", "samples", "steps", "loss", "bytes-down", "bytes-up", "exchanges", "waited", "distance")
+def client_columns(task: Task, called: Called = UNNAMED) -> tuple[str, ...]:
+    """The columns of clients.csv; ``site`` where the clients have names."""
+    who = ("round", "client", *(("site",) if called.names else ()))
+    before = (*who, "samples", "steps", "loss", "bytes-down", "bytes-up", "exchanges", "waited", "distance")
     return (*before, task.metric, "test-loss", "refused")
 
 
@@ -79,8 +81,8 @@ def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
     return row
 
 
-def client_rows(record: RoundRecord, task: Task = CLASSIFICATION) -> list[Row]:
-    """One line of clients.csv per client that trained or was evaluated in the round."""
+def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: Called = UNNAMED) -> list[Row]:
+    """One line of clients.csv per client that trained or was evaluated in the round, with the name of its site if it has one."""
     rows: dict[int, Row] = {}
     for client in record.clients:
         rows[client.client] = {
@@ -96,15 +98,16 @@ def client_rows(record: RoundRecord, task: Task = CLASSIFICATION) -> list[Row]:
         }
     for index, metrics in record.client_evaluation.items():
         rows.setdefault(index, {}).update({task.metric: metrics[task.metric], "test-loss": _finite(metrics["loss"])})
-    return [{"round": record.round, "client": index, **rows[index]} for index in sorted(rows)]
+    sites = {index: {"site": name} for index in rows if (name := called.site(index))}
+    return [{"round": record.round, "client": index, **sites.get(index, {}), **rows[index]} for index in sorted(rows)]
 
 
-def round_line(record: RoundRecord, task: Task = CLASSIFICATION) -> dict[str, Any]:
+def round_line(record: RoundRecord, task: Task = CLASSIFICATION, called: Called = UNNAMED) -> dict[str, Any]:
     """One line of rounds.jsonl: the row of the round, the accuracies per class (null: none of that class) or other series of the task,
     its metric per domain, the clients' rows, and what left the clients (the fields of ``Disclosure``)."""
     lists = {key: [_finite(value) for value in series(record.evaluation, stem)] or None for stem, key in _series(task).items()}
     domains = {name: _finite(value) for name, value in per_domain(record.evaluation, task).items()}
-    more = {**lists, "per-domain": domains or None, "clients": client_rows(record, task)}
+    more = {**lists, "per-domain": domains or None, "clients": client_rows(record, task, called)}
     return {**round_row(record, task), **more, "disclosures": [astuple(disclosure) for disclosure in record.disclosures]}
 
 
@@ -151,16 +154,16 @@ class History:
     """The files in ``folder``, which grow by a round at a time.
 
     What cannot be written, since the disk is full, say, is kept and written with the next round; half a line is never left behind.
-    With ``diagnostics`` there is a file of them, too. ``task``: whose metrics have columns.
+    With ``diagnostics`` there is a file of them, too. ``task``: whose metrics have columns. ``called``: what the clients are called.
     """
 
     FILES = ("rounds.csv", "clients.csv", "rounds.jsonl")
 
-    def __init__(self, folder: Path, diagnostics: bool = False, task: Task = CLASSIFICATION) -> None:
-        self.folder, self.task = folder, task
+    def __init__(self, folder: Path, diagnostics: bool = False, task: Task = CLASSIFICATION, called: Called = UNNAMED) -> None:
+        self.folder, self.task, self.called = folder, task, called
         self.files = (*self.FILES, "diagnostics.csv") if diagnostics else self.FILES
         self._waiting = dict.fromkeys(self.files, "")
-        self._columns = {"rounds.csv": round_columns(task), "clients.csv": client_columns(task)}
+        self._columns = {"rounds.csv": round_columns(task), "clients.csv": client_columns(task, called)}
         if diagnostics:
             self._columns["diagnostics.csv"] = DIAGNOSTIC_COLUMNS
 
@@ -172,10 +175,10 @@ class History:
 
     def add(self, record: RoundRecord, diagnostics: Sequence[Row] = ()) -> None:
         measured = {"diagnostics.csv": list(diagnostics)}
-        rows = {"rounds.csv": [round_row(record, self.task)], "clients.csv": client_rows(record, self.task), **measured}
+        rows = {"rounds.csv": [round_row(record, self.task)], "clients.csv": client_rows(record, self.task, self.called), **measured}
         for file, columns in self._columns.items():
             self._waiting[file] += _csv(columns, rows[file])
-        self._waiting["rounds.jsonl"] += json.dumps(round_line(record, self.task)) + "\n"
+        self._waiting["rounds.jsonl"] += json.dumps(round_line(record, self.task, self.called)) + "\n"
         try:
             self._write()
         except OSError as error:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 
+from fl_bn.called import SITE
 from fl_bn.names import names_of
 from fl_bn.options import Key
 from fl_bn.robust import PREAGGREGATIONS, RULES, rule_named
@@ -68,6 +69,21 @@ def nodes_of(text: str) -> tuple[int, ...]:
 
 
 known_nodes = parses(nodes_of)
+
+
+def sites_of(text: str) -> tuple[str, ...]:
+    """``"east, west"`` as ("east", "west"); empty of an empty text.
+
+    Raises:
+        ValueError: it is no list of names of sites, or has a name twice.
+    """
+    names = names_of(text)
+    if not all(map(SITE.fullmatch, names)) or len({name.casefold() for name in names}) < len(names):
+        raise ValueError(f"expected NAME,NAME,..., each site once, but got {text!r}")
+    return names
+
+
+known_sites = parses(sites_of)
 
 
 def all_of(known: Collection[str]) -> Callable[[str], bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,38 @@ matplotlib.use("Agg")  # Ray and Flower run the ServerApp in a thread: no window
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.cm import ScalarMappable  # noqa: E402
+from matplotlib.colors import Normalize, to_rgba  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter  # noqa: E402
 
 from fl_bn.federation.record import RoundRecord  # noqa: E402
 from fl_bn.run.config import RunConfig  # noqa: E402
+from fl_bn.run.palette import MAP, QUIET, SHADES, STYLE, colour, line, on  # noqa: E402
 from fl_bn.task import CLASSIFICATION, MEAN_IOU, Task  # noqa: E402
 
-STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130, "font.size": 9}
+STEPS = (1, 2, 5, 10)  # between numbers of an axis of whole numbers: 20, 40, 60, not 15, 30, 45
 
 
 def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task: Task = CLASSIFICATION) -> None:
-    """The task's metric and the training loss over rounds, and below how far the running statistics moved."""
+    """Over the rounds, one below the other: the task's metric, the clients' training loss, and, where there are running statistics, how
+    far they moved and their smallest variance."""
+    moved = [r for r in records if r.drift is not None]
+    panels: list[Callable[[Axes], None]] = [lambda axes: _metric(axes, records, task), lambda axes: _loss(axes, records)]
+    if moved:
+        panels += [lambda axes: _drift(axes, moved), lambda axes: _variance(axes, moved)]
+    ratios = (2.4, *[1] * (len(panels) - 1))
     with plt.rc_context(STYLE):
-        figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5.6), sharex=True, height_ratios=(3, 2), layout="constrained")
-        _metric(top, records, task)
-        _drift(bottom, records)
-        for axes in (top, bottom):
-            _phases(axes, records)
-        top.set_title(f"{config.method} on {config.dataset}: {config.clients} clients, {_partition(config)}, seed {config.seed}")
-        bottom.set_xlabel("round")
-        figure.savefig(path)
+        size = (7, 1.2 + 1.25 * sum(ratios))
+        figure, all_axes = plt.subplots(len(panels), 1, figsize=size, sharex=True, height_ratios=ratios, layout="constrained")
+        for axes, draw in zip(all_axes, panels, strict=True):
+            draw(axes)
+        _phases(all_axes, records)
+        all_axes[-1].set_xlabel("round")
+        all_axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=STEPS))
+        title = f"{config.method} on {config.dataset}: {config.clients} clients, {partition_in_words(config)}, seed {config.seed}"
+        figure.suptitle(lines(title, 80))
+        figure.savefig(path, bbox_inches="tight")  # constrained layout may leave a long label outside
         plt.close(figure)
 
 
@@ -56,58 +68,92 @@ def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task) -> None:
     scale, evaluated = task.scale(), [r for r in records if task.metric in r.evaluation]
     rounds = [r.round for r in evaluated]
     values = [scale * r.evaluation[task.metric] for r in evaluated]
-    axes.plot(rounds, values, "o-", ms=3, color="C0", label=f"test {in_words(task)}")
+    if any(r.client_evaluation for r in evaluated):
+        spread = [[scale * m[task.metric] for m in r.client_evaluation.values()] or [np.nan] for r in evaluated]
+        band = [min(s) for s in spread], [max(s) for s in spread]
+        axes.fill_between(rounds, *band, alpha=0.2, lw=0, color=colour(0), label="clients, worst to best")
+    axes.plot(rounds, values, **{**line(0), "ms": 3.5 if len(rounds) <= 40 else 0}, label=f"test {in_words(task)}")
     if evaluated:
         shown = f"{values[-1]:.1f} %" if scale == 100 else f"{values[-1]:.4g}"
-        axes.annotate(shown, (rounds[-1], values[-1]), xytext=(-6, 7), textcoords="offset points", color="C0", ha="right")
+        below = len(values) > 1 and values[-1] < values[-2]
+        where: dict[str, Any] = {"xytext": (0, -7), "va": "top"} if below else {"xytext": (0, 7), "va": "bottom"}
+        axes.annotate(shown, (rounds[-1], values[-1]), textcoords="offset points", color=colour(0), ha="right", weight="bold", **where)
     segmented = [r for r in evaluated if MEAN_IOU in r.evaluation]
     if segmented:
-        axes.plot([r.round for r in segmented], [100 * r.evaluation[MEAN_IOU] for r in segmented], "s-", ms=3, color="C1", label="mean IoU")
-    if any(r.client_evaluation for r in evaluated):
-        spread = [[scale * m[task.metric] for m in r.client_evaluation.values()] for r in evaluated]
-        axes.fill_between(rounds, [min(s) for s in spread], [max(s) for s in spread], alpha=0.15, color="C0", label="clients, min to max")
-    axes.set_ylabel(axis_of(task))
+        axes.plot([r.round for r in segmented], [100 * r.evaluation[MEAN_IOU] for r in segmented], **line(1), label="mean IoU")
+    axes.set_ylabel(axis_of(task, "test "))
     if scale == 100:
-        axes.set_ylim(0, 100)
-    loss = axes.twinx()
-    loss.plot([r.round for r in records], [r.loss for r in records], color="0.6", lw=1, label="training loss (clients)")
-    loss.set_ylabel("loss", color="0.5")
-    loss.set_ylim(bottom=0)
-    loss.grid(False)
-    handles = [*axes.get_legend_handles_labels()[0], *loss.get_legend_handles_labels()[0]]
-    axes.legend(handles=handles, loc="upper left", frameon=False)
+        axes.set_ylim(0, 106)
+        axes.set_yticks(range(0, 101, 20))
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend(loc="best")
 
 
-def _drift(axes: Axes, records: Sequence[RoundRecord]) -> None:
-    moved = [r for r in records if r.drift is not None]
-    if not moved:
-        axes.text(0.5, 0.5, "no running statistics", ha="center", va="center", transform=axes.transAxes)
-        return
+def _loss(axes: Axes, records: Sequence[RoundRecord]) -> None:
+    axes.plot([r.round for r in records], [r.loss for r in records], color=colour(4), lw=1.2)
+    axes.set_ylabel("training loss\n(clients)")
+    axes.set_ylim(bottom=0)
+
+
+def _drift(axes: Axes, moved: Sequence[RoundRecord]) -> None:
     drift = [r.drift.largest or np.nan for r in moved if r.drift]
-    axes.plot([r.round for r in moved], drift, color="C3", lw=1, label="largest drift of a mean (sd)")
-    axes.plot([r.round for r in moved], [r.drift.min_var for r in moved if r.drift], color="C2", lw=1, label="smallest running variance")
-    if np.isfinite(drift).any():
+    axes.plot([r.round for r in moved], drift, color=colour(2), lw=1.2)
+    axes.set_ylabel("largest drift\nof a mean (sd)")
+    _decades(axes, drift)
+
+
+def _variance(axes: Axes, moved: Sequence[RoundRecord]) -> None:
+    smallest = [r.drift.min_var for r in moved if r.drift]
+    axes.plot([r.round for r in moved], smallest, color=colour(6), lw=1.2)
+    axes.set_ylabel("smallest\nvariance")
+    _decades(axes, smallest)
+
+
+def _decades(axes: Axes, values: Sequence[float]) -> None:
+    """A logarithm where the values go over more than a factor of five; plain numbers at its ticks."""
+    known = [value for value in values if np.isfinite(value) and value > 0]
+    if known and max(known) > 5 * min(known):
         axes.set_yscale("log")
-    axes.set_ylabel("running statistics")
-    axes.legend(frameon=False, loc="best")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if max(known) < 300 * min(known) else (1.0,)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _phases(axes: Axes, records: Sequence[RoundRecord]) -> None:
-    """Grey where the statistics are frozen; a dotted line where the learning rate steps."""
+def _phases(all_axes: Sequence[Axes], records: Sequence[RoundRecord]) -> None:
+    """Grey where the statistics are frozen, a dotted line where the learning rate steps; above the first panel what each of them is."""
     frozen = [r.round for r in records if r.phase == "frozen"]
-    if frozen:
-        axes.axvspan(frozen[0] - 0.5, frozen[-1] + 0.5, color="0.92", zorder=0)
-        axes.text(frozen[-1], axes.get_ylim()[1], "statistics frozen ", va="top", ha="right", fontsize=7, color="0.4")
     rates = [r.learning_rate for r in records]
     level = [i < 2 or rates[i - 1] == rates[i - 2] for i in range(len(rates))]  # a cosine falls from round to round, and has no steps
-    for round in [r.round for i, r in enumerate(records) if i > 0 and level[i] and rates[i] < rates[i - 1] * 0.7]:
-        axes.axvline(round - 0.5, color="0.5", lw=0.8, ls=":")
+    steps = [i for i in range(1, len(records)) if level[i] and rates[i] < rates[i - 1] * 0.7]
+    for axes in all_axes:
+        if frozen:
+            axes.axvspan(frozen[0] - 0.5, frozen[-1] + 0.5, color="0.92", zorder=0, lw=0)
+        for i in steps:
+            axes.axvline(records[i].round - 0.5, color=QUIET, lw=0.8, ls=":")
+    remarks = [(records[i].round - 0.5, f"learning rate {rates[i]:.3g}") for i in steps]
+    _remarks(all_axes[0], [*remarks, *([(frozen[0] - 0.5, "grey: statistics frozen")] if frozen else [])])
+
+
+def _remarks(axes: Axes, remarks: Sequence[tuple[float, str]]) -> None:
+    """Above the panel, each beginning where it belongs, or ending there if it would leave the picture; none over another."""
+    low, high = axes.get_xlim()
+    points = axes.get_window_extent().width * 72 / axes.figure.dpi
+    rows: list[list[tuple[float, float]]] = []
+    for x, text in remarks:
+        at, wide = (x - low) / (high - low), 4.1 * len(text) / points
+        late = at + wide > 1
+        span = (at - wide, at) if late else (at, at + wide)
+        row = next((n for n, taken in enumerate(rows) if all(span[1] < a or b < span[0] for a, b in taken)), len(rows))
+        rows += [[]] if row == len(rows) else []
+        rows[row].append(span)
+        place: Any = {"ha": "right" if late else "left", "va": "bottom", "fontsize": 7, "color": QUIET, "textcoords": "offset points"}
+        axes.annotate(text, (x, 1), (-1 if late else 1, 2 + 9 * row), xycoords=("data", "axes fraction"), **place)
 
 
 def draw_labels(
     counts: Mapping[int, Sequence[int]], config: RunConfig, path: Path, domains: Mapping[str, Sequence[int]] | None = None
 ) -> None:
-    """How many samples of each class every client has: a disc's area is the number of samples.
+    """How many samples of each class every client has, stacked: a bar per client, a colour per class.
 
     ``domains``: domain -> samples of it per client, in the order of the clients; drawn below, where there is more than one.
     """
@@ -115,42 +161,49 @@ def draw_labels(
     clients, classes = table.shape
     names = list(domains or {})
     below = np.array([domains[name] for name in names]).T if domains and len(names) > 1 else np.empty((clients, 0), dtype=int)
-    wide, high = min(14, 2.5 + 0.45 * clients), min(12, 1.6 + 0.32 * classes)
-    with plt.rc_context(STYLE):
-        ratio, extra = (classes, max(below.shape[1], 1)), 0.32 * below.shape[1]
-        figure, all_axes = plt.subplots(
-            2 if below.size else 1, 1, figsize=(wide, high + extra), sharex=True, squeeze=False, layout="constrained",
-            height_ratios=ratio if below.size else None,
-        )  # fmt: skip
-        axes, last = all_axes[0, 0], all_axes[-1, 0]
-        _discs(axes, table, "tab10" if classes <= 10 else "viridis")
-        axes.set(ylabel="class" if classes > 1 else "")
-        if classes <= 30:
-            axes.set_yticks(range(classes) if classes > 1 else [])
+    unit = "pixels" if table.sum() > below.sum() > 0 else "samples"
+    wide = max(5.6, min(14, 2.8 + 0.42 * clients))
+    panels = 2 if below.size else 1
+    with plt.rc_context({**STYLE, "axes.grid.axis": "y"}):
+        size = (wide, 0.6 + 3.2 * panels)
+        figure, all_axes = plt.subplots(panels, 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
+        _stacked(all_axes[0, 0], table, [str(number) for number in range(classes)] if classes > 1 else [""], "class")
+        all_axes[0, 0].set_ylabel(f"training {unit}")
         if below.size:
-            _discs(last, below, "Dark2")
-            last.set_yticks(range(len(names)), names)
-            last.set_ylabel("domain")
-        last.set(xlabel="client")
+            _stacked(all_axes[1, 0], below, names, "domain")
+            all_axes[1, 0].set_ylabel("training samples")
+        last = all_axes[-1, 0]
+        last.set_xlabel("site" if config.client_names else "client")
+        last.xaxis.set_major_locator(MaxNLocator(integer=True, steps=STEPS))
         if clients <= 30:
-            last.set_xticks(range(clients))
-        unit = "pixels" if table.sum() > below.sum() > 0 else "samples"
-        title = textwrap.wrap(f"training {unit}: {_partition(config)}, {table.sum()} in all", int(13 * wide))
-        axes.set_title("\n".join(title))
+            shown = [config.called.site(client) or str(client) for client in sorted(counts)]
+            long = config.client_names != "" and sum(map(len, shown)) > 9 * wide
+            last.set_xticks(range(clients), shown, rotation=45 if long else 0, ha="right" if long else "center")
+        last.set_xlim(-0.6, clients - 0.4)
+        figure.suptitle(lines(f"training {unit}: {partition_in_words(config)}, {table.sum()} in all", int(11 * wide)))
         figure.savefig(path)
         plt.close(figure)
 
 
-def _discs(axes: Axes, table: np.ndarray, colours: str) -> None:
-    """One disc per entry of ``table`` (clients, rows) that is not 0, coloured by its row."""
+def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> None:
+    """Bars of ``table`` (clients, names), one upon the other; the name stands in a part that has room for it."""
     clients, rows = table.shape
-    x, y = np.meshgrid(np.arange(clients), np.arange(rows), indexing="ij")
-    present = table > 0
-    axes.scatter(x[present], y[present], s=260 * table[present] / table.max(), c=y[present], cmap=colours)
-    if clients * rows <= 200:
-        for client, row in zip(*np.nonzero(present), strict=True):
-            axes.annotate(str(table[client, row]), (client, row), xytext=(9, 0), textcoords="offset points", fontsize=6, va="center")
-    axes.set(xlim=(-0.6, clients - 0.2), ylim=(-0.6, rows - 0.4))
+    few = rows <= len(SHADES)
+    shades = [to_rgba(SHADES[i]) for i in range(rows)] if few else [matplotlib.colormaps[MAP](i / (rows - 1)) for i in range(rows)]
+    base, most = np.zeros(clients), max(1, table.sum(1).max())
+    for row, shade in enumerate(shades):
+        axes.bar(range(clients), table[:, row], 0.82, base, color=shade, edgecolor="white", lw=0.5, label=names[row])
+        for client in np.flatnonzero(table[:, row] > 0.05 * most) if few and clients <= 30 and what == "class" and rows > 1 else ():
+            place = float(client), float(base[client] + table[client, row] / 2)
+            axes.text(*place, names[row], ha="center", va="center", fontsize=7, color=on(shade))
+        base += table[:, row]
+    axes.set_ylim(0, 1.04 * most)
+    if few and rows > 1:
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(handles[::-1], labels[::-1], title=what, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    elif not few:
+        scale = ScalarMappable(Normalize(0, rows - 1), MAP)
+        axes.figure.colorbar(scale, ax=axes, label=what, ticks=MaxNLocator(8, integer=True))
 
 
 def draw_comparison(
@@ -164,32 +217,35 @@ def draw_comparison(
         order = sorted(curves, key=lambda name: sign * curves[name][:, -1].mean())
         for name in order:
             values, index = curves[name], list(curves).index(name)
-            colour, line = f"C{index % 10}", ("-", "--", ":", "-.")[index // 10 % 4]
+            look = {**line(index), "ms": 3.5, "markevery": max(1, len(values[0]) // 8)}
             mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
             label = f"{name}  {mean[-1]:{digits}}" + (f" ± {std[-1]:{digits}}" if len(values) > 1 else "")
-            axes.plot(rounds[name], mean, line, color=colour, lw=1.5, label=label)
-            axes.fill_between(rounds[name], mean - std, mean + std, color=colour, alpha=0.15, lw=0)
-        axes.set(xlabel="round", ylabel=axis_of(task, "test "), title="\n".join(textwrap.wrap(title, 66)))
-        axes.legend(frameon=False, title="last round", loc="center left", bbox_to_anchor=(1, 0.5))
+            axes.plot(rounds[name], mean, **look, label=label)
+            axes.fill_between(rounds[name], mean - std, mean + std, color=look["color"], alpha=0.15, lw=0)
+        axes.set(xlabel="round", ylabel=axis_of(task, "test "), title=lines(title, 66))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=STEPS))
+        axes.legend(title="last round", loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3.2)
         figure.savefig(path)
         plt.close(figure)
 
 
-def draw_heat_maps(maps: Mapping[str, np.ndarray], rows: Sequence[str], columns: Sequence[str], title: str, path: Path) -> None:
-    """One map (rows, columns) of percentages per name, side by side, with its numbers; NaN is left white."""
+def draw_heat_maps(
+    maps: Mapping[str, np.ndarray], rows: Sequence[str], columns: Sequence[str], title: str, path: Path, across: str = "heterogeneity"
+) -> None:
+    """One map (rows, columns) of percentages per name, side by side, with its numbers; NaN is left white. ``across``: what columns are."""
     with plt.rc_context({**STYLE, "axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
         size = (1.6 + len(maps) * (1.0 + 0.75 * len(columns)), 1.6 + 0.45 * len(rows))
         figure, all_axes = plt.subplots(1, len(maps), figsize=size, sharey=True, squeeze=False, layout="constrained")
         for axes, (name, values) in zip(all_axes[0], maps.items(), strict=True):
-            image = axes.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+            image = axes.imshow(values, vmin=0, vmax=100, cmap=MAP, aspect="auto")
             for row, column in np.ndindex(values.shape):
                 if np.isfinite(value := values[row, column]):
-                    axes.text(column, row, f"{value:.0f}", ha="center", va="center", color="white" if value < 60 else "black")
+                    axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=on(image.to_rgba(value)))
             axes.set_xticks(range(len(columns)), columns)
             axes.set_yticks(range(len(rows)), rows)
-            axes.set(title=name, xlabel="heterogeneity")
+            axes.set(title=name, xlabel=across)
         figure.colorbar(image, ax=all_axes, label="accuracy (%)")
-        figure.suptitle("\n".join(line for part in title.splitlines() for line in textwrap.wrap(part, 80)))
+        figure.suptitle("\n".join(lines(part, 80) for part in title.splitlines()))
         figure.savefig(path)
         plt.close(figure)
 
@@ -212,27 +268,36 @@ def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]],
                         continue
                     x, mean = place + (index - (len(names) - 1) / 2) * width, float(np.mean(values))
                     spread = np.std(values, ddof=1) if len(values) > 1 else None
-                    axes.bar(x, mean, 0.92 * width, yerr=spread, color="0.6" if index == 0 else f"C{index - 1}", error_kw={"lw": 0.8})
+                    shade = QUIET if index == 0 else colour(index - 1)
+                    axes.bar(x, mean, 0.92 * width, yerr=spread, color=shade, error_kw={"lw": 0.8})
                     if task.scale() == 100:
-                        axes.text(x, 1.5, f"{mean:.0f}", ha="center", va="bottom", fontsize=6.5, color="white")
+                        axes.text(x, 1.5, f"{mean:.0f}", ha="center", va="bottom", fontsize=6.5, color=on(to_rgba(shade)))
                     else:
                         axes.text(x, mean, f"{mean:.3g}", ha="center", va="bottom", fontsize=6.5)
             axes.set_xticks(range(len(groups)), list(groups))
             if task.scale() == 100:
                 axes.set_ylim(0, 100)
-            axes.set_title("\n".join(textwrap.wrap(title, 30)), fontsize=9)
+            axes.set_title(lines(title, 30), fontsize=9)
             axes.grid(visible=False, axis="x")
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
         for axes in grid[:, 0]:
             axes.set_ylabel(axis_of(task, "test "))
-        handles = [Patch(color="0.6" if index == 0 else f"C{index - 1}", label=name) for index, name in enumerate(names)]
+        handles = [Patch(color=QUIET if index == 0 else colour(index - 1), label=name) for index, name in enumerate(names)]
         figure.legend(handles=handles, loc="outside right upper", frameon=False)
         figure.savefig(path)
         plt.close(figure)
 
 
-def _partition(config: RunConfig) -> str:
+def lines(text: str, width: int) -> str:
+    """``text`` in as few lines of at most ``width`` letters as it needs, of about one length: no word stands alone."""
+    few = textwrap.wrap(text, width)
+    narrower = (textwrap.wrap(text, narrow) for narrow in range(max(1, -(-len(text) // max(1, len(few)))), width))
+    return "\n".join(next((made for made in narrower if len(made) == len(few)), few))
+
+
+def partition_in_words(config: RunConfig) -> str:
+    """How a run's data are split: ``Dirichlet(0.1)``."""
     kind = {
         "iid": "IID",
         "classes": f"{config.partition_parameter:g} class{'' if config.partition_parameter == 1 else 'es'} each",
@@ -243,3 +308,12 @@ def _partition(config: RunConfig) -> str:
         "natural": "one group each",
     }[config.partition]
     return f"{kind}, equal sizes" if config.sizes == "equal" else kind
+
+
+def which_end(partition: str, values: Sequence[float]) -> str:
+    """What an axis with these values of partition-parameter says, and which end of it is IID; nothing where neither is."""
+    name = {"similarity": "similarity", "dirichlet": "concentration", "classes": "classes per client"}.get(partition)
+    if name is None or len(values) < 2 or values[0] == values[-1]:
+        return name or "heterogeneity"
+    ends = ("IID", "far from IID") if values[0] > values[-1] else ("far from IID", "IID")
+    return f"{ends[0]} ← {name} → {ends[1]}"

@@ -19,7 +19,7 @@ from fl_bn.flower.log import LOGGER
 from fl_bn.methods import Phase
 from fl_bn.roles import Role, batch_norms
 from fl_bn.run import recalibrate
-from fl_bn.run.assembly import client_model, dataset, partitions, shape, task
+from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.history import round_columns
 from fl_bn.task import Classification, Task
@@ -27,11 +27,12 @@ from fl_bn.wire import WireError
 
 
 def check(config: RunConfig) -> None:
-    """Tries the partition, the network on two samples, and what would be sent of it.
+    """Tries the callbacks' names, the partition, the network on two samples, and what would be sent of it.
 
     Raises:
         ConfigError: one of them cannot work; the message says why.
     """
+    callback_makers(config)
     if config.rounds == 0:
         recalibrate.check(config)
     if config.dataset != SITES:

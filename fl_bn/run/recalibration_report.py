@@ -1,24 +1,14 @@
-"""Statistics-only passes as people read them: ``recalibration.csv``, ``recalibration.png``, and a sentence."""
+"""Statistics-only passes as people read them: ``recalibration.csv`` and a sentence; the picture is ``recalibration_picture``'s."""
 
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-import numpy as np
-from matplotlib.axes import Axes
-
 from fl_bn.federation.recalibration import Pass
-from fl_bn.federation.record import RoundRecord
-from fl_bn.run.config import RunConfig
-from fl_bn.run.pictures import STYLE, axis_of
-from fl_bn.task import CLASSIFICATION, Task
 
 COLUMNS = ("pass", "clients", "layer", "mean-moved", "variance-factor")  # in sd of the statistics before the pass; new / old
-NAMED = 12  # layers in a legend; more are told by their colour
 
 
 def write_passes(passes: Sequence[Pass], path: Path) -> None:
@@ -33,13 +23,15 @@ def passes_in_words(passes: Sequence[Pass], clients: int) -> list[str]:
     if not passes:
         return ["no pass was made"]
     last, layers = passes[-1], len(passes[-1].movements)
-    if last.settled:
+    if last.exchanges:
+        end = f"layer by layer, with {last.exchanges} exchanges, which makes all of them exact"
+    elif last.settled:
         end = f"stopped at pass {last.number}, which moved nothing"
     elif last.number == layers:
         end = "one per BatchNorm layer, which makes all of them exact"
     else:
         end = f"fewer than the {layers} layers, and the last one still moved: layers 1 to {last.number} are exact"
-    lines = [f"{len(passes)} passes over {layers} BatchNorm layers: {end}"]
+    lines = [f"{len(passes)} pass{'es' * (len(passes) != 1)} over {layers} BatchNorm layers: {end}"]
     for one in dict.fromkeys((passes[0], last)):
         layer, mean, variance = one.largest
         lines.append(
@@ -51,54 +43,3 @@ def passes_in_words(passes: Sequence[Pass], clients: int) -> list[str]:
             f"**not all clients were measured** (of {clients} at least {fewest}): these are the statistics of the others, run it again"
         )
     return lines
-
-
-def draw_passes(
-    config: RunConfig, passes: Sequence[Pass], records: Sequence[RoundRecord], path: Path, task: Task = CLASSIFICATION
-) -> None:
-    """How far each pass moved each layer, on a log scale; above it, in a run of passes alone, the task's metric after them."""
-    evaluated = [r for r in records if task.metric in r.evaluation] if config.rounds == 0 else []
-    with plt.rc_context(STYLE):
-        figure, all_axes = plt.subplots(
-            2 if evaluated else 1, 1, figsize=(7, 5.6 if evaluated else 3.6), sharex=True, squeeze=False, layout="constrained",
-            height_ratios=(2, 3) if evaluated else None,
-        )  # fmt: skip
-        top, bottom = all_axes[0, 0], all_axes[-1, 0]
-        if evaluated:
-            scale = task.scale()
-            values = [scale * r.evaluation[task.metric] for r in evaluated]
-            top.plot([r.round for r in evaluated], values, "o-", ms=4, color="C0")
-            for i in {0, len(evaluated) - 1}:
-                where, ha = ((0, 8), "left") if i == 0 else ((0, 8), "right")
-                shown = f"{values[i]:.1f} %" if scale == 100 else f"{values[i]:.4g}"
-                top.annotate(shown, (evaluated[i].round, values[i]), where, textcoords="offset points", ha=ha, color="C0")
-            top.set_ylabel(axis_of(task, "test "))
-            if scale == 100:
-                top.set(ylim=(0, 110), yticks=range(0, 101, 25))
-        _movements(bottom, passes)
-        bottom.set(xlabel="pass (0: as it came)" if evaluated else "statistics-only pass before round 1")
-        top.set_title(f"re-calibration: {config.model} on {config.dataset}, {config.clients} clients, seed {config.seed}")
-        figure.savefig(path)
-        plt.close(figure)
-
-
-def _movements(axes: Axes, passes: Sequence[Pass]) -> None:
-    layers = [movement.layer for movement in passes[0].movements]
-    moved = np.array([[movement.mean for movement in one.movements] for one in passes])  # (passes, layers)
-    positive = moved[np.isfinite(moved) & (moved > 0)]
-    floor = 10 ** (math.floor(math.log10(positive.min())) - 1) if positive.size else 1e-8
-    numbers = [one.number for one in passes]
-    for index, layer in enumerate(layers):
-        colour = plt.get_cmap("viridis")(index / max(1, len(layers) - 1) * 0.9)
-        values = moved[:, index]
-        axes.plot(numbers, np.maximum(values, floor), "o-", ms=4, lw=1.2, color=colour, label=layer or "model", clip_on=False)
-        still = values <= 0
-        axes.plot(np.array(numbers)[still], np.full(still.sum(), floor), "o", ms=6, color="white", markeredgecolor=colour, clip_on=False)
-    axes.set(yscale="log", xlim=(-0.2 if len(passes) > 1 else 0.5, numbers[-1] + 0.3), ylabel="largest move of a mean (sd)")
-    axes.set_xticks(range(numbers[-1] + 1) if numbers[-1] <= 25 else range(0, numbers[-1] + 1, 5))
-    axes.set_ylim(bottom=floor)
-    axes.annotate("hollow: not moved by a bit", (0, 0), (5, 6), xycoords="axes fraction", textcoords="offset points", fontsize=7)
-    if len(layers) <= NAMED:
-        axes.legend(frameon=False, title="layer", fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    else:
-        axes.set_title(f"{len(layers)} layers, the first dark, the last light", fontsize=8)

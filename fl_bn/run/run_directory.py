@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,33 +15,39 @@ from typing import IO, Self
 
 from safetensors.torch import save
 
-from fl_bn import durable
+from fl_bn import durable, extras
+from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.log import LOGGER
 from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.locks import Unsupported, hold
 from fl_bn.names import names_of
 from fl_bn.options import Value
+from fl_bn.pairs import SERVER
 from fl_bn.run.assembly import task
 from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.console import LogFile
 from fl_bn.run.diagnostics import Diagnostics
 from fl_bn.run.disclosure_report import FILE as DISCLOSURE
 from fl_bn.run.disclosure_report import disclosure_csv, disclosure_table, kinds
 from fl_bn.run.environment import environment
-from fl_bn.run.history import History, round_row
-from fl_bn.run.pictures import draw_labels, draw_run
-from fl_bn.run.recalibration_report import draw_passes, write_passes
+from fl_bn.run.history import History
+from fl_bn.run.interrupts import held
+from fl_bn.run.recalibration_report import write_passes
 from fl_bn.run.summary import summary
+from fl_bn.run.tensorboard import TensorBoard
 from fl_bn.run.testing import note_domains
 from fl_bn.secure.privacy import Journal
 
-LOCK, RELEASES = ".lock", "privacy.jsonl"
+LOCK, LOG, RELEASES = ".lock", "run.log", "privacy.jsonl"
 
 
-class RunDirectory:
-    """Use as a context manager: entering opens the files, leaving writes model, pictures and summary, also after a failure.
+class RunDirectory(Callback):
+    """Use as a context manager around the run that it is a callback of: entering opens the files, ``on_end`` writes model, pictures and
+    summary, also after a failure. Leaving does so where the run never began.
 
     With ``output`` empty in the config nothing is written (``path`` is None), only the records are kept. ``resumed``: the checkpoint
     that the run goes on from, if any.
@@ -54,9 +60,12 @@ class RunDirectory:
         self.resumed: Checkpoint | None = None
         self._diagnostics = None if path is None else _diagnostics(config)
         self.task = task(config)
-        self._history = None if path is None else History(path, self._diagnostics is not None, self.task)
+        self._history = None if path is None else History(path, self._diagnostics is not None, self.task, config.called)
         self._checkpoints = None if path is None or self._history is None else Checkpoints(path, self._history)
+        self._board = TensorBoard(path / "tensorboard", self.task) if path is not None and config.pictures else Callback()
+        self._log = None if path is None else LogFile(path / LOG)
         self._lock: IO[str] | None = None
+        self._ended = False
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
@@ -72,8 +81,7 @@ class RunDirectory:
         if config.resume:
             return cls(config, run_to_resume(config), goes_on=True)
         root = Path(config.output)
-        data = config.dataset.replace("/", "-").replace(":", "-")[:80]
-        stem = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{data}-seed{config.seed}"
+        stem = config.name or config.name_at(datetime.now())
         path, n = root / stem, 1
         try:
             while path.exists():
@@ -109,6 +117,8 @@ class RunDirectory:
         except BaseException:
             self._unlock(self.path)
             raise
+        if self._log is not None:
+            LOGGER.addHandler(self._log)
         LOGGER.info("run directory: %s", self.path)
         return self
 
@@ -118,26 +128,33 @@ class RunDirectory:
         if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
 
-    def record(self, record: RoundRecord) -> None:
-        """Append one round to every file that grows."""
+    def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
+        """Note the metric of every domain, for the callbacks that follow, too."""
         note_domains(self.config, record)
-        self.records.append(record)
-        if len(self.records) == 1:  # those before round 1 are over, and a run that is resumed makes none
-            self._write_passes()
-        if self._history is not None:
-            measured = []
-            if self._diagnostics is not None and self.strategy is not None:
-                measured = [row._asdict() for row in self._diagnostics.after_round(record, self.strategy.shared.model)]
-            self._history.add(record, measured)
+
+    def on_round(self, record: RoundRecord, rounds: int) -> None:
+        """Append one round to every file that grows; Ctrl-C waits until it is in all of them."""
+        with held():
+            self.records.append(record)
+            if len(self.records) == 1:  # those before round 1 are over, and a run that is resumed makes none
+                self._write_passes()
+            if self._history is not None:
+                measured = []
+                if self._diagnostics is not None and self.strategy is not None:
+                    measured = [row._asdict() for row in self._diagnostics.after_round(record, self.strategy.shared.model)]
+                self._history.add(record, measured)
+            self._board.on_round(record, rounds)
 
     def keep_checkpoint(self, checkpoint: Checkpoint) -> int:
         """Store it; the oldest round that the run can go back to."""
         return 0 if self._checkpoints is None else self._checkpoints.keep(checkpoint)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.path is None:
+    def on_end(self, error: BaseException | None) -> None:
+        if self.path is None or self._ended:
             return
+        self._ended = True
         try:
+            self._board.on_end(error)
             self._finish(self.path, error)
         except OSError as problem:
             LOGGER.error("not all of the results could be written to %s: %s", self.path, problem)
@@ -146,8 +163,16 @@ class RunDirectory:
                     f"the run is trained, but its results could not be written ({problem}). Make room, and go on with "
                     f"resume={self.name!r}, if it has checkpoints"
                 ) from problem
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.on_end(error)
         finally:
-            self._unlock(self.path)
+            if self._log is not None:
+                LOGGER.removeHandler(self._log)
+                self._log.close()
+            if self.path is not None:
+                self._unlock(self.path)
 
     def _unlock(self, path: Path) -> None:
         if self._lock is not None:
@@ -164,24 +189,49 @@ class RunDirectory:
             counts = {c.index: c.label_counts for c in population.everyone()} if population else {}
         passes = [] if self.strategy is None else self.strategy.statistics.outcomes
         left = kinds(self.records, counts)
-        (path / DISCLOSURE).write_text(disclosure_csv(left), newline="")
+        (path / DISCLOSURE).write_text(disclosure_csv(left, self.config.called), newline="")
         accountant = self.strategy.secure.accountant if self.strategy and self.strategy.secure else None
         privacy = "" if accountant is None else accountant.statement()
-        (path / "summary.md").write_text(summary(self.config, self.records, error, passes, disclosure_table(left), privacy, self.task))
+        told = disclosure_table(left, self.config.called)
+        (path / "summary.md").write_text(summary(self.config, self.records, error, passes, told, privacy, self.task))
         self._write_passes()
-        if self.config.pictures and passes:
+        draws = self.config.pictures and self._can_draw()
+        if draws and passes:
+            from fl_bn.run.recalibration_picture import draw_passes  # imports matplotlib
+
             draw_passes(self.config, passes, self.records, path / "recalibration.png", self.task)
-        if self.config.pictures and self.records:
+        if draws and self.records:
+            from fl_bn.run.pictures import draw_labels, draw_run  # imports matplotlib, a second that round 1 need not wait for
+
             if self.config.rounds:
                 draw_run(self.config, self.records, path / f"{self.task.metric}.png", self.task)
             if counts and all(counts.values()):
                 draw_labels(counts, self.config, path / "labels.png")
-            self._tensorboard()
         self._history.lengths()
         if error is None:  # nobody will go back
             for folder in (path / FOLDER, *path.glob("state-*")):
                 shutil.rmtree(folder, ignore_errors=True)
         LOGGER.info("results: %s", path)
+        if error is not None:
+            self._say_how_to_go_on(path, "interrupted" if isinstance(error, KeyboardInterrupt) else "the run failed")
+
+    def _say_how_to_go_on(self, path: Path, what: str) -> None:
+        last = max(self._checkpoints.rounds(), default=0) if self._checkpoints else 0
+        server = os.environ.get(SERVER, "")
+        if last:
+            run = f"{shlex.quote(server)} {path.name}" if server else shown(path)
+            advice = f"Go on from round {last}: fl-bn resume {run}"
+        elif self.config.checkpoint_every:
+            advice = f"Start it again: the first checkpoint would be after round {self.config.checkpoint_every}"
+        else:
+            advice = "It cannot go on, since it has no checkpoints: checkpoint-every=5 makes them"
+        LOGGER.info("%s after round %s of %s. %s", what, len(self.records), self.config.rounds, advice)
+
+    def _can_draw(self) -> bool:
+        told = extras.lacking("a run that is to end with pictures", "matplotlib", "tensorboard")
+        if told:
+            LOGGER.warning("there are no pictures: %s", told)
+        return not told
 
     def _write_passes(self) -> None:
         if self.path is not None and self.strategy is not None and (passes := self.strategy.statistics.outcomes):
@@ -194,20 +244,16 @@ class RunDirectory:
         """
         assert self.path is not None
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
-        durable.write(self.path / "model.safetensors", save(strategy.shared.tensors(), metadata), mode=0o666)
+        durable.write(self.path / "model.safetensors", durable.in_order(save(strategy.shared.tensors(), metadata)), mode=0o666)
 
         if strategy.unseen:
-            durable.write(self.path / "unseen-client.safetensors", save(strategy.unseen, metadata), mode=0o666)
+            durable.write(self.path / "unseen-client.safetensors", durable.in_order(save(strategy.unseen, metadata)), mode=0o666)
 
-    def _tensorboard(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
-        assert self.path is not None
-        with SummaryWriter(str(self.path / "tensorboard")) as writer:
-            for record in self.records:
-                for name, value in round_row(record, self.task).items():
-                    if name not in ("round", "cohort") and isinstance(value, float):
-                        writer.add_scalar(name, value, record.round)
+def shown(path: Path) -> str:
+    """As one would type it here."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def _diagnostics(config: RunConfig) -> Diagnostics | None:
@@ -220,10 +266,13 @@ def _locked(path: Path) -> IO[str]:
     while True:
         lock = (path / LOCK).open("w")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hold(lock)
         except BlockingIOError as error:
             lock.close()
             raise RunFailed(f"{path} is still being written by another process: end that run first") from error
+        except Unsupported:
+            lock.close()
+            raise
         except OSError:  # a file system without locks
             LOGGER.warning("%s cannot be locked: see to it that no second process goes on with the same run", path)
             return lock

@@ -18,11 +18,15 @@ from fl_bn.exchange.session import POLICIES
 from fl_bn.exchange.settings import CARRIERS
 from fl_bn.federation.clipping import CLIPS, PATH
 from fl_bn.federation.momentum import MAINTAIN
+from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
-from fl_bn.federation.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
+from fl_bn.federation.rounds import RECALIBRATIONS
+from fl_bn.federation.settings import MOST_WORKERS, OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
+from fl_bn.federation.vectorised import ENGINES
 from fl_bn.methods import METHODS
 from fl_bn.models import MODELS
 from fl_bn.models.standardise import STANDARDS
+from fl_bn.names import names_of
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import option
 from fl_bn.robust.attacks import ATTACKS, ON
@@ -35,7 +39,9 @@ from fl_bn.run.keys import (
     known_joins,
     known_nodes,
     known_rule,
+    known_sites,
 )
+from fl_bn.secure.settings import FINEST, WIDEST
 from fl_bn.task import AUTO, TASKS
 
 
@@ -115,6 +121,19 @@ class RunKeys:
         "freeze-after=0, else none (and none with dp-noise)",
         ">= -2",
     )
+    recalibration: str = option(
+        "auto",
+        "how the statistics of all layers are made exact (recalibrate, calibrate, hbn-evaluate=exact): passes, a message and a forward "
+        "pass per layer; exchange, one of each and an exchange per layer, if all clients can be there at once, else passes; auto: "
+        "exchange, but passes in a simulation",
+        RECALIBRATIONS,
+    )
+    recalibration_memory: float = option(
+        1.0,
+        "with exchange: activations that a process may keep from layer to layer, in GiB; where they are more, every layer takes a forward "
+        "pass",
+        ">= 0",
+    )
     unit_scale: bool = option(
         True,
         "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1",
@@ -134,10 +153,24 @@ class RunKeys:
         "NODE,NODE,...",
         known_nodes,
     )
+    client_names: str = option(
+        "",
+        "names of the sites of clients 0, 1, ..., for logs, errors, records and pictures (fl-bn submit gives them); empty: a client is its "
+        "number",
+        "NAME,NAME,...",
+        known_sites,
+    )
     fraction: float = option(1.0, "fraction of the clients that train in a round", "(0, 1]")
     rounds: int = option(100, "training rounds; 0, with calibrate: the statistics of model-weights are measured, and no more", ">= 0")
     client_weights: str = option(
         "samples", "weight of a client in the average: the different samples it trained on this round, or equal", ("samples", "uniform")
+    )
+    payload_dtype: str = option(
+        AS_THE_MODEL,
+        "in which weights and gradients travel while clients train: float32, as the model has them; in half the bytes bfloat16, rounded by "
+        "up to 2^-8 of a number, or float16, by up to 2^-11 (numbers up to 65504). Statistics, buffers and what accompanies weights stay "
+        "exact (not fedtan, not secure-aggregation)",
+        PAYLOADS,
     )
     min_replies: float = option(0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1")
     min_cohort: int = option(
@@ -159,7 +192,7 @@ class RunKeys:
         "go on from the last checkpoint: latest (the newest run in output that is not finished), or a run's folder name",
         "latest or a name",
     )
-    # layer-wise exchange (fedtan, fedtan2, fedavg-alg2)
+    # layer-wise exchange (fedtan, fedtan2, fedavg-alg2; recalibration)
     exchange: str = option(
         "auto",
         "how the layer-wise exchange is carried: grpc, replay (Flower messages, any cohort size, slow), local (fl-bn run); auto: local, "
@@ -208,7 +241,7 @@ class RunKeys:
     secagg_shares: int = option(0, "parts of each client's secrets, an odd number; 0: one per client of the cohort", "0 or >= 3")
     secagg_threshold: int = option(0, "parts that recover a secret, more than half; 0: the fewest allowed", ">= 0")
     secagg_clipping_range: float = option(
-        8.0, "values beyond are cut off: standard deviations of statistics, units of the update of weights", "> 0"
+        8.0, "values beyond are cut off: standard deviations of statistics, units of the update of weights", f"{FINEST}..{WIDEST:.0f}"
     )
     secagg_quantization_range: int = option(22, "bits per value within that range", "4..30")
     dp_noise: float = option(
@@ -278,7 +311,26 @@ class RunKeys:
         "of local training; mixed: bfloat16 where torch's autocast sees fit, batch statistics and all that travels float32",
         PRECISIONS,
     )
+    engine: str = option(
+        "sequential",
+        "fl-bn run and sweeps: sequential, or vectorised: the clients of a cohort as one batched program (for a GPU; equal up to "
+        "the order of sums)",
+        ENGINES,
+    )
     threads: int = option(1, "CPU threads per process", ">= 1")
+    workers: int = option(
+        1,
+        "fl-bn run and sweeps: processes of this machine that compute clients at the same time; 0: as many as there are cores. The results "
+        "have the same bits",
+        f"0..{MOST_WORKERS}",
+    )
     output: str = option("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
     name: str = option("", "the run folder's name; empty: time, method, data and seed", "a file name")
-    pictures: bool = option(True, "draw pictures and write TensorBoard events at the end")
+    pictures: bool = option(True, "draw pictures at the end, and write TensorBoard events after every round")
+    callbacks: str = option(
+        "",
+        "called after every round, evaluation and at the end (fl_bn.Callback): trackers, say; each is made by its class, or a function, of "
+        "the config and the run's folder",
+        "package.module:Class, separated by commas",
+        lambda names: all(":" in name for name in names_of(names)),
+    )

@@ -27,7 +27,9 @@ def summary(
     if config.rounds == 0:
         return _of_recalibration(config, records, error, passes, disclosures, task)
     lines = [f"# {config.method} on {config.dataset}, seed {config.seed}", ""]
-    if error is not None:
+    if isinstance(error, KeyboardInterrupt):
+        lines += [f"**The run was interrupted** after {len(records)} of {config.rounds} rounds.", ""]
+    elif error is not None:
         lines += [f"**The run failed** after {len(records)} of {config.rounds} rounds: {type(error).__name__}: {error}", ""]
     evaluated = [r for r in records if task.metric in r.evaluation]
     if evaluated:
@@ -75,7 +77,7 @@ FILES = (
     "`{picture}` and `labels.png` to look at; `rounds.csv` (also `.jsonl`) and `clients.csv`, one line per round and client; "
     "`disclosure.csv`, what left each client; "
     "`model.safetensors`, the model as evaluated last (`clients/` has one per client where clients keep layers of their own); "
-    "`config.toml`, `environment.json`; `tensorboard/`."
+    "`run.log`; `config.toml`, `environment.json`; `tensorboard/`."
 )
 
 

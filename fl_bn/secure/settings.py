@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fl_bn.secure.privacy import Privacy
 
 MODULUS = 2**32  # of the sums
+FINEST, WIDEST = 1e-6, 1e6  # of clipping ranges
 LEAST = 3  # clients: with two, each knows the other's share of the sum
 
 
@@ -33,8 +34,8 @@ class SecureAggregation:
             raise ValueError(
                 f"secagg-threshold must be 0 or more than half of the {self.shares or 'cohort'} shares, but got {self.threshold}"
             )
-        if not 0 < self.clipping_range < float("inf"):
-            raise ValueError(f"secagg-clipping-range must be a finite number > 0, but got {self.clipping_range}")
+        if not FINEST <= self.clipping_range <= WIDEST:
+            raise ValueError(f"secagg-clipping-range must be a number from {FINEST} to {WIDEST:.0f}, but got {self.clipping_range}")
         if not 4 <= self.quantization_range <= 30:
             raise ValueError(f"secagg-quantization-range must be 4..30 bits, but got {self.quantization_range}")
 

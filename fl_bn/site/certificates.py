@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -126,7 +127,10 @@ def public_half(private: Path) -> bytes:
 
 def read_public(path: Path) -> bytes:
     """The public key at ``path`` (OpenSSH), as DER. Raises OSError, ValueError."""
-    return _der(load_ssh_public_key(path.read_bytes()))
+    try:
+        return _der(load_ssh_public_key(path.read_bytes()))
+    except UnsupportedAlgorithm as error:
+        raise ValueError(str(error)) from error
 
 
 def public_in(content: bytes) -> bytes:

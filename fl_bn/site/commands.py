@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_bn.own_code import VARIABLE
-from fl_bn.pairs import Scalar, flower_config
+from fl_bn.pairs import SERVER, Scalar, flower_config
 from fl_bn.site.folders import ServerFolder, SiteFolder
 
 WATCHED = Path(__file__).with_name("watched.py")  # notices where a SuperNode would hang
 SUPERLINK = Path(__file__).parents[1] / "flower" / "superlink.py"  # Flower's, with a repair
+SUPERNODE = SUPERLINK.with_name("supernode.py")  # Flower's, asking more often
+APP_HOST = SUPERLINK.with_name("app_host.py")  # runs a site's ClientApp
 COMPAT = SUPERLINK.with_name("compat.py")  # run by its path: the package around it imports torch
+PROGRAMS = ("supernode", "clientapp")  # of a site; each may belong to a user of its own
 UNREACHABLE = "Connection attempt failed"  # Flower's words, also for a process of the site itself that has just ended
 
 
@@ -40,14 +43,19 @@ class Command:
         )
 
 
-def commands(folder: ServerFolder | SiteFolder) -> list[Command]:
-    """What runs on the machine with ``folder``. The folders that the commands need are made by ``prepare``.
+def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]:
+    """What runs on the machine with ``folder``, or the one program of a site that is called ``only``. The folders that the commands need
+    are made by ``prepare``.
 
     Raises:
         WrongFlower: see ``check_flower``.
+        ValueError: there is no such program.
     """
     check_flower("fl-bn start")
-    return server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder)]
+    found = server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder), clientapp(folder)]
+    if only and (isinstance(folder, ServerFolder) or only not in PROGRAMS):
+        raise ValueError(f"--only must be {' or '.join(PROGRAMS)}, of a site's folder, but got {only!r} for {folder.path / folder.file}")
+    return [command for command in found if only in ("", command.name)]
 
 
 def check_flower(what: str) -> None:
@@ -55,17 +63,23 @@ def check_flower(what: str) -> None:
     runpy.run_path(str(COMPAT))["check_deployed"](what)
 
 
-def prepare(folder: ServerFolder | SiteFolder) -> None:
-    """Makes the folders for state (readable by its owner only), results and logs."""
-    state = folder.state if isinstance(folder, ServerFolder) else folder.state_dir
-    state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder.logs.mkdir(parents=True, exist_ok=True)
+def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
+    """Makes the folders for state (readable by its owner only), results and logs, or those of one program; where its logs belong."""
     if isinstance(folder, ServerFolder):
         folder.results.mkdir(parents=True, exist_ok=True)
+        private = [folder.state]
+    else:
+        private = [path for name, path in (("supernode", folder.node_dir), ("clientapp", folder.state_dir)) if only in ("", name)]
+    for path in private:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    logs = private[0] / "logs" if only else folder.logs  # each program's own, where each has its own user
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs
 
 
 def server_commands(server: ServerFolder) -> list[Command]:
-    return [superlink(server), serverapp(server), register(server)]
+    published = [metrics(server)] if server.metrics else []
+    return [superlink(server), serverapp(server), register(server), queue(server), *published]
 
 
 def superlink(server: ServerFolder) -> Command:
@@ -94,7 +108,7 @@ def serverapp(server: ServerFolder) -> Command:
     options = {"--plugin-type": "serverapp", "--appio-api-address": local(server.serverappio)}
     argv = (program("flower-superexec"), "--insecure", *_flat(options))
     allowed = {VARIABLE: server.allow_modules} if server.allow_modules else {}
-    return Command("serverapp", argv, _environment(server.state) | allowed, server.results.parent)
+    return Command("serverapp", argv, _environment(server.state) | allowed | {SERVER: str(server.path)}, server.results.parent)
 
 
 def register(server: ServerFolder) -> Command:
@@ -102,12 +116,23 @@ def register(server: ServerFolder) -> Command:
     return Command("register", (program("fl-bn"), "register", str(server.path)), _environment(server.state), server.path, once=True)
 
 
+def queue(server: ServerFolder) -> Command:
+    """Starts the runs that wait, one after the other."""
+    return Command("queue", (program("fl-bn"), "queue", str(server.path)), _environment(server.state), server.path)
+
+
+def metrics(server: ServerFolder) -> Command:
+    """Publishes the server's state for Prometheus, and writes the health file."""
+    argv = (program("fl-bn"), "status", str(server.path), "--serve", server.metrics)
+    return Command("metrics", argv, _environment(server.state), server.path)
+
+
 def supernode(site: SiteFolder) -> Command:
     options = {
         "--superlink": site.superlink,
         "--root-certificates": site.root_certificates,
         "--auth-supernode-private-key": site.private_key,
-        "--isolation": "subprocess",
+        "--isolation": "process",
         "--clientappio-api-address": site.clientappio,
         "--node-config": flower_config(node_config(site)),
     }
@@ -119,15 +144,20 @@ def supernode(site: SiteFolder) -> Command:
         "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. It goes on "
         "trying; if that does not end, another machine uses this site's key",
     }
-    argv = (sys.executable, "-I", "-S", str(WATCHED), program("flower-supernode"), *_flat(options))
-    return Command("supernode", argv, _environment(site.state_dir), site.path, hints=hints)
+    flower = (sys.executable, "-P", str(SUPERNODE), "--poll-seconds", str(site.poll_seconds))
+    argv = (sys.executable, "-I", "-S", str(WATCHED), *flower, *_flat(options))
+    return Command("supernode", argv, _environment(site.node_dir), site.path, hints=hints)
+
+
+def clientapp(site: SiteFolder) -> Command:
+    """Runs what the server sends. It needs no key: it may belong to another user than the SuperNode."""
+    options = {"--appio-api-address": site.clientappio, "--policy": site.policy}
+    return Command("clientapp", (sys.executable, "-P", str(APP_HOST), *_flat(options)), _environment(site.state_dir), site.path)
 
 
 def node_config(site: SiteFolder) -> dict[str, Scalar]:
     """What the ClientApp on this site is told of it; paths are absolute."""
     config: dict[str, Scalar] = {
-        "partition-id": site.partition_id,
-        "num-partitions": site.num_partitions,
         "site": site.site,
         "state-dir": str(site.state_dir),
         "device": site.device,

@@ -17,6 +17,8 @@ from fl_bn.pairs import flower_config
 from fl_bn.site.certificates import public_in, read_public
 from fl_bn.site.commands import check_flower, environment, local, program
 from fl_bn.site.folders import ServerFolder
+from fl_bn.site.membership import former_owner
+from fl_bn.site.registered import Node, Submitted, registered_nodes, submitted_runs
 
 FEDERATION = "deployment"
 IN_USE = "already in use"  # Flower's words for a key that is registered
@@ -84,15 +86,35 @@ class Control:
         answer = self.ask("run", str(app), FEDERATION, "--federation-config", at, "--run-config", run_config)
         return str(answer["run-id"])
 
-    def nodes(self, sites: Sequence[Path]) -> list[int]:
-        """The node id of each of ``sites``, given by their public keys. Raises ControlError where one is not registered."""
-        from fl_bn.flower.registered import registered_keys  # with torch, which the other commands do without
+    def unregister(self, node: int) -> None:
+        """Shut a site out: from now on it gets no message. Raises ControlError."""
+        self.ask("supernode", "unregister", str(node), str(self.project), FEDERATION)
 
+    def stop(self, run: str) -> None:
+        """End a run. Raises ControlError."""
+        self.ask("stop", run, str(self.project), FEDERATION)
+
+    def all_nodes(self) -> list[Node]:
+        """All sites that are let in. Raises ControlError."""
         try:
-            registered = registered_keys(self.address, self.authority.read_bytes())
+            return registered_nodes(self.address, self.authority.read_bytes())
         except ConnectionError as error:
             raise ControlError(str(error)) from error
-        nodes = {public_in(key): node for node, key in registered.items()}
+
+    def runs(self) -> list[Submitted]:
+        """All runs, the newest first. Raises ControlError."""
+        try:
+            return submitted_runs(self.address, self.authority.read_bytes())
+        except ConnectionError as error:
+            raise ControlError(str(error)) from error
+
+    def registered(self) -> dict[bytes, int]:
+        """Node ids by public key (DER) of all sites that are let in. Raises ControlError."""
+        return {public_in(node.key): node.id for node in self.all_nodes()}
+
+    def nodes(self, sites: Sequence[Path]) -> list[int]:
+        """The node id of each of ``sites``, given by their public keys. Raises ControlError where one is not registered."""
+        nodes = self.registered()
         if missing := [key for key in sites if read_public(key) not in nodes]:
             raise ControlError(
                 f"the SuperLink at {self.address} does not know the key {missing[0]}: `fl-bn register` tells it (`fl-bn start` does, too)"
@@ -133,8 +155,10 @@ def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
         yield Control(address, server.authority, Path(project))
 
 
-def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) -> Iterator[tuple[str, bool]]:
-    """Registers every site of ``server.toml``: its name, and whether it is new. Waits ``wait`` seconds for a SuperLink to answer.
+def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) -> Iterator[tuple[str, str]]:
+    """Let in every site of ``server.toml``, and nobody else: names, and what became of each. Waits ``wait`` seconds for a SuperLink.
+
+    A key that the SuperLink knows, but that no site has, is shut out: of a site that was removed, or the former one of a site.
 
     Raises:
         ControlError: none did, or it refused a key.
@@ -147,16 +171,21 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
             )
     deadline = time.monotonic() + wait
     with control_of(server, address) as control:
-        for site in server.sites:
-            while True:
-                try:
-                    new = control.register(server.public_key(site))
-                    break
-                except ControlError:
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(1)
-            yield site, new
+        while True:
+            try:
+                known = control.registered()
+                break
+            except ControlError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+        keys = {site: read_public(server.public_key(site)) for site in server.sites}
+        for key, node in known.items():
+            if key not in keys.values():
+                control.unregister(node)
+                yield former_owner(server, key) or f"node {node}", "shut out: no site of server.toml has this key"
+        for site, key in keys.items():
+            yield site, "was registered already" if key in known or not control.register(server.public_key(site)) else "registered"
 
 
 def _environment() -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fl_bn.finding import Finding
+from fl_bn.locks import hold
 from fl_bn.site.checks import experiment, machine, network, tls
 from fl_bn.site.checks.credentials import expiry, kit_files, site_keys
 from fl_bn.site.checks.finding import each, guarded, reason
@@ -40,15 +41,28 @@ def diagnose(folder: Path | None, overrides: str = "") -> Iterator[Finding]:
 def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     node = node_config(site)
     host, port = host_port(site.superlink)
-    yield Finding("ok", "folder", f"{site.path}: site {site.site}, partition-id {site.partition_id} of {site.num_partitions} sites")
+    yield Finding("ok", "folder", f"{site.path}: site {site.site}")
     yield from each("kit", lambda: kit_files(site.path))
     yield guarded("expiry", lambda: expiry([site.root_certificates]))
     yield guarded("gpu", lambda: machine.gpu(site.device, "site.toml"))
     yield guarded("state-dir", lambda: machine.storage("state-dir", site.state_dir))
-    running = _running(site.logs)
+    yield guarded("policy", lambda: _policy(site.policy))
+    running = any(_running(folder) for folder in (site.logs, site.node_dir / "logs"))
     yield guarded("clientappio", lambda: network.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
     yield from _superlink(host, port, site.root_certificates)
     yield from each("run config", lambda: _site_run(site, overrides, node))
+
+
+def _policy(file: Path) -> Finding:
+    from fl_bn.flower.policy import Policy, PolicyError
+
+    try:
+        policy = Policy.read(file)
+    except PolicyError as error:
+        return Finding("fail", "policy", str(error), "correct the line: until then this site refuses every run")
+    lines = {spec.name.replace("_", "-"): getattr(policy, spec.name) for spec in fields(policy)}
+    set_here = [f"{name} = {value}" for name, value in lines.items() if value != getattr(Policy(), name.replace("-", "_"))]
+    return Finding("ok", "policy", f"{file}: {'; '.join(set_here) or 'takes part in every run'}")
 
 
 def _superlink(host: str, port: int, authority: Path) -> Iterator[Finding]:
@@ -67,7 +81,7 @@ def _superlink(host: str, port: int, authority: Path) -> Iterator[Finding]:
 
 def _site_run(site: SiteFolder, overrides: str, node: Mapping[str, Any]) -> Iterator[Finding]:
     values = _parsed(overrides)
-    yield from [values] if isinstance(values, Finding) else experiment.site_experiment({"clients": site.num_partitions, **values}, node)
+    yield from [values] if isinstance(values, Finding) else experiment.site_experiment(values, node)
 
 
 def _server(server: ServerFolder, overrides: str) -> Iterator[Finding]:
@@ -132,7 +146,7 @@ def _running(logs: Path) -> bool:
     """Whether ``fl-bn start`` of the folder with ``logs`` runs: it holds a lock there."""
     try:
         with open(logs / ".lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            hold(lock, shared=True)
     except BlockingIOError:
         return True
     except OSError:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
+from fl_bn.called import SITE
 from fl_bn.names import unknown
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+EXCHANGE_PORTS = 4  # that the sites' firewalls let through, unless told otherwise
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]\"\\]+):([0-9]{1,5})")
 
 
@@ -29,7 +30,7 @@ def host_port(address: str) -> tuple[str, int]:
 
 def site_name(name: str) -> str:
     """``name``, which becomes the name of files and folders. Raises ValueError."""
-    if not NAME.fullmatch(name):
+    if not SITE.fullmatch(name):
         raise ValueError(f"a site's name must be letters, digits, '.', '_' and '-', but got {name!r}")
     return name
 
@@ -44,9 +45,24 @@ def _port(port: int) -> None:
         raise ValueError(f"must be 1..65535, but got {port}")
 
 
+def _nowhere_or_address(address: str) -> None:
+    if address:
+        host_port(address)
+
+
+def _some(number: int) -> None:
+    if number < 1:
+        raise ValueError(f"must be at least 1, but got {number}")
+
+
 def _device(name: str) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):  # as the run config's device
         raise ValueError(f"must be auto, cpu, cuda, cuda:1, ..., but got {name!r}")
+
+
+def _pace(seconds: float) -> None:
+    if not 0.1 <= seconds <= 60:
+        raise ValueError(f"must be 0.1..60, but got {seconds:g}")
 
 
 def _given(text: str) -> None:
@@ -65,6 +81,7 @@ class Folder:
 
     path: Path
     file = ""
+    gone: ClassVar[Mapping[str, str]] = {}  # lines of earlier versions, and why they are not needed any more
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
@@ -79,6 +96,8 @@ class Folder:
             raise FolderError(f"{source} cannot be read: {error}") from error
         known = {_kebab(spec): spec for spec in cls.lines()}
         for name in values:
+            if name in cls.gone:
+                raise FolderError(f"{source}: delete the line {name}: {cls.gone[name]}")
             if name not in known:
                 raise FolderError(f"{source}: {unknown('line', name, known)}")
         types = get_type_hints(cls)
@@ -110,16 +129,27 @@ class ServerFolder(Folder):
     )
     serverappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9091", host_port)
     exchange_host: str = _line(
-        "FedTAN's exchange listens in the ServerApp; sites reach it by this name, which is in server.crt", check=_given
+        "the layer-wise exchange listens in the ServerApp; sites reach it by this name, which is in server.crt", check=_given
     )
-    exchange_port: int = _line("and at this port", 9095, _port)
-    sites: tuple[str, ...] = _line("a site's partition-id is its place here", check=_sites)
+    exchange_port: int = _line("and at this port, or one of those after it", 9095, _port)
+    exchange_ports: int = _line("how many ports from there: every run that is going on has one of its own", EXCHANGE_PORTS, _some)
+    parallel: int = _line("runs at a time; others wait in the queue", 1, _some)
+    sites: tuple[str, ...] = _line("who takes part in runs; each has a key in sites/", check=_sites)
+    metrics: str = _line("where metrics for Prometheus are published: 127.0.0.1:9096, say; empty: nowhere", "", _nowhere_or_address)
     state: Path = _line("the SuperLink's database and files; relative paths start at this folder", "state", _given)
     results: Path = _line("each run makes a folder here", "results", _given)
     allow_modules: str = _line("installed modules of which a run config may name a function, separated by commas", "")
     app: Path | None = _line("folder of the fl-bn project that is submitted; empty: the one that is installed (editable)", "")
 
     file = "server.toml"
+
+    def __post_init__(self) -> None:
+        if self.last_exchange_port > 65535:
+            raise ValueError(f"exchange-port and exchange-ports must stay below 65536, but the last would be {self.last_exchange_port}")
+
+    @property
+    def last_exchange_port(self) -> int:
+        return self.exchange_port + self.exchange_ports - 1
 
     @property
     def authority(self) -> Path:
@@ -145,8 +175,6 @@ class SiteFolder(Folder):
     superlink: str = _line("where the server is", check=host_port)
     root_certificates: Path = _line("who vouches for the server; relative paths start at this folder", "ca.crt", _given)
     private_key: Path = _line("who this site is; never leaves it", "site.key", _given)
-    partition_id: int = _line("its place among the sites, from 0")
-    num_partitions: int = _line("how many sites there are")
     dataset: str = _line(
         "this site's own data: npz, folder, a torchvision name, or package.module:function; empty: its share of the run's data (rehearsal)",
         "",
@@ -156,14 +184,13 @@ class SiteFolder(Folder):
     device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)
     clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)
+    poll_seconds: float = _line("between questions to the server while a run is on (3 s when there is none)", 0.5, _pace)
+    policy: Path = _line("what this site takes part in, if the file is there", "policy.toml", _given)
 
     file = "site.toml"
+    gone = dict.fromkeys(("partition-id", "num-partitions"), "the server tells a site its place with every run")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.partition_id < self.num_partitions:
-            raise ValueError(
-                f"partition-id must be 0..num-partitions - 1, but got {self.partition_id} with num-partitions = {self.num_partitions}"
-            )
         if self.data_path and ":" not in self.dataset:
             parts = [str(_within(self.path, part.strip())) for part in self.data_path.split(",")]
             object.__setattr__(self, "data_path", ",".join(parts))
@@ -171,6 +198,11 @@ class SiteFolder(Folder):
     @property
     def public_key(self) -> Path:
         return self.path / "site.pub"
+
+    @property
+    def node_dir(self) -> Path:
+        """What the SuperNode keeps for itself: the apps of runs, as they came."""
+        return self.path / "node"
 
 
 def read_folder(path: Path | str) -> ServerFolder | SiteFolder:
@@ -200,7 +232,7 @@ def _kebab(spec: Field[Any]) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_toml(item) for item in value)}]"
-    if isinstance(value, int):
+    if isinstance(value, (int, float)):
         return str(value)
     return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
@@ -213,10 +245,11 @@ def _value(source: Path, name: str, spec: Field[Any], wanted: Any, values: dict[
     if name not in values and spec.default is MISSING:
         raise FolderError(f"{source}: the line {name} is missing: {spec.metadata['help']}")
     value = values.get(name, spec.default)
-    kind: type = int if wanted is int else list if wanted == tuple[str, ...] else str
+    kind: type = wanted if wanted in (int, float) else list if wanted == tuple[str, ...] else str
+    value = float(value) if kind is float and type(value) is int else value
     texts: list[Any] = value if isinstance(value, list) else [value] if kind is str else []
     if not (type(value) is kind and all(type(text) is str for text in texts)):
-        kinds = {int: "a whole number", str: "a text in quotes", list: "a list of texts in quotes"}
+        kinds = {int: "a whole number", float: "a number", str: "a text in quotes", list: "a list of texts in quotes"}
         raise FolderError(f"{source}: {name} must be {kinds[kind]}, but got {value!r}")
     if any(re.search(r"[\"\\\n\r]", text) for text in texts):
         raise FolderError(f'{source}: {name} must not contain ", \\ or line breaks (Flower cannot be told of them), but got {value!r}')

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fl_bn.site.folders import EXCHANGE_PORTS
+
 INSTALL = """\
 In a copy of the repository, at the version that the server runs, with Python 3.11 or newer on Linux (some minutes, about 6 GB, most of it
 torch; no GPU is needed):
 
-    python3 -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e .
+    python3 -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e '.[deployment,report,vision]'
 
 Every command below is typed in this folder, with this environment active: in a new terminal first `. REPOSITORY/.venv/bin/activate`, where
 REPOSITORY is the copy's folder. `fl-bn: not found` means that this was forgotten."""
@@ -47,47 +49,54 @@ def server_guide(fleet: int, exchange: int) -> str:
     fl-bn doctor .      # what is missing, and what to do about it
     ./start.sh          # runs until Ctrl-C, and restarts what ends; at boot: deploy/systemd in the repository
 
-Open for the sites, incoming: TCP {fleet} (Flower) and, for FedTAN only, {exchange} (its exchange, while a run is on). Nothing else: whoever
-reaches `control` in server.toml can start runs, which is code on the sites' machines, and can let sites in; `serverappio` is plaintext.
+Open for the sites, incoming: TCP {fleet} (Flower) and {exchange} to {exchange + EXCHANGE_PORTS - 1} (the layer-wise exchange, one port per
+run that is on: FedTAN needs it, and exact statistics take one message with it, else one per layer; `exchange-ports` in server.toml says how
+many). Nothing else: whoever reaches `control` in server.toml can start runs, which is code on the sites' machines, and can let sites in;
+`serverappio` is plaintext.
 
-`logs/` has one file per program (40 MB each at most). The log says `A: registered` for each site, once, and a site that has connected is
-`Activated node_id=...` in `logs/superlink.log`.
+`logs/` has one file per program (14 days, 70 MB each at most). The log says `A: registered` for each site, once, and a site that has
+connected is `Activated node_id=...` in `logs/superlink.log`.
 
 ## Runs
 
     ./run.sh --run-config "method='fedbn' rounds=40 dataset='sites' classes=10 channels=3 image-size=32"   # the sites' own data
     ./run.sh --run-config "method='hbn' rounds=3"       # rehearsal: the run's own data, split over the sites that have set none
-    ./run.sh --run-config "resume='latest'"             # goes on where an interrupted run stopped
 
-It shows the run's log and exits with 0 only if the run completed. Ctrl-C leaves the log, not the run, and says how to stop that. A round
-takes at least some 5 s per message (Flower polls), and sites load Python and torch for each. All keys: docs/config.md in the repository.
-The number of clients, the folder for results and the exchange's certificate come from this folder.
+It shows the run's log and exits with 0 only if the run completed. One run goes on at a time, and others wait in a queue that a restart
+does not lose. Ctrl-C leaves the log, not the run.
+
+    fl-bn runs .              # all runs: id, name, state, round, start, seconds
+    fl-bn status . --watch    # sites by name, and how far the runs are
+    fl-bn abort . RUN         # ends a run, or takes it out of the queue
+    fl-bn resume . RUN        # goes on from its last checkpoint (every 5 rounds) with the config in results/RUN; after a crash, too
+
+A round takes some seconds: sites ask twice a second (`poll-seconds` in site.toml). The number of clients, the folder for results and the
+exchange's certificate come from this folder. All keys: docs/config.md; metrics and upgrades: docs/how-to/operate.md and upgrade.md.
 
 Results are in `results/`, a folder per run (`summary.md`, `rounds.csv`, `model.safetensors`, ...): copy it from there, it is complete when
 the log says `results: ...`.
 
-## Add a site
+## Sites that come and go, and what expires
 
-1. There: `ssh-keygen -t ecdsa -b 384 -N "" -C NAME -f site.key && mv site.key.pub site.pub`. It also needs this folder's `ca.crt` and
-   `start.sh`, and another site's `site.toml` with its own name in it.
-2. Here: its `site.pub` as `sites/NAME.pub`, NAME at the *end* of `sites` in server.toml, restart `./start.sh`.
-3. Every site: `num-partitions` in site.toml is one more; the new site's `partition-id` is the last place; restart.
+    fl-bn kit add-site . NAME         # makes ../sites/NAME, the folder to hand over; with --public-key FILE the site keeps its own key
+    fl-bn kit remove-site . NAME      # at once: it gets no further message, also of a run that goes on
+    fl-bn kit renew . --site NAME     # another key for it, if the old one may have been copied
+    fl-bn kit renew . --authority FOLDER      # another server certificate; then end ./start.sh and start it again
 
-A new key for a site: put its new `site.pub` at `sites/NAME.pub` and restart `./start.sh`. A site that leaves: stop it, and remove it
-likewise. The SuperLink still knows old keys: `flwr supernode ls . deployment` and `flwr supernode unregister`, in the repository with this
-kit at `kit/`.
+The server may run meanwhile, and a run may go on. No other site has anything to do. The next run that is submitted has the new sites.
+What is replaced stays in a folder `former`.
 
 ## Keep
 
 `state/` (who is registered, runs, checkpoints) and `results/` belong in the backup; so does this folder, with `server.key`, encrypted.
-`fl-bn kit verify .` says until when the certificate is valid.
+`./start.sh` and `./run.sh` say when the certificate ends within 30 days, and `./start.sh` refuses one that has ended.
 
 ## When it says ...
 
 * `Activation failed: No SuperNode found with the given public key`: a site whose key is not in `sites/`, or that came before it was
   registered and tries again.
 * `could not be activated`: that site crashed, and is let in again after a minute.
-* `Public key already in use`: a restart, at which all sites are registered again: as it should be.
+* `shut out: no site of server.toml has this key`: a site that was removed, or the former key of one: as it should be.
 * `in use`: another server runs here, or other programs have ports of server.toml.
 """
 
@@ -111,7 +120,8 @@ Left empty, this site trains on its share of a public data set: a rehearsal. The
 After every change of site.toml: stop and start again. Send the operator what it says of your data (classes, channels, size of the images):
 all sites must agree on them.
 
-Outgoing connections that the firewall must allow: TCP to {fleet}, and to {exchange} if FedTAN is used. No incoming ones.
+Outgoing connections that the firewall must allow: TCP to {fleet}, and, for FedTAN and exact statistics, to {exchange} and
+the {EXCHANGE_PORTS - 1} ports after it. No incoming ones.
 
 ## Start, stop
 
@@ -131,8 +141,8 @@ Where the method lets each site have a model of its own (FedBN), it is in `state
   small.
 * It never sends images, single labels, or `site.key`.
 * That holds for fl-bn. The program that reads the data comes from the server with each run (Flower works so): who may start runs there
-  decides what runs here. Agree on who that is, and give this service a user of its own that can read its data and nothing else, as
-  deploy/systemd does.
+  decides what runs here. Agree on who that is. `policy.toml` says what this site takes part in (methods, memory, only installed code).
+  deploy/systemd runs that program as a user who can read the data, and not `site.key`.
 
 ## When it says ...
 
@@ -141,7 +151,8 @@ Where the method lets each site have a model of its own (FedBN), it is in `state
   that `ca.crt` vouches for. `fl-bn doctor .` says more. It retries by itself.
 * `could not be activated`: after a crash the server counts this site as connected for a minute. Wait, it retries. If that does not
   end, another machine uses this site's key.
-* `the run is for clients=4, but ... num-partitions=3`: sites were added or removed. Ask the operator for the new lines of site.toml.
+* `delete the line partition-id`: site.toml is of an earlier version. The server tells a site its place with every run.
+* `the run is for other nodes than this one`: the run was submitted before this site was let in. The next one has it.
 * `FolderError`, `DataNotFound`, `ConfigError`: a line of site.toml, or a file that it names, is wrong. The message says which;
   correct it, `fl-bn doctor .`, start again, and ask the operator to submit the run again.
 

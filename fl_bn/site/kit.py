@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fl_bn.flower.policy import TEMPLATE
 from fl_bn.site.certificates import alternative_name, make_authority, make_server, write_site_key
-from fl_bn.site.folders import ServerFolder, SiteFolder, render, site_name
+from fl_bn.site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
 from fl_bn.site.guides import kit_readme, server_guide, site_guide
 
 LOCAL = ("localhost", "127.0.0.1", "::1")  # runs are submitted from the server's own machine
@@ -52,7 +53,8 @@ class Plan:
             raise KitError(
                 f"a kit needs sites, each with a name of its own (in capitals or not), but got {', '.join(self.sites) or 'none'}"
             )
-        if self.days < 1 or not all(0 < port < 65536 for port in (self.fleet_port, self.exchange_port)):
+        ports = (self.fleet_port, self.exchange_port, self.exchange_port + EXCHANGE_PORTS - 1)
+        if self.days < 1 or not all(0 < port < 65536 for port in ports):
             raise KitError(f"days must be at least 1 and ports 1..65535, but got {self.days}, {self.fleet_port}, {self.exchange_port}")
 
     @property
@@ -62,7 +64,12 @@ class Plan:
     @property
     def fleet(self) -> str:
         """Where sites connect: HOST:PORT."""
-        return f"[{self.superlink}]:{self.fleet_port}" if ":" in self.superlink else f"{self.superlink}:{self.fleet_port}"
+        return joined(self.superlink, self.fleet_port)
+
+
+def joined(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def create(plan: Plan, output: Path) -> None:
@@ -94,16 +101,21 @@ def create(plan: Plan, output: Path) -> None:
     _script(server / "run.sh", RUN)
     (server / "GUIDE.md").write_text(server_guide(plan.fleet_port, plan.exchange_port))
 
-    for place, name in enumerate(plan.sites):
+    for name in plan.sites:
         folder = output / "sites" / name
-        write_site_key(folder / "site.key", folder / "site.pub", name)
+        write_site(folder, name, plan.fleet, f"{plan.exchange}:{plan.exchange_port}", ca)
         (server / "sites" / f"{name}.pub").write_bytes((folder / "site.pub").read_bytes())
-        (folder / "ca.crt").write_bytes(ca)
-        text = render(SiteFolder, site=name, superlink=plan.fleet, partition_id=place, num_partitions=len(plan.sites))
-        (folder / SiteFolder.file).write_text(text)
-        _script(folder / "start.sh", START)
-        (folder / "GUIDE.md").write_text(site_guide(name, plan.fleet, f"{plan.exchange}:{plan.exchange_port}"))
     (output / "README.md").write_text(kit_readme(plan.sites))
+
+
+def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes) -> None:
+    """Fills the empty ``folder`` of a site: a key pair, who vouches for the server (``ca``, PEM), and where it is: HOST:PORT each."""
+    write_site_key(folder / "site.key", folder / "site.pub", name)
+    (folder / "ca.crt").write_bytes(ca)
+    (folder / SiteFolder.file).write_text(render(SiteFolder, site=name, superlink=fleet))
+    (folder / "policy.toml").write_text(TEMPLATE)
+    _script(folder / "start.sh", START)
+    (folder / "GUIDE.md").write_text(site_guide(name, fleet, exchange))
 
 
 def _script(path: Path, text: str) -> None:

@@ -2,39 +2,85 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
+import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
 
 from fl_bn.pairs import Scalar, flower_config
+from fl_bn.run.checkpoints import FOLDER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
+from fl_bn.run.resume import config_to_resume
 from fl_bn.site.control import Control, ControlError, control_of
-from fl_bn.site.folders import FolderError, ServerFolder
+from fl_bn.site.folders import ServerFolder
+from fl_bn.site.membership import check_expiry
+from fl_bn.site.queue import REFUSED, STARTED, Entry, NoQueue, Queue
 
-SENT = {".py", ".toml", ".md"}  # by Flower, to the sites; all else stays
-APART = ("pyvenv.cfg", "server/server.toml", "server.toml", "site.toml")  # a folder with one of these is an environment, or of a kit
 SILENCE = 600.0  # seconds without an answer of the SuperLink after which a run counts as lost
 COMPLETED = "finished:completed"
+LOOK = 1.0  # seconds between looks at the queue
+OF_FOLDER = (
+    "output",
+    "client-nodes",
+    "exchange-host",
+    "exchange-port",
+    "exchange-certificate",
+    "exchange-key",
+    "exchange-authority",
+    "name",
+)
+Say = Callable[[str], None]
 
 
 def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
     """The run config's keys that follow from the folder, and those that the user gave, which win. Raises ConfigError."""
-    of_folder: dict[str, Scalar] = {
-        "clients": len(server.sites),
-        "output": str(server.results),
-        "exchange-host": server.exchange_host,
-        "exchange-port": server.exchange_port,
-        "exchange-join-timeout": 120.0,  # at Flower's pace a slow machine starts half a minute after the others
-        "exchange-certificate": str(server.certificate),
-        "exchange-key": str(server.key),
-        "exchange-authority": str(server.authority),
-    }
-    config = of_folder | parse_overrides(overrides)
+    return _checked(server, parse_overrides(overrides))
+
+
+def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
+    """Whether the run completed. It waits in the server's queue until it may start: ``parallel`` runs at a time, 0: as server.toml says.
+    Its log goes to ``say``, line by line.
+
+    Raises:
+        ConfigError, FolderError, ControlError, QueueError, NameTaken: it could not be submitted.
+    """
+    given = parse_overrides(overrides)
+    checked = RunConfig.from_mapping(_checked(server, given))
+    fresh = not checked.name and not checked.resume
+    if fresh:
+        given["name"] = checked.name_at(datetime.now())  # so that the SuperLink, too, knows which folder is whose
+    return _carried_out(server, given, address, say, parallel, fresh)
+
+
+def resume(server: ServerFolder, name: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
+    """Go on with the run ``name``, or, where that is empty, with the one whose checkpoint is the newest, with the config in its folder.
+
+    Raises:
+        ConfigError: there is none that could go on.
+        As ``submit``.
+    """
+    name = name or _newest(server)
+    config = config_to_resume(server.results / name, deployed=True)
+    given = {key: value for key, value in config.to_mapping().items() if key not in OF_FOLDER}
+    if not given["client-names"]:
+        del given["client-names"]
+    return _carried_out(server, given, address, say, parallel, False)
+
+
+def how_to_go_on(server: ServerFolder, name: str) -> str:
+    """What to type after a run ended early."""
+    run = server.results / name
+    rounds = sorted(int(path.stem.removeprefix("round-")) for path in (run / FOLDER).glob("round-*.safetensors"))
+    if rounds:
+        return f"go on with it from round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}"
+    where = f"server/logs/serverapp.log and {run} say why" if run.exists() else "server/logs/serverapp.log says why"
+    return f'it has no checkpoint to go on from ({where}); begin it anew: fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
+
+
+def _checked(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    config = Queue(server).completed(given)
     RunConfig.from_mapping(config)
     try:
         flower_config(config)
@@ -43,58 +89,80 @@ def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
     return config
 
 
-def submit(server: ServerFolder, overrides: str, address: str = "", say: Callable[[str], None] = print) -> bool:
-    """Whether the run completed. Its log goes to ``say``, line by line.
+def _newest(server: ServerFolder) -> str:
+    runs = sorted(server.results.glob(f"*/{FOLDER}/round-*.safetensors"), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        raise ConfigError(f"no run in {server.results} has a checkpoint to go on from (checkpoint-every makes them)")
+    return runs[-1].parent.parent.name
 
-    Raises:
-        ConfigError, FolderError, ControlError: it could not be submitted.
-    """
-    config = run_config(server, overrides)
+
+def _carried_out(server: ServerFolder, given: Mapping[str, Any], address: str, say: Say, parallel: int, rename: bool) -> bool:
+    name = str(given.get("resume") or given["name"])
+    if warning := check_expiry(server):
+        say(warning)
+    queue = Queue(server)
     with control_of(server, address) as control:
-        if not config.get("client-nodes") and config["clients"] == len(server.sites):
-            nodes = control.nodes([server.public_key(site) for site in server.sites])
-            config["client-nodes"] = ",".join(map(str, nodes))
-        with _staged(project_of(server)) as app:
-            run = control.start_run(app, flower_config(config))
-        say(f"run {run} is submitted to {control.address}")
+        control.runs()  # a SuperLink that is not there is said before anything waits for it
+        try:
+            entry = queue.add(given, parallel, rename)
+        except NoQueue:
+            say(f"{queue.folder} may not be written to: the run does not wait for others, but starts at once")
+            run = queue.submit(given, control)
+        else:
+            name, run = entry.name, _its_turn(queue, entry, control, say)
+            if not run:
+                return False
+        sites = ", ".join(queue.sites(queue.completed(given)))
+        say(f"run {run} is submitted to {control.address} as {name}{f', for sites {sites}' if sites else ''}")
         try:
             status = _follow(control, run, say)
         except KeyboardInterrupt:
-            say(f"run {run} goes on without this log. Submitting another one does not end it; this does:")
-            say(f"  {' '.join(control.argv('stop', run, str(project_of(server)), 'deployment'))} {_at(control)}")
+            say(f"{name} goes on without this log. Submitting another one does not end it; this does:")
+            say(f"  fl-bn abort {shlex.quote(str(server.path))} {name}{f' --control {address}' if address else ''}")
             raise
     say(f"run {run}: {status}")
+    if status != COMPLETED:
+        say(how_to_go_on(server, name))
     return status == COMPLETED
 
 
-def project_of(server: ServerFolder) -> Path:
-    """The project that is submitted: server.toml's ``app``, else the one that this package is installed from. Raises FolderError."""
-    folder = server.app or Path(__file__).parents[2]
-    if not (folder / "pyproject.toml").exists():
-        raise FolderError(
-            f"{folder} has no pyproject.toml, so there is no project to submit: give its folder as `app` in {server.path / server.file}, "
-            "or install it with pip install -e"
-        )
-    return folder
+def _its_turn(queue: Queue, entry: Entry, control: Control, say: Say) -> str:
+    """Flower's id of the run, once it was started; empty if it was taken out of the queue.
+
+    Raises:
+        ControlError: the SuperLink refused it, or has not answered for long. QueueError: see ``Queue.dispatch``.
+    """
+    told, answered = "", time.monotonic()
+    try:
+        while True:
+            try:
+                why = queue.dispatch(control).get(entry.number, "")
+            except ControlError as error:
+                if time.monotonic() - answered > SILENCE:
+                    raise
+                why = f"{error}; trying again"
+            else:
+                answered = time.monotonic()
+            now = queue.find(entry.number)
+            if now is None:
+                say(f"{entry.name} was taken out of the queue")
+                return ""
+            if now.state == STARTED:
+                return now.run
+            if now.state == REFUSED:
+                raise ControlError(f"{entry.name} was not started: {now.why}")
+            if why and why != told:
+                ahead = [other.name for other in queue.waiting() if other.number < entry.number]
+                say(f"{entry.name} waits{f' behind {len(ahead)} others' if ahead else ''}: {why}")
+                told = why
+            time.sleep(LOOK)
+    except KeyboardInterrupt:
+        say(f"{entry.name} stays in the queue, and starts by itself as long as `fl-bn start` of the server runs. To take it out:")
+        say(f"  fl-bn abort {shlex.quote(str(queue.server.path))} {entry.name}")
+        raise
 
 
-@contextmanager
-def _staged(project: Path) -> Iterator[Path]:
-    """A copy of what Flower sends of ``project``: it wants to write beside it, and would look through all of an environment's files."""
-
-    def others(folder: str, names: list[str]) -> list[str]:
-        apart = {name for name in names if name.startswith(".") and name != ".gitignore"} | {"__pycache__"}
-        apart |= {name for name in names if any(os.path.exists(os.path.join(folder, name, mark)) for mark in APART)}
-        files = [name for name in names if os.path.isfile(os.path.join(folder, name)) and name != ".gitignore"]
-        return [*apart, *(name for name in files if Path(name).suffix not in SENT)]
-
-    with tempfile.TemporaryDirectory(prefix="fl-bn-") as folder:
-        staged = Path(folder) / "app"
-        shutil.copytree(project, staged, ignore=others, ignore_dangling_symlinks=True)
-        yield staged
-
-
-def _follow(control: Control, run: str, say: Callable[[str], None]) -> str:
+def _follow(control: Control, run: str, say: Say) -> str:
     """The run's last status; says each line of its log once, through restarts of the SuperLink."""
     said, answered = 0, time.monotonic()
     while True:
@@ -114,8 +182,3 @@ def _follow(control: Control, run: str, say: Callable[[str], None]) -> str:
             if status.startswith("finished"):
                 return status
         time.sleep(1)
-
-
-def _at(control: Control) -> str:
-    values: Mapping[str, Scalar] = {"address": control.address, "root-certificates": str(control.authority)}
-    return f'--federation-config "{flower_config(values)}"'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
@@ -13,16 +12,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from logging import Formatter, Logger
+from datetime import datetime
+from logging import Formatter, Logger, LogRecord
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
 
+from fl_bn.locks import hold
 from fl_bn.site.commands import UNREACHABLE, Command, environment
 
 TETHER = Path(__file__).with_name("tether.py")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-POLL = "[Fleet.PullMessages]"  # a SuperLink's line per site and 3 s: for its log only
+DAY = 86400.0  # seconds after which a log file is put aside, however small it is
 TICK = 0.1  # seconds between looks at the programs
 
 
@@ -45,8 +46,32 @@ class Patience:
         return min(self.longest, self.first * 2.0 ** min(failures - 1, 30))
 
 
+class Daily(RotatingFileHandler):
+    """A log file that is put aside when it is large, or a day old."""
+
+    begun: float | None = None  # when the file's first line was written, in seconds of the clock
+
+    def shouldRollover(self, record: LogRecord) -> bool:  # noqa: N802, as logging names it
+        if self.begun is None:
+            self.begun = self._first(record.created)
+        return bool(super().shouldRollover(record)) or record.created - self.begun >= DAY
+
+    def doRollover(self) -> None:  # noqa: N802
+        super().doRollover()
+        self.begun = None
+
+    def _first(self, now: float) -> float:
+        with open(self.baseFilename, encoding="utf-8", errors="replace") as file:
+            stamp = file.readline(len("2026-11-22 23:59:59"))
+        try:
+            return datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").timestamp()
+        except ValueError:  # it is empty
+            return now
+
+
 class Output:
-    """Lines of all programs: to the terminal, after the program's name, and to ``logs/NAME.log`` with the time, 4 x 10 MB at most each."""
+    """Lines of all programs: to the terminal, after the program's name, and to ``logs/NAME.log`` with the time: the last 14 days, and
+    14 x 5 MB at most each."""
 
     def __init__(self, logs: Path) -> None:
         self._logs, self._files, self._lock, self._terminal = logs, dict[str, Logger](), threading.Lock(), True
@@ -55,12 +80,12 @@ class Output:
         line = COLOURS.sub("", line).rstrip()
         with self._lock:
             if name not in self._files:
-                handler = RotatingFileHandler(self._logs / f"{name}.log", maxBytes=10_000_000, backupCount=3, encoding="utf-8")
+                handler = Daily(self._logs / f"{name}.log", maxBytes=5_000_000, backupCount=13, encoding="utf-8")
                 handler.setFormatter(Formatter("%(asctime)s %(message)s"))
                 self._files[name] = Logger(name)
                 self._files[name].addHandler(handler)
             self._files[name].info("%s", line)
-            if self._terminal and POLL not in line:
+            if self._terminal:
                 try:
                     print(f"{name:<9} | {line}", flush=True)
                 except OSError:  # the terminal is gone; the programs are not to notice
@@ -206,7 +231,7 @@ def _signals() -> Iterator[list[int]]:
 def _alone(logs: Path) -> Iterator[None]:
     with open(logs / ".lock", "w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hold(lock)
         except BlockingIOError as error:
             raise AlreadyRunning(
                 f"`fl-bn start` is running in {logs.parent} already: end that one first (Ctrl-C, or systemctl stop)"

@@ -16,7 +16,7 @@ import numpy as np
 
 from fl_bn.run.assembly import task
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.pictures import draw_heat_maps
+from fl_bn.run.pictures import draw_heat_maps, which_end
 from fl_bn.sweep.cells import Cell, run_cells
 from fl_bn.task import CLASSIFICATION
 
@@ -168,7 +168,7 @@ def table(grid: Grid, scores: Scores) -> list[dict[str, Any]]:
     return rows
 
 
-def write(grid: Grid, scores: Scores, title: str, output: Path) -> None:
+def write(grid: Grid, scores: Scores, title: str, output: Path, partition: str = "similarity") -> None:
     """``cells.csv`` (every setting), ``table.csv``, ``table.md``, and per f a heat map of the last round and one of the best."""
     output.mkdir(parents=True, exist_ok=True)
     with (output / "cells.csv").open("w", newline="") as file:
@@ -193,7 +193,7 @@ def write(grid: Grid, scores: Scores, title: str, output: Path) -> None:
             words = "after the last round" if name == "last" else "in the best round"
             draw_heat_maps(
                 maps, grid.rules, [f"{h:g}" for h in grid.heterogeneity], f"{title}\nf = {f}: accuracy {words} under the worst attack (%)",
-                output / f"heat-map-f{f}-{name}.png",
+                output / f"heat-map-f{f}-{name}.png", which_end(partition, grid.heterogeneity),
             )  # fmt: skip
 
 

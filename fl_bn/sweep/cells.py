@@ -8,8 +8,6 @@ import multiprocessing as mp
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import tomllib
@@ -22,18 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn import durable
+from fl_bn.federation.workers import cores
 from fl_bn.flower import run_in_process
 from fl_bn.flower.log import LOGGER
 from fl_bn.options import Value
-from fl_bn.pairs import flower_config
 from fl_bn.run.config import ConfigError, RunConfig
 
 CENTRALISED = "centralised"  # a method's name here: training on the union of the data
-ENGINES = ("in-process", "ray")
 OUTCOME = "cell.json"
 PROGRESS = 0.5  # seconds between looks at the workers' files
-ROOT = Path(__file__).parents[2]  # where pyproject names the apps
-OWN = {"output", "name", "pictures", "resume"}  # keys that the cell decides for itself
+OWN = {"output", "name", "pictures", "resume", "workers", "callbacks"}  # keys that the cell decides for itself, and two that change no bit
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,12 @@ class Cell:
         durable.write(self.path / OUTCOME, text.encode(), mode=0o666)
 
 
-def run_cell(cell: Cell, engine: str = "in-process") -> None:
+def log_of(path: Path) -> Path:
+    """The log of the run in the folder ``path``: beside it."""
+    return path.parent / f"{path.name}.log"
+
+
+def run_cell(cell: Cell) -> None:
     """In a worker process: one run, its log in ``<name>.log`` beside its folder.
 
     An interrupted run of the same cell goes on from its last checkpoint, where it has one, and is begun anew where it has none.
@@ -96,20 +97,17 @@ def run_cell(cell: Cell, engine: str = "in-process") -> None:
     from fl_bn.run.centralised import run_centralised
 
     begin, config = time.monotonic(), cell.config.to_mapping()
-    if engine == "in-process" and not cell.centralised and any(cell.path.glob("checkpoints/round-*")):
+    if not cell.centralised and any(cell.path.glob("checkpoints/round-*")):
         config["resume"] = cell.config.name
     else:
         shutil.rmtree(cell.path, ignore_errors=True)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     LOGGER.handlers.clear()
-    log = cell.path.parent / f"{cell.path.name}.log"
-    handler = logging.FileHandler(log, mode="w")
+    handler = logging.FileHandler(log_of(cell.path), mode="w")
     LOGGER.addHandler(handler)
     try:
         if cell.centralised:
             run_centralised(cell.config)
-        elif engine == "ray":
-            _run_on_ray(cell.config, log)
         else:
             run_in_process(config)
     except Exception as error:
@@ -122,7 +120,6 @@ def run_cells(
     cells: Sequence[Cell],
     jobs: int,
     progress: Callable[[int, int], None],
-    engine: str = "in-process",
     running: Callable[[Sequence[Cell]], None] = lambda cells: None,
 ) -> dict[str, str]:
     """Run the cells that are not finished, ``jobs`` at a time; return the error of each that failed, by folder name.
@@ -131,6 +128,7 @@ def run_cells(
     memory, say) fails the cell that it was at, and only that. The workers end with this process, however it ends.
     """
     todo = [cell for cell in cells if not cell.finished()]
+    jobs = at_a_time(jobs, todo)
     total = sum(cell.config.rounds for cell in cells)
     finished = total - sum(cell.config.rounds for cell in todo)
     errors: dict[str, str] = {}
@@ -140,7 +138,7 @@ def run_cells(
         batch, waiting = ([suspects.pop()], []) if alone else (waiting, [])
         pool = ProcessPoolExecutor(1 if alone else jobs, mp_context=get_context("spawn"), initializer=_end_with_parent)
         try:
-            futures: dict[Future[None], Cell] = {pool.submit(run_cell, cell, engine): cell for cell in batch}
+            futures: dict[Future[None], Cell] = {pool.submit(run_cell, cell): cell for cell in batch}
             pending, unknown = set(futures), set[str]()
             while pending:
                 done, pending = wait(pending, timeout=PROGRESS, return_when=FIRST_COMPLETED)
@@ -169,6 +167,12 @@ def run_cells(
     return errors
 
 
+def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
+    """``jobs``, or fewer where cells have workers of their own: together no more processes than cores."""
+    workers = max((cell.config.workers or cores() for cell in cells), default=1)
+    return jobs if workers == 1 else max(1, min(jobs, cores() // workers))
+
+
 def _config(file: Path) -> dict[str, Any]:
     """Keys that a newer version knows and the file does not have their default."""
     return {**RunConfig().to_mapping(), **tomllib.loads(file.read_text())}
@@ -185,28 +189,3 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _run_on_ray(config: RunConfig, log: Path) -> None:
-    """Flower's simulation on Ray, as ``flwr run`` starts it. Raises RuntimeError with the end of its log where it fails."""
-    share = {"client_resources": {"num_cpus": min(1.0, (os.cpu_count() or 1) / config.clients) if config.method in _TOGETHER else 1.0}}
-    program = str(Path(sys.executable).parent / "flower-simulation")
-    command = [program, "--app", str(ROOT), "--num-supernodes", str(config.clients), "--backend-config", json.dumps(share)]
-    environment = {
-        **os.environ,
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    with log.open("w") as target:
-        code = subprocess.run(
-            [*command, "--run-config", flower_config(config.to_mapping())],
-            stdout=target,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            check=False,
-        ).returncode
-    if code or not (Path(config.output) / config.name / "summary.md").exists():
-        raise RuntimeError(f"flower-simulation ended with {code}: {log.read_text()[-600:]}")
-
-
-_TOGETHER = ("fedtan", "fedtan2", "fedavg-alg2")  # whose clients must run at the same time

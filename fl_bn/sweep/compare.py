@@ -110,9 +110,7 @@ def table(outcome: Outcome) -> list[tuple[str, str, str, str]]:
         (last, best), wanted = outcome.of(label), outcome.seeds[label]
         runs = str(wanted) if len(last) == wanted else f"{len(last)} of {wanted}, the others failed"
         rows.append((label, mean_std(last), mean_std(best), runs))
-    return rows + [
-        (label, "failed", "failed", f"0 of {wanted}") for label, wanted in outcome.seeds.items() if label not in outcome.values
-    ]
+    return rows + [(label, "failed", "failed", f"0 of {wanted}") for label, wanted in outcome.seeds.items() if label not in outcome.values]
 
 
 def heading(outcome: Outcome) -> tuple[str, ...]:

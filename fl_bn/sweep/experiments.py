@@ -1,4 +1,4 @@
-"""The papers' tables and figures: sweep files in ``experiments/``, one each, named by paper and table or figure.
+"""The papers' tables and figures: sweep files in ``fl_bn/experiments/``, one each, named by paper and table or figure.
 
 Beside a sweep's own tables such a file has
 
@@ -25,7 +25,7 @@ from fl_bn.own_code import OWN, Modules, function
 from fl_bn.run.assembly import limit_threads
 from fl_bn.run.config import ConfigError
 
-FOLDER = Path(__file__).parents[2] / "experiments"
+FOLDER = Path(__file__).parents[1] / "experiments"
 COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")
 
 
@@ -49,7 +49,7 @@ def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experim
     """
     files = sorted(folder.glob("*.toml"))
     if not files:
-        raise ConfigError(f"there are no experiments in {folder}: they are in the project's repository, beside the package")
+        raise ConfigError(f"there are no experiments in {folder}: install fl-bn again")
     known = [_read(file) for file in files]
     chosen = [e for e in known if any(name == "all" or e.name.lower() == name.lower() or e.name.startswith(f"{name}-") for name in names)]
     for name in names:
@@ -97,7 +97,7 @@ def program_of(experiment: Experiment) -> Callable[..., Any]:
     path, folder = (experiment.file.parent / file).resolve(), (experiment.file.parent / "programs").resolve()
     if path.parent != folder or path.suffix != ".py" or not path.is_file():
         raise ConfigError(f"{experiment.file}: program must be programs/FILE.py:FUNCTION in {folder}, but is {experiment.program!r}")
-    spec = importlib.util.spec_from_file_location(f"experiments.programs.{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"fl_bn.experiments.programs.{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules.get(spec.name) or importlib.util.module_from_spec(spec)

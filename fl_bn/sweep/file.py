@@ -43,7 +43,7 @@ from fl_bn.names import unknown
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep.cells import CENTRALISED, Cell
 
-TABLES = ("title", "run", "axes", "skip", "report", "paper", "notes", "experiment", "variants")
+TABLES = ("title", "run", "axes", "skip", "report", "paper", "notes", "experiment", "evidence", "variants")
 VARIANT_TABLES = ("run", "axes", "skip", "report", "paper", "notes", "make")
 DECIDED = ("output", "name", "resume", "pictures")  # by the sweep
 Axis = dict[str, dict[str, Any]]

@@ -10,10 +10,39 @@ from fl_bn.data.dataset import DataNotFound
 from fl_bn.names import expected
 from fl_bn.run import assembly
 from fl_bn.run.config import ConfigError
-from fl_bn.sweep.cells import ENGINES, OUTCOME, Cell, run_cells
+from fl_bn.sweep.cells import OUTCOME, Cell, run_cells
 from fl_bn.sweep.file import Sweep
 
 FILE = "sweep.toml"
+ENGINES = ("in-process", "ray")
+JOBS = 2  # runs at a time in process, unless told otherwise
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where cells run. ``jobs``: at a time; 0: ``JOBS`` in process, on Ray as many as the nodes have room for.
+
+    ``address`` of a Ray cluster, and the share of a GPU that each run has there: see ``cluster.run_cells``.
+    """
+
+    engine: str = "in-process"
+    jobs: int = 0
+    address: str = ""
+    gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ConfigError(expected("engine", self.engine, ENGINES))
+        if self.engine != "ray" and (self.address or self.gpus):
+            raise ConfigError("an address and GPUs per run are for --engine ray")
+
+    def run(self, cells: Sequence[Cell], progress: Callable[[int, int], None], running: Callable[[Sequence[Cell]], None]) -> dict[str, str]:
+        """Run the cells that are not finished; the errors of those that failed, by name."""
+        if self.engine == "in-process":
+            return run_cells(cells, self.jobs or JOBS, progress, running)
+        from fl_bn.sweep import cluster  # imports Ray
+
+        return cluster.run_cells(cells, self.jobs, progress, running, address=self.address, gpus=self.gpus)
 
 
 @dataclass(frozen=True)
@@ -63,14 +92,11 @@ def run(
     sweep: Sweep,
     chosen: Plan,
     output: Path,
-    jobs: int,
+    place: Place,
     progress: Callable[[int, int], None],
-    engine: str = "in-process",
     running: Callable[[Sequence[Cell]], None] = lambda cells: None,
 ) -> dict[str, str]:
     """Run what is to be done; the errors of the cells that failed, now or before, by name. ``sweep.toml`` in ``output``: as run."""
-    if engine not in ENGINES:
-        raise ConfigError(expected("engine", engine, ENGINES))
     output.mkdir(parents=True, exist_ok=True)
     (output / FILE).write_text(sweep.to_toml(), encoding="utf-8")
     for cell in chosen.todo:  # what failed before counts no more, as it is begun anew
@@ -79,5 +105,5 @@ def run(
         if cell.finished() and cell.outcome().get("axes") != dict(cell.axes):
             cell.write_outcome("finished", float(cell.outcome().get("seconds", 0.0)))
     left = {cell.config.name for cell in chosen.todo} | {cell.config.name for cell in chosen.cells if cell.finished()}
-    errors = run_cells([cell for cell in chosen.cells if cell.config.name in left], jobs, progress, engine, running)
+    errors = place.run([cell for cell in chosen.cells if cell.config.name in left], progress, running)
     return {**chosen.failed, **errors}

@@ -7,10 +7,20 @@ import pytest
 import torch
 from sklearn.datasets import load_digits, load_sample_images
 from sklearn.linear_model import RidgeClassifier
+from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 from fl_bn.data.dataset import Dataset, load, to_input
-from fl_bn.data.digits import _bilinear_tenths
+from fl_bn.data.digits import _bilinear_tenths, stratified_split
+
+
+@pytest.mark.parametrize(("test", "seed"), [(360, 20), (100, 3), (37, 4), (1000, 5)])
+def test_the_split_is_scikit_learns(test: int, seed: int) -> None:
+    labels = load_digits().target.astype(np.int64)
+    theirs = train_test_split(np.arange(len(labels)), test_size=test, stratify=labels, random_state=seed)
+    for ours, other in zip(stratified_split(labels, test, seed), theirs, strict=True):
+        assert ours.tolist() == other.tolist()
+    assert stratified_split(labels, test, seed + 1)[1].tolist() != theirs[1].tolist()  # control
 
 
 @pytest.mark.parametrize("name", ["digits", "digits-plain"])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -80,7 +81,7 @@ class Federation:
         small_disks: bool = False,
     ) -> None:
         self.kit, self.sites = folder / "kit", list(sites)
-        fleet, self.exchange, control, self.serverappio, *nodes = free_ports(4 + len(sites))
+        fleet, self.exchange, control, self.serverappio, self.metrics, *nodes = free_ports(5 + len(sites))
         create(Plan("127.0.0.1", list(sites), fleet_port=fleet, exchange_port=self.exchange), self.kit)
         self.fleet, self.nodes = fleet, dict(zip(sites, nodes, strict=True))
         self.edit(
@@ -100,7 +101,7 @@ class Federation:
 
     def edit(self, part: str, values: Mapping[str, Any]) -> None:
         """Change lines of ``server`` or ``sites/NAME``."""
-        file = next((self.kit / part).glob("*.toml"))
+        file = next((self.kit / part).glob("s*.toml"))
         text = file.read_text()
         for key, value in values.items():
             shown = f'"{value}"' if isinstance(value, str) else str(value)
@@ -125,7 +126,8 @@ class Federation:
 
     def start(self, *parts: str) -> None:
         for part in parts:
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), **self.environment.get(part, {})}
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "FL_BN_ALLOW_MODULES": "tests.deployment"}  # ``moody``'s is not sent
+            environment |= self.environment.get(part, {})
             with (self.kit / part / "start.out").open("ab") as output:
                 self._running[part] = subprocess.Popen(
                     [*FL_BN, "start", str(self.kit / part)], cwd=ROOT, stdout=output, stderr=output, start_new_session=True, env=environment
@@ -134,10 +136,29 @@ class Federation:
     def start_all(self) -> None:
         """The server, then the sites once it has registered their keys."""
         self.start("server")
-        wait_until("registration", lambda: self.log("server", "register").count("registered") >= len(self.sites))
+        wait_until("registration", lambda: self.log("server", "register").count("registered") >= len(self.sites), 120)
         self.start(*(f"sites/{site}" for site in self.sites))
         for site in self.sites:
-            wait_until(f"site {site} is connected", lambda site=site: "SuperNode ID" in self.log(f"sites/{site}", "supernode"))
+            wait_until(f"site {site} is connected", partial(self._connected, site))
+
+    def membership(self, command: str, name: str, *options: str, code: int = 0) -> str:
+        """What ``fl-bn kit COMMAND`` says of the site ``name``."""
+        argv = [*FL_BN, "kit", command, str(self.kit / "server"), name, *options]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def add_site(self, site: str) -> None:
+        """Let a site in, start it, and wait until it is connected."""
+        self.membership("add-site", site)
+        (self.nodes[site],) = free_ports(1)
+        self.edit(f"sites/{site}", {"clientappio": f"127.0.0.1:{self.nodes[site]}", "device": "cpu"})
+        self.environment[f"sites/{site}"] = {}
+        self.start(f"sites/{site}")
+        wait_until(f"site {site} is connected", partial(self._connected, site), 120)
+
+    def _connected(self, site: str) -> bool:
+        return "SuperNode ID" in self.log(f"sites/{site}", "supernode")
 
     def stop(self, part: str, how: int = signal.SIGTERM) -> None:
         process = self._running.pop(part)
@@ -153,12 +174,12 @@ class Federation:
         return file.read_text(errors="replace") if file.exists() else ""
 
     def find(self, program: str, site: str = "") -> list[int]:
-        """Processes of ``superlink``, ``serverapp`` (of a run), ``supernode`` or ``clientapp`` (of a message)."""
+        """Processes of ``superlink``, ``serverapp`` (of a run), ``supernode`` or ``clientapp`` (host, stock, shelf, and a message's)."""
         words = {
             "superlink": ("superlink.py", str(self.kit)),
             "serverapp": ("flwr-serverapp", f":{self.serverappio}"),
-            "supernode": ("flower-supernode", str(self.kit / "sites" / site)),
-            "clientapp": ("flwr-clientapp", f":{self.nodes.get(site, 0)}"),
+            "supernode": ("supernode.py", str(self.kit / "sites" / site)),
+            "clientapp": ("app_host.py", f":{self.nodes.get(site, 0)}"),
         }
         return processes(*words[program])
 

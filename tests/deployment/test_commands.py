@@ -7,6 +7,7 @@ import json
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,21 @@ from flwr.server.app import _parse_args_run_superlink
 from flwr.supercore.cli.flower_superexec import _parse_args as parse_superexec
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_setup_client_authentication
 
+from fl_bn.flower.app_host import parser
+from fl_bn.flower.supernode import own_options
 from fl_bn.pairs import flower_config
 from fl_bn.run.config import ConfigError
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.site import control as control_module
 from fl_bn.site import submit as submit_module
-from fl_bn.site.commands import SUPERLINK, WATCHED, commands, environment, local, node_config, prepare, superlink
+from fl_bn.site.certificates import read_public, write_site_key
+from fl_bn.site.commands import APP_HOST, SUPERLINK, SUPERNODE, WATCHED, commands, environment, local, node_config, prepare, superlink
 from fl_bn.site.control import Control, ControlError, control_of, register_sites
 from fl_bn.site.folders import FolderError, ServerFolder, SiteFolder
 from fl_bn.site.kit import Plan, create
-from fl_bn.site.submit import COMPLETED, project_of, run_config, submit
+from fl_bn.site.project import project_of, staged
+from fl_bn.site.registered import Submitted
+from fl_bn.site.submit import COMPLETED, run_config, submit
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,11 +68,15 @@ def test_flower_accepts_the_superlink(kit: Path, server: ServerFolder) -> None:
 
 
 def test_flower_accepts_the_serverapp_s_superexec(kit: Path, server: ServerFolder) -> None:
-    _, command, registration = commands(server)
+    _, command, registration, queue = commands(server)
     args = parse_superexec().parse_args(command.argv[1:])
     assert (args.plugin_type, args.appio_api_address, args.insecure) == ("serverapp", "127.0.0.1:9091", True)
     assert command.cwd == kit / "server"
+    assert command.env["FL_BN_SERVER"] == str(kit / "server")
     assert (registration.argv[1:], registration.once, command.once) == (("register", str(kit / "server")), True, False)
+    assert (queue.argv[1:], queue.once) == (("queue", str(kit / "server")), False)
+    published = commands(replace(server, metrics="127.0.0.1:9096"))[-1]
+    assert published.argv[1:] == ("status", str(kit / "server"), "--serve", "127.0.0.1:9096")
 
 
 def test_flower_accepts_the_supernode_and_reads_its_node_config(kit: Path) -> None:
@@ -78,14 +88,19 @@ def test_flower_accepts_the_supernode_and_reads_its_node_config(kit: Path) -> No
     )
     (kit / "sites/B/site.toml").write_text(text)
     site = SiteFolder.read(kit / "sites/B")
-    (command,) = commands(site)
-    watched = command.argv.index(str(WATCHED))
-    args = _parse_args_run_supernode().parse_args(command.argv[watched + 2 :])
-    assert (args.superlink, args.isolation, args.clientappio_api_address) == ("fl.example.org:9092", "subprocess", "127.0.0.1:9094")
+    command, app = commands(site)
+    assert command.argv.index(str(WATCHED)) < (place := command.argv.index(str(SUPERNODE)))
+    own, rest = own_options(list(command.argv[place + 1 :]))
+    assert own.poll_seconds == 0.5
+    args = _parse_args_run_supernode().parse_args(rest)
+    assert (args.superlink, args.isolation, args.clientappio_api_address) == ("fl.example.org:9092", "process", "127.0.0.1:9094")
+    host = parser().parse_args(app.argv[app.argv.index(str(APP_HOST)) + 1 :])
+    assert (host.appio_api_address, host.policy) == ("127.0.0.1:9094", kit / "sites/B/policy.toml")
+    assert not any(str(site.private_key) in word for word in (*app.argv, *app.env.values()))
     assert args.insecure is False
     assert try_obtain_root_certificates(args, args.superlink) == (kit / "sites/B/ca.crt").read_bytes()
     assert _try_setup_client_authentication(args) is not None
-    expected = {"partition-id": 1, "num-partitions": 2, "site": "B", "device": "auto", "dataset": "npz"}
+    expected = {"site": "B", "device": "auto", "dataset": "npz"}
     paths = {"state-dir": str(kit / "sites/B/state"), "data-path": str(kit / "sites/B/my data.npz")}
     assert parse_config_args([args.node_config]) == node_config(site) == expected | paths
 
@@ -99,7 +114,8 @@ def test_each_role_has_its_own_flower_home_and_no_telemetry(kit: Path, server: S
     assert (kit / "server/state").stat().st_mode & 0o777 == 0o700
     for command, state in (
         (superlink(server), kit / "server/state"),
-        (commands(SiteFolder.read(kit / "sites/A"))[0], kit / "sites/A/state"),
+        (commands(SiteFolder.read(kit / "sites/A"))[0], kit / "sites/A/node"),
+        (commands(SiteFolder.read(kit / "sites/A"))[1], kit / "sites/A/state"),
     ):
         told = environment(command.env)
         assert told["FLWR_HOME"].startswith(str(state))
@@ -162,11 +178,31 @@ def test_what_is_submitted_is_what_flower_would_send_without_environments_and_ki
     for name in ("server_app/app.py", "mine/net.py", "docs/guide.md", "env/pyvenv.cfg", "env/lib/torch.py", ".git/x.py", "data/big.npz"):
         (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "project" / name).write_text("")
-    with submit_module._staged(tmp_path / "project") as app:
+    with staged(tmp_path / "project") as app:
         names = {path.relative_to(app).as_posix() for path in app.rglob("*") if path.is_file()}
         sent = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app))).namelist()
-    assert names == {"pyproject.toml", "server_app/app.py", "mine/net.py", "docs/guide.md"}
+    assert names == {"pyproject.toml", "server_app/app.py", "mine/net.py"}, "docs are not sent, as pyproject.toml says"
     assert {"server_app/app.py", "mine/net.py"} <= set(sent)
+
+
+def test_what_is_sent_of_this_project_has_no_tests_and_says_of_which_commit_it_is() -> None:
+    with staged(ROOT) as app:
+        sent = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app)))
+        names = set(sent.namelist())
+        told = sent.read("fl_bn/commit.toml").decode() if (ROOT / ".git").exists() else ""
+    assert {"fl_bn/apps/client.py", "fl_bn/flower/policy.py", "client_app/app.py", "server_app/app.py"} <= names
+    assert {name.partition("/")[0] for name in names} <= {"fl_bn", "client_app", "server_app", ".info", "pyproject.toml"} | {
+        path.name for path in ROOT.iterdir() if path.is_file()
+    }
+    if told:
+        assert tomli.loads(told)["commit"].removesuffix("+").isalnum()
+        assert not (ROOT / "fl_bn/commit.toml").exists(), "the checkout itself is left alone"
+
+
+def test_a_list_of_what_is_not_sent_must_be_one(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.fl-bn]\nnot-sent = "tests"\n')
+    with pytest.raises(FolderError, match="not-sent of .tool.fl-bn. must be a list of paths in quotes, but got 'tests'"), staged(tmp_path):
+        pass
 
 
 def test_run_config_follows_from_the_folder_and_the_user_wins(kit: Path, server: ServerFolder) -> None:
@@ -199,16 +235,23 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> No
 def test_registration_waits_for_the_superlink_and_may_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ServerFolder
 ) -> None:
-    answers = {
-        "0": {"success": False, "error-message": "Connection to the SuperLink is unavailable."},
-        "1": {"success": True, "node-id": 7},
-        "2": {"success": False, "error-message": "\n❌ The provided public key is already in use by another SuperNode.\n"},
-    }
-    for name, answer in answers.items():
-        (tmp_path / name).write_text(json.dumps(answer))
-    stand_in(tmp_path, monkeypatch, f'cd "{tmp_path}"; n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) > n; cat $n')
-    assert list(register_sites(server, wait=30)) == [("A", True), ("B", False)]
-    (tmp_path / "n").write_text("0")
+    away = ControlError("the SuperLink at 127.0.0.1:9093 is unavailable")
+    stranger, former = tmp_path / "stranger.pub", tmp_path / "former.pub"
+    for path in (stranger, former):
+        write_site_key(path.with_suffix(".key"), path, path.stem)
+    (server.path / "sites/former").mkdir()
+    (server.path / "sites/former/C.pub.20261122T101112").write_bytes(former.read_bytes())
+    known = {read_public(server.public_key("B")): 4, read_public(stranger): 5, read_public(former): 6}
+    answers: list[Any] = [away, known, away]
+    monkeypatch.setattr(control_module.Control, "registered", lambda self: said(answers.pop(0)))
+    (tmp_path / "yes").write_text(json.dumps({"success": True}))
+    stand_in(tmp_path, monkeypatch, f'echo "$@" >> "{tmp_path}/asked"; cat "{tmp_path}/yes"')
+    out = "shut out: no site of server.toml has this key"
+    expected = [("node 5", out), ("C", out), ("A", "registered"), ("B", "was registered already")]
+    assert list(register_sites(server, wait=30)) == expected
+    asked = [line.split()[:3] for line in (tmp_path / "asked").read_text().splitlines()]
+    assert [words[1:2] for words in asked] == [["unregister"], ["unregister"], ["register"]]
+    assert [words[2] for words in asked[:2]] == ["5", "6"]
     with pytest.raises(ControlError, match=r"127\.0\.0\.1:9093.*unavailable"):
         list(register_sites(server, wait=-1))
     server.public_key("B").unlink()
@@ -231,6 +274,12 @@ def test_a_log_is_the_run_s_lines_alone(tmp_path: Path, monkeypatch: pytest.Monk
         assert [line.rstrip("\n") for line in said] == own
 
 
+def said(answer: Any) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
 class Breaking:
     """A SuperLink whose log breaks off twice, and which is then away for a moment."""
 
@@ -245,10 +294,10 @@ class Breaking:
         yield iter(next(self.logs))
 
     def status(self, run: str) -> str:
-        answer = next(self.answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return str(answer)
+        return str(said(next(self.answers)))
+
+    def runs(self) -> list[Submitted]:
+        return []
 
     def nodes(self, sites: list[Path]) -> list[int]:
         assert [path.name for path in sites] == ["A.pub", "B.pub"]
@@ -270,5 +319,7 @@ def test_submit_says_each_line_once_and_how_the_run_ended(server: ServerFolder, 
     monkeypatch.setattr(submit_module, "control_of", control_of)
     monkeypatch.setattr(submit_module.time, "sleep", lambda seconds: None)
     said: list[str] = []
-    assert submit(server, "rounds=1", say=said.append) is (last == COMPLETED)
-    assert said == ["run 7 is submitted to h:1", "a", "b", "away; trying again", "c", f"run 7: {last}"]
+    assert submit(server, "rounds=1 name='x'", say=said.append) is (last == COMPLETED)
+    told = ["run 7 is submitted to h:1 as x, for sites A, B", "a", "b", "away; trying again", "c", f"run 7: {last}"]
+    assert said[: len(told)] == told
+    assert all(line.startswith("it has no checkpoint to go on from") for line in said[len(told) :])

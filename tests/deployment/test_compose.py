@@ -26,6 +26,8 @@ from flwr.supercore.grpc_health import run_health_server_grpc_no_tls
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from fl_bn.cli.main import app
+from fl_bn.flower.app_host import parser as host_parser
+from fl_bn.flower.supernode import own_options
 from tests.deployment.docker_federation import ROOT, SERVICES, SITES, base_image
 
 Compose = dict[str, Any]
@@ -36,7 +38,13 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "flower-superexec": _parse_args_superexec,
     "flower-supernode": _parse_args_run_supernode,
 }
-AROUND = {f"{IMAGE}fl_bn/site/watched.py": [], f"{IMAGE}fl_bn/flower/superlink.py": ["flower-superlink"]}  # scripts that run Flower's
+AROUND = {  # scripts that run Flower's
+    f"{IMAGE}fl_bn/site/watched.py": [],
+    f"{IMAGE}fl_bn/flower/superlink.py": ["flower-superlink"],
+    f"{IMAGE}fl_bn/flower/supernode.py": ["flower-supernode"],
+}
+APP_HOST = f"{IMAGE}fl_bn/flower/app_host.py"
+LIMITS = ("mem_limit", "cpus", "pids_limit")
 
 
 def read(name: str = "docker-compose.yml") -> Compose:
@@ -74,6 +82,10 @@ def parsed(words: list[str]) -> argparse.Namespace:
         if script in words:
             assert (ROOT / script.removeprefix(IMAGE)).exists()
             words = [*instead, *words[words.index(script) + 1 :]]
+    if words[0] == "flower-supernode":
+        words = [words[0], *own_options(words[1:])[1]]
+    if APP_HOST in words:
+        return host_parser().parse_args(words[words.index(APP_HOST) + 1 :])
     program, *rest = words
     if program in PARSERS:
         return PARSERS[program]().parse_args(rest)
@@ -149,6 +161,7 @@ def faults(compose: Compose) -> list[str]:
         found += [f"{name}: {key} is not {value}" for key, value in hardened.items() if service.get(key) != value]
         found += [f"{name}: has {key}" for key in ("privileged", "cap_add", "devices", "pid", "ipc") if key in service]
         found += [f"{name}: mounts the host's {volume}" for volume in volumes(service) if volume not in compose["volumes"]]
+        found += [f"{name}: has no {limit}" for limit in LIMITS if not service.get(limit)]
         if set(service["logging"]["options"]) != {"max-size", "max-file"}:
             found.append(f"{name}: its log grows without bound")
         if (service.get("restart"), "healthcheck" in service) != ((None, False) if name in ONCE else ("unless-stopped", True)):
@@ -223,6 +236,9 @@ def test_the_promises_hold(compose: Compose) -> None:
         ("superlink", {"networks": {"public": {}, "sites": {"aliases": ["control"]}, "server": {}}}),
         ("superlink", {"logging": {"driver": "json-file", "options": {}}}),
         ("supernode-1", {"restart": "no"}),
+        ("clientapp-1", {"mem_limit": None}),
+        ("run", {"cpus": 0}),
+        ("superlink", {"pids_limit": None}),
     ],
 )
 def test_a_broken_promise_is_found(compose: Compose, service: str, change: Compose) -> None:
@@ -254,7 +270,7 @@ def dockerfile() -> str:
 
 def test_the_image_is_what_a_user_with_a_registry_builds() -> None:
     assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm", base_image()), "pinned to a patch release"
-    assert re.findall(r"^FROM (\S+)", dockerfile(), re.MULTILINE) == ["${BASE}", "${BASE}"]
+    assert re.findall(r"^FROM (\S+)", dockerfile(), re.MULTILINE) == ["${BASE}", "installed", "${BASE}"]
     assert "/wheels" not in dockerfile()
     assert "USER 10001:10001" in dockerfile()
     assert "FLWR_TELEMETRY_ENABLED=0" in dockerfile()
@@ -277,6 +293,35 @@ def test_the_engine_is_sent_what_the_image_needs_and_no_keys() -> None:
     wanted = [words[1] for service in read()["services"].values() for words in [argv(service)] if words[0] == "sh"]
     assert {path.removeprefix(IMAGE) for path in wanted} | {"deploy/docker/healthcheck.py"} <= kept
     assert not any(fnmatch.fnmatch(path, pattern) for path in kept for pattern in ("kit*", "*.key", ".git*", "runs*"))
+
+
+def test_nothing_but_copies_comes_after_the_large_layer() -> None:
+    last = dockerfile().rpartition("\nFROM ")[2].splitlines()
+    steps = [line.split()[0] for line in last if re.match(r"[A-Z]+ ", line)]
+    assert steps[-2:] == ["COPY", "COPY"]
+    assert "COPY" not in steps[:-2]
+    assert last[-2].startswith("COPY --from=installed /opt/venv")
+
+
+def test_the_variant_without_cuda_installs_none(tmp_path: Path) -> None:
+    for variant in ("cpu", "gpu"):
+        folder = tmp_path / variant
+        folder.mkdir()
+        for name in ("pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, folder)
+        words = [sys.executable, str(ROOT / "deploy/docker/requirements.py"), variant, str(folder)]
+        subprocess.run(words, check=True, env={**os.environ, "TORCH_INDEX": "https://example.org/cpu"}, timeout=60)
+    cpu, gpu = (Path(tmp_path, variant, "constraints.txt").read_text() for variant in ("cpu", "gpu"))
+    assert gpu == (ROOT / "constraints.txt").read_text()
+    assert re.findall(r"(?m)^(?:torch|torchvision)==\S+\+cpu$", cpu) != []
+    assert "nvidia" in gpu
+    assert not re.search(r"(?m)^(nvidia|cuda|triton)", cpu)
+    assert len(cpu.splitlines()) > 100
+    assert (tmp_path / "cpu/options.txt").read_text() == "--extra-index-url https://example.org/cpu\n"
+    assert (tmp_path / "gpu/options.txt").read_text() == ""
+    assert (tmp_path / "cpu/requirements.txt").read_text() == (tmp_path / "gpu/requirements.txt").read_text()
+    wrong = subprocess.run([*words[:2], "tpu", str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    assert (wrong.returncode, wrong.stderr) == (1, "VARIANT must be cpu or gpu, but got 'tpu'\n")
 
 
 def make_kit(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -49,7 +49,6 @@ def install(folder: Path, name: str, version: str) -> Path:
         ("flwr", "1.25.3", "warn", "1.25.3 is installed, but 1.25.0 was tested"),
         ("torch", "2.7.1+cu128", "ok", "as tested"),
         ("torch", "2.5.0", "fail", "fl-bn needs >=2.6"),
-        ("ray", "2.40.0", "warn", "a deployment does without"),
         ("protobuf", "99.0", "ok", "99.0"),
     ],
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,9 @@ from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.site.certificates import write_site_key
 from fl_bn.site.commands import environment
+from fl_bn.site.folders import ServerFolder
 from fl_bn.site.kit import Plan, create
+from fl_bn.site.status import status
 from tests.deployment.federation import SMALL, Federation, differing, free_ports, in_process, personal, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -42,8 +48,8 @@ def test_a_deployed_run_ends_with_the_bits_of_one_in_process(run: str, federatio
     config: dict[str, Any] = {**SMALL, **RUNS[run], "name": name}
     log = federation.run(config)
     deployed, reference = federation.result(name), in_process(config, tmp_path / "reference")
-    assert differing(deployed / "model.safetensors", reference / "model.safetensors") == []
-    assert "3/3 clients" in log
+    assert log.count("3/3 clients") == SMALL["rounds"], log
+    assert differing(deployed / "model.safetensors", reference / "model.safetensors") == [], log
     models = personal(federation, name)
     assert set(models) == (set(federation.sites) if method == "fedbn" else set())
     for path in models.values():
@@ -57,9 +63,11 @@ def test_a_deployed_run_ends_with_the_bits_of_one_in_process(run: str, federatio
     assert differing(deployed / "model.safetensors", other / "model.safetensors") != []  # control
 
 
-def supernode(federation: Federation, folder: Path, *options: str) -> tuple[int | None, str]:
-    """A node of one's own: its exit code (None: it still tried when it was ended), and what it said."""
-    argv = ["flower-supernode", "--superlink", f"127.0.0.1:{federation.fleet}", "--max-retries", "2", "--isolation", "process"]
+def supernode(
+    federation: Federation, folder: Path, *options: str, isolation: str = "process", wait: float = WAIT
+) -> tuple[int | None, str]:
+    """A node of one's own: its exit code (None: it still tried when it was ended, after ``wait`` s), and what it said."""
+    argv = ["flower-supernode", "--superlink", f"127.0.0.1:{federation.fleet}", "--max-retries", "2", "--isolation", isolation]
     folder.mkdir(exist_ok=True)
     output = folder / "out.txt"
     with output.open("wb") as target:
@@ -73,15 +81,20 @@ def supernode(federation: Federation, folder: Path, *options: str) -> tuple[int 
             ],
             stdout=target,
             stderr=target,
+            start_new_session=True,
             env=environment({"FLWR_HOME": str(folder), "FLWR_TELEMETRY_ENABLED": "0", "PYTHONUNBUFFERED": "1"}),
         )
         try:
-            code: int | None = process.wait(WAIT)
+            code: int | None = process.wait(wait)
         except subprocess.TimeoutExpired:
             code = None
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return code, output.read_text(errors="replace")
+
+
+def said_in(file: Path, words: str) -> bool:
+    return file.exists() and words in file.read_text(errors="replace")
 
 
 def said(text: str, *words: str) -> str:
@@ -115,18 +128,56 @@ def test_a_site_that_claims_another_s_place_is_refused_by_its_key(federation: Fe
     """Site b calls itself client 0, which is site a."""
     config = {**SMALL, "method": "fedavg", "rounds": 1, "evaluate-every": 1, "clients-at-start": 1}
     federation.stop("sites/b")
-    federation.edit("sites/b", {"partition-id": 0})
-    before = federation.log("sites/b", "supernode").count("SuperNode ID")
-    federation.start("sites/b")
-    wait_until("site b is connected", lambda: federation.log("sites/b", "supernode").count("SuperNode ID") > before, 120)
-    try:
-        log = federation.run({**config, "name": "claims"})
-    finally:
-        federation.stop("sites/b")
-        federation.edit("sites/b", {"partition-id": 1})
-        federation.start("sites/b")
-    assert "it calls itself client 0, but its key is client 1's: correct its partition-id" in log
+    folder = federation.kit / "sites/b"
+    key = ("--auth-supernode-private-key", str(folder / "site.key"))
+    claim = ("--root-certificates", str(folder / "ca.crt"), "--node-config", "partition-id=0 num-partitions=3")
+    with ThreadPoolExecutor(1) as pool:
+        liar = pool.submit(supernode, federation, folder / "liar", *key, *claim, isolation="subprocess", wait=90.0)
+        try:
+            wait_until("site b is connected", lambda: said_in(folder / "liar/out.txt", "SuperNode ID"), 80)
+            log = federation.run({**config, "name": "claims"})
+        finally:
+            liar.result()
+            before = federation.log("sites/b", "supernode").count("SuperNode ID")
+            federation.start("sites/b")  # the server still counts the liar as site b for a minute
+    wait_until("site b is back", lambda: federation.log("sites/b", "supernode").count("SuperNode ID") > before, 180)
+    assert "it calls itself site a, but its key is site b's: correct its partition-id" in log
     assert "2/2 clients" in log
+
+
+def test_sites_come_and_go_while_the_others_stay(federation: Federation) -> None:
+    """A fourth site comes while a run goes on; the next run has it; then it is removed in the midst of a run, and gets nothing more."""
+    config: dict[str, Any] = {**SMALL, "method": "fedavg", "evaluate-every": 2, "retry-timeout": 5.0}
+    pids = {site: wait_until(f"site {site} runs", partial(federation.find, "supernode", site)) for site in ("a", "b", "c")}
+    process = federation.submit({**config, "name": "three", "rounds": 4})
+    wait_until("round 1", lambda: (federation.result("three") / "rounds.jsonl").exists(), 180)
+    federation.add_site("d")
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, out
+    assert out.count("3/3 clients") == 4
+
+    process = federation.submit({**config, "name": "four", "rounds": 6, "clients": 4})
+    try:
+        rounds = federation.result("four") / "rounds.jsonl"
+        wait_until("round 2", lambda: rounds.exists() and rounds.read_bytes().count(b"\n") >= 2, 240)
+        found = status(ServerFolder.read(federation.kit / "server"))
+        assert {site.name: site.state for site in found.sites} == dict.fromkeys("abcd", "online")
+        (running,) = (run for run in found.runs if not run.status.startswith("finished"))
+        assert (running.name, running.status, running.rounds) == ("four", "running", 6)
+        assert running.round >= 2
+        said = federation.membership("remove-site", "d")
+        assert "d: shut out: no site of server.toml has this key" in said
+        seen = federation.log("sites/d", "supernode").count("Receiving: train message")
+    finally:
+        out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, out
+    assert "4/4 clients" in out
+    assert "3/3 clients" in out
+    time.sleep(5)
+    assert federation.log("sites/d", "supernode").count("Receiving: train message") <= seen + 1  # one may have been on its way
+    assert "d: registered" not in federation.membership("remove-site", "nobody", code=2)
+    federation.stop("sites/d")
+    assert {site: federation.find("supernode", site) for site in pids} == pids  # none of the others started again
 
 
 def test_a_join_without_token_is_refused_and_harms_nobody(federation: Federation, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fl_bn.site.folders import FolderError, ServerFolder, SiteFolder, host_port, read_folder, render
 
 SERVER = render(ServerFolder, superlink="fl.example.org", exchange_host="x.example.org", sites=["A", "B"])
-SITE = render(SiteFolder, site="B", superlink="fl.example.org:9092", partition_id=1, num_partitions=2)
+SITE = render(SiteFolder, site="B", superlink="fl.example.org:9092")
 
 
 def folder(path: Path, kind: type[ServerFolder] | type[SiteFolder], text: str) -> Path:
@@ -31,7 +31,7 @@ def test_what_is_rendered_is_read(tmp_path: Path) -> None:
     assert (server.state, server.results, server.app) == (tmp_path / "server/state", tmp_path / "server/results", None)
     assert server.public_key("A") == tmp_path / "server/sites/A.pub"
     site = SiteFolder.read(folder(tmp_path / "b", SiteFolder, SITE))
-    assert (site.site, site.superlink, site.partition_id, site.num_partitions) == ("B", "fl.example.org:9092", 1, 2)
+    assert (site.site, site.superlink) == ("B", "fl.example.org:9092")
     assert (site.dataset, site.data_path, site.device, site.clientappio) == ("", "", "auto", "127.0.0.1:9094")
     assert (site.root_certificates, site.private_key, site.state_dir) == tuple(
         tmp_path / "b" / name for name in ("ca.crt", "site.key", "state")
@@ -95,7 +95,7 @@ def test_a_line_that_has_a_default_may_be_missing(tmp_path: Path) -> None:
         (ServerFolder, '"state"', '""', "state must not be empty"),
         (ServerFolder, 'superlink = "fl', "superlink = fl", "cannot be read"),
         (SiteFolder, "example.org:9092", "example.org", "superlink must be HOST:PORT"),
-        (SiteFolder, "partition-id = 1", "partition-id = 2", "partition-id must be 0..num-partitions - 1"),
+        (SiteFolder, 'site = "B"', 'site = "B"\npartition-id = 1', "delete the line partition-id: the server tells a site its place"),
         (SiteFolder, '"auto"', '"gpu"', "device must be auto, cpu, cuda"),
         (SiteFolder, '"state"', "'a \"state\"'", "state-dir must not contain"),
     ],

@@ -44,7 +44,6 @@ def test_a_kit_is_complete_and_verifies(kit: Path) -> None:
         21095,
     )
     assert (server.sites, site.site, site.superlink) == (("A", "B"), "B", "fl.example.org:21092")
-    assert (site.partition_id, site.num_partitions) == (1, 2)
     for name in ("README.md", "server/GUIDE.md", "server/start.sh", "server/run.sh", "sites/A/GUIDE.md", "sites/A/start.sh"):
         assert (kit / name).stat().st_size > 100
     assert all((kit / name).stat().st_mode & 0o100 for name in ("server/start.sh", "server/run.sh", "sites/A/start.sh"))
@@ -169,8 +168,8 @@ def readable(name: str) -> Any:
         (edited("server/server.toml", '"x.example.org"', '"10.9.9.9"'), "server", ["is for exchange-host = 10.9.9.9"]),
         (edited("server/server.toml", "fleet =", "flet ="), "server", ["server.toml is complete"]),
         (edited("sites/A/site.toml", "21092", "21192"), ".", ["A/site.toml: superlink"]),
-        (edited("sites/A/site.toml", "partition-id = 0", "partition-id = 1"), ".", ["A/site.toml: site, partition-id"]),
-        (edited("sites/A/site.toml", "partition-id =", "partition ="), "sites/A", ["site.toml is complete"]),
+        (edited("sites/A/site.toml", 'site = "A"', 'site = "B"'), ".", ["A/site.toml: site"]),
+        (edited("sites/A/site.toml", "device =", "devices ="), "sites/A", ["site.toml is complete"]),
         (readable("server/server.key"), "server", ["server.key is readable by its owner only"]),
         (readable("sites/A/site.key"), "sites/A", ["site.key is readable by its owner only"]),
         (readable("authority/ca.key"), ".", ["ca.key is readable by its owner only"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -16,10 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from fl_bn.flower.superlink import tells
 from fl_bn.site.commands import Command, program
 from fl_bn.site.folders import SiteFolder
 from fl_bn.site.kit import Plan, create
-from fl_bn.site.supervisor import AlreadyRunning, Patience, supervise
+from fl_bn.site.supervisor import AlreadyRunning, Daily, Patience, supervise
 
 QUICK = Patience(first=0.2, longest=0.8, grace=1.0)
 
@@ -95,16 +97,45 @@ def test_what_has_done_its_work_is_not_started_again(tmp_path: Path) -> None:
 def test_output_is_kept_and_shown_with_the_program_s_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (
         "import os, sys, time; print(os.environ['SUPERVISED'], os.getcwd()); print('\\033[91mred\\033[0m', file=sys.stderr);"
-        "print('[Fleet.PullMessages] x'); print('the end', flush=True); time.sleep(60)"
+        "print('the end', flush=True); time.sleep(60)"
     )
     speaker = command("speaker", code, tmp_path, hints={"red": "what to do", "blue": "never said"})
     said = supervised([speaker], tmp_path, lambda: any("the end" in line for line in lines(tmp_path / "speaker.log")))
     kept = [line[24:] for line in lines(tmp_path / "speaker.log")]
-    assert sorted(kept) == sorted([f"yes {tmp_path}", "red", "[Fleet.PullMessages] x", "the end"])
+    assert sorted(kept) == sorted([f"yes {tmp_path}", "red", "the end"])
     shown = capfd.readouterr().out.splitlines()
     assert {f"speaker   | yes {tmp_path}", "speaker   | red", "speaker   | the end"} <= set(shown)
-    assert not any("PullMessages" in line for line in shown), "polls fill the terminal"
     assert "speaker said 'red': what to do" in said
+
+
+def test_a_log_file_is_put_aside_when_it_is_large_or_a_day_old(tmp_path: Path) -> None:
+    path = tmp_path / "speaker.log"
+
+    def say(text: str, at: float) -> None:
+        handler = Daily(path, maxBytes=1000, backupCount=2, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        record = logging.LogRecord("speaker", logging.INFO, "", 0, text, (), None)
+        record.created = at
+        handler.emit(record)
+        handler.close()
+
+    now = time.time()
+    say("first", now - 86300)
+    say("second", now - 86200)
+    assert not (tmp_path / "speaker.log.1").exists(), "control: 100 s after the first line it is no day old"
+    say("third", now + 200)
+    assert [line[24:] for line in lines(tmp_path / "speaker.log.1")] == ["first", "second"]
+    say("x" * 990, now + 200)
+    assert [line[24:] for line in lines(tmp_path / "speaker.log.1")] == ["third"]
+    assert not (tmp_path / "speaker.log.3").exists()
+
+
+def test_a_superlink_s_log_has_no_line_for_a_question() -> None:
+    def tell(message: str) -> bool:
+        return tells(logging.LogRecord("flwr", logging.INFO, "", 0, message, ({},), None))
+
+    assert not tell("[Fleet.PullMessages] node_id=%s")
+    assert tell("[Fleet.CreateNode] node_id=%s")
 
 
 def test_programs_are_asked_to_end_and_killed_if_they_do_not(tmp_path: Path) -> None:

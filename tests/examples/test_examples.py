@@ -109,5 +109,5 @@ def test_the_legacy_app_before_is_flower_s(caplog: pytest.LogCaptureFixture) -> 
 def test_every_example_is_in_the_list() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     names = [path.name for path in EXAMPLES.iterdir() if path.name not in ("README.md", "__pycache__", ".ipynb_checkpoints")]
-    assert len(names) == 8
+    assert len(names) == 9
     assert [name for name in names if f"({name})" not in listed] == []

@@ -8,7 +8,7 @@ from torch import Tensor
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Request
 from fl_bn.exchange.session import Session
 
-MEAN, VARIANCE, MOMENTS, GRADIENTS = Quantity.MEAN, Quantity.VARIANCE, Quantity.MOMENTS, Quantity.GRADIENTS
+MEAN, VARIANCE, MOMENTS, GRADIENTS, STATISTICS = Quantity
 WIDE, NARROW = "stem.bn", ""  # float64 and 2 channels; float32 and 3 channels: the model itself
 LAYERS = {WIDE: Layer(2, torch.float64), NARROW: Layer(3, torch.float32)}
 BATCHES = (3, 1, 4)

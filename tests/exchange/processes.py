@@ -190,8 +190,8 @@ class ProcessGrid(Grid):
         for message in messages:
             identity, client = uuid.uuid4().hex, message.metadata.dst_node_id - FIRST_NODE
             message.metadata.__dict__.update(_run_id=self._run.run_id, _src_node_id=self._run.run_id, _message_id=identity)
-            train = message.metadata.message_type == "train"
-            strike = self.strikes.pop((client, int(message.metadata.group_id)), None) if train else None
+            works = message.metadata.message_type in ("train", "query.statistics")
+            strike = self.strikes.pop((client, int(message.metadata.group_id)), None) if works else None
             self._listen(client)
             self._send(self._nodes[client], message, strike)
             ids.append(identity)

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from fl_bn.exchange.grpc.service import FRAME, ExchangeService
 from fl_bn.exchange.session import POLICIES, Session
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.callbacks import Callback, Callbacks
 from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
@@ -90,7 +91,7 @@ def drill(
     rules = Rounds(clients=len(SIZES), timeout=MESSAGE_TIMEOUT, rate=lambda round, rounds: RATE, exchange=exchange)
     with ProcessGrid(LocalTraining(batch_size=64, steps=steps), notice=notice, restarts=restarts) as grid:
         ran = Drill(policy, grid, BatchNormStrategy(network(), fedtan(), rules))
-        ran.strategy.observer = lambda record: ran.records.update({record.round: record})
+        ran.strategy.callbacks = Callbacks([ByRound(ran.records)])
         ran.models[0] = to_numpy(ran.strategy.shared.tensors())
         grid.strikes.update(strikes)
         grid.meanwhile = lambda: meanwhile(ran)
@@ -105,6 +106,14 @@ def drill(
 
         ran.strategy.start(grid, num_rounds=rounds, evaluate_fn=keep)
     return ran
+
+
+class ByRound(Callback):
+    def __init__(self, records: dict[int, RoundRecord]) -> None:
+        self.records = records
+
+    def on_round(self, record: RoundRecord, rounds: int) -> None:
+        self.records[record.round] = record
 
 
 def centralised(start: Mapping[str, np.ndarray], together: Sequence[int] = EVERYONE) -> dict[str, Tensor]:

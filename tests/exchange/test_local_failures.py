@@ -64,7 +64,7 @@ def test_a_task_that_ends_without_joining_does_not_keep_the_others_waiting(polic
 def test_a_task_that_needs_more_exchanges_than_the_others_does_not_hang(policy: str) -> None:
     round = Round(2, policy)
     results = round.run([round.client(0, exchanges=1), round.client(1, exchanges=3)])
-    assert results == [[0.5], "ExchangeFailed: the clients disagree about the last layer: [0] have left, [1] go on"]
+    assert results == [[0.5], "ExchangeFailed: the clients disagree about the last layer: client 0 left, client 1 went on"]
 
 
 def test_a_refused_request_raises_in_the_task_that_sent_it() -> None:

@@ -20,6 +20,7 @@ from tests.exchange.cohorts import (
     MOMENTS,
     NAN,
     NARROW,
+    STATISTICS,
     VARIANCE,
     WIDE,
     Clock,
@@ -103,6 +104,7 @@ def requests(layer: str, quantity: Quantity) -> list[Local]:
         MEAN: [x.mean(0) for x in data],
         VARIANCE: [np.square(x - common).mean(0) for x in data],
         MOMENTS: [np.concatenate([x.mean(0), x.var(0)]) for x in data],
+        STATISTICS: [np.concatenate([x.mean(0), x.var(0)]) for x in data],
         GRADIENTS: [np.concatenate([x[0], x[1]]) for x in data],
     }[quantity]
     return [Local(Key(layer, quantity), torch.from_numpy(v).to(dtype), len(x)) for v, x in zip(vectors, data, strict=True)]
@@ -126,13 +128,13 @@ def test_the_answer_is_the_weighted_average_computed_by_hand(layer: str, quantit
     sent = requests(layer, quantity)
     values = [r.values.double().numpy() for r in sent]
     by_counts, by_batches = np.array([12, 3, 8]) / 23, np.array(BATCHES) / 8
-    if quantity is MOMENTS:
+    if quantity in (MOMENTS, STATISTICS):
         means, variances = ([np.split(v, 2)[half] for v in values] for half in (0, 1))
 
         def average(weights: np.ndarray) -> np.ndarray:
             mean = sum(w * m for w, m in zip(weights, means, strict=True))
             spread = sum(w * (v + (m - mean) ** 2) for w, m, v in zip(weights, means, variances, strict=True))
-            return np.concatenate([mean, spread])
+            return np.concatenate([mean, spread * (23 / 22 if quantity is STATISTICS else 1)])
     else:
 
         def average(weights: np.ndarray) -> np.ndarray:
@@ -159,6 +161,29 @@ def test_both_schedules_yield_the_moments_of_the_union(layer: str) -> None:
     counts = torch.tensor([12.0, 3.0, 8.0], dtype=torch.float64)
     plain = (torch.stack([r.values.double() for r in requests(layer, MOMENTS)]) * (counts / 23)[:, None]).sum(0)
     assert deviation(plain.to(merged.dtype), want) > 1e3
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_statistics_are_those_of_the_union_with_an_unbiased_variance(layer: str) -> None:
+    union = np.concatenate(client_data(layer))
+    got = exchange(requests(layer, STATISTICS))[0].values
+    assert deviation(got, np.concatenate([union.mean(0), union.var(0, ddof=1)])) < 20
+    assert deviation(got, np.concatenate([union.mean(0), union.var(0)])) > 1e3  # control
+
+
+def test_statistics_of_a_single_value_have_no_unbiased_variance() -> None:
+    cohort = joined(batches=(1,))
+    got = answer(cohort.send(0, 3.0, 4.0, 0.0, 0.0, key=Key(WIDE, STATISTICS)))
+    assert (got.count, got.values.tolist()) == (1, [3.0, 4.0, 0.0, 0.0])
+
+
+def test_under_a_defence_the_unbiased_variance_is_that_of_counts_as_the_median_client_s() -> None:
+    """As ``Defence.believed`` has it: of counts 2 and 6 it is 4."""
+    sent = [Local(Key(WIDE, STATISTICS), torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.float64), count) for count in (2, 6)]
+    cohort = joined(batches=(1, 1), believing=False)
+    cohort.submit(0, sent[0])
+    got = answer(cohort.submit(1, sent[1]))
+    assert (got.count, got.values.tolist()) == (8, [1.0, 1.0, 2 * (8 / 7), 2 * (8 / 7)])
 
 
 def test_float32_values_are_averaged_in_float64() -> None:
@@ -194,13 +219,15 @@ def test_the_average_it_is_given_is_used_for_every_quantity(quantity: Quantity) 
     sent = requests(WIDE, quantity)
     stacked = torch.stack([r.values for r in sent])
     want = stacked.median(0).values
-    if quantity is MOMENTS:  # the robust variance is about the robust mean
+    if quantity in (MOMENTS, STATISTICS):  # the robust variance is about the robust mean
         means, variances = stacked.chunk(2, dim=1)
-        want = torch.cat([want[:2], (variances + (means - want[:2]) ** 2).median(0).values])
+        want = torch.cat([want[:2], (variances + (means - want[:2]) ** 2).median(0).values * (23 / 22 if quantity is STATISTICS else 1)])
     robust, plain = exchange(sent, average=median)[0].values, exchange(sent)[0].values
     assert torch.equal(robust, want)
     assert not torch.allclose(plain, want)  # control
-    assert weights == [[3.0, 1.0, 4.0] if quantity is GRADIENTS else [12.0, 3.0, 8.0]] * (2 if quantity is MOMENTS else 1)
+    assert weights == [[3.0, 1.0, 4.0] if quantity is GRADIENTS else [12.0, 3.0, 8.0]] * (
+        2 if quantity in (MOMENTS, STATISTICS) else 1
+    )
 
 
 def test_nobody_is_answered_before_the_last_has_sent() -> None:

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
@@ -67,24 +66,26 @@ def small_run(folder: Path, **overrides: str | int | float | bool) -> Values:
 @contextmanager
 def stopping_at(round: int, dies: bool = False) -> Iterator[None]:
     """The run stops when ``round`` is over, before its checkpoint. ``dies``: nothing is tidied up, as if the process were killed."""
-    record, leave = RunDirectory.record, RunDirectory.__exit__
+    on_round, on_end = RunDirectory.on_round, RunDirectory.on_end
 
-    def stop(self: RunDirectory, entry: RoundRecord) -> None:
-        record(self, entry)
+    def stop(self: RunDirectory, entry: RoundRecord, rounds: int) -> None:
+        on_round(self, entry, rounds)
         if entry.round == round:
             raise Stopped
 
-    def leave_all(self: RunDirectory, kind: Any, error: Any, trace: Any) -> None:
+    def leave_all(self: RunDirectory, error: BaseException | None) -> None:
         if not isinstance(error, Stopped):
-            return leave(self, kind, error, trace)
+            on_end(self, error)
+
+    def unlock(self: RunDirectory, path: Path) -> None:
         assert self._lock is not None  # the kernel gives a dead process's lock back
         self._lock.close()
-        return None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunDirectory, "record", stop)
+        patch.setattr(RunDirectory, "on_round", stop)
         if dies:
-            patch.setattr(RunDirectory, "__exit__", leave_all)
+            patch.setattr(RunDirectory, "on_end", leave_all)
+            patch.setattr(RunDirectory, "_unlock", unlock)
         yield
 
 

@@ -264,7 +264,7 @@ def test_a_run_of_the_grid(too_few: bool, tmp_path: Path, monkeypatch: pytest.Mo
     """Seed by seed; then the rules told of one too few; a cell that fails is reported and missing from the scores."""
     ran: list[RunConfig] = []
 
-    def run_cell(cell: Cell, engine: str) -> None:
+    def run_cell(cell: Cell) -> None:
         ran.append(cell.config)
         if cell.config.attack == "foe" and cell.config.seed == 1:
             raise ValueError("the disk is full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,13 @@ def test_config_prints_every_key() -> None:
     assert result.exit_code == 0
     assert result.output.strip() == table(RunConfig.keys())
     assert "| `server-learning-rate` | `1.0` | > 0 |" in result.output
+
+
+def test_layers_of_a_network_of_ones_own_in_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from torch import nn\n\ndef build(classes, channels, image_size):\n    return nn.Sequential(nn.BatchNorm2d(channels))\n"
+    (tmp_path / "own_net_of_this_folder.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    result = command("layers", "own_net_of_this_folder:build", "--method", "fbn")
+    assert result.exit_code == 0, result.output
+    assert "1 BatchNorm2d" in said(result)

@@ -100,7 +100,7 @@ def test_the_rest_of_an_interrupted_run_is_gone(tmp_path: Path, monkeypatch: pyt
 def test_finished_cells_are_not_repeated_and_failing_ones_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def run_cell(cell: Cell, engine: str) -> None:
+    def run_cell(cell: Cell) -> None:
         ran.append(cell.config.name)
         if cell.config.method == "gn" and cell.config.seed == 1:
             raise ValueError("the disk is full")

@@ -40,16 +40,19 @@ WRONG: dict[str, list[object]] = {
     "freeze-after": [-2], "groups": [0], "fbn-momentum": [-0.1, 1.1], "tracking": [-0.1, 1.1], "hbn-lam": [-0.1, 1.5],
     "hbn-stat-samples": [-1, 1],
     "image-size": [-1, 5000], "partition-parameter": [-0.5], "calibrate": [-3], "clients": [0], "fraction": [0.0, 1.01],
+    "recalibration-memory": [-1.0],
     "rounds": [-1, 0], "min-replies": [-0.1, 1.1], "max-failed-rounds": [0], "round-timeout": [0.0], "wait-timeout": [-1.0],
     "local-epochs": [-1], "local-steps": [-1], "batch-size": [1], "learning-rate": [0.0], "learning-rate-decay": [0.0, 1.1],
     "momentum": [-0.1, 1.0], "weight-decay": [-1e-9], "server-learning-rate": [0.0], "server-momentum": [-0.1, 1.0],
     "server-beta2": [-0.1, 1.0], "server-adaptivity": [0.0], "fedprox-mu": [-0.1], "scaffold-option": [0, 3], "scaffold-strength": [-1.0],
     "moon-mu": [-1.0], "moon-temperature": [0.0], "moon-projection": [-1], "fedsam-rho": [-0.1], "clip-limit": [0.0],
-    "secagg-shares": [-1], "secagg-threshold": [-1], "secagg-clipping-range": [0.0], "secagg-quantization-range": [3, 31],
+    "secagg-shares": [-1], "secagg-threshold": [-1], "secagg-clipping-range": [0.0, 1e38], "secagg-quantization-range": [3, 31],
     "dp-noise": [-0.1], "dp-clip": [0.0], "dp-statistics-clip": [0.0], "dp-delta": [0.0, 1.0],
-    "evaluate-every": [0], "seed": [-1], "device": ["tpu", "gpu", ""], "threads": [0], "name": ["a/b", "..", " a"],
+    "callbacks": ["mlflow", "trackers:MLflow, x"],
+    "evaluate-every": [0], "seed": [-1], "device": ["tpu", "gpu", ""], "threads": [0], "workers": [-1, 1025], "name": ["a/b", "..", " a"],
     "retry-timeout": [-1.0], "classes": [-1], "channels": [-1], "min-cohort": [0, -1], "checkpoint-every": [-1],
     "clients-at-start": [-1], "client-nodes": ["a", "-1", "7,7", "1,", "9" * 21],
+    "client-names": ["a b", "a,A", "a,", "../x"],
     "join-rounds": ["4", "4:", "a:1", "1:2,1:3", "1:2;2:3", "-1:2", "1:2,"],
     "byzantine": [-1], "attack-strength": [float("nan"), float("inf")], "declared-byzantine": [-2],
     "shifts": ["upside-down", "none,,invert"], "samples-per-domain": [-1], "diagnostics": ["loss"],
@@ -165,6 +168,8 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"secure-aggregation": True, "method": "fedtan"}, "layer by layer in the clear"),
         ({"secure-aggregation": True, "statistics-rule": "median"}, "secure aggregation shows none"),
         ({"secure-aggregation": True, "maintain-momentum": "global"}, "in the clear: secure aggregation sums"),
+        ({"secure-aggregation": True, "payload-dtype": "bfloat16"}, "set payload-dtype to float32"),
+        ({"method": "fedtan2", "payload-dtype": "float16"}, "payload-dtype must be float32, but got 'float16'"),
         ({"secure-aggregation": True, "dp-noise": 1.0}, "set client-weights to 'uniform'"),
         ({"secure-aggregation": True, "secagg-shares": 4}, "an odd number from 3"),
         ({"server-momentum": 0.5}, "set server-optimizer to fedavgm"),
@@ -193,6 +198,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"join_rounds": "4:0"}, "join-rounds must name rounds 1..100, since rounds=100, but got 4:0"),
         ({"clients": 2, "join_rounds": "0:2,1:3"}, "join-rounds must leave a client to start with of clients=2"),
         ({"clients": 3, "client_nodes": "7,8"}, "client-nodes must name a node for each of clients=3, but names 2"),
+        ({"clients": 3, "client_names": "east,west"}, "client-names must be one name for each of clients=3, but got 2"),
         ({"clients": 5, "clients_at_start": 6}, "clients-at-start must not exceed clients, 5, but got 6"),
         ({"clients": 5, "join_rounds": "4:2", "clients_at_start": 5}, "that join-rounds leaves to start with, 4, but got 5"),
         ({"clients": 5, "join_rounds": "4:2", "min_cohort": 5}, "min-cohort must not exceed a cohort, 4 of those that the run starts with"),
@@ -312,7 +318,7 @@ def test_overrides_are_read_as_by_flwr_run_but_nothing_is_passed_over(tmp_path: 
             parse_overrides(text)
 
 
-@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000, "1e999999999999999", "\"a\nb\"", "0x", "2020-01-01T", "{a=1", "\x00"])
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000, "1e999999999999999", '"a\nb"', "0x", "2020-01-01T", "{a=1", "\x00"])
 def test_no_text_is_read_with_a_traceback(value: str) -> None:
     """tomllib itself raises other errors than its own for numbers of thousands of digits and lists within lists."""
     with pytest.raises(ConfigError, match="cannot read|rounds must be of type int"):

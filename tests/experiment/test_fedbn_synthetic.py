@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.programs import fedbn_synthetic
-from experiments.programs.fedbn_synthetic import gaussians, losses
+from fl_bn.experiments.programs import fedbn_synthetic
+from fl_bn.experiments.programs.fedbn_synthetic import gaussians, losses
 from fl_bn.federation.settings import seeded
 
 

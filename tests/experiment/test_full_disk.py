@@ -64,14 +64,14 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def at_round(monkeypatch: pytest.MonkeyPatch, what: dict[int, Any]) -> None:
     """Call ``what[round]`` just before ``round`` is written down."""
-    record = RunDirectory.record
+    on_round = RunDirectory.on_round
 
-    def then(self: RunDirectory, entry: RoundRecord) -> None:
+    def then(self: RunDirectory, entry: RoundRecord, rounds: int) -> None:
         if entry.round in what:
             what[entry.round]()
-        record(self, entry)
+        on_round(self, entry, rounds)
 
-    monkeypatch.setattr(RunDirectory, "record", then)
+    monkeypatch.setattr(RunDirectory, "on_round", then)
 
 
 @pytest.mark.parametrize("file", ["rounds.csv", "clients.csv", "rounds.jsonl"])

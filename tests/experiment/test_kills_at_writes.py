@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn import durable
+from fl_bn import durable, locks
 from fl_bn.flower import RunFailed
 from fl_bn.run import run_directory
 from fl_bn.run.checkpoints import Checkpoints
@@ -181,7 +181,7 @@ def test_of_two_that_go_on_with_one_run_at_once_one_does(attempt: int, whole: Wh
 
 def test_a_lock_that_its_holder_removed_holds_nobody_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opened before the holder's end and locked after it, the file is gone from the folder: another could lock a new one beside it."""
-    flock, tries = run_directory.fcntl.flock, 0
+    flock, tries = locks.fcntl.flock, 0
 
     def slow(lock: object, how: int) -> None:
         nonlocal tries
@@ -190,7 +190,7 @@ def test_a_lock_that_its_holder_removed_holds_nobody_back(tmp_path: Path, monkey
             (tmp_path / run_directory.LOCK).unlink()  # by the holder, who then lets go of it
         flock(lock, how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run_directory.fcntl, "flock", slow)
+    monkeypatch.setattr(locks.fcntl, "flock", slow)
     held = run_directory._locked(tmp_path)
     assert tries == 2
     with pytest.raises(RunFailed, match="still being written by another process"):

@@ -9,8 +9,8 @@ import matplotlib.image
 import pytest
 import torch
 
-from experiments.programs import normalisation_error
-from experiments.programs.normalisation_error import CENTRALISED, FBN, FIXBN, HETEROGENEITY, NAIVE, RUNNING, expected, normalised, run
+from fl_bn.experiments.programs import normalisation_error
+from fl_bn.experiments.programs.normalisation_error import CENTRALISED, FBN, FIXBN, HETEROGENEITY, NAIVE, RUNNING, expected, normalised, run
 from fl_bn.federation.settings import seeded
 
 

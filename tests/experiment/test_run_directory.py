@@ -83,7 +83,7 @@ def written(folder: Path, **values: object) -> RunDirectory:
     config = RunConfig.from_mapping({"output": str(folder), "pictures": False, "rounds": 3, "method": "hbn", **values})
     with RunDirectory.create(config) as directory:
         for record in records():
-            directory.record(record)
+            directory.on_round(record, 3)
     return directory
 
 
@@ -91,7 +91,7 @@ def test_lines_are_there_as_soon_as_they_are_known(tmp_path: Path) -> None:
     config = RunConfig.from_mapping({"output": str(tmp_path), "name": "x", "pictures": False})
     with RunDirectory.create(config) as directory:
         for number, record in enumerate(records(), 1):
-            directory.record(record)
+            directory.on_round(record, 3)
             assert len((tmp_path / "x" / "rounds.jsonl").read_text().splitlines()) == number
             assert len((tmp_path / "x" / "rounds.csv").read_text().splitlines()) == number + 1
     assert '"no reply, before the deadline"' in (tmp_path / "x" / "clients.csv").read_text()
@@ -110,7 +110,7 @@ def test_the_error_that_ended_a_run_is_in_its_summary(tmp_path: Path) -> None:
     directory = RunDirectory.create(RunConfig.from_mapping({"output": str(tmp_path), "name": "x", "rounds": 60}))
     with pytest.raises(KeyboardInterrupt), directory:
         raise KeyboardInterrupt
-    assert "**The run failed** after 0 of 60 rounds: KeyboardInterrupt" in (tmp_path / "x" / "summary.md").read_text()
+    assert "**The run was interrupted** after 0 of 60 rounds." in (tmp_path / "x" / "summary.md").read_text()
 
 
 def test_the_summary_counts_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from flwr.app import Context, RecordDict
 from safetensors.torch import load_file
 
 from client_app.app import app as client_app
-from client_app.app import build_client
+from fl_bn.apps.client import build_client as built
 from fl_bn.conversion import convert
 from fl_bn.federation.local import evaluate
 from fl_bn.flower import InProcessGrid, RunFailed
@@ -26,6 +27,7 @@ from tests.experiment.small_data import small_npz
 from tests.integration.runs import table
 
 CLASSES, SIDE = 3, 4
+build_client = partial(built, folder=Path(__file__).parents[2])  # as client_app/ does it
 SITES = {"dataset": "sites", "data_path": "", "classes": CLASSES, "channels": 1, "image_size": SIDE, "rounds": 2, "evaluate_every": 1}
 
 
@@ -240,3 +242,13 @@ def test_a_node_config_that_counts_nothing_is_refused_by_key(key: str, value: ob
     with pytest.raises(ConfigError, match=f"{key} in this client's node config must be a whole number, but got"):
         partition_of(node, RunConfig(clients=3))
     assert partition_of({"partition-id": "1", "num-partitions": 3}, RunConfig(clients=3)) == 1  # control: Flower's texts are fine
+
+
+def test_a_node_without_a_partition_takes_its_place_among_the_run_s_nodes() -> None:
+    config = RunConfig(clients=3, client_nodes="17,5,9")
+    assert [partition_of({"site": "x"}, config, node) for node in (5, 9, 17)] == [1, 2, 0]
+    with pytest.raises(ConfigError, match=r"for other nodes than this one \(6\)"):
+        partition_of({}, config, 6)
+    with pytest.raises(ConfigError, match="names no partition"):
+        partition_of({}, RunConfig(clients=3), 5)
+    assert partition_of({"partition-id": 2, "num-partitions": 3}, config, 5) == 2  # what a node says of itself is for the server to check

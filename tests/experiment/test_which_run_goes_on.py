@@ -62,8 +62,9 @@ def test_whatever_decides_a_number_must_be_as_it_was_and_the_rest_may_be_otherwi
 def test_what_may_differ_is_where_and_how_it_runs_not_what() -> None:
     exchange = {name for name in KEYS if name.startswith("exchange")}
     assert FREE - exchange == {
-        "name", "output", "resume", "checkpoint-every", "pictures", "device", "threads", "share-label-counts", "min-replies", "min-cohort",
-        "clients-at-start", "client-nodes",
+        "name", "output", "resume", "checkpoint-every", "pictures", "callbacks", "device", "threads", "workers", "recalibration",
+        "recalibration-memory", "share-label-counts", "min-replies", "min-cohort",
+        "clients-at-start", "client-nodes", "client-names",
         "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout",
     }  # fmt: skip
 
@@ -155,7 +156,7 @@ def test_a_finished_run_keeps_nothing_to_go_on_with(tmp_path: Path) -> None:
     path = run(small_run(tmp_path / "runs", method="fedbn"))
     assert sorted(file.name for file in path.iterdir()) == [
         "clients", "clients.csv", "config.toml", "disclosure.csv", "environment.json", "model.safetensors", "rounds.csv", "rounds.jsonl",
-        "summary.md",
+        "run.log", "summary.md",
     ]  # fmt: skip
 
 
@@ -228,16 +229,16 @@ def test_files_that_lost_rounds_are_named(file: str, values: Values) -> None:
 
 
 def test_a_run_that_is_still_running_cannot_be_gone_on_with(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, tried = RunDirectory.record, list[str]()
+    on_round, tried = RunDirectory.on_round, list[str]()
 
-    def interfere(self: RunDirectory, entry: RoundRecord) -> None:
-        record(self, entry)
+    def interfere(self: RunDirectory, entry: RoundRecord, rounds: int) -> None:
+        on_round(self, entry, rounds)
         if entry.round == 3:
             with pytest.raises(RunFailed) as told:
                 RunDirectory.create(RunConfig.from_mapping({**values, "resume": "run"})).__enter__()
             tried.append(str(told.value))
 
-    monkeypatch.setattr(RunDirectory, "record", interfere)
+    monkeypatch.setattr(RunDirectory, "on_round", interfere)
     path = run(values)
     assert tried == [f"{path} is still being written by another process: end that run first"]
     assert len((path / "rounds.jsonl").read_text().splitlines()) == ROUNDS

@@ -19,7 +19,7 @@ from fl_bn.methods import METHODS, attacked
 from fl_bn.robust.attacks import Attack
 from tests.federation import random_samples
 from tests.flower.malformed import Reply, taken_apart
-from tests.in_process import WatchedGrid, client_app
+from tests.in_process import WatchedGrid, client_app, identical
 from tests.networks import seeded_network
 
 Tensors = dict[str, np.ndarray]
@@ -118,3 +118,10 @@ class Served:
         self.weights = {k: a for k, a in tensors.items() if "running_" not in k}
         self.refused = {c.client: c.refused for c in record.clients if c.refused}
         self.variances = {k: a for k, a in self.statistics.items() if k.endswith("var")}
+
+
+def same(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], rule: str) -> bool:
+    """Bit for bit; of means up to rounding, since an undefended one is summed while the replies come (``federation.intake``)."""
+    if rule != "mean":
+        return identical(ours, theirs)
+    return ours.keys() == theirs.keys() and all(np.allclose(ours[name], theirs[name], rtol=1e-6, atol=1e-7) for name in ours)

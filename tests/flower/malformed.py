@@ -164,6 +164,7 @@ MALFORMED: dict[str, Spoil] = {
     "of another round": foreign_header("round", 0, -1, 10_000),
     "of another model": foreign_header("signature", "0" * 16),
     "of another format": foreign_header("format", "fl-bn/0", "numpy"),
+    "of another payload": foreign_header("payload", "bfloat16", "float64", 2),
     "header of wrong type": foreign_header("round", 1.0, "1", b"1", True),
     "header cut short": cut_header,
     "truncated bytes": data(lambda a, rng: saved(a, rng)[: -rng.integers(1, a.nbytes + 1)]),

@@ -92,7 +92,7 @@ def test_each_field_of_the_header_is_checked(field: str, other: str | int) -> No
     assert ("different model, method or version" in str(caught.value)) == (field in ("signature", "format"))
 
 
-@pytest.mark.parametrize("field", ["method", "phase", "round", "signature", "format"])
+@pytest.mark.parametrize("field", ["method", "phase", "round", "signature", "format", "payload"])
 @pytest.mark.parametrize("wrong", [None, 2.5, b"x", True])
 def test_a_header_of_the_wrong_type_cannot_be_read(field: str, wrong: object) -> None:
     content = to_records({}, HEADER)

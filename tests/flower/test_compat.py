@@ -25,14 +25,20 @@ from fl_bn.site.commands import SUPERLINK, check_flower
 from tests.integration.runs import TINY
 
 ROOT = Path(__file__).parents[2]
-SERVERS_OWN = ("InMemoryLinkState", "SqliteLinkState", "run_superlink")
-pinned = pytest.mark.pinned("the SuperLink that fl-bn repairs is this version's")
+DEPLOYMENTS = {  # and the simulation's pool of actors
+    *("InMemoryLinkState", "SqliteLinkState", "SqliteObjectStore", "run_superlink", "BasicActorPool", "start_client_internal"),
+    *("flower_supernode", "create_channel", "get_flwr_dir", "run_from_proto", "ErrorCode", "ClientAppIoStub", "ListAppsToLaunchRequest"),
+    *("RequestTokenRequest", "GetRunRequest", "HeartbeatSender", "make_app_heartbeat_fn_grpc", "pull_clientappinputs"),
+    *("push_clientappoutputs", "install_from_fab", "get_load_client_app_fn", "start_parent_process_monitor"),
+    *("run_health_server_grpc_no_tls", "_wrap_stub", "_make_simple_grpc_retry_invoker"),
+}
+pinned = pytest.mark.pinned("the SuperLink and the simulation that fl-bn repairs are this version's")
 
 
 NEW = ("TaskIdentity",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pinned) if n in SERVERS_OWN else n for n in compat.PLACES if n not in NEW])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pinned) if n in DEPLOYMENTS else n for n in compat.PLACES if n not in NEW])
 def test_what_has_moved_is_found(name: str) -> None:
     assert getattr(compat, name) is compat.find(name)
 
@@ -88,14 +94,19 @@ def test_the_superlink_does_not_start_on_another_flower(tmp_path: Path) -> None:
     assert done.stderr.startswith("fl-bn's SuperLink needs Flower 1.25, but flwr 9.9.0 is installed")
 
 
-def test_the_requirement_is_the_version_of_deployments() -> None:
-    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    (flower,) = (found for found in map(Requirement, stated) if found.name == "flwr")
-    library = SpecifierSet(compat.LIBRARY)
-    versions = ("1.24.9", "1.25.0", "1.25.9", "1.26.0", "1.42.0")
-    assert list(flower.specifier.filter(versions)) == ["1.25.0", "1.25.9"]
-    assert list(library.filter(versions)) == ["1.25.0", "1.25.9", "1.26.0", "1.42.0"]
-    assert f"{compat.DEPLOYED}.0" in flower.specifier
+def test_the_requirements_are_the_versions_that_serve() -> None:
+    """The library's is wide; deployments and ``flwr run`` start and repair Flower's own programs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    versions = ("1.24.9", "1.25.0", "1.25.9", "1.26.0", "1.42.0", "2.0")
+
+    def taken(stated: list[str]) -> list[str]:
+        (flower,) = (found for found in map(Requirement, stated) if found.name == "flwr")
+        return list(flower.specifier.filter(versions))
+
+    assert taken(project["dependencies"]) == list(SpecifierSet(compat.LIBRARY).filter(versions)) == ["1.25.0", "1.25.9", "1.26.0", "1.42.0"]
+    deployed = list(SpecifierSet(f"=={compat.DEPLOYED}.*").filter(versions))
+    assert taken(extras["deployment"]) == taken(extras["simulation"]) == deployed == ["1.25.0", "1.25.9"]
 
 
 # Runs

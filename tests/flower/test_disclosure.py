@@ -11,7 +11,7 @@ import torch
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import Disclosure
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.disclosure import FEW
+from fl_bn.flower.disclosure import FEW, LAYER_BY_LAYER, NAMED
 from fl_bn.methods import METHODS
 from tests.in_process import FULL_BATCH, Run, WatchedGrid, client_app, run, sections
 from tests.networks import seeded_network
@@ -38,8 +38,12 @@ def test_every_array_that_came_is_counted(name: str, clients: list[Samples]) -> 
     assert sum(d.tensors for d in told) == len(arrays)
     assert sum(d.nbytes for d in told) == sum(array.nbytes for array in arrays)
     exchanged = [d for record in ran.records for d in record.disclosures if d.section == "exchange"]
-    assert sum(d.nbytes for d in exchanged) == 3 * sum(record.bytes_up.get("exchange", 0) for record in ran.records)
-    assert bool(exchanged) == (name in ("fedtan", "fedtan2", "fedavg-alg2"))
+    if name == "static-bn":  # two layers of 4 and 6 channels, each before two evaluations
+        assert {d.what for d in exchanged} == {LAYER_BY_LAYER}
+        assert sum(d.nbytes for d in exchanged) == 3 * 2 * 4 * 2 * (4 + 6)
+    else:
+        assert sum(d.nbytes for d in exchanged) == 3 * sum(record.bytes_up.get("exchange", 0) for record in ran.records)
+        assert bool(exchanged) == (name in ("fedtan", "fedtan2", "fedavg-alg2"))
 
 
 def test_of_one_batch_the_running_statistics_can_be_computed_back(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
@@ -61,6 +65,17 @@ def test_of_one_batch_the_running_statistics_can_be_computed_back(clients: list[
     assert int((distances < 1e-4).sum()) == 1  # and names its four samples among all 495 choices
     assert log.text.count("client 1: statistics of 4 samples left it in round 1 (running means and variances after 1 batch") == 1
     assert log.text.count("can be traced to a person; raise batch-size") == 3  # once per client
+
+
+def test_of_many_clients_the_warnings_name_a_few(tiny_clients: Clients, log: pytest.LogCaptureFixture) -> None:
+    ran = run(METHODS["fedavg"](), tiny_clients((4,) * 25), 2, settings=ONE_STEP)
+    assert log.text.count("can be traced to a person") == NAMED  # none in round 2
+    assert "left 15 other clients, too, in round 1: the disclosure report names all of them" in log.text
+    assert {d.client for d in ran.records[0].disclosures if d.section == "statistics" and d.samples == 4} == set(range(25))
+    log.clear()
+    run(METHODS["fedavg"](), tiny_clients((4,) * NAMED), 1, settings=ONE_STEP)
+    assert log.text.count("can be traced to a person") == NAMED  # control: all of so many are named
+    assert "other clients" not in log.text
 
 
 def test_after_several_batches_their_different_samples_count(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
@@ -95,7 +110,8 @@ def test_moments_of_a_pass_and_of_the_batches(clients: list[Samples], log: pytes
     assert "raise hbn-stat-samples" in log.text
     whole = run(METHODS["hbn"](), clients, 1)
     assert [d.samples for d in of(whole, 2, "moments")] == [10, 10]
-    exact = run(METHODS["hbn"](lam=1.0, stat_samples=6), clients, 1, policy={"calibrate": 1})  # two layers: two exchanges with all data
+    passes = {"calibrate": 1, "recalibration": "passes"}
+    exact = run(METHODS["hbn"](lam=1.0, stat_samples=6), clients, 1, policy=passes)  # two layers: two exchanges with all data
     assert [(d.what, d.samples) for d in of(exact, 2, "moments")] == [
         ("moments of a pass without training", 10),
         ("moments of a pass before training", 6),
@@ -133,9 +149,11 @@ def test_fedtans_exchange(clients: list[Samples], log: pytest.LogCaptureFixture)
 
 
 def test_exchanges_before_round_1_are_in_its_record(clients: list[Samples]) -> None:
-    ran = run(METHODS["fbn"](), clients, 2, policy={"calibrate": 2})
-    assert sum(d.what == "moments of a pass without training" for d in ran.records[0].disclosures) == 2 * 3
-    assert not any(d.what == "moments of a pass without training" for d in ran.records[1].disclosures)
+    for recalibration, passes in (("passes", 2), ("auto", 1)):
+        ran = run(METHODS["fbn"](), clients, 2, policy={"calibrate": 2, "recalibration": recalibration})
+        assert sum(d.what == "moments of a pass without training" for d in ran.records[0].disclosures) == passes * 3
+        assert sum(d.what == LAYER_BY_LAYER for d in ran.records[0].disclosures) == (2 - passes) * 3
+        assert not any("without training" in d.what for d in ran.records[1].disclosures)
 
 
 def test_a_reply_that_is_refused_has_left_all_the_same(clients: list[Samples]) -> None:

@@ -20,6 +20,7 @@ from fl_bn.flower.messaging import LOOK, PASSING, POLL, SAY, send_and_receive
 from fl_bn.methods import METHODS, Method
 from tests.flower.test_recovery import with_files
 from tests.in_process import WatchedGrid, client_app, identical, run
+from tests.kept import Kept
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
@@ -277,7 +278,7 @@ def played(grid: Grid, method: Method = FBN, **policy: Any) -> list[RoundRecord]
     records: list[RoundRecord] = []
     plain = {"clients": 3, "wait": 30.0, "timeout": 60.0, "calibrate": 0, "unit_scale": False}  # as ``run`` has it
     rounds = Rounds(**{**plain, **policy})
-    strategy = BatchNormStrategy(seeded_network("cnn"), method, rounds, observer=records.append)
+    strategy = BatchNormStrategy(seeded_network("cnn"), method, rounds, callbacks=[Kept(records)])
     result = strategy.start(grid, num_rounds=3)
     records.append(result)  # type: ignore[arg-type]
     return records

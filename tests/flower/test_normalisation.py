@@ -12,8 +12,9 @@ from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.normalisation import describe_layers, describe_round, watch
+from fl_bn.flower.normalisation import describe_layers, describe_round, in_short, watch
 from fl_bn.methods import METHODS
+from fl_bn.task import CLASSIFICATION
 from tests.in_process import run
 from tests.networks import seeded_network
 
@@ -30,15 +31,26 @@ def record(drift: Drift | None = None, round: int = 2, loss: float = 0.5) -> Rou
 
 
 def test_the_line_of_a_round_says_what_was_done() -> None:
-    line = describe_round(record(Drift(0.25, "block1.norm", 0.003, 1.1)), 60, FBN, MODEL)
+    line = describe_round(record(Drift(0.25, "block1.norm", 0.003, 1.1)), 60, CLASSIFICATION, FBN, MODEL)
     assert line == (
         "[round 2/60] 1/1 clients, lr 0.05, loss 0.5000, accuracy 51.2% | normalisation: fbn train, 1 BatchNorm2d, reports moments of "
         "the first training batch; per client 12 tensors 2.0 kB down, 15 tensors 3.0 kB up; "
         "min var 0.003, largest drift of a mean 0.25 sd (block1.norm)"
     )
-    assert describe_round(record(), 60, METHODS["gn"](), MODEL).endswith(
+    assert describe_round(record(), 60, CLASSIFICATION, METHODS["gn"](), MODEL).endswith(
         "reports nothing; per client 12 tensors 2.0 kB down, 15 tensors 3.0 kB up; no running statistics"
     )
+
+
+def test_the_short_line_of_a_round() -> None:
+    made = record()
+    made.seconds = 1.23
+    assert in_short(made, 60) == "[round 2/60] 1/1 clients  loss 0.5000  accuracy 51.2%  1.2 s"
+    made.evaluation |= {"accuracy-std": 0.1, "accuracy-min": 0.4}
+    assert in_short(made, 60) == "[round 2/60] 1/1 clients  loss 0.5000  accuracy 51.2%  min 40.0%  1.2 s"
+    failed = RoundRecord(3, "train", 0.05, [ClientRecord(0, refused="late")])
+    assert in_short(failed, 60) == "[round 3/60] 0/1 clients  loss nan  nothing changed  0.0 s"
+    assert in_short(RoundRecord(0, "measure", 0.0), 0) == "[pass 0] the statistics as they came  0.0 s"
 
 
 @pytest.mark.parametrize("drift", [Drift(0.1, "norm", 1.0, 11.0), Drift(11.0, "norm", 1.0, 1.0), Drift(float("nan"), "norm", 1.0, 1.0)])
@@ -53,7 +65,7 @@ def test_runaway_moments_are_warned_about(drift: Drift) -> None:
 
 def test_a_failed_round_does_not_claim_that_there_are_no_statistics() -> None:
     failed = RoundRecord(3, "train", 0.05, [ClientRecord(0, refused="late")])
-    assert describe_round(failed, 60, FBN, MODEL).endswith("; nothing changed")
+    assert describe_round(failed, 60, CLASSIFICATION, FBN, MODEL).endswith("; nothing changed")
 
 
 def test_a_diverged_loss_is_warned_about() -> None:

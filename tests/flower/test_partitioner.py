@@ -20,7 +20,7 @@ def test_the_adapter_can_be_imported_without_flwr_datasets() -> None:
         "try: p.SimilarityPartitioner\nexcept ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "flwr_datasets" in done.stdout
+    assert "needs flwr-datasets, which is not installed: pip install 'fl-bn[partitioners]'" in done.stdout
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def test_missing_clients_are_named_when_the_wait_is_over(clients: list[Samples])
     grid = LateGrid(client_app(FBN, clients), 3)
     grid.most = 1
     with pytest.raises(
-        RunFailed, match=r"only 1 of 3 clients came within 0 s \(missing: \[1, 2\]\)\. Start the others, or lower `clients`"
+        RunFailed, match=r"only 1 of 3 clients came within 0 s \(missing: clients 1, 2\)\. Start the others, or lower `clients`"
     ):
         run(FBN, clients, 1, grid=grid, policy={"wait": 0.01})
 
@@ -287,7 +287,7 @@ def test_a_round_waits_until_enough_clients_are_back(
     assert accepted(ran) == [[0, 1, 2], [1, 2], [1, 2]]
     assert all(record.aggregated for record in ran.records)
     assert 30 <= grid.now <= 32
-    assert "clients [0, 1] are offline" in log.text
+    assert "offline: clients 0, 1" in log.text
     assert "1 clients are here, but a round needs 2: waiting for up to 60 s" in log.text
 
 
@@ -340,8 +340,8 @@ def test_who_goes_and_who_comes_back_is_said(
 
     ran = run(FBN, clients, 6, grid=grid, policy={"rate": rate})
     assert accepted(ran) == [[0, 1, 2], [0, 1, 2], [0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
-    assert log.text.count("clients [1] are offline") == 1
-    back = log.text.partition("clients [1] are offline")[2]
+    assert log.text.count("offline: client 1") == 1
+    back = log.text.partition("offline: client 1")[2]
     assert any("1" in line and "back" in line for line in back.splitlines())
 
 

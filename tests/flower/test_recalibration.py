@@ -30,7 +30,8 @@ def clients(tiny_clients: Clients) -> list[Samples]:
 
 
 def measured(method: str, clients: list[Samples], model: nn.Module, calibrate: int = -1, **options: object) -> Run:
-    policy = {"calibrate": calibrate, **options.pop("policy", {})}  # type: ignore[dict-item]
+    """By passes: see test_layer_by_layer for the exchange."""
+    policy = {"calibrate": calibrate, "recalibration": "passes", **options.pop("policy", {})}  # type: ignore[dict-item]
     return run(METHODS[method](), clients, 0, model=model, policy=policy, **options)  # type: ignore[arg-type]
 
 
@@ -99,11 +100,12 @@ def test_nothing_but_statistics_changes_and_all_that_happens_is_recorded(clients
 
 
 def test_until_nothing_moves_before_training_too(clients: list[Samples]) -> None:
-    still = run(METHODS["fbn"](), clients, 1, model=network("resnet"), policy={"calibrate": -1})
-    many = run(METHODS["fbn"](), clients, 1, model=network("resnet"), policy={"calibrate": 9})
-    passes = [one.settled for one in still.strategy.statistics.outcomes]
-    assert passes == [False, False, False, True]
-    assert [one.settled for one in many.strategy.statistics.outcomes] == passes  # the other five would not move a bit
+    passes = {"recalibration": "passes"}
+    still = run(METHODS["fbn"](), clients, 1, model=network("resnet"), policy={**passes, "calibrate": -1})
+    many = run(METHODS["fbn"](), clients, 1, model=network("resnet"), policy={**passes, "calibrate": 9})
+    settled = [one.settled for one in still.strategy.statistics.outcomes]
+    assert settled == [False, False, False, True]
+    assert [one.settled for one in many.strategy.statistics.outcomes] == settled  # the other five would not move a bit
     a, b = (ran.grid.train(1)[0]["statistics"] for ran in (still, many))
     assert all(np.array_equal(a[k], b[k]) for k in a)
     true = reference(network("resnet"), union(clients))
@@ -114,7 +116,8 @@ def test_until_nothing_moves_before_training_too(clients: list[Samples]) -> None
 
 def test_refreshing_ends_where_nothing_moves(clients: list[Samples]) -> None:
     """Static BN makes one exchange per layer, 5 here; the fourth moves not a bit, so the fifth is not made."""
-    kinds = [m.metadata.message_type for m in run(METHODS["static-bn"](), clients, 1, model=network("resnet")).grid.sent]
+    ran = run(METHODS["static-bn"](), clients, 1, model=network("resnet"), policy={"recalibration": "passes"})
+    kinds = [m.metadata.message_type for m in ran.grid.sent]
     assert kinds.count("query.statistics") == 4 * len(clients)
 
 
@@ -157,5 +160,6 @@ def test_clients_that_do_not_answer(clients: list[Samples], log: pytest.LogCaptu
     assert max(off(running_statistics(ran.strategy.shared.model), true).values()) < EXACT
     with pytest.raises(RunFailed, match="pass 1: the statistics of 1 clients could be used, but 2 are needed"):
         measured("fedavg", clients, network("resnet"), grid=lost(0, 1))
-    kept = run(METHODS["fedavg"](), clients, 1, model=network("resnet"), policy={"calibrate": -1}, grid=lost())
+    policy = {"calibrate": -1, "recalibration": "passes"}
+    kept = run(METHODS["fedavg"](), clients, 1, model=network("resnet"), policy=policy, grid=lost())
     assert kept.strategy.statistics.outcomes[-1].settled

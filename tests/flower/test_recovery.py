@@ -26,6 +26,7 @@ from fl_bn.flower.checkpoint import FORMAT, Checkpoint, generators, set_generato
 from fl_bn.flower.run_id import RunId
 from fl_bn.methods import METHODS, Method
 from tests.in_process import CPU, TWO_STEPS, WatchedGrid, arrays_of, client_app, identical
+from tests.kept import Kept
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
@@ -74,7 +75,7 @@ class Server:
             self.method,
             Rounds(**self.policy),
             optimizer=self.optimizer(),
-            observer=self.records.append,
+            callbacks=[Kept(self.records)],
             keep_checkpoint=self.keep,
             save_clients="run",
             **self.options,

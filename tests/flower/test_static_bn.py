@@ -68,7 +68,7 @@ def test_the_statistics_of_the_evaluation_are_the_unions(network: str, fraction:
 
 def test_one_exchange_per_layer_and_no_fewer(clients: list[Samples]) -> None:
     model = seeded_network("cnn", dtype=torch.float64)
-    ran = run(STATIC, clients, 2, model=model, policy={"evaluate_every": 2})
+    ran = run(STATIC, clients, 2, model=model, policy={"evaluate_every": 2, "recalibration": "passes"})
     kinds = [f"{m.metadata.message_type} {m.metadata.group_id}" for m in ran.grid.sent]
     assert kinds.count("query.statistics 1") == 0
     assert kinds.count("query.statistics 2") == 2 * 3  # layers x clients

@@ -33,9 +33,10 @@ def local_tensors(ran: Run) -> list[dict[str, np.ndarray]]:
 
 def test_a_statistics_exchange_precedes_each_evaluation(clients: list[Samples]) -> None:
     assert run(hbn(), clients, 2).grid.kinds() == ["query.hello 0", "train 1", "query.statistics 1", "train 2", "query.statistics 2"]
-    for method, exchanges in ((hbn(), 1), (hbn(evaluate="exact"), 2), (hbn(lam=1.0), 2), (hbn(lam=1.0, evaluate="hybrid"), 1)):
-        sent = [m.metadata.message_type for m in run(method, clients, 1).grid.sent]
-        assert sent.count("query.statistics") == 3 * exchanges  # exact: one per BatchNorm layer
+    for method, passes in ((hbn(), 1), (hbn(evaluate="exact"), 2), (hbn(lam=1.0), 2), (hbn(lam=1.0, evaluate="hybrid"), 1)):
+        for how, messages in (("auto", 1), ("passes", passes)):  # exact passes: one per BatchNorm layer
+            sent = [m.metadata.message_type for m in run(method, clients, 1, policy={"recalibration": how}).grid.sent]
+            assert sent.count("query.statistics") == 3 * messages
     seldom = run(hbn(), clients, 3, policy={"evaluate_every": 2}).grid.kinds()
     assert seldom == ["query.hello 0", "train 1", "train 2", "query.statistics 2", "train 3", "query.statistics 3"]
     assert run(METHODS["fbn"](), clients, 2).grid.kinds() == ["query.hello 0", "train 1", "train 2"]  # control: they do not lag
@@ -100,7 +101,7 @@ def test_a_client_missing_from_the_exchange_is_named(clients: list[Samples], log
 @pytest.mark.parametrize("name", ["fedavg", "fbn", "hbn"])
 def test_calibration_measures_the_first_layer_exactly(name: str, clients: list[Samples]) -> None:
     method = METHODS[name]()
-    ran = run(method, clients, 1, policy={"calibrate": 2})
+    ran = run(method, clients, 1, policy={"calibrate": 2, "recalibration": "passes"})
     assert ran.grid.kinds()[:3] == ["query.hello 0", "query.statistics 0", "train 1"]
     assert sum(m.metadata.message_type == "query.statistics" and m.metadata.group_id == "0" for m in ran.grid.sent) == 6
     first = seeded_network("cnn")[0]

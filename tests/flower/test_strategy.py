@@ -17,6 +17,7 @@ from fl_bn.flower import BatchNormStrategy, FedAvgBNStrategy, FixBNStrategy, HBN
 from fl_bn.methods import METHODS, freeze
 from fl_bn.secure.settings import SecureAggregation
 from tests.in_process import FULL_BATCH, WatchedGrid, arrays_of, client_app, identical, run
+from tests.kept import Kept
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
@@ -65,7 +66,7 @@ def test_a_failed_round_does_not_step_the_server_optimiser(clients: list[Samples
 def test_persistent_failures_stop_the_run(clients: list[Samples]) -> None:
     seen: list[RoundRecord] = []
     rounds = Rounds(3, max_failed=2, wait=0.0, calibrate=0)  # nothing moves before round 1 either
-    strategy = BatchNormStrategy(seeded_network("cnn"), FBN, rounds, observer=seen.append)
+    strategy = BatchNormStrategy(seeded_network("cnn"), FBN, rounds, callbacks=[Kept(seen)])
     start = to_numpy(strategy.shared.tensors())
     with pytest.raises(RunFailed, match="2 rounds in a row had too few usable replies; the warnings above say why"):
         strategy.start(failing(clients, {0, 1, 2}, set()), num_rounds=9)

@@ -1,10 +1,13 @@
-"""The repair of Flower 1.25's SuperLink: an answer that a message's tensors are not there yet is no error."""
+"""The repairs of Flower 1.25's SuperLink: that a message's tensors are not there yet is no error, and equal tensors may come at once."""
 
 from __future__ import annotations
 
+import hashlib
 import runpy
+import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,50 @@ def test_no_bytes_are_no_error_and_others_are_counted(
     found = link.get_run(run)
     assert found is not None
     assert (found.bytes_sent, found.bytes_recv) == (6, 2)
+
+
+def failures_of_equal_tensors(path: Path, rounds: int) -> list[str]:
+    """What goes wrong where six threads enter replies, each its own with one tensor that all have, at the same moment, and delete them."""
+    from flwr.proto.message_pb2 import ObjectTree
+
+    kind, threads, found = find("SqliteObjectStore"), 6, []
+
+    def name_of(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    for round in range(rounds):
+        start, told = threading.Barrier(threads), f"{path.name} {round}"
+
+        def reply(place: int, start: threading.Barrier = start, told: str = told) -> None:
+            store = kind(str(path))
+            store.initialize()
+            shared = ObjectTree(object_id=name_of(f"{told} shared"))
+            tree = ObjectTree(object_id=name_of(f"{told} {place}"), children=[shared])
+            start.wait()
+            try:
+                store.preregister(1, tree)
+                store.delete(tree.object_id)
+            except sqlite3.Error as error:
+                found.append(str(error))
+
+        replies = [threading.Thread(target=reply, args=(place,)) for place in range(threads)]
+        for thread in replies:
+            thread.start()
+        for thread in replies:
+            thread.join()
+    return found
+
+
+@pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
+def test_equal_tensors_of_two_sites_may_come_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = find("SqliteObjectStore")
+    kind(str(tmp_path / "plain.db")).initialize()
+    assert failures_of_equal_tensors(tmp_path / "plain.db", 15), "control: Flower 1.25.0 as it is"
+    for name in ("preregister", "delete", "delete_objects_in_run"):
+        monkeypatch.setattr(kind, name, getattr(kind, name))  # undone at the end
+    runpy.run_path(str(SCRIPT))["one_at_a_time"](kind)
+    kind(str(tmp_path / "repaired.db")).initialize()
+    assert failures_of_equal_tensors(tmp_path / "repaired.db", 15) == []
 
 
 @pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")

@@ -148,7 +148,7 @@ def values(array: Array, rng: Rng) -> Array:
         if flat.dtype.kind == "f":
             flat[where] = flat[where] * 1.5 if rng.integers(3) == 0 else pick(rng, big)
         else:
-            flat[where] = pick(rng, INTS)
+            flat[where] = np.array(pick(rng, INTS) % 2**64, np.uint64).astype(flat.dtype)  # wraps round where it does not fit
     return Array(new)
 
 

@@ -23,6 +23,7 @@ from fl_bn.objectives import Scaffold
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import LIAR, people, what
 from tests.in_process import TWO_STEPS, client_app
+from tests.kept import Kept
 from tests.networks import seeded_network
 
 CLIENTS = 5
@@ -58,6 +59,10 @@ SCENARIOS: dict[str, Scenario] = {
     "fbn maintained": Scenario("fbn", settings=GLOBAL),
     "fedbn unseen": Scenario("fedbn", policy={"unseen": True}),
     "fbn gradients": Scenario("fbn", settings=LocalTraining(batch_size=64, steps=1, update="gradients")),
+    "fbn bfloat16": Scenario("fbn", policy={"payload": "bfloat16"}),
+    "fbn float16 gradients": Scenario(
+        "fbn", settings=LocalTraining(batch_size=64, steps=1, update="gradients"), policy={"payload": "float16"}
+    ),
     "fbn secure": Scenario("fbn", secure=True),
     "hbn secure": Scenario("hbn", secure=True),
     "fedavg secure": Scenario("fedavg", secure=True),
@@ -171,13 +176,15 @@ def served(name: str, grid: InProcessGrid) -> Served:
     """A server of its own, and one round of the scenario on ``grid``; it can start without one client."""
     scenario, records = SCENARIOS[name], list[RoundRecord]()
     settings = scenario.settings
-    rules = {"wait": 0.0, "at_start": CLIENTS - 1, "update": settings.update, "auxiliary": auxiliary(settings), **scenario.policy}
+    # recorded replies cannot answer an exchange layer by layer, whose session is a target of its own
+    rules = {"recalibration": "passes", "wait": 0.0, "at_start": CLIENTS - 1, "update": settings.update}
+    rules |= {"auxiliary": auxiliary(settings), **scenario.policy}
     rules["nodes"] = tuple(range(1, CLIENTS + 1))  # as in a deployment, where each client's key is known
     strategy = BatchNormStrategy(
         seeded_network("cnn"),
         METHODS[scenario.method](),
         Rounds(CLIENTS, **rules),
-        observer=records.append,
+        callbacks=[Kept(records)],
         defence=scenario.defence,
         secure=SecureAggregation() if scenario.secure else None,
     )

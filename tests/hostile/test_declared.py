@@ -38,13 +38,14 @@ READERS = {
     "carriers.py": "adds to messages of its own",
     "transcript.py": "adds to messages of its own",
     "recovery.py": "adds to messages of its own",
+    "app_host.py": "this side's own reply, against the site's policy",
     "in_process.py": "the engine: whether a message of this process is one of the local exchange",
 }
 
 
 def reads_records(source: str) -> bool:
-    records = {"config_records", "metric_records", "array_records"}
-    return any(isinstance(node, ast.Attribute) and node.attr in records for node in ast.walk(ast.parse(source)))
+    records = {"config_records", "metric_records", "array_records", "records_of"}
+    return any(getattr(node, "attr", getattr(node, "id", "")) in records for node in ast.walk(ast.parse(source)))
 
 
 def test_records_as_they_came_are_read_in_few_places() -> None:
@@ -55,7 +56,7 @@ def test_records_as_they_came_are_read_in_few_places() -> None:
 
 EITHER = messages.TO_TRAIN.and_also(messages.TO_MEASURE)  # a secure sum, of updates or of statistics
 EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks for, and whether it is the reply
-    ("query.hello", False): {},
+    ("query.hello", False): {"config": messages.TO_GREET},
     ("query.hello", True): {"hello": messages.HELLO},
     ("train", False): {"header": messages.HEADER, "config": messages.TO_TRAIN},
     ("train", True): {"header": messages.HEADER, "metrics": messages.TRAINED.and_also(messages.REQUESTED)},

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from fl_bn.federation import schema
-from tests.hostile.fuzz import fuzz, run_case, table
+from fl_bn.flower import RunFailed
+from tests.hostile.fuzz import fuzz, table
+from tests.hostile.liars import LIAR, lied, sets
 from tests.hostile.lies import TARGETS, lie_to_server
 from tests.hostile.outcomes import BROKEN, REFUSED, Outcome, honest, judged
 from tests.hostile.recorded import CLIENTS, SCENARIOS
@@ -34,11 +36,15 @@ def test_some_thousand() -> None:
     check(3000, seed=17)
 
 
-def test_a_client_that_calls_itself_another_is_refused_and_the_other_takes_part() -> None:
+def test_a_client_that_calls_itself_another_is_refused_and_the_other_takes_part(caplog: pytest.LogCaptureFixture) -> None:
     """It took the other's place, whose replies were then measured against what the liar had said."""
-    case = run_case(18, 4344)
-    assert (case.target, case.name) == ("server", "ln")
-    assert case.outcome == Outcome(REFUSED, "node 2 refused: it calls itself client 3, but its key is client 1's: correct its partition-id")
+    lie = sets("query.hello", "hello", client=3)
+    ran = lied(lie, "ln", policy={"nodes": tuple(range(1, CLIENTS + 1))})
+    others = [client for client in range(CLIENTS) if client != LIAR]
+    assert [[c.client for c in record.accepted] for record in ran.records] == [others] * 2
+    assert "node 2 refused: it calls itself client 3, but its key is client 1's: correct its partition-id" in caplog.messages
+    with pytest.raises(RunFailed, match="nodes 2 and 4 call themselves client 3, so none of them takes part"):  # control
+        lied(lie, "ln")
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

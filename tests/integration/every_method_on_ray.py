@@ -15,7 +15,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from client_app.app import build_client
+from fl_bn.apps.client import build_client
 from fl_bn.flower import BatchNormClient, make_client_app
 from fl_bn.methods import METHODS
 from server_app.app import app as served
@@ -26,7 +26,7 @@ CONFIG = "FL_BN_TEST_CONFIG"
 
 def build(context: Context) -> BatchNormClient:
     run_config = json.loads(Path(os.environ[CONFIG]).read_text())
-    return build_client(Context(context.run_id, context.node_id, context.node_config, context.state, run_config))
+    return build_client(Context(context.run_id, context.node_id, context.node_config, context.state, run_config), Path(__file__).parents[2])
 
 
 def main(folder: Path) -> None:

@@ -23,7 +23,7 @@ from tests.integration.runs import TINY, bits, differences, table, tiny
 
 FILES = {
     "config.toml", "environment.json", "rounds.csv", "clients.csv", "rounds.jsonl", "model.safetensors", "summary.md", "accuracy.png",
-    "labels.png", "tensorboard", "disclosure.csv",
+    "labels.png", "tensorboard", "disclosure.csv", "run.log",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from fl_bn.objectives import OBJECTIVES
 from fl_bn.run.assembly import source_model
 from fl_bn.run.config import RunConfig
 from tests.in_process import arrays_of
+from tests.kept import Kept
 from tests.networks import Block
 
 NETWORKS = ("simple", "resnet")
@@ -141,7 +142,7 @@ def made(method: str, objective: str = "none", server: str = "fedavg", network: 
         config.build_method(),
         config.round_policy(),
         optimizer=config.build_server_optimizer(),
-        observer=records.append,
+        callbacks=[Kept(records)],
     )
     strategy.rounds_made = []
     threads = torch.get_num_threads()

@@ -12,10 +12,10 @@ from torch import nn
 
 from fl_bn.models import MODELS, build
 
-OWN_DESIGNS = ("simple-cnn", "digits-cnn-small", "mlp", "resnet20")  # the papers' are in test_papers
+OWN_DESIGNS = ("simple-cnn", "digits-cnn-small", "alexnet-bn-small", "mlp", "resnet20")  # the papers' are in test_papers
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "alexnet-bn"])  # for large images
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("alexnet-bn")])  # for large images
 @pytest.mark.parametrize(("channels", "image_size"), [(3, 32), (1, 28), (3, 20)])
 def test_ours_fit_the_images_and_learn(name: str, channels: int, image_size: int) -> None:
     model = build(name, classes=7, channels=channels, image_size=image_size, seed=0)
@@ -44,6 +44,9 @@ def test_sizes() -> None:
     assert parameters("simple-cnn", 32) == 23_472 + 224 + (1024 * 128 + 128) + (128 * 10 + 10)
     assert parameters("resnet20", 32) == parameters("resnet20", 8) == 269_722  # of the paper; 19 layers of BatchNorm add 1,376 statistics
     assert parameters("digits-cnn-small", 20) == 23_472 + 224 + (256 * 64 + 128) + (64 * 10 + 10) == 40_858
+    convolutions = 25 * (3 * 32 + 32 * 64) + 9 * (64 * 128 + 128 * 96 + 96 * 96)
+    linear = 9 * 96 * 256 + 256 * 256 + 256 * 10 + 10
+    assert parameters("alexnet-bn-small", 64) == convolutions + linear + 2 * (32 + 64 + 128 + 96 + 96 + 256 + 256) == 612_010
 
 
 def test_seed_fixes_the_weights_and_spares_the_global_generator() -> None:
@@ -92,6 +95,7 @@ def test_unknown_names_list_the_known_ones(name: str) -> None:
         ("mlp", 0),
         ("digits-cnn", 3),
         ("alexnet-bn", 62),
+        ("alexnet-bn-small", 31),
         ("fbn-cnn", 3),
         ("lenet-cnn", 15),
         ("lenet-cnn-bn", 15),

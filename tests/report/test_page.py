@@ -155,7 +155,7 @@ def test_what_the_page_says(tmp_path: Path) -> None:
     assert "55.0 (7.1) [45.2]" in said
     assert "FixBN 85.0 (7.1) 55.0 (7.1) 2 of 3" in said
     assert "BN-1_class-1 method BN, split 1 class, seed 1 failed: RunFailed: client 3 sent NaN" in said
-    assert "In which the runs differ method split rounds method BN IID 3 bn" in said
+    assert "In which the runs differ method split rounds method (run config) BN IID 3 bn" in said
     assert "BN 1 class 3 or 1 bn" in said
     assert "Common to all 11 runs local-steps 5" in said
     assert "python 3.11 packages torch 2.6" in said

@@ -11,9 +11,10 @@ from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 
 from fl_bn.report import FORMATS, write_report
-from fl_bn.report.pictures import COLOURS, Picture, line, wrapped
+from fl_bn.report.pictures import Picture, wrapped
 from fl_bn.report.write import read
 from fl_bn.run.config import ConfigError
+from fl_bn.run.palette import COLOURS, line
 from tests.report.made_up import comparison, rounds, run, sweep
 
 

@@ -71,7 +71,7 @@ def test_names_a_paper_and_one_that_is_not_there() -> None:
 
 
 def test_a_folder_without_experiments_or_with_a_wrong_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="they are in the project's repository"):
+    with pytest.raises(ConfigError, match="install fl-bn again"):
         find(folder=tmp_path)
     (tmp_path / "x.toml").write_text('title = "no paper"')
     with pytest.raises(ConfigError, match="an experiment needs a title and"):
@@ -80,7 +80,7 @@ def test_a_folder_without_experiments_or_with_a_wrong_one(tmp_path: Path) -> Non
 
 def test_a_program_runs_once_and_its_variant_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (experiment,) = find(["003-F1"])
-    module = importlib.import_module("experiments.programs.normalisation_error")
+    module = importlib.import_module("fl_bn.experiments.programs.normalisation_error")
     called: list[bool] = []
     monkeypatch.setattr(module, "run", lambda folder, small: called.append(small))
     for _ in range(2):
@@ -93,7 +93,7 @@ def test_a_program_runs_once_and_its_variant_must_be_there(tmp_path: Path, monke
 
 def test_a_program_gets_what_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (experiment,) = find(["001-G"])
-    module = importlib.import_module("experiments.programs.unseen_domain")
+    module = importlib.import_module("fl_bn.experiments.programs.unseen_domain")
     called: list[tuple[str, str, int]] = []
     monkeypatch.setattr(module, "run", lambda folder, variant, data, jobs: called.append((variant, data, jobs)))
     perform_program(experiment, "shared", "here", tmp_path / "out", jobs=3)

@@ -41,7 +41,7 @@ def command(*arguments: str) -> Any:
 def test_a_failed_cell_is_left_until_a_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def run_cell(cell: Cell, engine: str) -> None:
+    def run_cell(cell: Cell) -> None:
         ran.append(str(cell.axes["method"]))
         if cell.axes["method"] == "GN" and len(ran) < 3:
             cell.write_outcome("failed", 0.0, "ValueError: the disk is full")
@@ -54,7 +54,7 @@ def test_a_failed_cell_is_left_until_a_retry(tmp_path: Path, monkeypatch: pytest
     made = parse(tables(), "x", "", "", {})
 
     def again(retry: bool = False) -> dict[str, str]:
-        return run.run(made, run.plan(made, tmp_path, retry=retry), tmp_path, 1, lambda done, total: None)
+        return run.run(made, run.plan(made, tmp_path, retry=retry), tmp_path, run.Place(jobs=1), lambda done, total: None)
 
     assert again() == {"GN": "ValueError: the disk is full"}
     assert again() == {"GN": "ValueError: the disk is full"}
@@ -108,8 +108,9 @@ def test_an_interrupted_sweep_goes_on_where_it_was(how: signal.Signals, tmp_path
     arguments = [sys.executable, "-m", "fl_bn.cli.main", "sweep", str(file), "--jobs", "2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*arguments, "--output", str(tmp_path / "cut")], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        [*arguments, "--output", str(tmp_path / "cut")], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of tests in a shell's background it would be ignored
+    )  # fmt: skip
     limit = time.monotonic() + 200
     while not (finished := [path.parent for path in tmp_path.glob("cut/runs/*/cell.json")]) or not any(
         path.stat().st_size for path in tmp_path.glob("cut/runs/*seed1*/rounds.jsonl")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"fl_bn/exchange/grpc/exchange.proto\x12\x05\x66l_bn\"\x15\n\x04Join\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\"f\n\x05Local\x12\r\n\x05layer\x18\x01 \x01(\t\x12!\n\x08quantity\x18\x02 \x01(\x0e\x32\x0f.fl_bn.Quantity\x12\x0c\n\x04\x63\x61ll\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\x12\x0e\n\x06values\x18\x05 \x01(\x0c\"\x07\n\x05Leave\"l\n\x07Request\x12\x1b\n\x04join\x18\x01 \x01(\x0b\x32\x0b.fl_bn.JoinH\x00\x12\x1d\n\x05local\x18\x02 \x01(\x0b\x32\x0c.fl_bn.LocalH\x00\x12\x1d\n\x05leave\x18\x03 \x01(\x0b\x32\x0c.fl_bn.LeaveH\x00\x42\x06\n\x04kind\"6\n\x06\x41nswer\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x03 \x01(\x04*X\n\x08Quantity\x12\x18\n\x14QUANTITY_UNSPECIFIED\x10\x00\x12\x08\n\x04MEAN\x10\x01\x12\x0c\n\x08VARIANCE\x10\x02\x12\x0b\n\x07MOMENTS\x10\x03\x12\r\n\tGRADIENTS\x10\x04\x32\x38\n\x08\x45xchange\x12,\n\x07\x41verage\x12\x0e.fl_bn.Request\x1a\r.fl_bn.Answer(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"fl_bn/exchange/grpc/exchange.proto\x12\x05\x66l_bn\"\x15\n\x04Join\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\"f\n\x05Local\x12\r\n\x05layer\x18\x01 \x01(\t\x12!\n\x08quantity\x18\x02 \x01(\x0e\x32\x0f.fl_bn.Quantity\x12\x0c\n\x04\x63\x61ll\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\x12\x0e\n\x06values\x18\x05 \x01(\x0c\"\x07\n\x05Leave\"l\n\x07Request\x12\x1b\n\x04join\x18\x01 \x01(\x0b\x32\x0b.fl_bn.JoinH\x00\x12\x1d\n\x05local\x18\x02 \x01(\x0b\x32\x0c.fl_bn.LocalH\x00\x12\x1d\n\x05leave\x18\x03 \x01(\x0b\x32\x0c.fl_bn.LeaveH\x00\x42\x06\n\x04kind\"6\n\x06\x41nswer\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x03 \x01(\x04*h\n\x08Quantity\x12\x18\n\x14QUANTITY_UNSPECIFIED\x10\x00\x12\x08\n\x04MEAN\x10\x01\x12\x0c\n\x08VARIANCE\x10\x02\x12\x0b\n\x07MOMENTS\x10\x03\x12\r\n\tGRADIENTS\x10\x04\x12\x0e\n\nSTATISTICS\x10\x05\x32\x38\n\x08\x45xchange\x12,\n\x07\x41verage\x12\x0e.fl_bn.Request\x1a\r.fl_bn.Answer(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fl_bn.exchange.grpc.exchang
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_QUANTITY']._serialized_start=347
-  _globals['_QUANTITY']._serialized_end=435
+  _globals['_QUANTITY']._serialized_end=451
   _globals['_JOIN']._serialized_start=45
   _globals['_JOIN']._serialized_end=66
   _globals['_LOCAL']._serialized_start=68
@@ -43,6 +43,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUEST']._serialized_end=289
   _globals['_ANSWER']._serialized_start=291
   _globals['_ANSWER']._serialized_end=345
-  _globals['_EXCHANGE']._serialized_start=437
-  _globals['_EXCHANGE']._serialized_end=493
+  _globals['_EXCHANGE']._serialized_start=453
+  _globals['_EXCHANGE']._serialized_end=509
 # @@protoc_insertion_point(module_scope)

@@ -13,11 +13,13 @@ class Quantity(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VARIANCE: _ClassVar[Quantity]
     MOMENTS: _ClassVar[Quantity]
     GRADIENTS: _ClassVar[Quantity]
+    STATISTICS: _ClassVar[Quantity]
 QUANTITY_UNSPECIFIED: Quantity
 MEAN: Quantity
 VARIANCE: Quantity
 MOMENTS: Quantity
 GRADIENTS: Quantity
+STATISTICS: Quantity
 
 class Join(_message.Message):
     __slots__ = ("batch",)

@@ -55,7 +55,7 @@ class Certificates:
 
 
 class Ticket(NamedTuple):
-    """Whose token it is."""
+    """The client that a token admits, and the session that it admits it to."""
 
     session: Session
     client: int
@@ -142,8 +142,8 @@ class ExchangeService:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "expected the token of this round's train message")
             return  # abort has raised
         if token in self._streams:
-            LOGGER.warning("exchange: refused a second join as client %s from %s", ticket.client, context.peer())
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"client {ticket.client} has joined already")
+            LOGGER.warning("exchange: refused a second join as %s from %s", ticket.session.called.client(ticket.client), context.peer())
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"{ticket.session.called.client(ticket.client)} has joined already")
         self._streams[token] = stream = Stream(ticket, context)
         reason = "its stream broke"
         try:

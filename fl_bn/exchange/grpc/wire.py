@@ -13,7 +13,13 @@ from torch import Tensor
 from fl_bn.exchange.call import Answer, Join, Key, Layer, Local, Quantity, Refused, Request
 from fl_bn.exchange.grpc import exchange_pb2 as pb
 
-CODES = {Quantity.MEAN: pb.MEAN, Quantity.VARIANCE: pb.VARIANCE, Quantity.MOMENTS: pb.MOMENTS, Quantity.GRADIENTS: pb.GRADIENTS}
+CODES = {
+    Quantity.MEAN: pb.MEAN,
+    Quantity.VARIANCE: pb.VARIANCE,
+    Quantity.MOMENTS: pb.MOMENTS,
+    Quantity.GRADIENTS: pb.GRADIENTS,
+    Quantity.STATISTICS: pb.STATISTICS,
+}
 QUANTITIES = {code: quantity for quantity, code in CODES.items()}
 DTYPES = {torch.float32: "<f4", torch.float64: "<f8"}
 

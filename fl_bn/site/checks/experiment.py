@@ -134,10 +134,11 @@ def as_the_app(node: Mapping[str, Any]) -> None:
 
 
 def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Samples, tuple[int, ...]]:
-    """As ``client_app`` does it."""
+    """As the ClientApp does it; a site without data of its own looks at the first share, since the server tells it its place later."""
     from fl_bn.run.assembly import OwnData, client_samples, partition_of
 
-    return client_samples(config, partition_of(node, config), OwnData.of(node, config))
+    index = partition_of(node, config) if "partition-id" in node else 0
+    return client_samples(config, index, OwnData.of(node, config))
 
 
 def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, run: str, counted: bool = False) -> Finding:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from fl_bn.finding import Finding
 
-PACKAGES = ("flwr", "ray", "torch", "grpcio", "protobuf")
+PACKAGES = ("flwr", "torch", "grpcio", "protobuf")
 CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"  # in a checkout: the versions that the tests ran with
 LITTLE = 1 << 30  # bytes of memory, GPU memory or disk below which a word is due
 GB = 1 << 30
 LOST = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's own layer"}  # what is lost with a reboot or a container
-INSTALL = "install again, in this environment: pip install -c constraints.txt -e ."
+INSTALL = "install again, in this environment: pip install -c constraints.txt -e '.[deployment,report,vision]'"
 
 
 def python() -> Finding:
@@ -41,8 +41,6 @@ def package(name: str, constraints: Path = CONSTRAINTS) -> Finding:
     except PackageNotFoundError:
         return Finding("fail", name, f"it is not installed, but fl-bn needs {name} {needed}".rstrip(), INSTALL)
     if not _contains(needed, here):
-        if name == "ray":  # deployment has no simulation
-            return Finding("warn", name, f"{here} is installed, but simulations need {needed}; a deployment does without", INSTALL)
         return Finding("fail", name, f"{here} is installed, but fl-bn needs {needed}", INSTALL)
     tested = _pins(constraints).get(name, "")
     if tested and Version(here).public != Version(tested).public:
@@ -58,12 +56,13 @@ def _contains(needed: str, here: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _requirement(name: str) -> str:
-    """fl-bn's own, e.g. ``>=1.25,<1.26``; empty: any version."""
+    """fl-bn's own, and that of its extra ``deployment``, e.g. ``>=1.25,<1.26``; empty: any version."""
     from packaging.requirements import Requirement
 
-    for line in requires("fl-bn") or ():
-        found = Requirement(line)
-        if found.name.lower() == name and found.marker is None:
+    stated = [Requirement(line) for line in requires("fl-bn") or ()]
+    of_name = [found for found in stated if found.name.lower() == name]
+    for found in sorted(of_name, key=lambda found: found.marker is None):  # the extra's is the narrower one
+        if found.marker is None or found.marker.evaluate({"extra": "deployment"}):
             return ",".join(sorted((str(part) for part in found.specifier), reverse=True))
     return ""
 

@@ -1,0 +1,115 @@
+"""HBN's layer alone, forward and backward, beside nn.BatchNorm2d, in training, float32, one thread.
+
+    python benchmarks/layers.py                                          # on a quiet machine
+    nice -n -10 python benchmarks/layers.py --output benchmarks/results/layers.md
+
+All layers are timed in one process, in turns and in an order drawn anew for each turn, so that whatever else the machine does hits all of
+them alike. The clock is the processor time of this process, which does not run while another has the core. A turn is as many calls as take
+about ``--milliseconds``. The table has the median and the quartiles of a call, and of its ratio to nn.BatchNorm2d in the same turn.
+``plain formula`` is HBN's layer without its kernels: equations 7 and 9 on tensors, differentiated by autograd.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from fl_bn.hybrid import plain
+from fl_bn.layers import FederatedBatchNorm, HybridBatchNorm
+from fl_bn.moments import channel_moments
+
+SHAPES = ((32, 64, 32, 32), (4, 16, 32, 32))
+REFERENCE = "nn.BatchNorm2d"
+
+
+class PlainHybrid(HybridBatchNorm):
+    """By the formula, before it had kernels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return plain(x, (self.weight, self.bias), self.mixing_logit, (self.running_mean, self.running_var), channel_moments(x), self.eps)
+
+
+LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    REFERENCE: nn.BatchNorm2d,
+    "HybridBatchNorm": HybridBatchNorm,
+    "plain formula": PlainHybrid,
+    "FederatedBatchNorm": FederatedBatchNorm,
+}
+
+
+def step(layer: nn.Module, x: Tensor, upstream: Tensor) -> None:
+    """Gradients accumulate where they lie, as in a training that keeps its memory."""
+    layer(x).backward(upstream)
+
+
+def calls(layer: nn.Module, x: Tensor, upstream: Tensor, count: int) -> float:
+    """Processor seconds of one call."""
+    begin = time.process_time()
+    for _ in range(count):
+        step(layer, x, upstream)
+    return (time.process_time() - begin) / count
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return low, middle, high
+
+
+def measured(shape: tuple[int, ...], turns: int, seconds: float, seed: int) -> dict[str, list[float]]:
+    """Seconds of a call in each turn, by layer."""
+    torch.manual_seed(seed)
+    layers = {name: make(shape[1]).train() for name, make in LAYERS.items()}
+    x, upstream, order = torch.randn(shape).requires_grad_(), torch.randn(shape), random.Random(seed)
+    counts = {name: max(1, round(seconds / min(calls(layer, x, upstream, 5) for _ in range(3)))) for name, layer in layers.items()}
+    found: dict[str, list[float]] = {name: [] for name in layers}
+    for _ in range(turns):
+        for name in order.sample(list(layers), len(layers)):
+            found[name].append(calls(layers[name], x, upstream, counts[name]))
+    return found
+
+
+def table(shape: tuple[int, ...], found: dict[str, list[float]]) -> list[str]:
+    lines = [f"{shape}, {len(found[REFERENCE])} turns:", "", "| layer | microseconds (quartiles) | ratio (quartiles) |", "|---|---:|---:|"]
+    for name, seconds in found.items():
+        low, middle, high = (1e6 * value for value in quartiles(seconds))
+        ratio = quartiles([one / other for one, other in zip(seconds, found[REFERENCE], strict=True)])
+        lines.append(f"| {name} | {middle:.1f} ({low:.1f} to {high:.1f}) | {ratio[1]:.2f} ({ratio[0]:.2f} to {ratio[2]:.2f}) |")
+    return [*lines, ""]
+
+
+def machine() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {platform.system()}, torch {torch.__version__}, one thread"
+
+
+def main(
+    output: Annotated[Path | None, typer.Option(help="Write the tables to this file, too.")] = None,
+    turns: Annotated[int, typer.Option(min=4, help="Turns of each layer.")] = 200,
+    milliseconds: Annotated[float, typer.Option(help="Processor time of a turn.")] = 10.0,
+    seed: int = 0,
+) -> None:
+    torch.set_num_threads(1)
+    command = f"python benchmarks/layers.py --turns {turns} --milliseconds {milliseconds:g} --seed {seed}"
+    lines = ["# A layer alone", "", f"`{command}`: forward and backward in training, float32. {machine()}.", ""]
+    for shape in SHAPES:
+        lines += table(shape, measured(shape, turns, milliseconds / 1e3, seed))
+    text = "\n".join(lines)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    typer.run(main)

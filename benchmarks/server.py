@@ -1,0 +1,201 @@
+"""The server's half of a round: from the bytes of the replies to the new model's; time and memory, beside Flower's own FedAvg.
+
+    python benchmarks/server.py                         # on a quiet machine; --before CHECKOUT: an older version of fl-bn beside this one
+
+Every line of the table is measured in a process of its own with one thread: the same replies (FedAvg with BatchNorm: weights and running
+statistics, float32) are given to ``aggregate_train`` of ``BatchNormStrategy`` and of Flower's ``FedAvg``, as a list in memory, or streamed:
+each is made when it is asked for, and the time of its making is not counted. The floor is one read of the replies' bytes. Memory is the
+peak of the resident set above that before the call, in models (float32), without the replies' own bytes: of the list, or of two streamed
+replies (one is added while the next is made).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+HERE = Path(__file__).parent
+LIST, STREAM = "list", "stream"
+FLOOR, OURS, BEFORE, FLOWER = "floor", "fl-bn", "before", "Flower's FedAvg"
+CASES = ((10, "resnet18", LIST), (10, "resnet18", STREAM), (100, "resnet50", STREAM))
+STAGES = ("read", "average, step", "encode")
+REPEAT = 3
+MB = 1e-6
+
+
+def network(name: str) -> Any:
+    import torch
+    from torchvision import models
+
+    torch.manual_seed(0)
+    return getattr(models, name)(num_classes=10)
+
+
+class Replies:
+    """``n`` replies of clients 0, 1, ... with 100 + client samples. ``whole``: in one ArrayRecord, as Flower's FedAvg wants it."""
+
+    def __init__(self, n: int, sections: dict[str, dict[str, Any]], header: Any, whole: bool) -> None:
+        from flwr.app import Array
+
+        self.n, self.header, self.seconds = n, header, 0.0
+        sections = {"arrays": {k: a for part in sections.values() for k, a in part.items()}} if whole else sections
+        self.sections = {section: {k: Array(a) for k, a in arrays.items()} for section, arrays in sections.items()}
+
+    def make(self, client: int) -> Any:
+        from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+
+        from fl_bn.flower.compat import address
+
+        content = RecordDict({"header": self.header, "metrics": MetricRecord({"samples": 100 + client, "steps": 5, "loss": 1.0})})
+        for section, arrays in self.sections.items():
+            copies = {k: Array(a.dtype, a.shape, a.stype, bytes(memoryview(a.data))) for k, a in arrays.items()}
+            content[section] = ArrayRecord(copies)
+        asked = Message(RecordDict(), client + 1, "train", ttl=3600.0, group_id="1")
+        address(asked, 1, f"{client:032x}")
+        return Message(content, reply_to=asked)
+
+    def __iter__(self) -> Iterator[Any]:
+        for client in range(self.n):
+            begin = time.perf_counter()
+            reply = self.make(client)
+            self.seconds += time.perf_counter() - begin
+            yield reply
+            del reply
+
+
+def cell(which: str, n: int, name: str, how: str) -> dict[str, float]:
+    """One line of the table, measured in this process."""
+    import numpy as np
+    import torch
+    from flwr.app import ConfigRecord
+    from flwr.serverapp.strategy import FedAvg
+    from robust_cells import peak
+
+    from fl_bn.federation.payload import to_numpy
+    from fl_bn.flower import BatchNormStrategy, Rounds
+    from fl_bn.flower.codec import header_for
+    from fl_bn.flower.population import Client
+    from fl_bn.methods import METHODS, Phase
+
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    strategy = BatchNormStrategy(network(name), METHODS["fedavg"](), Rounds(clients=n))
+    strategy.cohort = [Client(i, i + 1, 100 + i) for i in range(n)]
+    sections = {k: to_numpy(part) for k, part in strategy.shared.sections().items()}
+    header = ConfigRecord(vars(header_for(strategy.shared, 1, Phase.TRAIN)))
+    replies = Replies(n, sections, header, which == FLOWER)
+    own = sum(a.nbytes for part in sections.values() for a in part.values())
+    given = list(replies) if how == LIST else replies
+    runs, stages = list[dict[str, float]](), Stages()
+    encode = stages.timed("encode", encoded)
+    for _ in range(REPEAT if n == 10 else 1):
+        replies.seconds = 0.0
+        stages.clear()
+        strategy.server.begin(1)
+        call: Callable[[], Any]
+        if which == FLOOR:
+            call = lambda: [np.frombuffer(a.data, np.uint8, len(a.data) // 8 * 8).view(np.uint64).max() for a in bytes_of(given)]  # noqa: E731
+        elif which == FLOWER:
+            call = lambda: encoded(FedAvg(weighted_by_key="samples").aggregate_train(1, given))  # noqa: E731
+        else:
+            call = lambda: encode(strategy.aggregate_train(1, given))  # noqa: E731
+        memory, taken, value = peak(call)
+        del value
+        taken -= replies.seconds
+        run = {"seconds": taken, "extra": memory - (2 * own if how == STREAM else 0), **stages}
+        if stages:
+            run["average, step"] = taken - sum(stages.values())
+        runs.append(run)
+    best, extra = min(runs, key=lambda run: run["seconds"]), max(run["extra"] for run in runs)
+    return {**best, "models": extra / own, "MB": MB * extra, "own": MB * own}
+
+
+def bytes_of(replies: Any) -> Iterator[Any]:
+    for reply in replies:
+        for record in reply.content.array_records.values():
+            yield from record.values()
+
+
+def encoded(result: Any) -> list[bytes]:
+    """The bytes of the new model, as they go out with the next round."""
+    arrays, _ = result
+    assert arrays is not None
+    return [array.data for array in arrays.values()]
+
+
+class Stages(dict[str, float]):
+    """Seconds in the functions that read a reply (decode, check; before: copy), and encode the new model; the rest is average and step."""
+
+    def __init__(self) -> None:
+        from fl_bn.flower import replies
+
+        strategy: Any = importlib.import_module("fl_bn.flower.strategy")
+
+        super().__init__()
+        if hasattr(replies, "Reading"):
+            reading: Any = replies.Reading
+            reading.read = self.timed("read", reading.read)
+        else:
+            strategy.read_replies = self.timed("read", strategy.read_replies)
+        strategy.arrays_of = self.timed("encode", strategy.arrays_of)
+
+    def timed(self, stage: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self[stage] = self.get(stage, 0.0) + time.perf_counter() - begin
+
+        return call
+
+
+def measured(which: str, n: int, name: str, how: str, before: Path | None) -> dict[str, float]:
+    root = before if which == BEFORE else HERE.parent
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__)), "--cell", json.dumps([which, n, name, how])]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(
+    before: Annotated[Path | None, typer.Option(help="checkout of an older fl-bn, to be measured beside this one")] = None,
+    output: Annotated[Path, typer.Option(help="folder for server.md")] = HERE / "results",
+    quick: Annotated[bool, typer.Option(help="the first case alone")] = False,
+    one: Annotated[str, typer.Option("--cell", hidden=True)] = "",
+) -> None:
+    if one:
+        print(json.dumps(cell(*json.loads(one))))
+        return
+    from robust import machine
+
+    titles = ("replies", "model", "given as", "by", "seconds", "above the floor", *STAGES, "peak (models)", "peak (MB)")
+    lines = [machine(), "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for n, name, how in CASES[: 1 if quick else None]:
+        floor = measured(FLOOR, n, name, how, before)["seconds"]
+        for which in (FLOOR, OURS, *([BEFORE] if before else []), FLOWER):
+            if which in (BEFORE, FLOWER) and n > 10:
+                continue  # they keep all replies: as many gigabytes
+            m = measured(which, n, name, how, before)
+            row = [str(n), f"{name}, {m['own'] / 4:.1f} M", how, which, f"{m['seconds']:.3f}", f"{m['seconds'] - floor:.3f}"]
+            row += [f"{m[stage]:.3f}" if stage in m else "" for stage in STAGES]
+            lines.append(f"| {' | '.join(row)} | {m['models']:.2f} | {m['MB']:.0f} |")
+            print(lines[-1], flush=True)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "server.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,127 @@
+"""Seconds until something happens: the command line, the imports, the first round of a run, and a cell of a sweep.
+
+    python benchmarks/startup.py                       # writes benchmarks/results/startup.md
+    python benchmarks/startup.py --before COMMIT       # the same of another commit beside it, in the same run
+
+Each figure is the median of several fresh processes on a warm disk cache. The floor is what torch takes: its import, and a step of
+``torch.optim.SGD``, which imports torch's compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = Path(__file__).parent / "results" / "startup.md"
+CELLS = 20
+SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+COMMAND = ("-m", "fl_bn.cli.main")
+STEP = "import torch; p = torch.nn.Parameter(torch.zeros(1)); p.grad = torch.ones(1); torch.optim.SGD([p], lr=0.1).step()"
+KEYS = "dataset='digits' rounds={rounds} local-steps=1 pictures=false output='{folder}' name='{name}'"
+SWEEP = """[run]
+dataset = "digits"
+model = "mlp"
+clients = 5
+rounds = 1
+local-steps = 1
+seed = {seeds}
+"""
+
+
+def seconds(tree: Path, *arguments: str) -> float:
+    """Wall clock of a fresh Python with the sources in ``tree``."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, *arguments], cwd=tree, env=_environment(tree), check=True, **SILENT)
+    return time.perf_counter() - begin
+
+
+def first_round(tree: Path, folder: Path, name: str) -> float:
+    """Seconds from the command until the line of round 1 is in rounds.jsonl; the run is of two rounds, and is ended then."""
+    keys = KEYS.format(rounds=2, folder=folder, name=name)
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *COMMAND, "run", "--run-config", keys], cwd=tree, env=_environment(tree), **SILENT
+    )
+    rounds = folder / name / "rounds.jsonl"
+    while not (rounds.exists() and rounds.stat().st_size):
+        if process.poll() is not None:
+            raise RuntimeError(f"fl-bn run ended with {process.returncode} before its first round")
+        time.sleep(0.005)
+    took = time.perf_counter() - begin
+    process.kill()
+    process.wait()
+    return took
+
+
+def cell(tree: Path, folder: Path) -> float:
+    """Seconds per cell of a sweep of ``CELLS`` runs of one round, one at a time: what more cells cost beside the first two."""
+    whole = {}
+    for cells in (2, CELLS):
+        file = folder / f"startup{cells}.toml"
+        file.write_text(SWEEP.format(seeds=list(range(cells))), encoding="utf-8")
+        whole[cells] = seconds(tree, *COMMAND, "sweep", str(file), "--jobs", "1", "--output", str(folder / f"sweep{cells}"))
+    return (whole[CELLS] - whole[2]) / (CELLS - 2)
+
+
+def measure(tree: Path, repetitions: int) -> list[float]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def median(*arguments: str) -> float:
+            return statistics.median(seconds(tree, *arguments) for _ in range(repetitions))
+
+        first_round(tree, folder, "warm")
+        return [
+            median(*COMMAND, "--help"),
+            median("-c", "import fl_bn"),
+            median("-c", "import torch"),
+            median("-c", STEP),
+            statistics.median(first_round(tree, folder, f"r{i}") for i in range(repetitions)),
+            cell(tree, folder),
+        ]
+
+
+ROWS = (
+    "`fl-bn --help`",
+    '`python -c "import fl_bn"`',
+    "floor: `import torch`",
+    "floor: `import torch` and a step of `torch.optim.SGD`",
+    "first round of `fl-bn run` (digits, 10 clients, calibration included)",
+    "a cell of a sweep of 20 one-round cells, one at a time",
+)
+
+
+def main(before: Annotated[str, typer.Option(help="a commit to measure beside this tree")] = "", repetitions: int = 3) -> None:
+    columns = {}
+    with tempfile.TemporaryDirectory() as name:
+        if before:
+            tree = Path(name) / "before"
+            subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), before], cwd=ROOT, check=True)
+            try:
+                columns["before"] = measure(tree, repetitions)
+            finally:
+                subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+        columns["after" if before else "seconds"] = measure(ROOT, repetitions)
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    lines += [f"| {row} | {' | '.join(f'{values[i]:.2f}' for values in columns.values())} |" for i, row in enumerate(ROWS)]
+    text = "\n".join(lines) + "\n"
+    command = f"python benchmarks/startup.py{' --before COMMIT' if before else ''}"
+    TABLE.write_text(f"Seconds, median of {repetitions}; `{command}`.\n\n{text}", encoding="utf-8")
+    print(text)
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+
+
+if __name__ == "__main__":
+    typer.run(main)

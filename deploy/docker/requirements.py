@@ -1,0 +1,42 @@
+"""What the image installs, of pyproject.toml and constraints.txt, for torch with CUDA (``gpu``) or without (``cpu``).
+
+    python requirements.py cpu FOLDER
+
+Reads both files in FOLDER, and writes requirements.txt, constraints.txt and options.txt (for pip) there.
+"""
+
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+EXTRAS = ("deployment", "report", "vision")
+VARIANTS = ("cpu", "gpu")
+CUDA = re.compile(r"^(cuda|nvidia|triton)\b")  # packages that torch with CUDA brings
+PINNED = re.compile(r"^(torch|torchvision)==([^+;\s]+)")  # which have builds of their own, as 2.9.0+cpu
+
+
+def requirements(project: dict) -> list[str]:  # type: ignore[type-arg]
+    return [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+
+
+def constraints(lines: list[str], variant: str) -> list[str]:
+    if variant == "gpu":
+        return lines
+    return [PINNED.sub(r"\1==\2+cpu", line) for line in lines if not CUDA.match(line)]
+
+
+def main(variant: str, folder: Path) -> None:
+    if variant not in VARIANTS:
+        sys.exit(f"VARIANT must be {' or '.join(VARIANTS)}, but got {variant!r}")
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    (folder / "requirements.txt").write_text("\n".join(requirements(project)) + "\n")
+    lines = (folder / "constraints.txt").read_text().splitlines()
+    (folder / "constraints.txt").write_text("\n".join(constraints(lines, variant)) + "\n")
+    index = os.environ.get("TORCH_INDEX", "")
+    (folder / "options.txt").write_text(f"--extra-index-url {index}\n" if variant == "cpu" and index else "")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

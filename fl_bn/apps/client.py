@@ -1,0 +1,52 @@
+"""Composition root of the client: picks the data, the device and the model, and hands them to a ``BatchNormClient``."""
+
+from functools import partial
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+
+from fl_bn.flower import BatchNormClient, Site, make_client_app
+from fl_bn.run.assembly import (
+    OwnData,
+    allow_modules,
+    client_samples,
+    device,
+    known,
+    limit_threads,
+    network,
+    partition_of,
+    task,
+)
+
+
+def make_app(folder: Path | None = None) -> ClientApp:
+    """The ClientApp. ``folder``: the Flower app's own, of whose modules a run config may name functions; None: there is none."""
+    return make_client_app(partial(build_client, folder=folder))
+
+
+def build_client(context: Context, folder: Path | None = None) -> BatchNormClient:
+    node = context.node_config
+    allow_modules(folder, node)
+    config = known(context.run_config)
+    limit_threads(config.threads)
+    index, where = partition_of(node, config, context.node_id), device(config, node)
+    train, test, counts = client_samples(config, index, OwnData.of(node, config))
+    kept = Path(str(node["state-dir"])) if "state-dir" in node else Path(config.output) if config.output else None
+    secure = config.secure_aggregation or bool(node.get("secure-aggregation", False))
+    site = Site(
+        client=index,
+        clients=config.clients,
+        train=train,
+        test=test,
+        device=where,
+        folder=kept,
+        label_counts=counts if config.share_label_counts and not secure else None,
+        state=kept if "state-dir" in node or config.checkpoint_every else None,
+    )
+    lent, training = network(config, where), config.local_training()
+    tells, learns = (config.unseen_client, config.share_drift), task(config, train.y)
+    return BatchNormClient(lent, lent.method, training, site, context.state, config.seed, *tells, learns)
+
+
+app = make_app()

@@ -1,0 +1,58 @@
+"""Composition root of the server: reads the run config, builds one strategy, starts it, and writes the run directory."""
+
+from pathlib import Path
+
+from flwr.app import ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from fl_bn.flower import BatchNormStrategy, RunFailed
+from fl_bn.run.assembly import allow_modules, device, limit_threads, own_callbacks, source_model
+from fl_bn.run.config import RunConfig
+from fl_bn.run.console import bars, shown
+from fl_bn.run.preflight import check
+from fl_bn.run.run_directory import RunDirectory
+from fl_bn.run.testing import test_metrics
+
+
+def make_app(folder: Path | None = None) -> ServerApp:
+    """The ServerApp. ``folder``: the Flower app's own, of whose modules a run config may name functions; None: there is none."""
+    made = ServerApp()
+
+    @made.main()
+    def main(grid: Grid, context: Context) -> None:
+        try:
+            run(grid, context, folder)
+        except RuntimeError as error:  # torch's, out of memory, say: see RunFailed
+            raise RunFailed(f"{type(error).__name__}: {error}") from error
+
+    return made
+
+
+def run(grid: Grid, context: Context, folder: Path | None) -> None:
+    config = RunConfig.from_mapping(context.run_config)
+    limit_threads(config.threads)
+    allow_modules(folder, context.node_config)
+    check(config)
+    model, target = source_model(config), device(config)
+
+    with shown(), RunDirectory.create(config) as directory:
+        strategy = BatchNormStrategy(
+            model,
+            config.build_method(),
+            config.round_policy(),
+            optimizer=config.build_server_optimizer(),
+            evaluate=lambda trained: test_metrics(config, trained, target),
+            callbacks=[directory, *bars(directory.task), *own_callbacks(config, directory.path)],
+            save_clients=directory.name,
+            defence=config.defence(),
+            keep_checkpoint=directory.keep_checkpoint,
+            secure=config.secure(),
+            task=directory.task,
+        )
+        directory.start(strategy)
+        strategy.start(grid, num_rounds=config.rounds, resume=directory.resumed)
+    if directory.path is not None:
+        context.state["result"] = ConfigRecord({"directory": str(directory.path)})
+
+
+app = make_app()

@@ -1,0 +1,1 @@
+"""The papers' experiments: sweep files, and in ``programs`` those that are no sweeps."""

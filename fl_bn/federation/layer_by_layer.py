@@ -1,0 +1,273 @@
+"""Exact statistics of every BatchNorm layer by one forward pass: all clients measure a layer and set it before the next one runs.
+
+Passes (``federation.passes``) find the same numbers in one forward pass per layer, as each pass makes one more layer exact. Here all
+batches of a client stop at a layer until the cohort's statistics of its input are there (one exchange), and go on with these. So nothing is
+computed twice, as long as the activations of all batches fit into memory; where they do not, every layer takes a forward pass of its own,
+which ends at that layer.
+
+The order of the layers is that of their first use. A network that uses a layer twice, or whose batches take different ways through it, has
+no such order: it is measured by passes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_bn.exchange.call import Exchange, ExchangeFailed, Key, Quantity
+from fl_bn.exchange.session import exchanged_layers
+from fl_bn.moments import Moments, pool
+from fl_bn.roles import batch_norms
+from fl_bn.task import tensors_in
+
+LOGGER = logging.getLogger("flwr")
+HELD = 3  # activations of a forward pass that waits, in units of the largest input of a BatchNorm layer: it, its output, and a shortcut
+
+Inputs = Callable[[], Iterable[Any]]
+"""The batches of inputs, the same in every call."""
+Forward = Callable[[nn.Module, Any], Any]
+Reached = Callable[[str, Tensor], None]
+Found = tuple[str, Moments]
+"""A layer, and the moments of its input."""
+
+
+def called(model: nn.Module, x: Any) -> Any:
+    """The usual way through a network."""
+    return model(x)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a forward pass over two samples shows of a network.
+
+    ``problem``: why its layers cannot be measured one after the other; empty where they can. ``held``: bytes that a forward pass holds
+    while it waits, per element of its input.
+    """
+
+    problem: str
+    held: float = 0.0
+
+    @classmethod
+    @torch.no_grad()
+    def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> Look:
+        """Take the samples from the first batch. Changes nothing of ``model``."""
+        batch = next(iter(inputs()), None)
+        if batch is None:
+            return cls("there is no batch to measure")
+        few = batch[:2] if isinstance(batch, Tensor) else batch
+        order, largest = list[str](), 0
+
+        def reached(layer: str, x: Tensor) -> None:
+            nonlocal largest
+            order.append(layer)
+            largest = max(largest, x.numel() * x.element_size())
+
+        with _watched(model, reached):
+            forward(model, few)
+        if not order:
+            return cls("no BatchNorm layer runs")
+        if twice := [layer for place, layer in enumerate(order) if layer in order[:place]]:
+            return cls(f"the network uses BatchNorm layer {twice[0]!r} more than once")
+        own = sum(part.numel() * part.element_size() for part in tensors_in(few))
+        return cls("", (HELD * largest + own) / max(1, _elements(few)))
+
+
+@torch.no_grad()
+def layer_by_layer(
+    model: nn.Module, inputs: Inputs, look: Look, exchange: Exchange, memory: int, forward: Forward = called
+) -> dict[str, Moments]:
+    """Moments of every BatchNorm layer's input over all batches, each under the exact statistics of the cohort in the layers before it.
+
+    ``memory``: bytes of activations that may be kept. Changes nothing of ``model``. Leaves the ``exchange`` at the end.
+
+    Raises:
+        ExchangeFailed: the cohort's exchange was given up, or the batches take different ways through the network.
+    """
+    found: dict[str, Moments] = {}
+    layers, own, dtype = exchanged_layers(model), batch_norms(model), next(model.parameters()).dtype
+    before = {name: (own[name].running_mean.clone(), own[name].running_var.clone()) for name in layers}  # type: ignore[union-attr]
+    try:
+        with _steps(model, inputs, look, memory, forward) as step:
+            while (reached := step(found)) is not None:
+                name, moments = reached
+                found[name] = moments
+                local = torch.cat([moments.mean, moments.var]).to(dtype).to(layers[name].dtype)  # rounded as in a reply
+                answer = exchange(Key(name, Quantity.STATISTICS), local, moments.count)
+                if answer.count > 1:  # of one value there is no unbiased variance: the statistics stay as they are
+                    _set(own[name], *answer.values.chunk(2))
+        exchange.close()
+    except BaseException as error:
+        exchange.close(repr(error))
+        raise
+    finally:
+        for name, statistics in before.items():
+            _set(own[name], *statistics)
+    return found
+
+
+Step = Callable[[Mapping[str, Moments]], Found | None]
+"""Takes all batches on to the first layer that is not found yet: the layer, and its moments over all of them; None at the end."""
+
+
+@contextmanager
+def _steps(model: nn.Module, inputs: Inputs, look: Look, memory: int, forward: Forward) -> Iterator[Step]:
+    kept = _kept(model, inputs, look, memory, forward)
+    if kept is None:
+        LOGGER.info("activations of more than %.3g GiB: every layer takes a forward pass of its own (recalibration-memory)", memory / 2**30)
+        yield partial(_repeated, model, inputs, forward)
+        return
+    try:
+        with _watched(model, _stop_thread):
+            yield lambda found: _together([one.go_on() for one in kept], found)
+    finally:
+        for one in kept:
+            one.end()
+
+
+def _kept(model: nn.Module, inputs: Inputs, look: Look, memory: int, forward: Forward) -> list[_Pass] | None:
+    """A forward pass per batch, none of which has begun; None where their activations are too large."""
+    held, kept = 0.0, list[_Pass]()
+    for x in inputs():
+        held += look.held * _elements(x)
+        if held > memory:
+            return None
+        kept.append(_Pass(partial(forward, model, x)))
+    return kept
+
+
+def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, found: Mapping[str, Moments]) -> Found | None:
+    """Every batch from the start to the first layer that is not found yet."""
+    at: list[Found | None] = []
+    passed: set[str] = set()
+
+    def reached(layer: str, x: Tensor) -> None:
+        if layer in passed:
+            raise _twice(layer)
+        passed.add(layer)
+        if layer not in found:
+            at[-1] = layer, Moments.of(x)
+            raise _Stop
+
+    with _watched(model, reached):
+        for x in inputs():
+            at.append(None)
+            passed.clear()
+            with suppress(_Stop):
+                forward(model, x)
+    return _together(at, found)
+
+
+def _together(at: list[Found | None], found: Mapping[str, Moments]) -> Found | None:
+    """The layer at which all batches are, and its moments over all of them."""
+    if not any(at):
+        return None
+    layers = {None if one is None else one[0] for one in at}
+    name = layers.pop()
+    if layers or name is None:
+        raise ExchangeFailed("this network has no order of BatchNorm layers: its batches differ in which of them runs next")
+    if name in found:
+        raise _twice(name)
+    return name, pool([one[1] for one in at if one is not None])
+
+
+def _twice(layer: str) -> ExchangeFailed:
+    return ExchangeFailed(f"this network has no order of BatchNorm layers: it uses layer {layer!r} more than once")
+
+
+class _Stop(BaseException):
+    """Ends a forward pass in its midst. No Exception, which a network may catch."""
+
+
+class _Pass(threading.Thread):
+    """The forward pass of one batch: it runs while somebody waits in ``go_on``, and stops where its thread calls ``stop``."""
+
+    def __init__(self, forward: Callable[[], Any]) -> None:
+        super().__init__(name="forward-pass", daemon=True)
+        self._forward: Callable[[], Any] | None = forward
+        self._going, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._at: Found | None = None
+        self._error: BaseException | None = None
+        self._over = False
+
+    def go_on(self) -> Found | None:
+        """Run until the next stop, and say where that is; None at the end. What the pass raises is raised here."""
+        self._at = None
+        if not self._over:
+            if self.ident is None:
+                self.start()
+            self._going.release()
+            self._stopped.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._at
+
+    def stop(self, at: Found) -> None:
+        self._at = at
+        self._stopped.release()
+        self._going.acquire()
+        if self._over:
+            raise _Stop
+
+    def end(self) -> None:
+        """Give it up, wherever it is."""
+        self._over, self._forward = True, None
+        if self.ident is not None:
+            self._going.release()
+            self.join()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        self._going.acquire()
+        forward, self._forward = self._forward, None
+        try:
+            if forward is not None:
+                forward()
+        except _Stop:
+            pass
+        except BaseException as error:
+            self._error = error
+        self._over = True
+        self._stopped.release()
+
+
+def _stop_thread(layer: str, x: Tensor) -> None:
+    thread = threading.current_thread()
+    assert isinstance(thread, _Pass), "a forward pass of another thread"
+    thread.stop((layer, Moments.of(x)))
+
+
+@contextmanager
+def _watched(model: nn.Module, reached: Reached) -> Iterator[None]:
+    """``model`` in evaluation mode; ``reached(layer, x)`` is called when the input ``x`` of a layer that keeps statistics is there."""
+    training = {module: module.training for module in model.modules()}
+
+    def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        reached(name, *args, *named.values())
+
+    layers = {name: layer for name, layer in batch_norms(model).items() if layer.running_mean is not None}
+    handles = [layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in layers.items()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _set(layer: Any, mean: Tensor, var: Tensor) -> None:
+    layer.running_mean.copy_(mean)
+    layer.running_var.copy_(var)
+
+
+def _elements(x: Any) -> int:
+    return sum(part.numel() for part in tensors_in(x))

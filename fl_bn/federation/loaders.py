@@ -1,0 +1,61 @@
+"""Batches of a client's own data, as the library's federation goes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_bn.data.batches import draw_batches
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import seeded
+from fl_bn.federation.training import BATCHES, IndexBatches
+
+Loader = Iterable[Any]
+"""Batches that can be gone through again and again: a DataLoader, a list; in a form that the task reads."""
+
+
+class SeededBatches:
+    """A client's samples in batches whose order depends on the seed, the client and the round alone: runs repeat bit for bit.
+
+    ``x`` (N, ...): float inputs as the network takes them, or uint8 images (N, C, H, W), which become -1..1. ``y``: the task's targets.
+    A batch is never a single sample, which has no variance.
+
+    >>> from fl_bn import SeededBatches
+    >>> batches = SeededBatches(torch.randn(20, 4), torch.zeros(20, dtype=torch.int64), batch_size=8)
+    >>> [len(y) for x, y in batches.epochs(seed=0, client=0, round=1, epochs=1)]
+    [8, 8, 4]
+    """
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, batch_size: int) -> None:
+        self.samples, self.batch_size = Samples(x, y), batch_size
+
+    def __len__(self) -> int:
+        """The number of batches of one pass."""
+        return max(1, -(-len(self.samples) // self.batch_size))
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """In order, for measurements and evaluation."""
+        like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
+        for index in np.array_split(np.arange(len(self.samples)), len(self)):
+            yield self.samples.batch(index, like)
+
+    def epochs(self, seed: int, client: int, round: int, epochs: int) -> IndexBatches:
+        """The batches of ``epochs`` passes in ``round``."""
+        drawn = draw_batches(len(self.samples), self.batch_size, seeded(seed, client, round, BATCHES), epochs=epochs)
+        like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
+        return IndexBatches(self.samples, list(drawn), like)
+
+
+def length(loader: Loader) -> int:
+    """The samples of a loader, where it knows them; else 0."""
+    data: Any = loader.samples if isinstance(loader, SeededBatches) else getattr(loader, "dataset", None)
+    return len(data) if hasattr(data, "__len__") else 0
+
+
+def generators(loader: Loader) -> list[torch.Generator]:
+    """Torch's generators that a DataLoader was given: they remember where they are from one pass to the next."""
+    found = [getattr(part, "generator", None) for part in (loader, getattr(loader, "sampler", None))]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())

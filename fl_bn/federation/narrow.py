@@ -1,0 +1,113 @@
+"""Weights and gradients in two bytes a number while they travel, in place of four.
+
+Rounding to the nearest changes a number by at most 2^-8 of its size as ``bfloat16`` (range of float32), and by at most 2^-11 as
+``float16``, whose largest number is 65504. Below 2^-14 float16 has steps of 2^-24, so that the error there is up to 2^-25.
+
+Whatever else travels stays exact: statistics and moments, buffers, and what accompanies the weights (control variates, momentum). NumPy has
+no bfloat16, so its bit patterns travel as uint16; the message's header names the type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_bn.federation.blocks import views
+from fl_bn.federation.payload import Payload, nbytes
+from fl_bn.methods import Method, Phase
+from fl_bn.names import check_name
+from fl_bn.wire import WireError
+
+AS_THE_MODEL = "float32"
+PAYLOADS = (AS_THE_MODEL, "bfloat16", "float16")
+ROUNDED = ("weights", "gradients")
+ON_THE_WIRE = {"bfloat16": "uint16", "float16": "float16"}
+BYTES = 2
+Turn = Callable[[str, str, np.ndarray], np.ndarray]
+
+
+class Overflow(ValueError):
+    """A number is too large for the type that it was to travel in."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a message carries ``tensors``, the model's parameters by name with their own dtype, in its sections ``ROUNDED``."""
+
+    dtype: str = AS_THE_MODEL
+    tensors: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, dtype: str, model: nn.Module) -> Rounding:
+        check_name("payload", dtype, PAYLOADS)
+        if dtype == AS_THE_MODEL:
+            return EXACT
+        wide = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False) if p.dtype.itemsize > BYTES}
+        return cls(dtype, wide)
+
+    def narrow(self, payload: Payload, overflows: bool = False) -> Payload:
+        """``payload`` as it travels. NaN and Inf, of a training that diverged, stay what they are.
+
+        Raises:
+            Overflow: a finite number is beyond the type's largest; with ``overflows`` it becomes Inf.
+        """
+        return payload if self.dtype == AS_THE_MODEL else self._each(payload, partial(self._narrowed, overflows))
+
+    def widen(self, payload: Payload) -> Payload:
+        """What came, in the model's own dtypes. A tensor of another shape or name is for the schema to refuse.
+
+        Raises:
+            WireError: a tensor came in another type than the message was to have.
+        """
+        return payload if self.dtype == AS_THE_MODEL else self._each(payload, self._widened)
+
+    def nbytes(self, sections: Mapping[str, Mapping[str, Tensor]]) -> dict[str, int]:
+        """Bytes by section of tensors in the model's own dtypes, as they travel."""
+        found = {section: nbytes({section: tensors}) for section, tensors in sections.items()}
+        for section in ROUNDED if self.tensors else ():
+            narrowed = [tensor for name, tensor in sections.get(section, {}).items() if name in self.tensors]
+            found |= {section: found[section] - sum(t.numel() * (t.itemsize - BYTES) for t in narrowed)} if narrowed else {}
+        return found
+
+    def _each(self, payload: Payload, turned: Turn) -> Payload:
+        new = dict(payload)
+        for section in ROUNDED:
+            if section in payload:
+                arrays = payload[section].items()
+                new[section] = {name: turned(section, name, array) if name in self.tensors else array for name, array in arrays}
+        return new
+
+    def _narrowed(self, overflows: bool, section: str, name: str, array: np.ndarray) -> np.ndarray:
+        wide = views({name: array})[name]
+        narrow = wide.to(getattr(torch, self.dtype))
+        if not overflows and (over := int((narrow.isinf() & wide.isfinite()).sum())):
+            raise Overflow(
+                f"{section}/{name}: {over} of {array.size} values are beyond {torch.finfo(narrow.dtype).max:.6g}, the largest number of "
+                f"payload-dtype={self.dtype!r}, so it was not sent: lower the learning rate, or take a payload-dtype of wider range"
+            )
+        return narrow.view(torch.int16).numpy().view(ON_THE_WIRE[self.dtype])
+
+    def _widened(self, section: str, name: str, array: np.ndarray) -> np.ndarray:
+        if str(array.dtype) != (wanted := ON_THE_WIRE[self.dtype]):
+            patterns = " (its bit patterns)" if wanted != self.dtype else ""
+            raise WireError(section, name, f"expected {self.dtype} as {wanted}{patterns}, but got {array.dtype}")
+        bits = views({name: np.ascontiguousarray(array).view(np.int16)})[name]
+        return bits.view(getattr(torch, self.dtype)).to(self.tensors[name]).numpy()
+
+
+EXACT = Rounding()
+
+
+def check_payload(dtype: str, method: Method) -> None:
+    """Raises ValueError where ``method`` needs what travels as it is."""
+    check_name("payload", dtype, PAYLOADS)
+    if dtype != AS_THE_MODEL and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
+        raise ValueError(
+            f"{method.name} takes the centralised step, and rounded weights would take another: payload-dtype must be {AS_THE_MODEL}, "
+            f"but got {dtype!r}"
+        )

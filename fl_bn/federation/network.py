@@ -1,0 +1,164 @@
+"""A converted network that serves one round after another: what is worked out of it once, and how it becomes pristine again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import cached_property, partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fl_bn.federation import schema
+from fl_bn.federation.auxiliary import Auxiliary
+from fl_bn.federation.payload import signature
+from fl_bn.methods import Method, Phase
+from fl_bn.roles import Role, roles
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type, Enum, torch.dtype, torch.device, torch.memory_format)
+_CODE = (FunctionType, BuiltinFunctionType)
+_TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, submodules, hooks, mode
+
+
+class Network:
+    """``model``, converted for ``method``; itself it is never changed.
+
+    What depends on model and method alone is worked out once. ``lend`` gives a copy that is as ``model`` is; copies that came back are
+    lent again, so that as many are made as are out at a time.
+    """
+
+    def __init__(self, model: nn.Module, method: Method, device: torch.device | None = None) -> None:
+        self.original, self.method = model, method
+        self.device = next(model.parameters()).device if device is None else device
+        self._schemas: dict[Any, schema.Schema] = {}
+        self._back: list[tuple[Copy, _Pristine]] = []
+
+    @contextmanager
+    def lend(self) -> Iterator[Copy]:
+        """A pristine copy of ``model`` on the device, for the block."""
+        while self._back:
+            lent, pristine = self._back.pop()
+            if pristine.restored():
+                break
+        else:
+            lent = Copy(copy.deepcopy(self.original).to(self.device), self)
+            pristine = _Pristine(lent.model)
+        try:
+            yield lent
+        finally:
+            if pristine.knows_all:
+                self._back.append((lent, pristine))
+
+    @cached_property
+    def signature(self) -> str:
+        return signature(self.original, self.method)
+
+    @cached_property
+    def role(self) -> dict[str, Role]:
+        """Of every tensor, by its name."""
+        return roles(self.original)
+
+    def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
+        """See ``schema.instruction``."""
+        if (key := tuple(auxiliary)) not in self._schemas:
+            self._schemas[key] = schema.instruction(self.original, self.method, key)
+        return self._schemas[key]
+
+    def reply(self, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
+        """See ``schema.reply``."""
+        if (key := (phase, update, *auxiliary)) not in self._schemas:
+            self._schemas[key] = schema.reply(self.original, self.method, phase, update, auxiliary)
+        return self._schemas[key]
+
+
+class Copy:
+    """A copy of a network, or a model that its owner looks after himself: ``Copy.of``."""
+
+    def __init__(self, model: nn.Module, network: Network) -> None:
+        self.model, self.network = model, network
+        self._by_name = model.state_dict(keep_vars=True) if _loads_plainly(model) else None
+
+    @classmethod
+    def of(cls, model: nn.Module, method: Method) -> Copy:
+        return cls(model, Network(model, method))
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """``model.state_dict()``."""
+        return self.model.state_dict() if self._by_name is None else {name: tensor.detach() for name, tensor in self._by_name.items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """``model.load_state_dict(tensors, strict=False)``, of tensors that have passed a schema."""
+        if self._by_name is None:
+            self.model.load_state_dict(dict(tensors), strict=False)
+        elif tensors:
+            torch._foreach_copy_([self._by_name[name] for name in tensors], list(tensors.values()))
+
+
+class _Pristine:
+    """All of a model's state as it is now: every tensor, mode and plain attribute of every module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._slots = [(slots, name, slots[name]) for m in modules for slots in (m._parameters, m._buffers, m._modules) for name in slots]
+        self._sizes = [(slots, len(slots)) for m in modules for slots in (m._parameters, m._buffers, m._modules)]
+        self._tensors = list({id(tensor): tensor for _, _, tensor in self._slots if isinstance(tensor, Tensor)}.values())
+        self._values = [tensor.detach().clone() for tensor in self._tensors]
+        self._learns = [tensor.requires_grad for tensor in self._tensors]
+        self._modes = [(m, m.training) for m in modules]
+        own = [(vars(m), {name: value for name, value in vars(m).items() if name not in _TORCHS}) for m in modules]
+        self.knows_all = all(_plain(value) for _, values in own for value in values.values())
+        self._own = [(now, copy.deepcopy(then), len(now)) for now, then in own] if self.knows_all else []
+
+    @torch.no_grad()
+    def restored(self) -> bool:
+        """Put everything back; false where something changed that cannot be put back, so that another copy is needed."""
+        if any(len(slots) != size for slots, size in self._sizes) or any(slots.get(name) is not was for slots, name, was in self._slots):
+            return False
+        for now, then, size in self._own:
+            if len(now) != size or any(name not in now or not _same(now[name], value) for name, value in then.items()):
+                return False
+        torch._foreach_copy_(self._tensors, self._values)
+        for tensor, learns in zip(self._tensors, self._learns, strict=True):
+            tensor.grad = None
+            if tensor.requires_grad is not learns:
+                tensor.requires_grad_(learns)
+        for module, training in self._modes:
+            module.training = training
+        return True
+
+
+def _loads_plainly(model: nn.Module) -> bool:
+    """Whether loading a state_dict is copying its tensors: no module of ``model`` has a way of its own."""
+    own = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    return all(map(_has_no_way, model.modules())) and all(id(tensor) in own for tensor in model.state_dict(keep_vars=True).values())
+
+
+def _has_no_way(module: nn.Module) -> bool:
+    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks, module._state_dict_hooks)
+    return type(module)._load_from_state_dict in (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict) and not any(hooks)
+
+
+def _plain(value: Any) -> bool:
+    """Whether ``value`` has no state of its own but what ``==`` compares."""
+    if isinstance(value, tuple | list | set | frozenset):
+        return all(map(_plain, value))
+    if isinstance(value, dict):
+        return all(_plain(k) and _plain(v) for k, v in value.items())
+    if isinstance(value, partial):
+        return _plain(value.func) and _plain(value.args) and _plain(value.keywords)
+    return isinstance(value, _PLAIN + _CODE)
+
+
+def _same(now: Any, then: Any) -> bool:
+    if now is then:
+        return True
+    if isinstance(then, partial):
+        return isinstance(now, partial) and (now.func, now.args, now.keywords) == (then.func, then.args, then.keywords)
+    return type(now) is type(then) and bool(now == then)

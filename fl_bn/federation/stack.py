@@ -1,0 +1,113 @@
+"""The tensors of several equal networks, stacked, and one forward pass for all of them (``torch.func.vmap``).
+
+Legend: K networks, one row of every stack each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from fl_bn.moments import Moments
+
+Seen = Mapping[str, Sequence[Sequence[Moments]]]
+"""By layer: what each row saw, one ``Moments`` per forward pass."""
+
+
+class _Holder(nn.Module):
+    """Makes any function of a network and a batch a module, as ``functional_call`` wants one."""
+
+    def __init__(self, model: nn.Module, answer: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model, self._answer = model, answer
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return self._answer(self.model, *batch)
+
+
+class Stack:
+    """The tensors of ``models`` with a first axis of K rows, on the device of ``template``: a network of the same layers.
+
+    ``template``'s modes and hooks are those of all rows; its own tensors are not used. ``parameters`` are leaves, so an optimiser that
+    works number by number steps all rows at once.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], template: nn.Module) -> None:
+        self.template, self.rows = template, len(models)
+        self.parameters = {
+            name: nn.Parameter(tensor, own.requires_grad)
+            for (name, own), tensor in zip(template.named_parameters(), _stacked(models, nn.Module.named_parameters, template), strict=True)
+        }
+        buffers = _stacked(models, nn.Module.named_buffers, template)
+        self.buffers = dict(zip((name for name, _ in template.named_buffers()), buffers, strict=True))
+
+    def run(
+        self,
+        rows: Sequence[int],
+        answer: Callable[..., Tensor],
+        batch: Sequence[Tensor],
+        observed: Mapping[str, list[Moments]],
+    ) -> tuple[Tensor, Seen]:
+        """``answer(network, *its batch)`` of the networks ``rows``, stacked; their buffers move as the forward pass moves them.
+
+        ``batch``: stacks of k = len(rows) rows. ``observed``: a dict that hooks of the template's fill in a forward pass; what they add is
+        returned by row, and taken out of it.
+
+        Raises:
+            RuntimeError: the forward pass draws random numbers, or does what cannot be done for all rows at once.
+        """
+        counts: dict[str, list[int]] = {}
+
+        def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor) -> tuple[Tensor, dict[str, Tensor], Any]:
+            state = {f"model.{name}": tensor for name, tensor in (parameters | buffers).items()}
+            result = functional_call(_Holder(self.template, answer), state, batch)  # which leaves changed buffers in ``state``
+            found = {name: [(part.mean, part.var) for part in parts] for name, parts in observed.items()}
+            counts.update({name: [part.count for part in parts] for name, parts in observed.items()})
+            for parts in observed.values():
+                parts.clear()
+            return result, {name: state[f"model.{name}"] for name in buffers}, found
+
+        index = self._index(rows)
+        parameters = {name: tensor if index is None else tensor[index] for name, tensor in self.parameters.items()}
+        buffers = {name: tensor if index is None else tensor[index].clone() for name, tensor in self.buffers.items()}
+        result, buffers, found = vmap(one, randomness="error")(parameters, buffers, *batch)
+        for name, tensor in buffers.items():
+            if index is None:
+                self.buffers[name] = tensor.detach().contiguous()
+            else:
+                self.buffers[name][index] = tensor.detach()
+        seen = {
+            name: [
+                [Moments(n, means_kC[k], vars_kC[k]) for n, (means_kC, vars_kC) in zip(counts[name], parts, strict=True)]
+                for k in range(len(rows))
+            ]
+            for name, parts in found.items()
+        }
+        return result, seen
+
+    def _index(self, rows: Sequence[int]) -> slice | Tensor | None:
+        """What selects ``rows``: nothing for all, a view for the first ones, else copies."""
+        if list(rows) == list(range(len(rows))):
+            return None if len(rows) == self.rows else slice(len(rows))
+        return torch.tensor(rows, device=next(iter(self.parameters.values())).device)
+
+
+def groups(batches: Mapping[int, Sequence[Tensor]]) -> Iterator[tuple[list[int], tuple[Tensor, ...]]]:
+    """Rows whose batches are of equal shapes, and the stacks of these."""
+    by_shape: dict[Any, list[int]] = {}
+    for row, parts in batches.items():
+        by_shape.setdefault(tuple(part.shape for part in parts), []).append(row)
+    for rows in by_shape.values():
+        yield rows, tuple(torch.stack(parts) for parts in zip(*(batches[row] for row in rows), strict=True))
+
+
+def _stacked(
+    models: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]], template: nn.Module
+) -> Iterator[Tensor]:
+    device = next(template.parameters()).device
+    for tensors in zip(*([tensor for _, tensor in named(model)] for model in models), strict=True):
+        yield torch.stack([tensor.detach() for tensor in tensors]).to(device)

@@ -1,0 +1,378 @@
+"""The clients of a cohort as one batched program: ``client_round`` for all of them at once, with equal numbers up to the order of sums.
+
+Their networks are stacked (``federation.stack``); forward and backward passes, the optimiser's steps and statistics passes are single calls
+for all. Batches of different sizes in one step are grouped by size, which is exact for every layer, where masks would need masked moments
+in each; a client that has no batch left stays as it is while the others go on. On the CPU it saves little, on a GPU the many small kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim.lr_scheduler import LRScheduler
+
+from fl_bn.data.dataset import to_input
+from fl_bn.exchange.call import Exchange, ExchangeFailed
+from fl_bn.federation import eager
+from fl_bn.federation.client import LocalRound, measuring
+from fl_bn.federation.clipping import clip_rows, norm_in_round
+from fl_bn.federation.local import Samples, pieces
+from fl_bn.federation.momentum import SECTIONS, buffers_of
+from fl_bn.federation.stack import Seen, Stack, groups
+from fl_bn.federation.training import IndexBatches, Trained, drawn, how_measured, loss_of
+from fl_bn.federation.values import Kept, Reply
+from fl_bn.layers import count_updates, observe, pooled
+from fl_bn.methods import Phase, Report
+from fl_bn.methods.fedtan import OneProgram, exchanging
+from fl_bn.models.head import head_of
+from fl_bn.moments import Moments
+from fl_bn.objectives import FedProx, Objective, Start, Step
+from fl_bn.task import CLASSIFICATION, Task
+
+LOGGER = logging.getLogger("flwr")
+ENGINES = SEQUENTIAL, VECTORISED = "sequential", "vectorised"
+AT_ONCE = 64
+"""Clients of one program, unless they exchange: more cost memory and gain little."""
+OBJECTIVES = (Objective, FedProx)
+"""Those whose gradient of a sum over clients is each client's own."""
+ELEMENTWISE = (SGD, Adam, eager.SGD, eager.Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
+"""Optimisers whose step of one number depends on this number's history alone."""
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+Tensors = dict[str, Tensor]
+
+
+class CannotVectorise(ValueError):
+    """This cohort cannot train as one program; the message says why. Its rounds are as they were: let each train by itself."""
+
+
+def vectorised_round(
+    rounds: Sequence[LocalRound],
+    samples: Sequence[Samples],
+    seed: int,
+    clients: Sequence[int],
+    task: Task = CLASSIFICATION,
+    tells_drift: bool = False,
+    device: torch.device | None = None,
+) -> list[tuple[Reply, Kept]]:
+    """What ``client_round`` returns for each of ``clients``, on the same batches.
+
+    ``rounds``: each with a model of its own. ``device``: where the stack is, by default where these are; models on the CPU and a stack on a
+    GPU save copies.
+
+    Raises:
+        CannotVectorise: see ``check_cohort``; or torch cannot batch what the network, the task or one of its layers does.
+    """
+    everyone = list(zip(rounds, samples, clients, strict=True))
+    if not rounds:
+        return []
+    check_cohort(rounds, samples, task)
+    first = rounds[0]
+    if not first.trains or first.method.reports(first.phase) is Report.PASS:
+        measure_together(rounds, [_pass_inputs(*one, seed) for one in everyone], device=device)
+    if not first.trains:
+        return [round.reply(len(own), client=client) for round, own, client in everyone]
+    batches = [drawn(round, own, seed, client) for round, own, client in everyone]
+    trained = train_together(rounds, batches, task, device=device)
+    return [
+        reply_of(round, int(own.seen.sum()), one.loss, client, tells_drift)
+        for round, own, one, client in zip(rounds, batches, trained, clients, strict=True)
+    ]
+
+
+def unneeded(batch: int) -> Exchange:
+    """``LocalRound``'s ``connect`` for clients that train as one program: what others exchange is in it."""
+    raise ExchangeFailed("clients of one program exchange nothing")
+
+
+def reply_of(round: LocalRound, samples: int, loss: float, client: int, tells_drift: bool = False) -> tuple[Reply, Kept]:
+    """``round.reply``; after an exchange a client's weight is its first batch."""
+    reply, kept = round.reply(samples, loss, client=client, tells_drift=tells_drift)
+    return (replace(reply, weight=round.batch) if round.phase is Phase.EXCHANGE else reply), kept
+
+
+def _pass_inputs(round: LocalRound, samples: Samples, client: int, seed: int) -> Iterator[Tensor]:
+    rng, size = how_measured(round, seed, client)
+    dtype = next(round.model.parameters()).dtype
+    return (to_input(samples.rows(index)[0], dtype) for index in pieces(len(samples), round.asked, rng, size))
+
+
+class Fallback:
+    """Says once for each reason why the clients of a cohort work one by one, although one program was asked for."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def say(self, reason: CannotVectorise) -> None:
+        if str(reason) not in self._said:
+            self._said.add(str(reason))
+            LOGGER.warning("engine 'vectorised': these clients work one by one: %s", reason)
+
+
+def check_cohort(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task = CLASSIFICATION) -> None:
+    """Raises CannotVectorise with the reason why ``rounds`` cannot be one program, as far as it can be told before."""
+    if reason := _why_not(rounds, samples, task):
+        raise CannotVectorise(reason)
+
+
+def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task) -> str:
+    first, settings = rounds[0], rounds[0].settings
+    if any(_kind(own) != _kind(first) or (own.network is not first.network and _shapes(own) != _shapes(first)) for own in rounds):
+        return "all clients of a cohort need the same network, method, phase and settings, but theirs differ"
+    kinds = {(own.x.shape[1:], own.x.dtype, own.y.shape[1:], own.y.dtype) for own in samples}
+    if len(kinds) > 1:
+        return f"the samples of all clients need one shape and dtype, but there are {len(kinds)}"
+    if not first.trains:
+        return ""
+    if (small := min(len(own) for own in samples)) < 2:
+        return f"every client needs at least 2 samples, but one has {small}"
+    if type(task).read is not Task.read:
+        return f"task {task.name} reads batches in a way of its own"
+    if type(settings.objective) not in OBJECTIVES:
+        names = " or ".join(kind.name for kind in OBJECTIVES)
+        return f"objective {settings.objective.name} corrects or repeats each client's own step: only {names} can be batched"
+    if settings.maintain != "reset" and settings.optimizer == "adam":
+        return f"maintain-momentum={settings.maintain!r} with adam: clients that took part differently often count their steps differently"
+    if settings.precision == "mixed":
+        return "precision 'mixed': torch.autocast leaves what runs under torch.func.vmap in float32"
+    drops = [name for name, module in first.model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0]
+    return f"dropout ({', '.join(drops)}) would draw other numbers than clients one by one" if drops else ""
+
+
+def _shapes(round: LocalRound) -> list[tuple[Any, ...]]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in round.model.state_dict().items()]
+
+
+def _kind(round: LocalRound) -> tuple[Any, ...]:
+    return round.phase, round.method.name, round.settings
+
+
+def measure_together(
+    rounds: Sequence[LocalRound],
+    inputs: Sequence[Iterable[Tensor]],
+    forward: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
+    device: torch.device | None = None,
+) -> None:
+    """The moments that the rounds' statistics pass asks for, each over its own batches of ``inputs``, as ``round.moments``.
+
+    Raises:
+        CannotVectorise: torch cannot batch what the network does.
+    """
+    first, found = rounds[0], [dict[str, list[Moments]]() for _ in rounds]
+    template = _template(first, device)
+    on, left = next(template.parameters()).device, {row: iter(own) for row, own in enumerate(inputs)}
+
+    def answer(model: nn.Module, x: Tensor) -> Tensor:
+        forward(model, x)
+        return x.new_zeros(())
+
+    with _refused(), torch.no_grad(), measuring(template, first.asked) as observed:
+        stack = Stack([round.model for round in rounds], template)
+        while now := {row: (x,) for row, own in left.items() if (x := next(own, None)) is not None}:
+            for rows, (x,) in groups(now):
+                _, seen = stack.run(rows, answer, (x.to(on),), observed)
+                _add(found, rows, seen)
+    for round, own in zip(rounds, found, strict=True):
+        round.moments = {layer: moments.to(next(round.model.parameters()).device) for layer, moments in pooled(own).items()}
+
+
+def train_together(
+    rounds: Sequence[LocalRound],
+    batches: Sequence[IndexBatches],
+    task: Task = CLASSIFICATION,
+    optimizer: MakeOptimizer | None = None,
+    scheduler: MakeScheduler | None = None,
+    device: torch.device | None = None,
+) -> list[Trained]:
+    """``train`` for all of ``rounds``, each on its own ``batches``, inside their ``open``; maintained momentum is loaded and kept.
+
+    ``optimizer``, ``scheduler``: make one of each, for the stacked parameters; by default as the settings say.
+
+    Raises:
+        CannotVectorise: torch cannot batch what the network or the task does, or the optimiser mixes numbers of several clients.
+    """
+    with ExitStack() as opened, _refused():
+        for round in rounds:
+            opened.enter_context(round.open())
+        order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # who is done leaves from the end
+        training = _Training([rounds[place] for place in order], [batches[place] for place in order], task, optimizer, scheduler, device)
+        for _ in range(len(batches[order[0]])):
+            training.step()
+        losses = training.total.tolist()
+    training.write_back()
+    counts = [sum(map(len, own.indices)) for own in batches]
+    return [Trained(losses[order.index(place)] / max(count, 1), count) for place, count in enumerate(counts)]
+
+
+class _Training:
+    """Stacked training of ``rounds``, those with the most ``batches`` first, so that those still at work are the first rows."""
+
+    def __init__(
+        self,
+        rounds: Sequence[LocalRound],
+        batches: Sequence[IndexBatches],
+        task: Task,
+        optimizer: MakeOptimizer | None,
+        scheduler: MakeScheduler | None,
+        device: torch.device | None,
+    ) -> None:
+        first = self.first = rounds[0]
+        self.rounds, self.task, self.settings, self.dtype = rounds, task, first.settings, batches[0].like.dtype
+        self.lengths, self.batches, self.number = [len(own) for own in batches], [own.rows() for own in batches], 0
+        template = _template(first, device)
+        first.set_modes(template)
+        self.stack = Stack([round.model for round in rounds], template)
+        self.trained = {name: self.stack.parameters[name] for name in first.parameters}
+        rate, self.like = first.instruction.learning_rate, next(template.parameters())
+        self.optimizer = (optimizer or partial(self.settings.make_optimizer, learning_rate=rate))(first.parameters.values())
+        stacked = {id(own): self.trained[name] for name, own in first.parameters.items()}
+        for group in self.optimizer.param_groups:  # made of one client's, so that groups by shape are as they should be
+            group["params"] = [stacked[id(own)] for own in group["params"]]
+        if type(self.optimizer) not in ELEMENTWISE:
+            names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+            raise CannotVectorise(
+                f"optimizer {type(self.optimizer).__name__} may mix the numbers of several clients: it is none of {names}"
+            )
+        self.scheduler = scheduler(self.optimizer) if scheduler else None
+        self._load_momentum()
+        shared = frozenset(name for name in self.trained if first.method.shares(first.network.role[name]))
+        self.objective = self.settings.objective.begin(Start(template, self.trained, shared))
+        head = head_of(template)
+        self.head = [p for name, p in self.trained.items() if head and name.rpartition(".")[0] == head[0]]
+        limits = [self.settings.clip_limit] * len(rounds)
+        if self.settings.clip == "round":
+            limits = [norm_in_round(limit, rate, n, self.settings.momentum) for limit, n in zip(limits, self.lengths, strict=True)]
+        self.limits = torch.tensor(limits, dtype=self.like.dtype, device=self.like.device)
+        self.total = torch.zeros(len(rounds), dtype=torch.float64, device=self.like.device)
+        self.updates, self.seen = [dict[str, int]() for _ in rounds], [dict[str, list[Moments]]() for _ in rounds]
+        self.done: list[tuple[list[int], Tensors, Tensors, dict[str, Tensors]]] = []
+
+    def step(self) -> None:
+        """One local step of every client that has a batch left."""
+        now = {row: next(self.batches[row]) for row, length in enumerate(self.lengths) if self.number < length}
+        if self.number == 0:
+            for row, (_, y) in now.items():
+                self.rounds[row].batch = len(y)
+        self.optimizer.zero_grad()
+        forward = partial(self._forward, now)
+        with self._exchanging(now):
+            self.objective.gradient(Step(torch.empty(0), forward, forward))
+        if self.settings.clip != "none":
+            clip_rows(self.trained.values(), self.settings.clip, self.limits, self.head)
+        if self.settings.update == "weights":
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.number += 1
+        if left := [row for row, length in enumerate(self.lengths) if length == self.number]:
+            self._leave(left)
+
+    def _forward(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
+        """The sum of the clients' losses, whose gradient is each one's own."""
+        losses = []
+        for rows, (x, y) in groups(now):
+            x, y = to_input(x.to(self.like.device), self.dtype), y.to(self.like.device)
+            answer = partial(loss_of, task=self.task, settings=self.settings)
+            with count_updates(self.stack.template, swapped=True) as updates, self._observing() as observed:
+                loss_k, seen = self.stack.run(rows, lambda model, x, y, answer=answer: answer(model, x=x, y=y), (x, y), observed)
+            _add(self.seen, rows, seen)
+            for row in rows:
+                self.updates[row] = {layer: self.updates[row].get(layer, 0) + count for layer, count in updates.items()}
+            self.total[rows] += loss_k.detach().double() * y.shape[1]
+            losses.append(loss_k.sum())
+        return torch.stack(losses).sum()
+
+    @contextmanager
+    def _exchanging(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """FedTAN's first local step is one on the union of the batches."""
+        if self.first.phase is not Phase.EXCHANGE or self.number > 0:
+            yield
+            return
+        if len(sizes := {len(y) for _, y in now.values()}) > 1:
+            raise CannotVectorise(
+                f"{self.first.method.name} as one program needs first batches of one size, but has {min(sizes)} to {max(sizes)} samples"
+            )
+        with exchanging(self.stack.template, OneProgram(len(now))):
+            yield
+
+    @contextmanager
+    def _observing(self) -> Iterator[dict[str, list[Moments]]]:
+        """Observe the template where the method reports moments of this step's batches."""
+        reports = self.first.method.reports(self.first.phase)
+        if reports is Report.BATCHES or (reports is Report.FIRST and self.number == 0):
+            with observe(self.stack.template) as observed:
+                yield observed
+        else:
+            yield {}
+
+    def _load_momentum(self) -> None:
+        """A client without a buffer starts from zeros, which is SGD's start."""
+        if self.settings.maintain == "reset":
+            return
+        for key in SECTIONS[self.settings.optimizer]:
+            own = [round.maintained.get(key, {}) for round in self.rounds]
+            for name, parameter in self.trained.items():
+                rows = [of[name].to(parameter) if name in of else torch.zeros_like(parameter[0]) for of in own]
+                self.optimizer.state[parameter] = {key: torch.stack(rows)}
+
+    def _leave(self, rows: list[int]) -> None:
+        """Take the tensors of clients that are done, before the next step moves their rows on."""
+        kinds = SECTIONS[self.settings.optimizer] if self.settings.maintain != "reset" else {}
+        gradients = {
+            name: p.grad for name, p in self.stack.parameters.items() if p.grad is not None and self.settings.update == "gradients"
+        }
+        buffers = {key: self._rows(of, rows) for key, of in buffers_of(self.optimizer, self.trained, kinds).items()}
+        self.done.append((rows, self._rows({**self.stack.parameters, **self.stack.buffers}, rows), self._rows(gradients, rows), buffers))
+
+    def _rows(self, stacks: Mapping[str, Tensor], rows: list[int]) -> Tensors:
+        device = next(self.first.model.parameters()).device
+        return {name: (stack if len(rows) == len(stack) else stack[rows]).detach().to(device) for name, stack in stacks.items()}
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Give every round what it would have if its client had trained alone."""
+        device = next(self.first.model.parameters()).device
+        for rows, tensors, gradients, buffers in self.done:
+            for place, row in enumerate(rows):
+                round = self.rounds[row]
+                for name, own in (*round.model.named_parameters(), *round.model.named_buffers()):
+                    own.copy_(tensors[name][place])
+                for name, parameter in round.model.named_parameters():
+                    parameter.grad = gradients[name][place] if name in gradients else None
+                round.steps = self.lengths[row]
+                round.buffers = {key: {name: stack[place].clone() for name, stack in of.items()} for key, of in buffers.items()}
+                seen = {layer: [moments.to(device) for moments in parts] for layer, parts in self.seen[row].items()}
+                round.saw(self.updates[row], seen)
+
+
+def _template(round: LocalRound, device: torch.device | None) -> nn.Module:
+    return copy.deepcopy(round.model).to(device or next(round.model.parameters()).device)
+
+
+def _add(found: Sequence[dict[str, list[Moments]]], rows: Sequence[int], seen: Seen) -> None:
+    for layer, parts in seen.items():
+        for row, moments in zip(rows, parts, strict=True):
+            found[row].setdefault(layer, []).extend(moments)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Whatever goes wrong inside is a reason to go on one by one, where the user's own mistakes are raised as they are."""
+    try:
+        yield
+    except CannotVectorise:
+        raise
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise CannotVectorise(f"torch cannot batch this network or task over clients ({type(error).__name__}: {said})") from error

@@ -1,0 +1,107 @@
+"""Processes of this machine that compute the clients' halves of a round at the same time, by joblib's pool."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from joblib import Parallel, delayed
+
+from fl_bn.federation.settings import MOST_WORKERS
+
+LOGGER = logging.getLogger("flwr")
+DIED = "its worker process died (killed, or out of memory)"
+
+
+class Done(NamedTuple):
+    """What became of one task: its ``value``, or the ``error`` that it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Workers:
+    """``count`` processes; 0: one for each core that this process may use. They start with the first task, and end with ``close``.
+
+    Large arrays among a task's arguments lie in shared memory, read-only; an array that several tasks have lies there once.
+    """
+
+    def __init__(self, count: int) -> None:
+        if not 0 <= count <= MOST_WORKERS:
+            raise ValueError(f"workers must be 0..{MOST_WORKERS} (0: one per core), but got {count}")
+        self.count = count or cores()
+        self._pool: Parallel | None = None
+        self._open = ExitStack()
+
+    def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Done]:
+        """``function(*task)`` of every task, in their order. What a task logs is logged here, in the same order.
+
+        Where a process dies, the tasks that it may have been at run once more, each alone; the one that kills its process again ends as
+        ``WorkerDied``.
+        """
+        done: dict[int, Done] = {}
+        self._attempt(function, tasks, range(len(tasks)), done)
+        for index in range(len(tasks)):
+            if index not in done:
+                self._attempt(function, tasks, [index], done)
+        return [done.get(index, Done(error=WorkerDied(DIED))) for index in range(len(tasks))]
+
+    def close(self) -> None:
+        self._open.close()
+        self._pool = None
+
+    def _attempt(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], which: Sequence[int], done: dict[int, Done]) -> None:
+        if self._pool is None:
+            self._pool = self._open.enter_context(
+                Parallel(self.count, backend="loky", return_as="generator", batch_size=1, pre_dispatch="all")
+            )
+        try:
+            made = self._pool(delayed(_logged)(function, tasks[index], sys.path) for index in which)
+            for index, (outcome, records) in zip(which, made, strict=False):
+                done[index] = outcome
+                for record in records:
+                    LOGGER.handle(record)
+        except BrokenExecutor:
+            self.close()
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended before its task did."""
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]) -> tuple[Done, list[logging.LogRecord]]:
+    """In a worker: what became of a task, and what it logged. Ctrl-C is the parent's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path[:] = path
+    with _collected() as records:
+        try:
+            return Done(function(*task)), records
+        except Exception as error:
+            return Done(error=error), records
+
+
+@contextmanager
+def _collected() -> Iterator[list[logging.LogRecord]]:
+    handlers, records = LOGGER.handlers, list[logging.LogRecord]()
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            record.msg, record.args, record.exc_info = record.getMessage(), None, None  # what can be pickled
+            records.append(record)
+
+    LOGGER.handlers, propagates, LOGGER.propagate = [Keep()], LOGGER.propagate, False
+    try:
+        yield records
+    finally:
+        LOGGER.handlers, LOGGER.propagate = handlers, propagates

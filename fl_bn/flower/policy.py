@@ -1,0 +1,139 @@
+"""A site's policy, ``policy.toml``: which runs this site takes part in. Read and checked before any code of a run is loaded.
+
+The file belongs to the site. A run can neither read nor change it, since the checks are made by ``app_host.py``, which is installed at the
+site, and not by the code that a run brings. A line that is missing allows everything.
+
+Imports nothing but the standard library, so that ``app_host.py`` can load it by its path.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tomllib
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+FILE = "policy.toml"
+FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # package.module:function
+CODE = ("sent", "installed")
+PACKAGE = "fl_bn/"  # what code = "installed" compares
+BATCHES = ("batch-size", "hbn-stat-samples")  # keys of the run config: samples that statistics summarise; 0: all of the site's
+GB = 1 << 30
+
+TEMPLATE = """\
+# What this site takes part in. A missing line allows everything; It is read anew for every message.
+# Delete the # before a line to set it. The page "Who may do what" says what each line does and does not stop.
+#allow-methods = ["fedbn", "hbn"]   # the run config's method
+#allow-modules = []                 # modules of which a run config may name a function (dataset, model, task ...), the app's own included
+#allow-code = "installed"           # run only code that equals the fl-bn installed here, file by file; "sent": what the server sends
+#max-memory = 8.0                   # GB that the process of a message may hold
+#min-samples = 8                    # fewest samples that a statistic, or a reply, may summarise
+"""
+
+
+class PolicyError(ValueError):
+    """The policy file is not what it should be; the message names the file and the line."""
+
+
+class NotAllowed(Exception):
+    """This site's policy refuses a run or a reply; the message says which line, what it allows, and what came."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Lines of ``policy.toml``; None: everything is allowed. ``max_memory``: GB; ``min_samples``: samples."""
+
+    allow_methods: tuple[str, ...] | None = None
+    allow_modules: tuple[str, ...] | None = None
+    allow_code: str = "sent"
+    max_memory: float | None = None
+    min_samples: int = 0
+
+    @classmethod
+    def read(cls, file: Path | None) -> Policy:
+        """The policy in ``file``; all is allowed where there is none.
+
+        Raises:
+            PolicyError: it cannot be read, or a line is unknown, of another type or out of range.
+        """
+        if file is None or not file.exists():
+            return cls()
+        try:
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise PolicyError(f"{file} cannot be read: {error}") from error
+        known = {spec.name.replace("_", "-"): spec.name for spec in fields(cls)}
+        if others := sorted(values.keys() - known.keys()):
+            raise PolicyError(f"{file}: there is no line {others[0]!r}; there are {', '.join(known)}")
+        return cls(**{known[name]: _checked(file, name, value) for name, value in values.items()})
+
+    def check_run(self, run_config: Mapping[str, Any]) -> None:
+        """Raises NotAllowed where this site takes no part in a run with that config."""
+        if self.allow_methods is not None and run_config.get("method") not in self.allow_methods:
+            raise _refused("allow-methods", self.allow_methods, f"the run's method is {run_config.get('method')!r}")
+        if self.allow_modules is not None:
+            for key, value in run_config.items():
+                for name in FUNCTION.finditer(value) if isinstance(value, str) else ():
+                    module = name[0].partition(":")[0]
+                    if not any(f"{module}.".startswith(f"{allowed}.") for allowed in self.allow_modules):
+                        raise _refused("allow-modules", self.allow_modules, f"the run config names {key}={name[0]!r}")
+        for key in BATCHES:
+            if 0 < int(run_config.get(key, 0)) < self.min_samples:
+                raise _refused("min-samples", self.min_samples, f"the run config has {key}={run_config[key]}: statistics of so few samples")
+
+    def check_code(self, fab: bytes, package: Path) -> None:
+        """Raises NotAllowed where only installed code may run, and the run's ``fab`` (a zip file) has another fl-bn than ``package``.
+
+        Nothing of the run's code is loaded then, but two versions would not compute the same.
+        """
+        if self.allow_code != "installed":
+            return
+        with zipfile.ZipFile(io.BytesIO(fab)) as archive:
+            sent = {name: archive.read(name) for name in archive.namelist() if name.startswith(PACKAGE) and name.endswith(".py")}
+        if f"{PACKAGE}__init__.py" not in sent:
+            raise _refused("allow-code", self.allow_code, "the run brings an app that is not fl-bn's")
+        for name, content in sorted(sent.items()):
+            mine = package / name.removeprefix(PACKAGE)
+            if not mine.is_file() or mine.read_bytes() != content:
+                raise _refused("allow-code", self.allow_code, f"the run has another {name} than this site: install the server's version")
+
+    def check_reply(self, samples: int | None, counts: Mapping[str, int]) -> None:
+        """Raises NotAllowed where a reply tells of fewer samples than allowed. ``samples``: that it summarises, None if it does not say;
+        ``counts``: values per channel, by the layer's tensor, 0 for a layer that did not run."""
+        if samples is not None and 0 < samples < self.min_samples:
+            raise _refused("min-samples", self.min_samples, f"the reply summarises {samples} samples")
+        for name, count in counts.items():
+            if 0 < count < self.min_samples:
+                raise _refused("min-samples", self.min_samples, f"the statistic {name} is of {count} values")
+
+    def memory(self) -> int | None:
+        """Bytes."""
+        return None if self.max_memory is None else int(self.max_memory * GB)
+
+
+def _refused(line: str, allowed: object, came: str) -> NotAllowed:
+    shown = ", ".join(map(str, allowed)) or "nothing" if isinstance(allowed, tuple) else allowed
+    return NotAllowed(f"this site's policy has {line} = {shown}, but {came}")
+
+
+def _checked(file: Path, name: str, value: Any) -> Any:
+    """The value of the line ``name``. Raises PolicyError."""
+
+    def wrong(expected: str) -> PolicyError:
+        return PolicyError(f"{file}: {name} must be {expected}, but got {value!r}")
+
+    if name in ("allow-methods", "allow-modules"):
+        if not isinstance(value, list) or not all(type(item) is str for item in value):
+            raise wrong("a list of texts in quotes")
+        return tuple(value)
+    if name == "allow-code":
+        if value not in CODE:
+            raise wrong(" or ".join(CODE))
+        return value
+    if type(value) not in ((int,) if name == "min-samples" else (int, float)) or not value > 0:
+        raise wrong("a whole number above 0" if name == "min-samples" else "a number of GB above 0")
+    return value

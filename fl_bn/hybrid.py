@@ -1,0 +1,121 @@
+"""HBN's normalisation of a training batch: the plain formula, and the same on torch's fused BatchNorm kernels.
+
+Per channel, over the ``n`` values of a batch with mean ``mu`` and variance ``var``, ``a = sigmoid(logit)`` and the shared ``M`` and ``V``:
+
+    m = a mu + (1 - a) M        v = a var + (1 - a) V        r = 1 / sqrt(v + eps)        y = (x - m) r weight + bias
+
+With the upstream gradient ``g``, ``S = sum g`` and ``D = sum g (x - m)``, the chain rule gives
+
+    dbias = S        dweight = r D        dm = -r weight S        dv = -r^3 weight D / 2
+    dlogit = a (1 - a) (dm (mu - M) + dv (var - V)) = (1 - a) (dm (m - M) + dv (v - V))
+    dx = r weight g + (a / n) (dm + 2 dv (x - mu))
+
+BatchNorm's own backward kernel, called with the mean ``m``, an inverse deviation ``q`` and a weight ``u``, returns ``S``, ``q D`` and
+
+    q u (g - S / n - (x - m) q^2 D / n)
+
+With ``q = sqrt(a) r`` and ``u = weight / sqrt(a)`` this is ``dx`` but for a constant per channel, because ``a (mu - m) = (1 - a) (m - M)``:
+
+    dx = kernel - (1 - a) (dm + 2 dv (m - M)) / n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_bn.moments import channel_moments
+
+Affine = tuple[Tensor | None, Tensor | None]
+"""Weight and bias (C,); either may be missing."""
+
+
+def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and variance (C,) that a training batch is normalised with (equation 7): ``mix_C`` of ``batch``'s, the rest of ``shared``'s."""
+    return torch.lerp(shared[0], batch[0], mix_C), torch.lerp(shared[1], batch[1], mix_C)
+
+
+def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
+    """``x`` (B, C, *) normalised with the mixture of its own moments ``batch`` and the ``shared`` ones: mean and variance, (C,) each.
+
+    All tensors but ``x`` are in one dtype, float32 or float64. The gradient goes through ``batch``, which comes without a graph; it can
+    be differentiated again. Not for ``torch.func`` and ``torch.compile``: see ``plain``.
+    """
+    return _Normalise.apply(x, *affine, logit_C, *shared, *batch, eps)  # type: ignore[no-any-return]
+
+
+def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
+    """The same by plain operations, ``batch`` with its graph: for what must look inside, as ``torch.func`` and second derivatives do."""
+    weight_C, bias_C = affine
+    mean_C, var_C = mixture(torch.sigmoid(logit_C), shared, batch)
+    scale_C = torch.rsqrt(var_C + eps)
+    if weight_C is not None:
+        scale_C = scale_C * weight_C
+    shift_C = -mean_C * scale_C
+    if bias_C is not None:
+        shift_C = shift_C + bias_C
+    return torch.addcmul(_tall(shift_C, x), x.to(scale_C.dtype), _tall(scale_C, x)).to(x.dtype)
+
+
+def looked_into() -> bool:
+    """Whether the call is inside a transform of ``torch.func`` (``vmap``, ``grad``) or traced by ``torch.compile``."""
+    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, x, weight_C, bias_C, logit_C, shared_mean_C, shared_var_C, batch_mean_C, batch_var_C, eps: float
+    ) -> Tensor:
+        mix_C = torch.sigmoid(logit_C).clamp_min_(torch.finfo(logit_C.dtype).tiny)  # its root divides in the backward
+        mean_C, var_C = mixture(mix_C, (shared_mean_C, shared_var_C), (batch_mean_C, batch_var_C))
+        ctx.save_for_backward(x, weight_C, bias_C, logit_C, shared_mean_C, shared_var_C)
+        ctx.mix_C, ctx.mean_C, ctx.var_C, ctx.eps = mix_C, mean_C, var_C, eps
+        return torch.batch_norm(x, weight_C, bias_C, mean_C, var_C, False, 0.0, eps, torch.backends.cudnn.enabled)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        if torch.is_grad_enabled():  # create_graph=True
+            return _second_order(ctx, grad)
+        x, weight_C, bias_C, _, shared_mean_C, shared_var_C = ctx.saved_tensors
+        mix_C, mean_C = ctx.mix_C, ctx.mean_C
+        inverse_C, per_root_C = torch.rsqrt(ctx.var_C + ctx.eps), torch.rsqrt(mix_C)
+        grad_x, scaled_C, grad_bias_C = torch.ops.aten.native_batch_norm_backward(
+            grad,
+            x,
+            per_root_C if weight_C is None else weight_C * per_root_C,
+            None,
+            None,
+            mean_C,
+            inverse_C * (mix_C * per_root_C),
+            True,
+            ctx.eps,
+            (ctx.needs_input_grad[0], True, True),
+        )
+        grad_weight_C = scaled_C * per_root_C
+        scale_C = inverse_C if weight_C is None else inverse_C * weight_C
+        rest_C = torch.addcmul(scale_C, scale_C, mix_C, value=-1)  # scale (1 - mix)
+        mean_part_C, var_part_C, from_shared_C = grad_bias_C * rest_C, inverse_C * grad_weight_C * rest_C, shared_mean_C - mean_C
+        grad_logit_C = torch.addcmul(mean_part_C * from_shared_C, var_part_C, shared_var_C - ctx.var_C, value=0.5)
+        if grad_x is not None:
+            constant_C = torch.addcmul(mean_part_C, var_part_C, from_shared_C, value=-1)
+            grad_x.add_(_tall(constant_C, x), alpha=x.shape[1] / x.numel())
+        return grad_x, weight_C if weight_C is None else grad_weight_C, bias_C if bias_C is None else grad_bias_C, grad_logit_C, *[None] * 5
+
+
+def _second_order(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    """The gradient with a graph of its own: that of the plain formula, from the inputs alone."""
+    own: list[Any] = [tensor if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
+    x, weight_C, bias_C, logit_C, shared_mean_C, shared_var_C = own
+    y = plain(x, (weight_C, bias_C), logit_C, (shared_mean_C, shared_var_C), channel_moments(x), ctx.eps)
+    wanted = [index for index, needed in enumerate(ctx.needs_input_grad[:4]) if needed]
+    found = dict(zip(wanted, torch.autograd.grad(y, [own[index] for index in wanted], grad, create_graph=True), strict=True))
+    return *(found.get(index) for index in range(4)), *[None] * 5
+
+
+def _tall(values_C: Tensor, x: Tensor) -> Tensor:
+    """(C,) in the shape that is broadcast over ``x`` (B, C, *)."""
+    return values_C.view(1, -1, *[1] * (x.dim() - 2))

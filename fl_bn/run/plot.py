@@ -1,0 +1,93 @@
+"""Any runs in one picture: their metric over the rounds, runs that differ in the seed alone as one line with a band."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_bn.own_code import OWN, Modules
+from fl_bn.run.checkpoints import CONFIG, FREE
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.pictures import draw_comparison, partition_in_words
+from fl_bn.task import Task, find_task
+
+ROUNDS, SEED = "rounds.jsonl", "seed"
+SPLIT = ("partition", "partition-parameter", "sizes")
+
+
+def plot(folders: Sequence[Path], picture: Path) -> list[str]:
+    """Draw the runs in ``folders``, or in the folders right below, as ``picture``; the names of the lines.
+
+    Raises:
+        ConfigError: a folder has no run, a run has no evaluated round, its task is not there, or the runs have metrics of different names.
+    """
+    runs = {run: _config(run) for folder in folders for run in _runs(folder)}
+    tasks = {config["task"]: _task(config["task"]) for config in runs.values()}
+    if len({task.metric for task in tasks.values()}) > 1:
+        raise ConfigError(f"these runs measure different things: {', '.join(sorted(task.metric for task in tasks.values()))}")
+    task = next(iter(tasks.values()))
+    groups: dict[str, list[Path]] = {}
+    for name, run in zip(_names(runs), runs, strict=True):
+        groups.setdefault(name, []).append(run)
+    curves, rounds = {}, {}
+    for name, members in groups.items():
+        found = [_measured(run, task) for run in members]
+        rounds[name] = sorted(set.intersection(*(set(one) for one in found)))
+        if not rounds[name]:
+            raise ConfigError(f"{name}: these runs have no evaluated round in common: {', '.join(map(str, members))}")
+        curves[name] = task.scale() * np.array([[one[round] for round in rounds[name]] for one in found])
+    configs = list(runs.values())
+    same = {key: value for key, value in configs[0].items() if all(config.get(key) == value for config in configs)}
+    title = [str(same[key]) for key in ("dataset", "model") if key in same]
+    title += [f"{same['clients']} clients"] if "clients" in same else []
+    title += [partition_in_words(RunConfig.from_mapping({key: same[key] for key in SPLIT}))] if same.keys() >= set(SPLIT) else []
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw_comparison(curves, rounds, ", ".join(title), picture, task)
+    return [f"{name} ({len(members)} {'run' if len(members) == 1 else 'seeds'})" for name, members in groups.items()]
+
+
+def _task(name: str) -> Task:
+    try:
+        return find_task(name, modules=Modules.of(None, OWN))
+    except (ValueError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _runs(folder: Path) -> list[Path]:
+    found = [folder] if (folder / ROUNDS).exists() else sorted(file.parent for file in folder.glob(f"*/{ROUNDS}"))
+    if not found:
+        raise ConfigError(f"{folder} has no run: expected runs/NAME, which has {ROUNDS}, or a folder of such folders")
+    return found
+
+
+def _config(run: Path) -> dict[str, Any]:
+    try:
+        return {**RunConfig().to_mapping(), **tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{run}: its {CONFIG} cannot be read: {error}") from error
+
+
+def _measured(run: Path, task: Task) -> dict[int, float]:
+    """The metric by evaluated round."""
+    rows = (json.loads(line) for line in (run / ROUNDS).read_text().splitlines())
+    found = {row["round"]: row[task.metric] for row in rows if row.get(task.metric) is not None}
+    if not found:
+        raise ConfigError(f"{run} has no evaluated round yet, so there is nothing to draw")
+    return found
+
+
+def _names(runs: Mapping[Path, Mapping[str, Any]]) -> list[str]:
+    """Of each run: its method, and the other keys in which the runs differ; the folders' names where several have the same, and seed."""
+    keys = sorted(set(RunConfig.keys()) - FREE - {SEED, "method"})
+    differing = [key for key in keys if len({config[key] for config in runs.values()}) > 1]
+    said = []
+    for run, config in runs.items():
+        centralised = run.name.startswith("centralised-seed")  # of fl-bn compare; its method is not used
+        parts = ["centralised" if centralised else str(config["method"]), *(f"{key}={config[key]}" for key in differing)]
+        said.append((", ".join(parts), config[SEED]))
+    return [name if said.count((name, seed)) == 1 else run.name for run, (name, seed) in zip(runs, said, strict=True)]

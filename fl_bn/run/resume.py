@@ -1,0 +1,50 @@
+"""The run config with which a run's folder is gone on with."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+from fl_bn.durable import SUFFIX
+from fl_bn.extras import ABSENT, version_of
+from fl_bn.run.checkpoints import CONFIG, FOLDER
+from fl_bn.run.config import SITES, ConfigError, RunConfig
+
+
+def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
+    """What ``run`` was made with, and ``resume``. ``deployed``: it is to go on at its sites, else in this process.
+
+    Raises:
+        ConfigError: it is no run's folder, finished, of another version, of sites' own data, or has no checkpoint.
+    """
+    try:
+        values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{run} is no run's folder: its {CONFIG} cannot be read ({error}). Expected runs/NAME, say") from error
+    _check_version(run)
+    config = RunConfig.from_mapping({**values, "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
+    done = _rounds_done(run)
+    if done >= config.rounds and (run / "summary.md").exists() and not (run / FOLDER).exists():
+        raise ConfigError(f"{run} is finished: all of its {config.rounds} rounds are done, and {run / 'summary.md'} says how it went")
+    if deployed and not list((run / FOLDER).glob(f"round-*{SUFFIX}")):
+        raise ConfigError(f"{run} has no checkpoint to go on from (checkpoint-every makes them): submit the run anew")
+    if not deployed and (config.dataset == SITES or config.client_nodes):
+        name = run.resolve().name
+        raise ConfigError(f"{run} is a run of deployed sites: fl-bn resume SERVER {name}, SERVER being the server's folder, kit/server say")
+    return config
+
+
+def _check_version(run: Path) -> None:
+    """Another version may compute other numbers, or know other keys."""
+    try:
+        was = str(json.loads((run / "environment.json").read_text())["packages"]["fl-bn"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # from before there was this file, or killed before it was written
+    if was not in (ABSENT, here := version_of("fl-bn")):
+        raise ConfigError(f"{run} was made by fl-bn {was}, and this is {here}: install that version to go on with it, or start it anew")
+
+
+def _rounds_done(run: Path) -> int:
+    file = run / "rounds.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0

@@ -1,0 +1,120 @@
+"""Finished cells of a sweep in a form that is committed: a file of JSON lines per experiment, a line per cell.
+
+A line has the cell's name, its axes, the keys of its run config that are not the default, the commit that it ran on, its seconds, and its
+evaluated rounds. Data paths stand as in the sweep file, with ``{data}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_bn import durable
+from fl_bn.options import Value
+from fl_bn.report.cells import EVALUATION
+from fl_bn.report.cells import Cell as Shown
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.sweep.cells import OWN, Cell
+from fl_bn.sweep.file import Sweep
+
+ANY_DATA = "{data}"  # for --data: leaves the paths of a sweep file as they stand there
+CURVE = ("round", "loss", "per-domain", "drift", "min-var", *sorted(EVALUATION))
+DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One finished cell. ``config``: the keys that are not the default; ``seconds``: of the wall; ``curve``: evaluated rounds."""
+
+    name: str
+    axes: Mapping[str, Value]
+    config: Mapping[str, Value]
+    commit: str
+    seconds: float
+    curve: tuple[Mapping[str, Any], ...]
+
+    def shown(self) -> Shown:
+        """As a report reads it."""
+        return Shown(self.name, self.axes, {**RunConfig().to_mapping(), **self.config}, "finished", rows=self.curve)
+
+    def line(self) -> str:
+        return json.dumps(self.__dict__, ensure_ascii=False)
+
+
+def keep(ran: Sequence[Cell], defined: Sequence[Cell], file: Path) -> int:
+    """Write the finished cells of ``ran`` into ``file``, beside those that are there; how many it holds now.
+
+    ``defined``: the same cells of the same sweep file, read with ``ANY_DATA``.
+
+    Raises:
+        ConfigError: a folder or a line of ``file`` holds another run than the sweep file defines.
+    """
+    there = {kept.name: kept for kept in load(file, defined)}
+    for cell, definition in zip(ran, defined, strict=True):
+        if cell.finished():
+            there[cell.config.name] = _kept(cell, definition)
+    lines = [there[cell.config.name].line() for cell in defined if cell.config.name in there]
+    if lines:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        durable.write(file, ("\n".join(lines) + "\n").encode(), mode=0o666)
+    return len(lines)
+
+
+def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
+    """The cells of ``file`` in their order there; none if it is not there.
+
+    Raises:
+        ConfigError: a line cannot be read, is of no cell in ``defined``, or of one with another config.
+    """
+    if not file.exists():
+        return []
+    known = {cell.config.name: own_config(cell.config) for cell in defined}
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            said = json.loads(line)
+            kept = Kept(**{**said, "curve": tuple(said["curve"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{file}, line {number}: expected a result as `fl-bn experiments compact` writes it: {error}") from error
+        here = known.get(kept.name)
+        if here is None:
+            raise ConfigError(f"{file}, line {number}: {kept.name} is no cell of the experiment any more: remove the line")
+        if differing := [key for key in {**here, **kept.config} if here.get(key) != kept.config.get(key)]:
+            of = ", ".join(f"{key} {kept.config.get(key)!r} there, {here.get(key)!r} in the experiment's file" for key in differing)
+            raise ConfigError(f"{file}, line {number}: {kept.name} ran with other settings ({of}): remove the line, or run it again")
+        found.append(kept)
+    return found
+
+
+def own_config(config: RunConfig) -> dict[str, Value]:
+    """The keys that are not the default, without those that a sweep decides."""
+    default = RunConfig().to_mapping()
+    return {key: value for key, value in config.to_mapping().items() if value != default[key] and key not in OWN}
+
+
+def cells_of(sweep: Sweep) -> list[Cell]:
+    """A sweep's cells where no run is looked for."""
+    return sweep.cells(Path("/nowhere"))
+
+
+def _kept(cell: Cell, definition: Cell) -> Kept:
+    rows = cell.rows()
+    curve = tuple(
+        {key: _short(row[key]) for key in CURVE if row.get(key) is not None}
+        for row in rows
+        if any(row.get(name) is not None for name in EVALUATION) or row is rows[-1]
+    )
+    seconds = max(
+        float(cell.outcome().get("seconds", 0.0)), sum(row.get("seconds") or 0.0 for row in rows)
+    )  # a resumed one has its last part's
+    environment = json.loads((cell.path / "environment.json").read_text(encoding="utf-8"))
+    return Kept(cell.config.name, dict(cell.axes), own_config(definition.config), str(environment["commit"]), round(seconds, 1), curve)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(of) for key, of in value.items()}
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

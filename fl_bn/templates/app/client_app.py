@@ -1,0 +1,33 @@
+"""What a client does in a round."""
+
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from task import Net, load_data, test, train
+
+from fl_bn.flower import answer, evaluating, training
+from fl_bn.methods import fbn
+
+
+def data(context: Context):
+    node = context.node_config
+    return load_data(node["partition-id"], node["num-partitions"], context.run_config["batch-size"])
+
+
+app = ClientApp()
+answer(app, Net, fbn(), lambda context: data(context)[0])  # the server's questions about the statistics
+
+
+@app.train()
+def train_round(msg: Message, context: Context):
+    batches, _ = data(context)
+    with training(msg, context, Net(), fbn(), batches) as round:
+        loss = train(round.model, batches, context.run_config["local-epochs"], msg.content["config"]["lr"])
+    return round.message(len(batches.dataset), loss)
+
+
+@app.evaluate()
+def evaluate(msg: Message, context: Context):
+    _, batches = data(context)
+    loss, accuracy = test(evaluating(msg, context, Net(), fbn()), batches)
+    metrics = MetricRecord({"loss": loss, "accuracy": accuracy, "num-examples": len(batches.dataset)})
+    return Message(RecordDict({"metrics": metrics}), reply_to=msg)

@@ -1,0 +1,12 @@
+"""The app in this process, without Ray: python run.py"""
+
+import tomllib
+from pathlib import Path
+
+from fl_bn.flower import run_in_process
+
+flower = tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text())["tool"]["flwr"]
+config = {**flower["app"]["config"], "clients": flower["federations"]["local-simulation"]["options"]["num-supernodes"]}
+
+if __name__ == "__main__":
+    run_in_process(config, server_app="server_app:app", client_app="client_app:app")

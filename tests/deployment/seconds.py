@@ -1,0 +1,98 @@
+"""Seconds per round of a deployment on this machine: three sites, TLS, real processes; and what each second is.
+
+    python -m tests.deployment.seconds --methods fedbn,hbn,fedtan --rounds 8
+
+The message's way is read from the SuperNodes' logs: from ``Receiving`` to ``Sending`` (the site's own work: process, imports, training),
+the rest of the round is polling, the server, and the wire. Each model must be, bit for bit, that of the same run in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tests.deployment.federation import SMALL, Federation, differing, in_process
+
+EVENT = re.compile(r"^(\S+ \S+) .*(Receiving|Sending): (\S+) message")
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One message at one site, ``begin`` to ``end`` (seconds of the clock)."""
+
+    kind: str
+    begin: float
+    end: float
+
+
+def visits(log: str, since: float) -> Iterator[Visit]:
+    """The messages of a SuperNode's log that came at ``since`` or later, in order."""
+    begin: tuple[str, float] | None = None
+    for line in log.splitlines():
+        if not (found := EVENT.match(line)):
+            continue
+        at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        if found[2] == "Receiving":
+            begin = (found[3], at)
+        elif begin is not None:
+            if begin[1] >= since:
+                yield Visit(begin[0], begin[1], at)
+            begin = None
+
+
+def measure(federation: Federation, config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One row: medians over rounds 2, 3, ... of the run ``config``."""
+    started = time.time()
+    federation.run(config)
+    seconds = [time.time() - started]
+    lines = (federation.result(config["name"]) / "rounds.jsonl").read_text().splitlines()
+    times = [record["seconds"] for record in map(json.loads, lines) if "seconds" in record and "client" not in record]
+    reference = in_process(config, folder / "reference")
+    wrong = differing(federation.result(config["name"]) / "model.safetensors", reference / "model.safetensors")
+    by_site = [list(visits(federation.log(f"sites/{site}", "supernode"), started)) for site in federation.sites]
+    rounds = max(1, len(times))
+    each = [visit.end - visit.begin for site in by_site for visit in site]
+    return {
+        "method": config["method"],
+        "seconds a round": statistics.median(times[1:] or times),
+        "slowest": max(times[1:] or times),
+        "messages a round": len(by_site[0]) / rounds,
+        "at the site, a message": statistics.median(each),
+        "at the site, a round": statistics.median(each) * len(by_site[0]) / rounds,
+        "whole run": seconds[0],
+        "same bits": not wrong,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default="fedbn,hbn,fedtan")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--folder", type=Path, help="where the kit and the results stay; default: a folder that is removed")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder = given.folder or Path(made)
+        rows = []
+        with Federation(folder, ("a", "b", "c")) as federation:
+            federation.start_all()
+            for method in given.methods.split(","):
+                config = {**SMALL, "method": method, "rounds": given.rounds, "evaluate-every": 1, "name": method}
+                rows.append(measure(federation, config, folder))
+                print(json.dumps(rows[-1]), flush=True)
+    columns = list(rows[0])
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()) + " |")
+
+
+if __name__ == "__main__":
+    main()

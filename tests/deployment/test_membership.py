@@ -1,0 +1,165 @@
+"""Sites that come and go, and keys and certificates made anew: what changes in a kit, and that nothing else does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from fl_bn.site import certificates
+from fl_bn.site.certificates import names_in, public_half, read_certificate, read_public, write_site_key
+from fl_bn.site.folders import FolderError, ServerFolder, SiteFolder
+from fl_bn.site.kit import KitError, Plan, create
+from fl_bn.site.membership import add_site, check_expiry, former_owner, remove_site, renew_server, renew_site
+from fl_bn.site.verify import verify
+
+PLAN = Plan("fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3"], fleet_port=21092, exchange_port=21095)
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    create(PLAN, tmp_path / "kit")
+    return tmp_path / "kit"
+
+
+@pytest.fixture
+def server(kit: Path) -> ServerFolder:
+    return ServerFolder.read(kit / "server")
+
+
+def failures(kit: Path) -> list[str]:
+    return [str(check) for check in verify(kit) if not check.ok]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_site_that_comes_changes_nothing_at_the_others(kit: Path, server: ServerFolder) -> None:
+    others = {name: contents(kit / "sites" / name) for name in ("A", "B")}
+    before = (kit / "server/server.toml").read_text().splitlines()
+    changed = add_site(server, "east", None, kit / "sites/east")
+    assert changed.sites == ("A", "B", "east")
+    assert failures(kit) == []
+    assert {name: contents(kit / "sites" / name) for name in ("A", "B")} == others
+    after = (kit / "server/server.toml").read_text().splitlines()
+    assert [old.split("=")[0] for old, new in zip(before, after, strict=True) if old != new] == ["sites "]
+    site = SiteFolder.read(kit / "sites/east")
+    assert (site.site, site.superlink) == ("east", SiteFolder.read(kit / "sites/A").superlink)
+    assert (kit / "sites/east/site.key").stat().st_mode & 0o777 == 0o600
+    (kit / "sites/east/ca.crt").write_bytes(b"")  # control
+    assert failures(kit) != []
+
+
+def test_a_site_may_make_its_key_itself(kit: Path, server: ServerFolder, tmp_path: Path) -> None:
+    write_site_key(tmp_path / "own.key", tmp_path / "own.pub", "east")
+    changed = add_site(server, "east", tmp_path / "own.pub", kit / "sites/east")
+    assert read_public(changed.public_key("east")) == public_half(tmp_path / "own.key")
+    assert not (kit / "sites/east").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "said"),
+    [
+        ("a", "", "names a site a already"),
+        ("../x", "", "a site's name must be letters"),
+        ("east", "kit/sites/A/site.pub", "is the key of A"),
+        ("east", "kit/sites/A/site.key", "is no public key of a site"),
+        ("east", "nowhere.pub", "is no public key of a site"),
+    ],
+)
+def test_a_site_that_cannot_come_leaves_all_as_it_was(
+    kit: Path, server: ServerFolder, tmp_path: Path, name: str, key: str, said: str
+) -> None:
+    before = contents(kit)
+    with pytest.raises(KitError, match=said):
+        add_site(server, name, tmp_path / key if key else None, kit / "sites/east")
+    assert contents(kit) == before
+    with pytest.raises(KitError, match="keys are never overwritten"):
+        add_site(server, "east", None, kit / "sites/B")
+    assert contents(kit) == before
+
+
+def test_a_site_that_goes_is_out_and_its_key_is_kept_as_a_former_one(kit: Path, server: ServerFolder) -> None:
+    key = read_public(server.public_key("A"))
+    changed = remove_site(server, "A")
+    assert changed.sites == ("B",)
+    assert not server.public_key("A").exists()
+    assert former_owner(changed, key) == "A"
+    assert former_owner(changed, read_public(server.public_key("B"))) == ""
+    assert failures(kit) == []
+    with pytest.raises(KitError, match="names no site A; it names B"):
+        remove_site(changed, "A")
+    with pytest.raises(KitError, match="is the last site"):
+        remove_site(changed, "B")
+
+
+def test_a_renewed_certificate_is_for_the_same_names_and_reaches_no_site(kit: Path, server: ServerFolder) -> None:
+    sites, old = contents(kit / "sites"), read_certificate(server.certificate)
+    former = renew_server(server, kit / "authority", 400)
+    new = read_certificate(server.certificate)
+    assert names_in(new) == names_in(old)
+    assert new.serial_number != old.serial_number
+    assert (new.not_valid_after_utc - datetime.now(UTC)).days in (399, 400)
+    assert failures(kit) == []
+    assert contents(kit / "sites") == sites
+    assert sorted(path.name.partition(".2")[0] for path in former.iterdir()) == ["server.crt", "server.key"]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in [former, *former.glob("*.key.*")])
+
+
+def test_another_authority_renews_nothing(kit: Path, server: ServerFolder, tmp_path: Path) -> None:
+    create(PLAN, tmp_path / "other")
+    before = contents(kit)
+    for authority, said in ((tmp_path / "other/authority", "which the sites trust"), (tmp_path / "nowhere", "the authority's folder")):
+        with pytest.raises(KitError, match=said):
+            renew_server(server, authority, 400)
+    assert contents(kit) == before
+
+
+def test_a_renewed_site_has_another_key(kit: Path, server: ServerFolder) -> None:
+    old, other = read_public(server.public_key("A")), contents(kit / "sites/B")
+    renew_site(server, "A", None, kit / "sites/A")
+    assert read_public(server.public_key("A")) == public_half(kit / "sites/A/site.key") != old
+    assert former_owner(server, old) == "A"
+    assert failures(kit) == []
+    assert contents(kit / "sites/B") == other
+    with pytest.raises(KitError, match="names no site C"):
+        renew_site(server, "C", None, kit / "sites/A")
+
+
+@pytest.fixture
+def aged(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Certificates are made as if it were so many days ago."""
+    real = certificates.datetime
+
+    def age(days: int) -> None:
+        class Then(datetime):
+            @classmethod
+            def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+                return real.now(UTC) - timedelta(days=days)
+
+        monkeypatch.setattr(certificates, "datetime", Then)
+
+    return age
+
+
+def test_start_refuses_an_expired_certificate_and_says_what_renews_it(tmp_path: Path, aged: Callable[[int], None]) -> None:
+    aged(100)
+    create(Plan("127.0.0.1", ["A"], days=90), tmp_path / "kit")
+    aged(0)
+    server, site = ServerFolder.read(tmp_path / "kit/server"), SiteFolder.read(tmp_path / "kit/sites/A")
+    with pytest.raises(FolderError, match=r"server\.crt expired 1[01] days ago.*fl-bn kit renew"):
+        check_expiry(server)
+    assert check_expiry(site) == ""  # the authority outlives it
+    argv = [sys.executable, "-m", "fl_bn.cli.main", "start", str(server.path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "expired" in done.stderr
+    renew_server(server, tmp_path / "kit/authority", 20)
+    assert "expires in 19 days" in check_expiry(server)
+    renew_server(server, tmp_path / "kit/authority", 200)
+    assert check_expiry(server) == ""

@@ -1,0 +1,128 @@
+"""A site's policy: what it refuses, in which words, and what it lets through."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_bn.flower.policy import TEMPLATE, NotAllowed, Policy, PolicyError
+from fl_bn.site.doctor import _policy
+
+RUN: dict[str, Any] = {"method": "hbn", "batch-size": 16, "hbn-stat-samples": 0, "dataset": "digits", "model": "mlp", "rounds": 3}
+
+
+def policy(tmp_path: Path, text: str) -> Policy:
+    (tmp_path / "policy.toml").write_text(text)
+    return Policy.read(tmp_path / "policy.toml")
+
+
+def fab(files: Mapping[str, str]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return out.getvalue()
+
+
+def test_without_a_file_or_a_line_everything_is_allowed(tmp_path: Path) -> None:
+    for allowed in (Policy.read(None), Policy.read(tmp_path / "none.toml"), policy(tmp_path, TEMPLATE)):
+        assert allowed == Policy()
+        allowed.check_run({**RUN, "dataset": "own.module:load", "batch-size": 1})
+        allowed.check_code(b"no zip file", tmp_path)
+        allowed.check_reply(1, {"a.count": 1})
+
+
+def test_the_template_s_lines_can_be_set(tmp_path: Path) -> None:
+    text = "".join(line.removeprefix("#") + "\n" for line in TEMPLATE.splitlines() if not line.startswith("# "))
+    assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "installed", 8.0, 8)
+
+
+@pytest.mark.parametrize(
+    ("lines", "run", "words"),
+    [
+        ('allow-methods = ["fedbn", "fbn"]', {}, "allow-methods = fedbn, fbn, but the run's method is 'hbn'"),
+        ("allow-methods = []", {}, "allow-methods = nothing"),
+        ("allow-modules = []", {"dataset": "os:system"}, "allow-modules = nothing, but the run config names dataset='os:system'"),
+        ('allow-modules = ["hospital"]', {"callbacks": "hospital.a:b,hospitals:f"}, "callbacks='hospitals:f'"),
+        ("min-samples = 8", {"batch-size": 4}, "min-samples = 8, but the run config has batch-size=4"),
+        ("min-samples = 8", {"hbn-stat-samples": 7}, "hbn-stat-samples=7"),
+    ],
+)
+def test_a_run_that_is_not_allowed_is_refused_by_name(tmp_path: Path, lines: str, run: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotAllowed, match="this site's policy has ") as refused:
+        policy(tmp_path, lines).check_run({**RUN, **run})
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "run"),
+    [
+        ('allow-methods = ["hbn"]', {}),
+        ('allow-modules = ["hospital"]', {"dataset": "hospital.data:load"}),
+        ("min-samples = 8", {"batch-size": 8, "hbn-stat-samples": 0}),
+    ],
+)
+def test_a_run_that_is_allowed_passes(tmp_path: Path, lines: str, run: dict[str, Any]) -> None:
+    """Control."""
+    policy(tmp_path, lines).check_run({**RUN, **run})
+
+
+def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "fl_bn"
+    (package / "methods").mkdir(parents=True)
+    (package / "__init__.py").write_text("VERSION = 1\n")
+    (package / "methods" / "hbn.py").write_text("x = 1\n")
+    same = {"fl_bn/__init__.py": "VERSION = 1\n", "fl_bn/methods/hbn.py": "x = 1\n", "client_app/app.py": "not loaded"}
+    only = policy(tmp_path, 'allow-code = "installed"')
+    only.check_code(fab(same), package)
+    for other, words in (
+        ({**same, "fl_bn/methods/hbn.py": "x = 2\n"}, "the run has another fl_bn/methods/hbn.py than this site"),
+        ({**same, "fl_bn/new.py": ""}, "another fl_bn/new.py"),
+        ({"other/app.py": ""}, "an app that is not fl-bn's"),
+    ):
+        with pytest.raises(NotAllowed, match=words):
+            only.check_code(fab(other), package)
+        policy(tmp_path, 'allow-code = "sent"').check_code(fab(other), package)  # control
+
+
+def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
+    eight = policy(tmp_path, "min-samples = 8")
+    eight.check_reply(8, {"norm.count": 8, "asleep.count": 0})
+    eight.check_reply(None, {})
+    with pytest.raises(NotAllowed, match="min-samples = 8, but the reply summarises 7 samples"):
+        eight.check_reply(7, {})
+    with pytest.raises(NotAllowed, match="the statistic norm.count is of 2 values"):
+        eight.check_reply(100, {"norm.count": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("allow-method = []", "there is no line 'allow-method'"),
+        ('allow-methods = "hbn"', "allow-methods must be a list of texts in quotes, but got 'hbn'"),
+        ('allow-code = "any"', "allow-code must be sent or installed"),
+        ("max-memory = 0", "max-memory must be a number of GB above 0"),
+        ("max-memory = true", "max-memory must be"),
+        ("min-samples = 1.5", "min-samples must be a whole number above 0"),
+        ("min-samples", "cannot be read"),
+    ],
+)
+def test_a_policy_that_is_wrong_is_no_policy(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(PolicyError, match="policy.toml") as refused:
+        policy(tmp_path, text)
+    assert words in str(refused.value)
+
+
+def test_the_doctor_reads_the_policy(tmp_path: Path) -> None:
+    assert _policy(tmp_path / "none.toml").text.endswith("takes part in every run")
+    (tmp_path / "policy.toml").write_text('allow-methods = ["hbn"]\n')
+    found = _policy(tmp_path / "policy.toml")
+    assert (found.status, "allow-methods = ('hbn',)" in found.text) == ("ok", True)
+    (tmp_path / "policy.toml").write_text("min-sample = 8\n")
+    found = _policy(tmp_path / "policy.toml")
+    assert (found.status, "there is no line 'min-sample'" in found.text) == ("fail", True)

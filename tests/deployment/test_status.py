@@ -1,0 +1,83 @@
+"""``fl-bn status``: sites by name, and how far runs are; a real SuperLink is asked in ``test_federation``."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+from typer.testing import CliRunner
+
+from fl_bn.cli.main import app
+from fl_bn.site.control import Control, ControlError
+from fl_bn.site.folders import ServerFolder
+from fl_bn.site.kit import Plan, create
+from fl_bn.site.registered import Node, Submitted
+from fl_bn.site.status import status
+
+SEEN = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerFolder:
+    create(Plan("127.0.0.1", ["north", "south", "east"]), tmp_path / "kit")
+    folder = ServerFolder.read(tmp_path / "kit/server")
+
+    def pem(site: str) -> bytes:
+        return load_ssh_public_key(folder.public_key(site).read_bytes()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+    nodes = [Node(11, pem("south"), False, SEEN), Node(12, pem("north"), True, SEEN)]
+    config = {"name": "first", "rounds": 10, "output": str(folder.results), "client-nodes": "12,11"}
+    runs = [Submitted(5, "running", config, SEEN, None), Submitted(4, "finished:failed", {"name": "old"}, SEEN, SEEN)]
+    monkeypatch.setattr(Control, "all_nodes", lambda self: nodes)
+    monkeypatch.setattr(Control, "runs", lambda self: runs)
+    return folder
+
+
+def write_rounds(folder: Path, rounds: int, **last: Any) -> None:
+    folder.mkdir(parents=True)
+    usual = {"seconds": 2.0, "accepted": 2, "cohort": 2, "loss": 1.5, "accuracy": None, "clients": []}
+    rows: list[dict[str, Any]] = [{"round": n, **usual} for n in range(1, rounds + 1)]
+    rows[-1] |= last
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "rounds.jsonl").write_text(text + '{"round": 99, "sec')  # being written
+
+
+def test_sites_have_their_names_and_runs_their_round(server: ServerFolder) -> None:
+    refused = [{"client": 0, "refused": ""}, {"client": 1, "refused": "loss is nan"}]
+    write_rounds(server.results / "first", 4, accepted=1, accuracy=0.5, clients=refused)
+    found = status(server)
+    assert [(site.name, site.node, site.state) for site in found.sites] == [
+        ("north", 12, "online"),
+        ("south", 11, "offline"),
+        ("east", None, "not registered"),
+    ]
+    running, old = found.runs
+    assert (running.name, running.status, running.round, running.rounds) == ("first", "running", 4, 10)
+    assert (running.accepted, running.cohort, running.metric, running.value, running.left) == (1, 2, "accuracy", 0.5, 12.0)
+    assert running.refused == {"south": "loss is nan"}
+    assert (old.name, old.status, old.round, old.left) == ("old", "finished:failed", 0, None)
+    assert found.expires > 800
+    assert json.loads(found.to_json())["sites"][0]["name"] == "north"
+
+
+def test_what_people_and_programs_read(server: ServerFolder) -> None:
+    write_rounds(server.results / "first", 4)
+    shown = CliRunner().invoke(app, ["status", str(server.path)], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert all(word in shown.output for word in ("north", "not registered", "4 / 10", "2 of 2", "12 s"))
+    told = CliRunner().invoke(app, ["status", str(server.path), "--json"])
+    assert json.loads(told.output)["runs"][0]["round"] == 4
+
+
+def test_no_superlink_is_said(server: ServerFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(self: Control) -> None:
+        raise ControlError("the SuperLink at 127.0.0.1:9093 does not answer")
+
+    monkeypatch.setattr(Control, "all_nodes", away)
+    shown = CliRunner().invoke(app, ["status", str(server.path)])
+    assert shown.exit_code == 2
+    assert "does not answer" in shown.output

@@ -1,0 +1,239 @@
+"""docs/who-may-do-what.md: every forbidden thing is tried, and every line of the page names the test that tries it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import ssl
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from fl_bn.flower.compat import find
+from fl_bn.site.certificates import make_authority
+from fl_bn.site.commands import commands
+from fl_bn.site.folders import SiteFolder
+from fl_bn.site.kit import Plan, create
+from fl_bn.site.verify import verify
+from tests.deployment.federation import Federation, wait_until
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/who-may-do-what.md"
+KEY, APP, STRANGER = 21001, 21002, 21003  # users who need no entry anywhere
+ANSWERS = ("SuperNode ID", "No SuperNode found with the given public key")
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="files for three users: needs root")
+
+
+def tried() -> set[str]:
+    return {name for name in globals() if name.startswith("test_") and "page" not in name}
+
+
+def test_the_page_names_every_test_and_no_other() -> None:
+    named = set(re.findall(r"`(test_\w+)`", PAGE.read_text()))
+    assert named == tried()
+
+
+# Files of a site without containers
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Path]:
+    """A site's folder for two users, below folders that all may enter."""
+    with tempfile.TemporaryDirectory() as made:
+        base = Path(made)
+        create(Plan("127.0.0.1", ["a"]), base / "kit")
+        folder = base / "kit/sites/a"
+        for above in (base, base / "kit", base / "kit/sites"):
+            above.chmod(0o755)
+        script = ROOT / "deploy/systemd/site-users.sh"
+        subprocess.run(["sh", str(script), str(folder), str(KEY), str(APP)], check=True, timeout=60)
+        (folder / "state/local-layers").write_text("a site's own")
+        os.chown(folder / "state/local-layers", APP, APP)
+        yield folder
+
+
+def may(user: int, what: str, path: Path) -> bool:
+    """Whether ``user`` may ``read``, ``write`` (a file, or a new one in a folder) or ``delete`` ``path``: a process of theirs tries."""
+    code = {
+        "read": 'cat "$1"',
+        "write": 'if [ -d "$1" ]; then : >>"$1/new"; else : >>"$1"; fi',
+        "delete": 'mv "$1" "$1.gone" && mv "$1.gone" "$1"',
+    }[what]
+    done = subprocess.run(
+        ["/bin/sh", "-c", code, "sh", str(path)],
+        user=user, group=user, extra_groups=[], env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"},
+        cwd="/", capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 or "ermission denied" in done.stderr, done.stderr
+    return done.returncode == 0
+
+
+@root_only
+def test_the_app_reads_no_key(site: Path) -> None:
+    assert not may(APP, "read", site / "site.key")
+    assert may(KEY, "read", site / "site.key")
+    assert may(APP, "read", site / "site.toml")
+    assert may(APP, "read", site / "policy.toml")
+
+
+@root_only
+def test_the_app_changes_neither_who_the_site_is_nor_its_policy(site: Path) -> None:
+    for name in ("site.toml", "policy.toml", "ca.crt", "site.pub", "start.sh"):
+        assert not may(APP, "write", site / name), name
+        assert not may(APP, "delete", site / name), name
+    assert not may(APP, "write", site)
+    assert not may(APP, "write", site / "node")
+    assert may(APP, "write", site / "state")
+
+
+@root_only
+def test_the_supernode_does_not_read_what_the_site_keeps(site: Path) -> None:
+    assert not may(KEY, "read", site / "state/local-layers")
+    assert may(APP, "read", site / "state/local-layers")
+    assert may(KEY, "write", site / "node")
+
+
+@root_only
+def test_another_user_of_the_machine_reads_nothing(site: Path) -> None:
+    for name in ("site.key", "site.toml", "policy.toml", "state/local-layers"):
+        assert not may(STRANGER, "read", site / name), name
+
+
+def test_the_app_is_not_told_where_the_key_is(tmp_path: Path) -> None:
+    create(Plan("127.0.0.1", ["a"]), tmp_path / "kit")
+    folder = SiteFolder.read(tmp_path / "kit/sites/a")
+    (node,), (app,) = commands(folder, "supernode"), commands(folder, "clientapp")
+    assert str(folder.private_key) in str(node)
+    assert str(folder.private_key) not in str(app)
+    with pytest.raises(ValueError, match="--only must be supernode or clientapp, of a site's folder, but got 'serverapp'"):
+        commands(folder, "serverapp")
+
+
+def test_the_units_give_key_and_app_to_two_users() -> None:
+    node, app = ((ROOT / f"deploy/systemd/{name}.service").read_text() for name in ("fl-bn-site", "fl-bn-app"))
+    assert re.findall(r"(?m)^User=(.+)$", node + app) == ["fl-bn", "fl-bn-app"]
+    assert re.search(r"(?m)^InaccessiblePaths=.*site\.key", app)
+    assert re.findall(r"(?m)^ReadWritePaths=(.+)$", node + app) == ["/var/lib/fl-bn/site/node", "/var/lib/fl-bn/site/state"]
+    assert ("--only supernode" in node, "--only clientapp" in app) == (True, True)
+    for unit in (node, app, (ROOT / "deploy/systemd/fl-bn-server.service").read_text()):
+        for line in ("MemoryMax", "CPUQuota", "TasksMax"):
+            assert re.search(rf"(?m)^{line}=\d", unit), line
+        for line in ("NoNewPrivileges=yes", "ProtectSystem=strict", "CapabilityBoundingSet="):
+            assert re.search(rf"(?m)^{line}$", unit), line
+
+
+def test_a_key_that_others_can_read_is_found(tmp_path: Path) -> None:
+    create(Plan("127.0.0.1", ["a"]), tmp_path / "kit")
+    keys = [tmp_path / "kit" / name for name in ("authority/ca.key", "server/server.key", "sites/a/site.key")]
+    assert {key.stat().st_mode & 0o777 for key in keys} == {0o600}
+    assert all(check.ok for check in verify(tmp_path / "kit/sites/a"))
+    keys[2].chmod(0o644)
+    assert [check for check in verify(tmp_path / "kit/sites/a") if not check.ok]
+
+
+# Ports of a server
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    with Federation(tmp_path_factory.mktemp("who"), ("a",)) as running:
+        running.start("server")
+        wait_until("registration", lambda: "a: registered" in running.log("server", "register"), 240)
+        yield running
+
+
+def control(federation: Federation) -> int:
+    found = re.search(r'(?m)^control = "127\.0\.0\.1:(\d+)"', (federation.kit / "server/server.toml").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def listens(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def handshake(port: int, authority: Path) -> str:
+    """The TLS version agreed on with ``port``. Raises ssl.SSLError, or ConnectionError where nobody speaks TLS."""
+    context = ssl.create_default_context(cafile=str(authority))
+    context.set_alpn_protocols(["h2"])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain, context.wrap_socket(plain, server_hostname="127.0.0.1") as tls:
+        return tls.version() or ""
+
+
+def nodes(port: int, credentials: grpc.ChannelCredentials | None) -> object:
+    address = f"127.0.0.1:{port}"
+    channel = grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
+    with channel:
+        return find("ControlStub")(channel).ListNodes(find("ListNodesRequest")(), timeout=10)
+
+
+@pytest.mark.slow
+def test_ports_of_the_server_s_own_machine_are_closed_to_others(federation: Federation) -> None:
+    """127.0.0.2 is this machine, too, but an address that only a program which listens on all of them answers."""
+    for port in (control(federation), federation.serverappio):
+        assert listens("127.0.0.1", port)
+        assert not listens("127.0.0.2", port)
+
+
+@pytest.mark.slow
+def test_nobody_talks_to_the_server_in_plaintext(federation: Federation) -> None:
+    for port in (control(federation), federation.fleet):
+        with pytest.raises(grpc.RpcError) as refused:
+            nodes(port, None)
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+    ours = grpc.ssl_channel_credentials((federation.kit / "server/ca.crt").read_bytes())
+    assert len(nodes(control(federation), ours).nodes_info) == 1  # type: ignore[attr-defined]  # control: with TLS it answers
+
+
+@pytest.mark.slow
+def test_a_server_of_another_authority_is_not_believed(federation: Federation, tmp_path: Path) -> None:
+    make_authority("another federation", 30).write(tmp_path / "ca.crt", tmp_path / "ca.key")
+    assert handshake(federation.fleet, federation.kit / "sites/a/ca.crt") == "TLSv1.3"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(federation.fleet, tmp_path / "ca.crt")
+
+
+@pytest.mark.slow
+def test_a_key_that_is_not_registered_is_shut_out(federation: Federation, tmp_path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(tmp_path / "key")], check=True, timeout=60)
+    said = {}
+    for name, key in (("stranger", tmp_path / "key"), ("site", federation.kit / "sites/a/site.key")):
+        argv = ["flower-supernode", "--superlink", f"127.0.0.1:{federation.fleet}", "--max-retries", "2", "--isolation", "process"]
+        argv += ["--root-certificates", str(federation.kit / "server/ca.crt"), "--auth-supernode-private-key", str(key)]
+        argv += ["--clientappio-api-address", f"127.0.0.1:{federation.nodes['a']}"]
+        with (tmp_path / name).open("wb") as out, subprocess.Popen(argv, stdout=out, stderr=out, env=dict(os.environ)) as process:
+            try:
+                wait_until(name, lambda name=name: [w for w in ANSWERS if w in (tmp_path / name).read_text()], 120)
+            finally:
+                process.kill()
+        said[name] = (tmp_path / name).read_text()
+    assert "No SuperNode found with the given public key" in said["stranger"]
+    assert "SuperNode ID" not in said["stranger"]
+    assert "SuperNode ID" in said["site"]
+
+
+# What a site's policy refuses
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_the_policy_forbids_is_refused_before_its_code_is_loaded(federation: Federation) -> None:
+    (federation.kit / "sites/a/policy.toml").write_text('allow-methods = ["fedbn"]\n')
+    federation.start("sites/a")
+    wait_until("site a is connected", lambda: "SuperNode ID" in federation.log("sites/a", "supernode"), 240)
+    config = {"model": "mlp", "clients": 1, "rounds": 1, "local-steps": 1, "pictures": False, "evaluate-every": 1}
+    with pytest.raises(RuntimeError, match=r"allow-methods = fedbn, but the run's method is 'fedavg'"):
+        federation.run({**config, "method": "fedavg", "name": "forbidden"})
+    apps = federation.kit / "sites/a/state/flower/apps"
+    assert not list(apps.glob("*")), "its code was unpacked"
+    federation.run({**config, "method": "fedbn", "name": "allowed"})
+    assert list(apps.glob("*")), "control: an allowed one is"

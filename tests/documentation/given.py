@@ -1,0 +1,94 @@
+"""What a page's code finds there: ``<!-- given: NAME -->`` before its first block names one of ``GIVEN``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from safetensors.torch import save_file
+from torch import nn
+
+from fl_bn.flower import InProcessGrid
+from fl_bn.models import build
+from tests.documentation.pages import ROOT
+
+Names = dict[str, Any]
+After = Callable[[Names], None]
+
+
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def flower_quickstart() -> tuple[Names, After]:
+    """Flower's PyTorch quickstart: both apps, the network, the data and the training loop. Afterwards the apps run, for real."""
+    task = module(ROOT / "examples" / "quickstart_flower" / "after" / "task.py")
+
+    def data(context: Context) -> Any:
+        return task.load_data(context.node_config["partition-id"], context.node_config["num-partitions"])
+
+    def evaluation(model: nn.Module, msg: Message, context: Context) -> Message:
+        loss, accuracy = task.test(model, data(context)[1], "cpu")
+        metrics = MetricRecord({"loss": loss, "accuracy": accuracy, "num-examples": 360})
+        return Message(RecordDict({"metrics": metrics}), reply_to=msg)
+
+    trained: list[float] = []
+
+    def loop(model: nn.Module, loader: Any) -> float:
+        trained.append(task.train(model, loader, 1, 0.05, "cpu"))
+        return trained[-1]
+
+    names = {
+        "app": ClientApp(),
+        "server_app": ServerApp(),
+        "Net": task.Net,
+        "my_batches": lambda context: data(context)[0],
+        "my_training_loop": loop,
+        "my_evaluation": evaluation,
+    }
+
+    def run(names: Names) -> None:
+        config: Any = {}
+        names["server_app"](InProcessGrid(names["app"], 5, config), Context(1, 0, {}, RecordDict(), config))
+        assert len(trained) >= 5 * 5, "five clients train in every round"
+        assert trained[-1] < trained[0], "they learn"
+
+    return names, run
+
+
+def finished_run() -> tuple[Names, After]:
+    """A folder ``runs/first``, and the network that it was trained from."""
+    folder = Path("runs") / "first"
+    folder.mkdir(parents=True)
+    save_file(build("digits-cnn-small", classes=10, channels=3, image_size=20).state_dict(), str(folder / "model.safetensors"))
+    return {"net": build("digits-cnn-small", classes=10, channels=3, image_size=20)}, lambda names: None
+
+
+def numpy_client() -> tuple[Names, After]:
+    """Flower's older API: a client class with ``fit``."""
+    folder = str(ROOT / "examples" / "numpy_client")
+    sys.path.insert(0, folder)
+    try:
+        client = module(ROOT / "examples" / "numpy_client" / "client.py")
+    finally:
+        sys.path.remove(folder)
+    return {"app": ClientApp(), "make_client": client.make_client}, lambda names: None
+
+
+GIVEN: dict[str, Callable[[], tuple[Names, After]]] = {
+    "Flower's quickstart": flower_quickstart,
+    "a finished run": finished_run,
+    "a legacy NumPyClient": numpy_client,
+}

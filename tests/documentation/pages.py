@@ -1,0 +1,94 @@
+"""The Markdown pages of README and documentation site, and what is in them: code blocks, commands, links, sentences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+COPIED = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", *sorted(ROOT.glob("[be]*/README.md")))]
+PAGES = [ROOT / "README.md", *SITE, *COPIED, *sorted((ROOT / "deploy").rglob("*.md"))]
+"""All that the site has but for the tables of results."""
+GIVEN = re.compile(r"<!-- given: (.*?) -->")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block. ``language``: empty for an indented one, or a fence without; ``given``: what the comment before it says is there."""
+
+    text: str
+    language: str
+    line: int
+    fenced: bool
+    given: str = ""
+
+
+@cache
+def tokens(page: Path) -> list[Token]:
+    return MarkdownIt().enable("table").parse(page.read_text())
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    given = ""
+    for token in tokens(page):
+        if token.type == "html_block" and (found := GIVEN.search(token.content)):
+            given = found[1]
+        elif token.type in ("fence", "code_block"):
+            assert token.map is not None
+            yield Block(token.content, token.info.strip(), token.map[0] + 1, token.type == "fence", given)
+            given = ""
+
+
+def prose(page: Path) -> Iterator[str]:
+    """Paragraphs and list items as plain text, without code, links' targets, headings, tables and pictures."""
+    skipped = 0
+    for token in tokens(page):
+        if token.type in ("heading_open", "table_open"):
+            skipped += 1
+        elif token.type in ("heading_close", "table_close"):
+            skipped -= 1
+        elif token.type == "inline" and not skipped:
+            yield re.sub(r"\s+", " ", "".join(_plain(child) for child in token.children or [])).strip()
+
+
+def _plain(token: Token) -> str:
+    if token.type in ("softbreak", "hardbreak"):
+        return " "
+    return "" if token.type == "image" else token.content
+
+
+def inline_code(page: Path) -> Iterator[str]:
+    for token in tokens(page):
+        yield from (child.content for child in token.children or [] if child.type == "code_inline")
+
+
+def anchors(page: Path) -> set[str]:
+    """The ids that a repository's host and mkdocs give to the headings of a page."""
+    found, heading = set[str](), False
+    for token in tokens(page):
+        if heading:
+            text = "".join(child.content for child in token.children or [])
+            found.add(re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-"))
+        heading = token.type == "heading_open"
+    return found
+
+
+def links(page: Path) -> Iterator[str]:
+    """Targets of links and pictures."""
+    for token in tokens(page):
+        for child in token.children or []:
+            for key in ("href", "src"):
+                if isinstance(target := child.attrs.get(key), str):
+                    yield target

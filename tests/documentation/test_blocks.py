@@ -1,0 +1,119 @@
+"""Every code block of README and site: Python runs, page by page, top to bottom; TOML parses; shell commands exist, with their options."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fl_bn.methods import METHODS
+from tests.documentation.commands import CHECKS, Incomplete, check, commands
+from tests.documentation.given import GIVEN
+from tests.documentation.pages import PAGES, ROOT, SITE, blocks, inline_code, name
+
+LANGUAGES = {"python", "bash", "toml", "text"}
+SHELL = [page for page in PAGES if any(block.language in ("bash", "") for block in blocks(page))]
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of its own; methods that a page enters and random numbers that it draws are the page's."""
+    monkeypatch.chdir(tmp_path)
+    before = dict(METHODS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+    METHODS.clear()
+    METHODS.update(before)
+
+
+@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.language == "python" for block in blocks(page))], ids=name)
+def test_python_runs(page: Path) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    checks = []
+    for block in blocks(page):
+        if block.given:
+            given, after = GIVEN[block.given]()
+            names |= given
+            checks.append(after)
+        if block.language == "python":
+            exec(compile("\n" * block.line + block.text, str(page), "exec"), names)
+    for after in checks:
+        after(names)
+
+
+@pytest.mark.parametrize("page", SHELL, ids=name)
+def test_commands_exist(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "bash":
+            for words in commands(block.text):
+                check(words)
+        elif not block.language and not block.fenced:  # an indented block: a command where the line begins with one
+            for line in block.text.splitlines():
+                if line.strip().split(" ")[0] in CHECKS and line.count('"') % 2 == 0:
+                    for words in commands(line):
+                        check(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_in_the_text_exist(page: Path) -> None:
+    for code in inline_code(page):
+        if code.startswith("fl-bn ") and " | " not in code:
+            with contextlib.suppress(Incomplete):  # the text may name a command without all that it takes
+                check(shlex.split(code))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("fl-bn rum", "there is no command"),
+        ("fl-bn run --rounds 5", "No such option"),
+        ("fl-bn compare --seeds none", "not a valid integer"),
+        ("cd x && fl-bn recalibrate", "Missing"),
+        ("frobnicate", "no program"),
+        ("pip install -e '.[nothing]'", "no extra"),
+        ("pytest -m quick", "quick"),
+        ("python benchmarks/accuracy.py --quickly", "no option"),
+        ("python -m tests.nothing", "no module"),
+        ("flwr run . nowhere", "no federation"),
+    ],
+)
+def test_a_command_that_is_wrong_is_found(text: str, why: str) -> None:
+    *before, wrong = commands(text)
+    for words in before:
+        check(words)
+    with pytest.raises(AssertionError, match=why):
+        check(wrong)
+
+
+def test_a_run_config_that_is_wrong_is_found() -> None:
+    with pytest.raises(ValueError, match="metod"):
+        check(["fl-bn", "run", "--run-config", "metod='fbn'"])
+
+
+def test_a_command_goes_on_as_far_as_its_quotes() -> None:
+    text = 'X=1 fl-bn run --run-config "rounds=1\n    seed=2"  # twice\nfl-bn config\n'
+    assert list(commands(text)) == [["fl-bn", "run", "--run-config", "rounds=1\n    seed=2"], ["fl-bn", "config"]]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.language == "toml" for block in blocks(page))], ids=name)
+def test_toml_parses(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "toml":
+            tomllib.loads(block.text)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *SITE], ids=name)
+def test_every_block_says_its_language(page: Path) -> None:
+    assert [block.line for block in blocks(page) if block.fenced and block.language not in LANGUAGES] == []
+
+
+@pytest.mark.parametrize("page", [page for page in [ROOT / "README.md", *SITE] if page.name != "data.md"], ids=name)
+def test_commands_stand_in_fenced_blocks(page: Path) -> None:
+    assert [block.line for block in blocks(page) if not block.fenced] == []

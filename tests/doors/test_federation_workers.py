@@ -1,0 +1,143 @@
+"""Door 1 with its clients in worker processes: the bits of one after the other, whatever is defined where."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_bn import Federation, SeededBatches, methods
+from tests.doors.test_federation import CLIENTS, TEST, net
+
+ROOT = Path(__file__).parents[2]
+Make = Callable[[], list[Any]]
+
+
+def shuffled() -> list[Any]:
+    return [DataLoader(TensorDataset(*client), batch_size=16, shuffle=True) for client in CLIENTS]
+
+
+def with_generators() -> list[Any]:
+    """Of which each pass depends on those before."""
+    made = [torch.Generator().manual_seed(7 + i) for i in range(len(CLIENTS))]
+    return [DataLoader(TensorDataset(*c), batch_size=16, shuffle=True, generator=g) for c, g in zip(CLIENTS, made, strict=True)]
+
+
+def seeded() -> list[Any]:
+    return [SeededBatches(*client, 16) for client in CLIENTS]
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(*net()[:3], nn.Dropout(0.3), net()[3])
+
+
+def trained(method: str, loaders: Make, workers: int, seed: int = 0) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """The networks of server and clients at the end, and the records but for the time that rounds took."""
+    torch.manual_seed(workers)  # what this process draws itself decides nothing
+    optimizer = partial(SGD, lr=0.05, momentum=0.9)
+    fed = Federation(
+        with_dropout(), methods.METHODS[method](), loaders(), optimizer=optimizer, test=TEST, seed=seed, workers=workers, progress=False
+    )
+    records = [{**vars(record), "seconds": 0.0} for record in fed.run(3)]
+    models = {"server": fed.model, **{f"client {i}": fed.client_model(i) for i in range(3)}}
+    return {f"{who} {name}": t for who, model in models.items() for name, t in model.state_dict().items()}, records
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+@pytest.mark.parametrize(
+    ("method", "loaders"),
+    [("fbn", seeded), ("fedbn", shuffled), ("hbn", shuffled), ("fixbn", with_generators), ("hbn", with_generators), ("fedtan", seeded)],
+)
+def test_workers_give_the_bits_of_one_after_the_other(method: str, loaders: Make) -> None:
+    (one, records), (two, again) = (trained(method, loaders, workers) for workers in (1, 2))
+    assert differing(one, two) == []
+    if method != "fedtan":  # whose records say how long clients waited
+        assert repr(records) == repr(again)
+    assert differing(one, trained(method, loaders, 1, seed=1)[0])  # control
+
+
+class Fails:
+    """Batches that cannot be read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise OSError("the disk is gone")
+
+
+def test_what_a_client_raises_is_raised_here_with_its_name() -> None:
+    fed = Federation(net(), methods.fixbn(), [*seeded()[:2], Fails()], workers=2, progress=False)
+    with pytest.raises(OSError, match="the disk is gone") as told:
+        list(fed.run(1))
+    assert told.value.__notes__ == ["in the worker process of client 2"]
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from fl_bn import Federation, Task, methods
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+    def forward(self, x):
+        return self.head(self.norm(x))
+
+scale = 2.0
+
+class Smooth(Task):
+    name, metric, higher_is_better = "smooth", "error", False
+    def loss(self, output, targets):
+        return scale * F.cross_entropy(output, targets, label_smoothing=0.1)
+    def sums(self, output, targets):
+        return {"error": (output.argmax(1) != targets).sum(), "samples": len(targets)}
+    def metrics(self, sums):
+        return {"error": float(sums["error"] / sums["samples"])}
+
+class Batches:
+    def __init__(self, client):
+        self.client = client
+    def __iter__(self):
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(self.client))
+        return iter([(x, (x[:, 0] > 0).long())] * 2)
+
+def final(workers):
+    torch.manual_seed(0)
+    slower = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    fed = Federation(Mine(), methods.fbn(), [Batches(i) for i in range(3)], task=Smooth(), optimizer=optimizer, scheduler=slower,
+                     workers=workers, progress=False)
+    list(fed.run(2))
+    return fed.model.state_dict()
+
+one, two = final(1), final(2)
+print("same bits:", all(torch.equal(one[name], two[name]) for name in one))
+"""
+
+
+def test_what_a_script_or_a_notebook_defines_works_without_a_guard(tmp_path: Path) -> None:
+    """Network, task, loaders and lambdas of ``__main__``, which another process cannot import."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.stdout.splitlines() == ["same bits: True"], ran.stderr[-3000:]
+
+
+def test_wrong_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="workers must be 0..1024"):
+        Federation(net(), methods.fixbn(), seeded(), workers=-1)
+    with pytest.raises(ValueError, match="1 with engine='vectorised'"):
+        Federation(net(), methods.fixbn(), seeded(), workers=2, engine="vectorised")

@@ -1,0 +1,142 @@
+"""What a run prints on a terminal and in a pipe, what Ctrl-C leaves, and that ``fl-bn resume`` goes on from there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fl_bn.cli.main import app
+from fl_bn.run.config import RunConfig
+from tests.experiment.terminal import in_a_pipe, lines, on_a_terminal
+from tests.integration.runs import TINY, bits, differences
+
+ROUNDS = 40
+SHORT = re.compile(r"\d\d:\d\d:\d\d \[round (\d+)/3\] 3/3 clients  loss \d+\.\d{4}(  accuracy \d+\.\d%)?(  min \d+\.\d%)?  \d+\.\d s")
+
+
+def run_config(folder: Path, name: str, **changes: object) -> str:
+    values = {**TINY, "output": str(folder), "name": name, **{key.replace("_", "-"): value for key, value in changes.items()}}
+    return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else repr(value)}" for key, value in values.items())
+
+
+def test_a_pipe_gets_a_short_line_per_round_and_the_log_file_the_long_one(tmp_path: Path) -> None:
+    status, said = in_a_pipe("run", "--run-config", run_config(tmp_path, "run", method="hbn"))
+    assert status == 0, said
+    assert "\x1b" not in said
+    rounds = [line for line in said.splitlines() if "[round" in line]
+    assert [SHORT.fullmatch(line)[1] for line in rounds] == ["1", "2", "3"]  # type: ignore[index]
+    assert ["accuracy" in line for line in rounds] == [False, True, True]
+    assert max(map(len, said.splitlines())) < 140 or str(tmp_path) in max(said.splitlines(), key=len)
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert log.count("| normalisation: hbn train, 2 ") == 3
+    assert log.splitlines()[-1].endswith(f"results: {tmp_path / 'run'}")
+
+
+def test_verbose_prints_the_long_lines(tmp_path: Path) -> None:
+    status, said = in_a_pipe("run", "--verbose", "--run-config", run_config(tmp_path, "run", method="fixbn"))
+    assert status == 0, said
+    found = re.findall(r"INFO .*\[round (\d)/3\] 3/3 clients, lr .*\| normalisation: fixbn .* sd \(", said)
+    assert found == ["1", "2", "3"]
+
+
+def test_a_terminal_shows_one_bar_and_warnings_above_it(tmp_path: Path) -> None:
+    wild = run_config(tmp_path, "run", method="fedavg", learning_rate=300.0, learning_rate_schedule="constant", clip="none")
+    status, came = on_a_terminal("run", "--run-config", wild)
+    assert status == 0, came
+    assert "\x1b[" in came
+    seen = lines(came)
+    assert not any("[round" in line for line in seen)
+    (bar,) = [place for place, line in enumerate(seen) if "━" in line]
+    assert re.search(r"━ round 3/3  loss \S+  accuracy \d+\.\d% 0:00:00 left$", seen[bar]), seen
+    warnings = [place for place, line in enumerate(seen) if "WARNING: round" in line]
+    assert warnings
+    assert max(warnings) < bar
+    assert any("0:00:0" in part and "left" in part for part in came.split("round 1/3"))  # while it ran, too
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run that was sent SIGINT after the line of its seventh round, and what it said."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    long = run_config(folder, "run", method="fedbn", rounds=ROUNDS, pictures=True)
+    status, said = in_a_pipe("run", "--run-config", long, interrupt_at=f"[round 7/{ROUNDS}]")
+    assert status == 130, said
+    assert "Traceback" not in said
+    return folder / "run", said
+
+
+def test_ctrl_c_leaves_a_folder_and_says_how_to_go_on(interrupted: tuple[Path, str]) -> None:
+    path, said = interrupted
+    done = len((path / "rounds.jsonl").read_text().splitlines())
+    assert 6 <= done < ROUNDS  # its line is printed before it is written
+    assert f"interrupted after round {done} of {ROUNDS}. Go on from round {done // 5 * 5}: fl-bn resume {path}" in said
+    assert f"**The run was interrupted** after {done} of {ROUNDS} rounds." in (path / "summary.md").read_text()
+    for file in ("accuracy.png", "model.safetensors", "rounds.csv", "run.log", "disclosure.csv"):
+        assert (path / file).stat().st_size > 0
+
+
+def test_the_resumed_run_has_the_bits_of_one_that_nobody_interrupted(interrupted: tuple[Path, str], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(interrupted[0], tmp_path / "run"))
+    early = bits(path)
+    status, said = in_a_pipe("resume", str(path))
+    assert status == 0, said
+    assert f"[round {ROUNDS}/{ROUNDS}] 3/3 clients" in said
+    assert "[round 1/" not in said
+    result = CliRunner().invoke(app, ["run", "--run-config", run_config(tmp_path, "whole", method="fedbn", rounds=ROUNDS)])
+    assert result.exit_code == 0, result.output
+    whole = bits(tmp_path / "whole")
+    assert differences(whole, bits(path)) == []
+    assert differences(whole, early) != []  # control
+    assert "Interrupted" not in (path / "summary.md").read_text()
+    again = CliRunner().invoke(app, ["resume", str(path)])
+    assert again.exit_code == 2
+    assert f"is finished: all of its {ROUNDS} rounds are done" in " ".join(again.output.split())
+
+
+def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
+    status, came = on_a_terminal("run", "--run-config", run_config(tmp_path, "run", rounds=ROUNDS), type_at=f"round 2/{ROUNDS}")
+    assert status == 130, came
+    seen = lines(came)
+    assert any("interrupted after round" in line and "the first checkpoint would be after round 5" in line for line in seen), seen
+    assert not any("Traceback" in line for line in seen)
+    assert "\x1b[?25h" in came  # the cursor is back
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("nothing", "is no run's folder: its config.toml cannot be read"),
+        ("no checkpoint", "has no checkpoint: unfinished runs with checkpoints in"),
+        ("version", "was made by fl-bn 0.0.7, and this is "),
+        ("unknown key", "unknown config key 'from-tomorrow'"),
+        ("sites", "is a run of deployed sites: fl-bn resume SERVER run, SERVER being the server's folder"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(wrong: str, message: str, interrupted: tuple[Path, str], tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    if wrong == "nothing":
+        path.mkdir()
+    else:
+        shutil.copytree(interrupted[0], path)
+    if wrong == "no checkpoint":
+        shutil.rmtree(path / "checkpoints")
+    elif wrong == "version":
+        environment = json.loads((path / "environment.json").read_text())
+        environment["packages"]["fl-bn"] = "0.0.7"
+        (path / "environment.json").write_text(json.dumps(environment))
+    elif wrong == "unknown key":
+        with (path / "config.toml").open("a") as file:
+            file.write("from-tomorrow = 1\n")
+    elif wrong == "sites":
+        sites = RunConfig.from_mapping({"dataset": "sites", "classes": 10, "channels": 1, "image-size": 8, "checkpoint-every": 5})
+        from fl_bn.run.run_directory import to_toml
+
+        (path / "config.toml").write_text(to_toml(sites.to_mapping()))
+    result = CliRunner().invoke(app, ["resume", str(path)])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

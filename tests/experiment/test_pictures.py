@@ -1,0 +1,219 @@
+"""Pictures of runs: colours that everybody can tell apart, labels for every line, and any runs in one picture."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from typer.testing import CliRunner
+
+from fl_bn.cli.main import app
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.record import ClientRecord, RoundRecord
+from fl_bn.run.config import RunConfig
+from fl_bn.run.palette import COLOURS, SHADES, on
+from fl_bn.run.pictures import draw_heat_maps, draw_labels, draw_run, lines, which_end
+from fl_bn.run.run_directory import to_toml
+
+SEEN_BY = {  # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB
+    "everybody": np.eye(3),
+    "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+    "deuteranopia": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+}
+TAB10 = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
+
+
+def lab(colour: str, matrix: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* (D65) of a colour as it is seen."""
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(matrix @ linear, 0, 1)
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ seen / [0.9505, 1, 1.089]
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def least(colours: tuple[str, ...], matrix: np.ndarray) -> float:
+    found = [lab(colour, matrix) for colour in colours]
+    return min(float(np.linalg.norm(a - b)) for n, a in enumerate(found) for b in found[n + 1 :])
+
+
+@pytest.mark.parametrize("eyes", SEEN_BY)
+def test_everybody_can_tell_the_first_six_colours_apart(eyes: str) -> None:
+    assert least(COLOURS[:6], SEEN_BY[eyes]) > 15
+
+
+def test_matplotlibs_own_colours_could_not_be_told_apart() -> None:
+    """Negative control."""
+    assert least(TAB10, SEEN_BY["everybody"]) > 15
+    assert min(least(TAB10, SEEN_BY[eyes]) for eyes in ("protanopia", "deuteranopia")) < 15
+
+
+def test_text_on_a_colour_is_black_or_white() -> None:
+    assert [on(rgb) for rgb in ((1, 1, 1), (0, 0, 0), (1, 1, 0), (0, 0, 0.8))] == ["black", "white", "black", "white"]
+    assert len(set(SHADES)) == 10
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Figure]]:
+    """The figures that were saved."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(self: Figure, *args: object, **options: object) -> None:
+        save(self, *args, **options)  # type: ignore[arg-type]
+        figures.append(self)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    yield figures
+    plt.close("all")
+
+
+def record(round: int, rate: float, phase: str = "train") -> RoundRecord:
+    made = RoundRecord(round, phase, rate, [ClientRecord(0, 10, 2, 1.0 / round)], Drift(0.5 / round, "norm", 0.1, 1.0), aggregated=True)
+    made.evaluation = {"accuracy": 0.1 * round}
+    return made
+
+
+def texts(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_every_line_and_area_of_a_run_says_what_it_is(drawn: list[Figure], tmp_path: Path) -> None:
+    records = [*(record(n, 0.1) for n in (1, 2, 3)), *(record(n, 0.01, "frozen") for n in (4, 5, 6))]
+    draw_run(RunConfig(), records, tmp_path / "accuracy.png")
+    (figure,) = drawn
+    top, *others = figure.axes
+    assert [axes.get_ylabel().replace("\n", " ") for axes in figure.axes] == [
+        "test accuracy (%)", "training loss (clients)", "largest drift of a mean (sd)", "smallest variance"
+    ]  # fmt: skip
+    assert texts(top) == ["60.0 %", "learning rate 0.01", "grey: statistics frozen"]
+    places = [axes.get_position().bounds[:2] for axes in figure.axes]
+    assert len({round(y, 3) for _, y in places}) == 4  # no axes upon others
+    boxes = [text.get_window_extent() for text in top.texts[1:]]
+    assert not boxes[0].overlaps(boxes[1])
+    draw_run(RunConfig(), [record(n, 0.1) for n in (1, 2, 3)], tmp_path / "plain.png")  # control
+    assert texts(drawn[-1].axes[0]) == ["30.0 %"]
+
+
+def test_labels_are_bars_one_upon_the_other(drawn: list[Figure], tmp_path: Path) -> None:
+    draw_labels({0: (3, 0, 5), 1: (0, 0, 2)}, RunConfig(), tmp_path / "labels.png")
+    (axes,) = drawn[0].axes
+    bars = [(bar.get_y(), bar.get_height()) for container in axes.containers for bar in container]  # type: ignore[attr-defined]
+    assert bars == [(0, 3), (0, 0), (3, 0), (0, 0), (3, 5), (0, 2)]  # class by class, client by client
+    assert texts(axes) == ["0", "2", "2"]
+    many = np.eye(40, dtype=int) * 7
+    draw_labels({i: tuple(map(int, row)) for i, row in enumerate(many)}, RunConfig(), tmp_path / "many.png")
+    assert [axes.get_ylabel() for axes in drawn[1].axes] == ["training samples", "class"]  # a scale of colours
+
+
+@pytest.mark.parametrize(
+    ("partition", "values", "said"),
+    [
+        ("similarity", (1.0, 0.1, 0.0), "IID ← similarity → far from IID"),
+        ("similarity", (0.0, 1.0), "far from IID ← similarity → IID"),
+        ("dirichlet", (10.0, 0.1), "IID ← concentration → far from IID"),
+        ("classes", (1.0, 5.0), "far from IID ← classes per client → IID"),
+        ("iid", (0.0, 1.0), "heterogeneity"),
+        ("dirichlet", (0.1,), "concentration"),
+    ],
+)
+def test_a_map_says_which_end_is_iid(partition: str, values: tuple[float, ...], said: str, drawn: list[Figure], tmp_path: Path) -> None:
+    assert which_end(partition, values) == said
+    map = np.full((2, len(values)), 50.0)
+    draw_heat_maps({"fbn": map}, ["mean", "median"], [str(v) for v in values], "title", tmp_path / "heat.png", said)
+    assert drawn[0].axes[0].get_xlabel() == said
+
+
+def made_run(folder: Path, name: str, method: str, seed: int, values: list[float], **changes: object) -> Path:
+    run = folder / name
+    run.mkdir(parents=True)
+    config = RunConfig.from_mapping({"method": method, "seed": seed, **{k.replace("_", "-"): v for k, v in changes.items()}})
+    (run / "config.toml").write_text(to_toml(config.to_mapping()))
+    lines = [{"round": 2 * n, "accuracy": value} for n, value in enumerate(values, 1)] + [{"round": 1, "accuracy": None}]
+    (run / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_any_runs_in_one_picture(drawn: list[Figure], tmp_path: Path) -> None:
+    made_run(tmp_path / "sweep", "a", "fbn", 0, [0.2, 0.4])
+    made_run(tmp_path / "sweep", "b", "fbn", 1, [0.4, 0.8, 0.9])  # is a round ahead
+    alone = made_run(tmp_path, "c", "fedavg", 0, [0.1, 0.3])
+    picture = tmp_path / "pictures" / "all.png"
+    result = CliRunner().invoke(app, ["plot", str(tmp_path / "sweep"), str(alone), "--output", str(picture)])
+    assert result.exit_code == 0, result.output
+    assert "fbn (2 seeds), fedavg (1 run)" in result.output
+    assert picture.exists()
+    (axes,) = drawn[0].axes
+    assert [list(np.asarray(line.get_ydata())) for line in axes.lines] == [pytest.approx([30, 60]), pytest.approx([10, 30])]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["fbn  60.0 ± 28.3", "fedavg  30.0"]
+    assert axes.get_title() == "digits, digits-cnn-small, 10 clients, 1 class each"
+
+
+def test_runs_are_named_by_what_they_differ_in_or_by_their_folders(drawn: list[Figure], tmp_path: Path) -> None:
+    runs = [made_run(tmp_path, "a", "fbn", 0, [0.2]), made_run(tmp_path, "b", "fbn", 0, [0.3], batch_size=8)]
+    assert "fbn, batch-size=16 (1 run), fbn, batch-size=8 (1 run)" in CliRunner().invoke(
+        app, ["plot", *map(str, runs), "--output", str(tmp_path / "x.png")]
+    ).output.replace("\n", " ")
+    again = [runs[0], made_run(tmp_path, "c", "fbn", 0, [0.2])]
+    assert "a (1 run), c (1 run)" in CliRunner().invoke(app, ["plot", *map(str, again), "--output", str(tmp_path / "y.png")]).output
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = CliRunner().invoke(app, ["plot", str(tmp_path / "empty")])
+    assert result.exit_code == 2
+    assert "has no run: expected runs/NAME" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, ["plot", str(made_run(tmp_path, "young", "fbn", 0, []))])
+    assert result.exit_code == 2
+    assert "has no evaluated round yet" in " ".join(result.output.split())
+
+
+def test_runs_of_a_task_of_ones_own_are_drawn_from_the_folder_of_its_module(
+    drawn: list[Figure], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made_run(tmp_path, "own", "fbn", 0, [0.2, 0.4], task="my_smooth_task:Smooth")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    command = ["plot", str(run), "--output", str(tmp_path / "own.png")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "there is no module 'my_smooth_task'" in " ".join(result.output.split())
+    (tmp_path / "my_smooth_task.py").write_text("from fl_bn import Classification\n\nclass Smooth(Classification):\n    pass\n")
+    importlib.invalidate_caches()
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert [list(np.asarray(line.get_ydata())) for line in drawn[0].axes[0].lines] == [pytest.approx([20, 40])]
+
+
+def test_plot_calls_nothing_of_an_installed_package(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plot", str(made_run(tmp_path, "bad", "fbn", 0, [0.2], task="os:getcwd"))])
+    assert result.exit_code == 2
+    assert "os is Python's own" in " ".join(result.output.split())
+
+
+def test_titles_break_into_lines_of_about_one_length() -> None:
+    title = (
+        "CIFAR-10 subset (12,000 / 2,000), Simple-CNN, 5 clients, 2 classes each, "
+        "60 rounds of 10 local steps, batches of 32, learning rate 0.02"
+    )
+    made = lines(title, 66).splitlines()
+    assert " ".join(made) == title
+    assert len(made) == len(textwrap.wrap(title, 66))
+    assert max(map(len, made)) <= 66
+    assert min(map(len, made)) > 0.8 * max(map(len, made))
+    filled = textwrap.wrap(title, 66)  # the control: lines filled one after the other leave a rest
+    assert min(map(len, filled)) < 0.8 * max(map(len, filled))
+    assert lines("short", 66) == "short"
+    assert lines("", 66) == ""

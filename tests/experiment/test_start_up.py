@@ -1,0 +1,63 @@
+"""What a command imports: the CLI neither torch nor Flower; a run nothing that its rounds do not need: no compiler for its optimizer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from fl_bn.federation import eager
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "flwr", "ray", "numpy", "scipy", "sklearn", "matplotlib", "torchvision", "pandas")
+ROUND_1 = "rounds=1 dataset='digits' model='mlp' clients=2 local-steps=1 output='' momentum=0.9"
+
+
+def loaded(program: str, names: tuple[str, ...]) -> list[str]:
+    """Which modules of ``names`` a fresh interpreter has loaded after ``program``."""
+    ask = f"{program}\nimport json, sys\nprint(json.dumps([name for name in {names!r} if name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True, check=True, timeout=200)
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_command_line_imports_neither_torch_nor_flower() -> None:
+    assert loaded("import fl_bn.cli.main", HEAVY) == []
+    assert loaded("import torch", HEAVY)[:1] == ["torch"]  # control
+
+
+def test_a_run_imports_nothing_that_its_rounds_do_not_need() -> None:
+    unneeded = ("torch._dynamo", "sklearn", "matplotlib", "ray", "torchvision", "pandas", "scipy.stats", "tensorboard")
+    run = f"from fl_bn.cli.main import run\nrun({ROUND_1!r})"
+    assert loaded(run, (*unneeded, "fl_bn.flower")) == ["fl_bn.flower"]
+
+
+MAKERS: list[tuple[Callable[..., Any], Callable[..., Any], dict[str, float]]] = [
+    (eager.SGD, optim.SGD, {"lr": 0.1}),
+    (eager.SGD, optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),
+    (eager.Adam, optim.Adam, {"lr": 0.01, "weight_decay": 1e-3}),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
+def test_eager_optimizers_give_torchs_bits(ours: Callable[..., Any], theirs: Callable[..., Any], options: dict[str, float]) -> None:
+    def trained(make: Callable[..., Any], **more: float) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(7, 3)
+        optimizer = make(model.parameters(), **{**options, **more})
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 7)).square().sum().backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(trained(ours), trained(theirs))
+    assert not torch.equal(trained(ours), trained(theirs, lr=options["lr"] * 1.01))  # control
+    assert isinstance(ours([nn.Parameter(torch.zeros(1))]), theirs)  # type: ignore[arg-type]

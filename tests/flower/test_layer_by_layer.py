@@ -1,0 +1,316 @@
+"""A statistics-only exchange layer by layer: one message, the bits of as many passes as layers, and passes where it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_bn import Federation
+from fl_bn.data.dataset import to_input
+from fl_bn.exchange.session import Session
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.aggregation import running_statistics
+from fl_bn.federation.defence import Defence
+from fl_bn.federation.local import Samples
+from fl_bn.federation.recalibration import recalibrate
+from fl_bn.flower.carriers import GrpcCarrier
+from fl_bn.flower.exchanges import Exchanges
+from fl_bn.flower.population import Client
+from fl_bn.methods import METHODS
+from fl_bn.roles import batch_norms
+from tests.federation import random_samples, union
+from tests.hostile.test_layers_used_twice import Siamese
+from tests.in_process import Run, WatchedGrid, client_app, identical, run
+from tests.training.test_recalibration import EXACT, LAYERS, network, off, reference
+
+Clients = Callable[..., list[Samples]]
+SHARING = ["fedavg", "fixbn", "hbn", "fbn", "fedtan", "static-bn"]
+BY_PASSES = "Statistics are measured by passes instead"
+
+
+@pytest.fixture
+def clients(tiny_clients: Clients) -> list[Samples]:
+    return tiny_clients((6, 4, 9))
+
+
+def calibrated(
+    how: str, clients: Sequence[Samples], model: nn.Module, method: str = "fedavg", policy: dict[str, Any] | None = None, **options: Any
+) -> Run:
+    rules = {"calibrate": -1, "recalibration": how, **(policy or {})}
+    return run(METHODS[method](), clients, 0, model=model, policy=rules, **options)
+
+
+def statistics(ran: Run) -> dict[str, np.ndarray]:
+    return {name: array for name, array in ran.trajectory[max(ran.trajectory)].items() if "running" in name}
+
+
+def messages(ran: Run) -> int:
+    """Statistics-only messages per client."""
+    return [m.metadata.message_type for m in ran.grid.sent].count("query.statistics") // len(ran.grid.states())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("method", SHARING)
+def test_one_message_finds_the_bits_of_a_pass_per_layer(method: str, name: str, clients: list[Samples]) -> None:
+    large = [*clients, random_samples(700, seed=9)]  # measured in several batches: what travels is rounded
+    alone = network(name, torch.float32)
+    recalibrate(alone, large)
+    ran = calibrated("auto", large, network(name, torch.float32), method)
+    found, wanted = running_statistics(ran.strategy.shared.model), running_statistics(alone)
+    assert all(torch.equal(found[k].mean, wanted[k].mean) and torch.equal(found[k].var, wanted[k].var) for k in wanted)
+    assert messages(ran) == 1
+    passes = calibrated("passes", large, network(name, torch.float32), method)
+    assert identical(statistics(ran), statistics(passes))
+    assert messages(passes) == LAYERS[name] if name == "chain" else 1 < messages(passes) <= LAYERS[name]
+    fewer = calibrated("auto", clients, network(name, torch.float32), method)
+    assert not identical(statistics(ran), statistics(fewer))  # control
+
+
+@pytest.mark.parametrize("memory", [2**30, 0], ids=["kept", "repeated"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_has_the_unions_statistics_in_float64(name: str, memory: int, clients: list[Samples]) -> None:
+    ran = calibrated("exchange", clients, network(name), policy={"memory": memory})
+    true = reference(network(name), union(clients))
+    assert messages(ran) == 1
+    assert max(off(running_statistics(ran.strategy.shared.model), true).values()) < EXACT
+    assert min(off(running_statistics(network(name)), true).values()) > 1e-2  # control: as it came
+    one = calibrated("passes", clients, network(name), policy={"calibrate": 1})
+    assert max(off(running_statistics(one.strategy.shared.model), true).values()) > 1e-4  # control: one pass
+
+
+def test_it_is_recorded_as_a_pass_with_its_exchanges(clients: list[Samples]) -> None:
+    ran = calibrated("auto", clients, network("chain", torch.float32))
+    (only,), last = ran.strategy.statistics.outcomes, ran.records[-1]
+    assert (only.exchanges, only.clients, last.exchanges, last.carrier) == (4, 3, 4, "local")
+    floats = 2 * (4 + 6 + 5 + 7)
+    assert last.bytes_up == {"moments": 4 * floats + 4 * 8, "exchange": 4 * floats}
+    assert last.bytes_down["exchange"] == 4 * floats
+    assert [(c.exchanges, c.bytes_up) for c in last.clients] == [(4, sum(last.bytes_up.values()))] * 3
+
+
+def test_fewer_passes_than_layers_are_what_was_asked_for(clients: list[Samples]) -> None:
+    assert messages(calibrated("auto", clients, network("chain"), policy={"calibrate": 3})) == 3
+    assert messages(calibrated("auto", clients, network("chain"), policy={"calibrate": 4})) == 1
+
+
+@pytest.mark.parametrize("sizes", [(6, 4, 9, 5, 8), (6, 4, 9, 5, 8, 3)], ids=["odd", "even"])
+@pytest.mark.parametrize("rule", ["median", "trimmed-mean", "nnm+median"])
+def test_a_robust_rule_pools_every_layer(rule: str, sizes: tuple[int, ...], tiny_clients: Clients) -> None:
+    clients = tiny_clients(sizes)
+    robust = {how: calibrated(how, clients, network("resnet"), defence=Defence(1, rule)) for how in ("auto", "passes")}
+    assert messages(robust["auto"]) == 1
+    assert identical(statistics(robust["auto"]), statistics(robust["passes"]))
+    assert not identical(statistics(robust["auto"]), statistics(calibrated("auto", clients, network("resnet"))))  # control
+
+
+# where passes take its place
+
+
+class Idle(nn.Module):
+    """Has a layer that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.idle = network("resnet", torch.float32), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.inner(x))
+
+
+class Bright(nn.Module):
+    """A layer that runs for bright images alone: not for every client."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = network("resnet", torch.float32), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.inner(self.own(x) if x.mean() > -0.5 else x))
+
+
+def test_a_layer_that_runs_nowhere_keeps_its_statistics(clients: list[Samples]) -> None:
+    ran = calibrated("auto", clients, Idle())
+    assert messages(ran) == 1
+    assert identical(statistics(ran), statistics(calibrated("passes", clients, Idle())))
+    assert (statistics(ran)["idle.running_mean"] == 0).all()
+    assert not identical(statistics(ran), statistics(calibrated("passes", clients, Idle(), policy={"calibrate": 1})))  # control
+
+
+@pytest.mark.parametrize("model", [Siamese, Bright])
+def test_where_the_layers_have_no_common_order_there_are_passes(
+    model: Callable[[], nn.Module], clients: list[Samples], log: pytest.LogCaptureFixture
+) -> None:
+    """A layer used twice; a layer that some clients do not run."""
+    torch.manual_seed(0)
+    made = model()
+    ran = calibrated("auto", clients, made)
+    assert BY_PASSES in log.text
+    assert ("uses BatchNorm layer 'norm' more than once" in log.text) is (model is Siamese)
+    passes = calibrated("passes", clients, made)
+    assert messages(ran) == messages(passes) + 1  # the first one failed
+    assert identical(statistics(ran), statistics(passes))
+    assert not identical(statistics(ran), statistics(calibrated("passes", clients[:2], made)))  # control
+
+
+class Heavy(nn.Module):
+    """Fails in its second layer for ``size`` images at once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.inner, self.size = network("chain", torch.float32), size
+        self.inner[3].register_forward_pre_hook(self.fail)  # type: ignore[index,operator,union-attr]
+
+    def fail(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if len(args[0]) == self.size:
+            raise MemoryError("too large")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.inner(x))
+
+
+@pytest.mark.parametrize("moment", ["before", "within"])
+def test_a_client_that_drops_is_missing_as_in_passes(moment: str, clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    def disturb(client: int, what: str) -> None:
+        if client == 1 and moment == "before":
+            raise OSError("the disk is full")
+
+    def model(size: int) -> nn.Module:
+        return network("chain", torch.float32) if moment == "before" else Heavy(size)
+
+    def of(how: str, who: list[Samples], lost: bool) -> Run:
+        made = model(4 if lost else 0)
+        app = client_app(METHODS["fedavg"](), who, disturb=disturb if lost else lambda client, what: None, model=made)
+        return calibrated(how, who, made, grid=WatchedGrid(app, len(who)))
+
+    ran = of("auto", clients, True)
+    assert "The exchange is given up" in log.text
+    assert "the exchange layer by layer went without client 0: " in log.text or "without client 1: " in log.text
+    assert BY_PASSES in log.text
+    assert {one.clients for one in ran.strategy.statistics.outcomes} == {2}
+    assert identical(statistics(ran), statistics(of("passes", clients, True)))
+    others = of("auto", [clients[0], clients[2]], False)
+    assert identical(statistics(ran), statistics(others))
+    assert messages(others) == 1
+    assert not identical(statistics(ran), statistics(of("auto", clients, False)))  # control
+
+
+def test_a_client_without_samples_is_not_asked(clients: list[Samples]) -> None:
+    nobody = Samples(clients[0].x[:0], clients[0].y[:0])
+    ran = calibrated("auto", [*clients, nobody], network("chain", torch.float32))
+    assert [m.metadata.message_type for m in ran.grid.sent].count("query.statistics") == 3
+    assert [c.refused for c in ran.records[-1].clients] == ["", "", "", "it has no samples"]
+    assert identical(statistics(ran), statistics(calibrated("passes", clients, network("chain", torch.float32))))
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"exchange": ExchangeSettings("replay")}, "exchange='replay' takes a message per layer, as passes do"),
+        ({"exchange": ExchangeSettings("grpc")}, "exchange='grpc' does not work in one process"),
+        ({"recalibration": "passes"}, ""),
+    ],
+)
+def test_who_cannot_meet_makes_passes(policy: dict[str, Any], said: str, clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    ran = calibrated("auto", clients, network("chain", torch.float32), policy=policy)
+    assert messages(ran) == 4
+    assert (BY_PASSES in log.text) is bool(said)
+    assert said in log.text
+    assert identical(statistics(ran), statistics(calibrated("auto", clients, network("chain", torch.float32))))
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MOST", 2), ("MOST_BYTES", 3000)])
+def test_too_many_clients_for_one_process_make_passes(
+    limit: str, value: int, clients: list[Samples], log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"fl_bn.exchange.local.{limit}", value)
+    assert messages(calibrated("auto", clients, network("chain", torch.float32))) == 4
+    assert f"are too many to be in one process at once. {BY_PASSES}" in log.text
+
+
+# before evaluations, and in plain torch
+
+
+def test_an_exact_evaluation_costs_one_message_and_the_bits_are_the_same(clients: list[Samples]) -> None:
+    method, both = METHODS["hbn"](evaluate="exact"), {}
+    for how in ("auto", "passes"):
+        both[how] = run(method, clients, 3, model=network("resnet", torch.float32), policy={"recalibration": how})
+    assert messages(both["auto"]) == 3
+    assert messages(both["passes"]) > 9
+    assert all(identical(both["auto"].trajectory[round], both["passes"].trajectory[round]) for round in (1, 2, 3))
+    assert not identical(both["auto"].trajectory[1], both["auto"].trajectory[2])  # control
+
+
+class Counted(nn.Module):
+    """Counts the samples that pass."""
+
+    samples = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network("chain", torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            Counted.samples += len(x)
+        return torch.as_tensor(self.inner(x))
+
+
+def test_a_federation_in_plain_torch_makes_one_forward_pass(clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaders = [[(to_input(c.x, torch.float32), c.y)] for c in clients]
+    found, samples = [], sum(map(len, clients))
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr("fl_bn.exchange.local.MOST", 2)
+        torch.manual_seed(0)
+        Counted.samples = 0
+        federation = Federation(Counted(), METHODS["static-bn"](), loaders, calibrate=0, progress=False)
+        list(federation.run(1))
+        # to take part in an exchange a client looks at its network first, with two samples
+        assert Counted.samples == (samples + 2 * len(clients) if together else 4 * samples)
+        found.append({name: t.numpy() for name, t in federation.model.state_dict().items() if "running" in name})
+        assert len(found[-1]) == 2 * len(batch_norms(federation.model))
+    assert identical(found[0], found[1])
+
+
+def test_a_federation_whose_layers_have_no_order_makes_passes(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    loaders = [[(to_input(c.x, torch.float32), c.y)] for c in clients]
+    for model in (Siamese(), Bright()):
+        list(Federation(model, METHODS["static-bn"](), loaders, calibrate=0, progress=False).run(1))
+    assert "uses BatchNorm layer 'norm' more than once" in log.text
+    assert log.text.count(BY_PASSES) >= 1
+
+
+def test_a_simulation_makes_passes_unless_it_is_told_to_try() -> None:
+    InMemoryGrid = type("InMemoryGrid", (), {})  # the name of Flower's
+    grid, clients = InMemoryGrid(), [Client(index, index + 1, 4) for index in range(2)]
+    exchanges = Exchanges(ExchangeSettings(), network("chain"))
+    try:
+        carrier, problem = exchanges._meeting(grid, clients, simulated=False)
+        assert carrier is None
+        assert problem == "a simulation may not have all clients at once (recalibration='exchange' tries)"
+        carrier, problem = exchanges._meeting(grid, clients, simulated=True)
+        assert isinstance(carrier, GrpcCarrier)
+        assert problem == ""
+    finally:
+        exchanges.stop()
+
+
+@pytest.mark.parametrize(
+    ("dropped", "lasting"),
+    [
+        ({1: "did not join within 30 s"}, True),
+        ({1: "code 2: ExchangeFailed: the exchange at site:9095 failed: UNAVAILABLE"}, True),
+        ({1: "code 2: OSError: the disk is full"}, False),
+    ],
+)
+def test_who_cannot_meet_once_is_not_asked_again_but_who_is_lost_is(dropped: dict[int, str], lasting: bool) -> None:
+    exchanges = Exchanges(ExchangeSettings(), network("chain"))
+    exchanges.session = Session([0, 1], exchanges.layers)
+    for client, why in dropped.items():
+        exchanges.session.leave(client, why)
+    assert bool(exchanges._lasting()) is lasting

@@ -1,0 +1,70 @@
+"""Arrays that stay in a process are handed over; the wire sees them as Flower's own."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+
+from fl_bn import methods
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.flower import codec
+from fl_bn.flower.codec import LazyArray
+from fl_bn.methods import Method
+from tests.flower.byzantine import equal_clients
+from tests.in_process import run
+
+ARRAYS = {"f": np.arange(6, dtype=np.float32).reshape(2, 3).T, "i": np.array(3), "e": np.empty((0, 2))}
+
+
+def test_on_the_wire_it_is_flowers_own_array() -> None:
+    for array in ARRAYS.values():
+        lazy, own = LazyArray(array), Array(np.asarray(array, order="C"))
+        assert (lazy.dtype, lazy.shape, lazy.stype, lazy.data) == (own.dtype, own.shape, own.stype, own.data)
+        assert lazy.object_id == own.object_id
+        assert lazy.deflate() == own.deflate()
+
+
+def test_it_survives_pickling_and_cannot_be_changed() -> None:
+    lazy = LazyArray(np.ones(3))
+    assert np.array_equal(pickle.loads(pickle.dumps(lazy)).array, np.ones(3))
+    with pytest.raises(ValueError, match="read-only"):
+        lazy.numpy()[0] = 2.0
+
+
+@pytest.mark.parametrize(
+    ("method", "payload"),
+    [
+        (methods.fedbn(), "float32"),
+        (methods.hbn(), "float32"),
+        (methods.fbn(), "float32"),
+        (methods.fedtan(), "float32"),
+        (methods.hbn(), "bfloat16"),
+        (methods.fedavg(), "float16"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_run_has_the_same_bits_whether_arrays_are_handed_over_or_encoded(
+    method: Method, payload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = LocalTraining(batch_size=4, steps=2, momentum=0.9, maintain="local" if method.name != "fedtan" else "reset")
+    handed = run(method, equal_clients(3), 3, settings=settings, policy={"payload": payload})
+
+    def encoded(arrays: dict[str, np.ndarray]) -> ArrayRecord:
+        return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
+
+    for module in ("codec", "client_state", "adversary", "transcript"):
+        monkeypatch.setattr(f"fl_bn.flower.{module}.to_record", encoded)
+    over_the_wire = run(method, equal_clients(3), 3, settings=settings, policy={"payload": payload})
+    assert not any(isinstance(a, LazyArray) for a in over_the_wire.result.arrays.values())
+    for round, tensors in handed.trajectory.items():
+        for name, array in tensors.items():
+            assert np.array_equal(array, over_the_wire.trajectory[round][name]), (round, name)
+
+
+def test_a_record_of_them_encodes_nothing() -> None:
+    record = codec.to_record({"x": np.ones(3)})
+    message = Message(RecordDict({"weights": record, "header": ConfigRecord({})}), 1, "train")
+    assert "data" not in vars(message.content.array_records["weights"]["x"])

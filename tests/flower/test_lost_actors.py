@@ -1,0 +1,146 @@
+"""Actors that die leave the pool, and their clients are asked again: on a pool like Flower's, with a Ray that is played."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.exceptions import RayActorError
+
+from fl_bn.flower import lost_actors
+from fl_bn.flower.compat import find
+from fl_bn.flower.log import LOGGER
+
+
+class Actor:
+    """``dies``: whether it fails every message, as Flower's dead actors do."""
+
+    def __init__(self, dies: bool = False) -> None:
+        self.dies, self.served = dies, 0
+        self.__ray_ready__ = SimpleNamespace(remote=lambda: self)
+
+
+class Future:
+    def __init__(self, actor: Actor, client: str) -> None:
+        self.actor, self.client = actor, client
+
+
+def ask(actor: Actor, app: Any, message: Any, client: str, context: Any) -> Future:
+    return Future(actor, client)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the module asks of Ray. ``raises``: of every client's app; ``replaced``: what Ray starts for an actor that was lost."""
+    played = SimpleNamespace(raises=None, killed=[], replacement=None)
+
+    def get(what: Future | Actor) -> Any:
+        if isinstance(what, Actor):
+            if what.dies:
+                raise RayActorError
+            return True
+        what.actor.served += 1
+        if what.actor.dies:
+            raise RayActorError
+        if played.raises is not None:
+            raise played.raises
+        return what.client, f"reply of {what.client}", "context"
+
+    nodes = [
+        {"NodeManagerAddress": "10.0.0.1", "NodeID": "0123456789", "Alive": True},
+        {"NodeManagerAddress": "10.0.0.2", "NodeID": "fedcba9876", "Alive": False},
+    ]
+    monkeypatch.setattr(lost_actors, "ray", SimpleNamespace(get=get, kill=played.killed.append, nodes=lambda: nodes))
+    return played
+
+
+def pool(*actors: Actor, replacement: Callable[[], Actor] = lambda: Actor(dies=True)) -> Any:
+    class Pool:
+        def __init__(self) -> None:
+            self.pool, self.num_actors, self.create_actor_fn = list(actors), len(actors), replacement
+            self._future_to_actor: dict[Any, Any] = {}
+
+    lost_actors.repair(Pool)
+    return Pool()
+
+
+def job(client: str) -> tuple[Any, Any, str, Any]:
+    return None, SimpleNamespace(metadata=SimpleNamespace(group_id="7", message_type="train")), client, None
+
+
+def answer(of: Any, client: str) -> Any:
+    return of.fetch_result_and_return_actor_to_pool(of.submit(ask, job(client)))
+
+
+def test_the_client_of_a_dead_actor_is_named_and_asked_again(ray: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    LOGGER.addHandler(caplog.handler)
+    good, dead = Actor(), Actor(dies=True)
+    here = pool(good, dead)
+    with caplog.at_level(logging.INFO):
+        assert [answer(here, str(client)) for client in range(4)] == [(f"reply of {client}", "context") for client in range(4)]
+    LOGGER.removeHandler(caplog.handler)
+    assert (good.served, dead.served, ray.killed, here.pool) == (4, 1, [dead], [good])
+    text = caplog.text
+    assert "client 0 was lost in round 7 (train) with the process that served it (RayActorError)" in text
+    assert "it is asked again; processes left: 1" in text
+
+
+def test_a_lost_node_is_named_once(ray: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_actors, "_named", set())
+    LOGGER.addHandler(caplog.handler)
+    lost_actors._name_lost_nodes(0.1)
+    lost_actors._name_lost_nodes(0.1)
+    LOGGER.removeHandler(caplog.handler)
+    assert sorted({record.getMessage() for record in caplog.records}) == [record.getMessage() for record in caplog.records[:1]]
+    assert [record.getMessage() for record in caplog.records[:1]] == ["nodes 10.0.0.2/fedcba are lost; nodes left: 10.0.0.1/012345"]
+
+
+@pytest.mark.pinned("Flower 1.25's simulation is repaired, and no other")
+def test_flowers_own_pool_keeps_the_dead() -> None:
+    """Negative control: what is repaired."""
+    kind = find("BasicActorPool")
+    here = object.__new__(kind)
+    dead = Actor(dies=True)
+    here.pool, here._future_to_actor = [dead], {}
+    future = here.submit(ask, job("0"))
+    here.add_actor_back_to_pool(future)
+    assert here.pool == [dead]
+
+
+def test_a_replacement_takes_the_place_of_a_lost_actor(ray: SimpleNamespace) -> None:
+    new = Actor()
+    here = pool(Actor(dies=True), replacement=lambda: new)
+    assert answer(here, "3") == ("reply of 3", "context")
+    assert (new.served, here.num_actors, here.pool) == (1, 1, [new])
+
+
+def test_a_message_that_kills_every_process_fails_alone(ray: SimpleNamespace) -> None:
+    good = Actor()
+    here = pool(good, *(Actor(dies=True) for _ in range(lost_actors.ATTEMPTS)))
+    with pytest.raises(RayActorError):
+        answer(here, "0")
+    assert answer(here, "1") == ("reply of 1", "context")
+    assert here.pool == [good]
+
+
+def test_what_the_app_raises_is_raised_and_its_actor_serves_on(ray: SimpleNamespace) -> None:
+    good = Actor()
+    here, ray.raises = pool(good), ValueError("the data are gone")
+    future = here.submit(ask, job("0"))
+    with pytest.raises(ValueError, match="the data are gone"):
+        here.fetch_result_and_return_actor_to_pool(future)
+    here.add_actor_back_to_pool(future)  # Flower does so, too
+    assert here.pool == [good]
+
+
+def test_without_any_process_the_error_says_what_to_do(ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_actors, "PATIENCE", 0.05)
+    here = pool(Actor(dies=True))
+    with pytest.raises(lost_actors.NoProcess, match="start nodes again .* and go on with resume"):
+        answer(here, "0")

@@ -1,0 +1,134 @@
+"""A real Ray cluster of two raylets on this machine: the same bits as in process, also when one of them is killed in mid-run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from tests.integration.runs import TINY, bits, differences, tiny
+from tests.sweeps.test_run import models, write_sweep
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+LIMIT = 500.0  # seconds
+THREE = (  # Flower 1.25 replaces all options by those that are given
+    "options.num-supernodes=3 options.backend.client-resources.num-cpus=1 options.backend.init-args.address='auto'"
+)
+
+
+def node(letter: str) -> dict[str, Any]:
+    return {"num_cpus": 1, "object_store_memory": 120 * 2**20, "env_vars": {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": letter * 56}}
+
+
+class Machines:
+    """Two nodes of one CPU. Their ids are given: of nodes with one address the driver takes the first, by a hash of the id, for its own."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(True, head_node_args={"include_dashboard": False, **node("a")})
+        self.second = self.cluster.add_node(**node("b"))
+
+    def kill_second(self) -> None:
+        """As a power cut does: without a word."""
+        self.cluster.remove_node(self.second, allow_graceful=False)
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's 15 starves beside other tests
+    made = Machines()
+    yield made
+    made.cluster.shutdown()
+
+
+@pytest.fixture
+def environment(machines: Machines, tmp_path: Path) -> dict[str, str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    ours = {"PATH": path, "PYTHONPATH": str(ROOT), "FLWR_HOME": str(tmp_path / "flower"), "FLWR_TELEMETRY_ENABLED": "0", "COLUMNS": "300"}
+    return {**os.environ, **ours, "RAY_ADDRESS": machines.cluster.address, "PYTHONFAULTHANDLER": "1"}
+
+
+def watched(command: list[str], environment: dict[str, str], event: Callable[[], bool], then: Callable[[], None]) -> tuple[int, str]:
+    """Exit code and output of ``command``; ``then`` is called once ``event`` has happened."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said: list[str] = []
+    assert process.stdout is not None
+    reader = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
+    reader.start()
+    end = time.monotonic() + LIMIT
+    while not event() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    happened = event()
+    then()
+    try:
+        code = process.wait(max(1.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # it says where it hangs: PYTHONFAULTHANDLER
+        code = process.wait()
+    reader.join(10)
+    assert happened, "".join(said)
+    return code, "".join(said)
+
+
+def lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def test_the_federation_cluster_connects_and_starts_nothing() -> None:
+    federations = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["federations"]
+    assert federations["cluster"]["options"]["backend"]["init-args"] == {"address": "auto"}
+    assert "init-args" not in federations["local-simulation"]["options"]["backend"]  # control
+
+
+def test_a_run_over_two_nodes_gives_the_bits_of_one_in_process_also_when_one_is_killed(
+    machines: Machines, environment: dict[str, str], tmp_path: Path
+) -> None:
+    keys = {**TINY, "method": "fedbn", "rounds": 8, "local-steps": 60, "wait-timeout": LIMIT, "output": str(tmp_path), "name": "killed"}
+    config = " ".join(f"{key}={value!r}" if isinstance(value, str) else f"{key}={json.dumps(value)}" for key, value in keys.items())
+    command = ["flwr", "run", ".", "cluster", "--run-config", config, "--federation-config", THREE]
+    rounds = tmp_path / "killed" / "rounds.jsonl"
+    code, said = watched(command, environment, lambda: lines(rounds) >= 2, machines.kill_second)
+    assert code == 0, said
+    assert "was lost in round" in said
+    assert "processes left: 1" in said
+    assert [json.loads(line)["accepted"] for line in rounds.read_text().splitlines()] == [3] * 8
+    longer = {"rounds": 8, "local-steps": 60}
+    assert differences(bits(tiny(tmp_path / "here", "fedbn", **longer)), bits(tmp_path / "killed")) == []
+    assert differences(bits(tiny(tmp_path / "other", "fedbn", seed=1)), bits(tmp_path / "killed")) != []  # control
+
+
+def test_a_sweep_spreads_over_two_nodes_and_finds_the_same_also_when_one_is_killed(
+    machines: Machines, environment: dict[str, str], tmp_path: Path
+) -> None:
+    file = write_sweep(tmp_path, 40)
+    command = [sys.executable, "-m", "fl_bn.cli.main", "sweep", str(file)]
+
+    def both_at_work() -> bool:
+        return sum(lines(path) > 0 for path in tmp_path.glob("cluster/runs/*/rounds.jsonl")) > 1
+
+    arguments = ["--engine", "ray", "--ray-address", machines.cluster.address, "--output", str(tmp_path / "cluster")]
+    code, said = watched([*command, *arguments], environment, both_at_work, machines.kill_second)
+    log = (tmp_path / "cluster" / "cluster.log").read_text()
+    assert code == 0, said + log
+    assert "/aaaaaa" in log
+    assert "/bbbbbb is lost; nodes left: " in log
+    assert "it is begun again" in log
+    assert log.count("finished on node") == 4
+    assert not list(tmp_path.glob("cluster/.shared-*"))
+    here = [*command, "--output", str(tmp_path / "here")]
+    done = subprocess.run(here, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert models(tmp_path / "cluster") == models(tmp_path / "here")
+    assert len({found["head.weight"] for found in models(tmp_path / "here").values()}) == 4  # control: they are four models

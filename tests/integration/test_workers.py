@@ -1,0 +1,91 @@
+"""Clients in worker processes: the same bits as one after the other, and what becomes of a worker that dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from fl_bn.federation.workers import WorkerDied, Workers
+from fl_bn.flower import run_in_process
+from tests.integration.runs import TINY, own
+
+
+def run(folder: Path, method: str, workers: int, **keys: object) -> Path:
+    config = {**TINY, **own(method), "output": str(folder), "name": f"{method}-{workers}", "workers": workers, "pictures": False, **keys}
+    path = run_in_process(config)
+    assert path is not None
+    return path
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [
+        ("fedbn", {"maintain-momentum": "local", "momentum": 0.9}),
+        ("hbn", {}),
+        ("fbn", {"fraction": 0.5}),
+        ("fedtan", {}),
+        ("fedavg", {"secure-aggregation": True}),
+    ],
+)
+def test_workers_give_the_bits_of_one_after_the_other(method: str, keys: dict[str, object], tmp_path: Path) -> None:
+    one, two = (load_file(run(tmp_path, method, workers, **keys) / "model.safetensors") for workers in (1, 2))
+    assert one.keys() == two.keys()
+    for name, array in one.items():
+        assert np.array_equal(array, two[name]), name
+
+
+def double(x: int) -> int:
+    logging.getLogger("flwr").warning("doubling %d", x)
+    if x == 3:
+        raise ValueError("not three")
+    return 2 * x
+
+
+def perish(x: int, marker: str) -> int:
+    if x == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    Path(marker).touch()
+    return x
+
+
+def test_results_errors_and_logs_come_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    workers = Workers(2)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        done = workers.run(double, [(x,) for x in range(5)])
+    workers.close()
+    assert [d.value for d in done] == [0, 2, 4, None, 8]
+    assert str(done[3].error) == "not three"
+    assert [r.getMessage() for r in caplog.records if "doubling" in r.getMessage()] == [f"doubling {x}" for x in range(5)]
+
+
+def test_a_worker_that_dies_fails_its_own_task_alone(tmp_path: Path) -> None:
+    workers = Workers(2)
+    done = workers.run(perish, [(x, str(tmp_path / str(x))) for x in range(4)])
+    again = workers.run(double, [(1,)])
+    workers.close()
+    assert [d.value for d in done] == [0, None, 2, 3]
+    assert isinstance(done[1].error, WorkerDied)
+    assert again[0].value == 2
+
+
+def test_workers_see_large_arrays_once_and_cannot_change_them() -> None:
+    big = np.ones((600, 600))
+    workers = Workers(2)
+    done = workers.run(kind_of, [(big,), (big,)])
+    workers.close()
+    assert [d.value for d in done] == [("memmap", False)] * 2
+
+
+def kind_of(array: np.ndarray) -> tuple[str, bool]:
+    return type(array).__name__, array.flags.writeable
+
+
+def test_a_negative_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="workers must be 0..1024"):
+        Workers(-1)

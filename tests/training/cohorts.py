@@ -1,0 +1,89 @@
+"""One round of a cohort, client by client and as one program, from equal starts."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fl_bn.conversion import convert
+from fl_bn.federation.client import LocalRound
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.training import alone, client_round
+from fl_bn.federation.values import Kept, Reply
+from fl_bn.federation.vectorised import vectorised_round
+from fl_bn.methods import Method, Phase
+from fl_bn.roles import roles
+from tests.federation import random_samples
+from tests.networks import seeded_network
+
+Results = list[tuple[Reply, Kept]]
+STEPS = LocalTraining(batch_size=6, steps=3, momentum=0.9, weight_decay=0.01)
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Clients of ``sizes`` samples, numbered by ``clients``, each with tensors of its own where ``method`` keeps them at home."""
+
+    method: Method
+    settings: LocalTraining = STEPS
+    sizes: Sequence[int] = (12, 12, 12)
+    clients: Sequence[int] = (0, 1, 2)
+    network: Callable[[], nn.Module] = lambda: seeded_network("", dtype=torch.float64)
+    phase: Phase = Phase.TRAIN
+    kept: Callable[[int], dict[str, dict[str, torch.Tensor]]] = lambda client: {}
+    received: Callable[[nn.Module], dict[str, dict[str, torch.Tensor]]] = lambda model: {}
+    seed: int = 0
+    number: int = 1
+
+    def samples(self) -> list[Samples]:
+        return [random_samples(n, seed=client, brightness=client / 10) for n, client in zip(self.sizes, self.clients, strict=True)]
+
+    def rounds(self) -> list[LocalRound]:
+        shared = convert(self.network(), self.method)
+        return [self._round(copy.deepcopy(shared), client) for client in self.clients]
+
+    def _round(self, model: nn.Module, client: int) -> LocalRound:
+        generator = torch.Generator().manual_seed(client)
+        state, role = model.state_dict(), roles(model)
+        for name, tensor in state.items():
+            if role[name] in self.method.local and tensor.is_floating_point():
+                tensor.add_(0.2 * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype))
+        kept = Kept(1, self.kept(client))
+        start = alone(model, self.method, replace(self.settings, maintain="reset"), 0.1, self.phase)
+        sections = {**start.instruction.sections, **self.received(model)}
+        instruction = replace(start.instruction, round=self.number, sections=sections)
+        return LocalRound(model, self.method, instruction, kept, self.settings)
+
+    def one_by_one(self) -> Results:
+        rounds = zip(self.rounds(), self.samples(), self.clients, strict=True)
+        return [client_round(round, own, self.seed, client, tells_drift=True) for round, own, client in rounds]
+
+    def together(self) -> Results:
+        return vectorised_round(self.rounds(), self.samples(), self.seed, self.clients, tells_drift=True)
+
+
+def off(a: Results, b: Results) -> float:
+    """The largest difference of any number that is sent or kept; infinite where something is there in one alone."""
+    return max(_off(_numbers(*x), _numbers(*y)) for x, y in zip(a, b, strict=True))
+
+
+def _numbers(reply: Reply, kept: Kept) -> dict[str, Any]:
+    metrics = {name: value for name, value in reply.metrics.items() if name != "waited"}
+    whole = {"samples": reply.samples, "client": reply.client, **metrics}
+    whole |= {f"updates {i}": n for i, n in enumerate(reply.updates)}
+    sections = {**reply.sections, **{f"kept {name}": of for name, of in kept.sections.items()}}
+    return whole | {f"{section}/{name}": tensor for section, of in sections.items() for name, tensor in of.items()}
+
+
+def _off(a: dict[str, Any], b: dict[str, Any]) -> float:
+    if a.keys() != b.keys():
+        return math.inf
+    pairs = [(torch.as_tensor(a[name]).double(), torch.as_tensor(b[name]).double()) for name in a]
+    return max(float((x - y).abs().max()) if x.shape == y.shape else math.inf for x, y in pairs if x.numel())

@@ -1,0 +1,226 @@
+"""Replies added to the average one by one: the same bits as all at once, in whatever order they come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fl_bn.federation import blocks as module
+from fl_bn.federation.aggregation import average
+from fl_bn.federation.blocks import BLOCK, WeightedSum, extremes, fits
+from fl_bn.federation.intake import Folded, Intake
+from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
+from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.server import Arrived, Server
+from fl_bn.federation.values import Reply
+from fl_bn.methods import METHODS
+from tests.networks import seeded_network
+
+SIZES = (3.0, 7.0, 5.0, 2.0)
+
+
+def written_out(parts: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
+    """The average as it always was: whole tensors, one after the other."""
+    total, mean = float(sum(weights)), {}
+    for name in parts[0]:
+        mean[name] = torch.zeros(parts[0][name].shape, dtype=torch.float64)
+        for part, weight in zip(parts, weights, strict=True):
+            mean[name].add_(part[name].double(), alpha=weight / total)
+    return mean
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[k], b[k]) for k in a.keys() | b.keys())
+
+
+def parts_of(*shape: int, n: int = 4, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
+    rng = np.random.default_rng(0)
+    return [{"w": torch.from_numpy(100 * rng.normal(size=shape)).to(dtype), "b": torch.tensor(rng.normal())} for _ in range(n)]
+
+
+@pytest.mark.parametrize("size", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 13])
+def test_blocks_change_no_bit_of_the_average(size: int) -> None:
+    parts = parts_of(size)
+    assert same(average(parts, SIZES), written_out(parts, SIZES))
+    one_by_one = WeightedSum()
+    for part, weight in zip(parts, SIZES, strict=True):
+        one_by_one.add([part], [weight / 17])
+    assert same(one_by_one.tensors, written_out(parts, SIZES))
+    divided_last = sum(w * part["w"].double() for part, w in zip(parts, SIZES, strict=True)) / 17
+    assert size == 1 or not torch.equal(divided_last, average(parts, SIZES)["w"])  # control
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64])
+def test_other_dtypes_and_orders_of_memory(dtype: torch.dtype) -> None:
+    parts = [{"w": part["w"].T} for part in parts_of(BLOCK // 64, 100, dtype=dtype)]
+    assert same(average(parts, SIZES), written_out(parts, SIZES))
+
+
+@pytest.mark.parametrize("name", SERVER_OPTIMIZERS)
+def test_a_step_in_pieces_is_the_step_of_whole_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, slopes = parts_of(64, 5, n=1)[0], [{k: t.double() for k, t in part.items()} for part in parts_of(64, 5)]
+    steps = []
+    for block in (1 << 17, 16):
+        monkeypatch.setattr(module, "BLOCK", block)
+        optimizer = server_optimizer(name, *([] if name == "fedacg" else [0.7]))
+        steps.append([optimizer.step(weights, slope, factor) for slope, factor in zip(slopes, (1.0, 0.3, 0.1, 2.0), strict=True)])
+    assert all(same(a, b) for a, b in zip(*steps, strict=True))
+
+
+def test_extremes_and_fits_see_every_value() -> None:
+    for at in (0, BLOCK, 2 * BLOCK + 4):
+        for value in (np.nan, np.inf, -np.inf, 7.0):
+            x = np.zeros(2 * BLOCK + 5)
+            x[at] = value
+            least, most = extremes(x)
+            np.testing.assert_equal((least, most), (x.min(), x.max()))
+            assert fits(torch.from_numpy(x), torch.float32) == bool(np.isfinite(value))
+    assert not fits(torch.full((3,), 1e39, dtype=torch.float64), torch.float32)
+    assert fits(torch.full((3,), 1e39, dtype=torch.float64), torch.float64)
+
+
+def replies(parts: Sequence[dict[str, Tensor]]) -> list[Reply]:
+    return [Reply(i, {"weights": dict(part)}, int(w), int(w)) for i, (part, w) in enumerate(zip(parts, SIZES, strict=True))]
+
+
+def taken(
+    order: Sequence[Reply], planned: Sequence[float] = SIZES, absent: Sequence[int] = (), waits: Sequence[int] = ()
+) -> dict[str, Tensor]:
+    """The average of replies that came in this order, of those that are not ``absent``."""
+    intake = Intake(dict(enumerate(planned)), lambda reply: float(reply.weight), lambda reply: reply.client in waits)
+    for reply in order:
+        if reply.client in absent:
+            intake.leave_out(reply.client)
+        else:
+            intake.take(reply)
+    came, folded = intake.end()
+    assert [reply.client for reply in came] == sorted({r.client for r in order} - set(absent))
+    return folded.mean(came, "weights", [float(reply.weight) for reply in came])
+
+
+def test_the_order_of_arrival_changes_no_bit() -> None:
+    parts = parts_of(1000)
+    want = written_out(parts, SIZES)
+    assert all(same(taken(order), want) for order in permutations(replies(parts)))
+    by_arrival = [written_out([parts[i] for i in order], [SIZES[i] for i in order]) for order in permutations(range(4))]
+    assert not all(same(mean, want) for mean in by_arrival)  # control: added as they come
+
+
+def test_who_waits_and_who_is_late_changes_no_bit() -> None:
+    parts = parts_of(1000)
+    for waits in ((0,), (2,), (3,), (1, 3), (0, 1, 2, 3)):
+        assert all(same(taken(order, waits=waits), written_out(parts, SIZES)) for order in permutations(replies(parts)))
+
+
+def test_without_a_client_the_average_is_rounded_once_more_and_not_with_the_order() -> None:
+    parts = parts_of(1000)
+    left, weights = [parts[0], parts[2], parts[3]], [3.0, 5.0, 2.0]
+    got = [taken(order, absent=(1,)) for order in permutations(replies(parts))]
+    assert all(same(mean, got[0]) for mean in got)
+    exact = [float(sum(Fraction(w) * Fraction(float(p["w"][i])) for p, w in zip(left, weights, strict=True)) / 10) for i in range(1000)]
+    sizes = sum(w * p["w"].abs().double() for p, w in zip(left, weights, strict=True)) / 10
+    error = (got[0]["w"] - torch.tensor(exact, dtype=torch.float64)).abs() / sizes
+    assert float(error.max()) < 6 * 2.0**-53
+    whole = written_out(left, weights)["w"]
+    assert float((got[0]["w"].float() != whole.float()).double().mean()) < 0.01  # float32: the same but for ties
+    wrong = written_out(parts, SIZES)["w"]  # control: with the client that is not there
+    assert float(((wrong - torch.tensor(exact, dtype=torch.float64)).abs() / sizes).max()) > 1e-3
+
+
+def test_a_retry_finds_the_sum_as_it_was() -> None:
+    parts = parts_of(100)
+    intake = Intake(dict(enumerate(SIZES)), lambda reply: float(reply.weight), lambda reply: reply.client == 2)
+    for reply in replies(parts):
+        intake.take(reply)
+    came, folded = intake.end()
+    for _ in range(2):
+        assert same(folded.mean(came, "weights", SIZES), written_out(parts, SIZES))
+    assert isinstance(folded, Folded)
+
+
+# the server's round
+
+NET = seeded_network("cnn")
+
+
+def server(method: str = "fedavg", **options: object) -> Server:
+    made = Server(NET, METHODS[method](), Rounds(4, min_replies=0.5), 3, **options)  # type: ignore[arg-type]
+    made.begin(1)
+    return made
+
+
+def honest(made: Server, change: float = 0.01) -> Iterator[Reply]:
+    sections = made.shared.sections()
+    for client in range(4):
+        moved = {s: {k: t + change * (client + 1) if t.is_floating_point() else t for k, t in part.items()} for s, part in sections.items()}
+        largest = max(float(t.abs().max()) for part in moved.values() for t in part.values())
+        yield Reply(client, moved, 10, 10, {"steps": 2.0, "loss": 1.0}, largest=largest)
+
+
+def concluded(made: Server, came: Sequence[Reply], at_once: bool = False) -> bool:
+    if at_once:
+        return made.conclude(Arrived(range(4), list(came)))
+    intake = made.intake(dict.fromkeys(range(4), 10))
+    assert intake is not None
+    for reply in came:
+        intake.take(reply)
+    parts, folded = intake.end()
+    return made.conclude(Arrived(range(4), parts, folded=folded))
+
+
+def spoilt(reply: Reply, size: float) -> Reply:
+    weights = {k: torch.full_like(t, size) for k, t in reply.sections["weights"].items()}
+    return Reply(reply.client, {**reply.sections, "weights": weights}, 10, 10, reply.metrics, largest=abs(size))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "gn", "fedbn"])
+def test_a_round_of_replies_one_by_one_is_a_round_of_all_at_once(method: str) -> None:
+    streamed, whole = server(method), server(method)
+    assert concluded(streamed, list(honest(streamed))[::-1])
+    assert concluded(whole, list(honest(whole)), at_once=True)
+    assert same(streamed.shared.tensors(), whole.shared.tensors())
+    assert streamed.record.clients == whole.record.clients
+    assert streamed.record.bytes_up == whole.record.bytes_up != {}
+
+
+def test_who_makes_the_result_overflow_is_named_and_left_out_as_before() -> None:
+    made = []
+    for at_once in (False, True):
+        one = server("gn", optimizer=server_optimizer("fedavg", 40.0))
+        came = [spoilt(reply, -3e38) if reply.client == 1 else reply for reply in honest(one)]
+        assert concluded(one, came, at_once)
+        made.append(one)
+    assert [c.refused for c in made[0].record.clients] == [c.refused for c in made[1].record.clients]
+    assert "its own is the largest (3e+38)" in made[0].record.clients[1].refused
+    ours, theirs = (one.shared.tensors() for one in made)
+    assert all(torch.allclose(ours[k], theirs[k], rtol=1e-6, atol=1e-6) for k in ours)
+
+
+def test_where_nobody_can_be_left_out_any_more_the_next_round_keeps_all(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    made = server("gn", optimizer=server_optimizer("fedavg", 1e25))
+    before = made.shared.tensors()
+    assert not concluded(made, [spoilt(reply, 1e18) if reply.client == 1 else reply for reply in honest(made)])
+    assert "together is not finite, and no reply can be left out any more; the next rounds keep all replies" in caplog.text
+    assert same(before, made.shared.tensors())
+    made.begin(2)
+    assert made.intake(dict.fromkeys(range(4), 10)) is None
+
+
+def test_a_variance_that_nobody_leaves_waits_and_is_refused() -> None:
+    made = server()
+    came = list(honest(made))
+    low = {k: t * 1e-6 if k.endswith("var") else t for k, t in came[1].sections["statistics"].items()}
+    came[1] = Reply(1, {**came[1].sections, "statistics": low}, 10, 10, came[1].metrics, largest=1.0)
+    assert concluded(made, came)
+    assert [c.client for c in made.record.accepted] == [0, 2, 3]
+    assert "honest training leaves at least" in made.record.clients[1].refused

@@ -1,0 +1,232 @@
+"""One client's walk through its network, layer by layer: what it sends, what it keeps in memory, what it leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Quantity
+from fl_bn.federation.aggregation import running_statistics
+from fl_bn.federation.client import LocalRound, measured
+from fl_bn.federation.layer_by_layer import Look, layer_by_layer
+from fl_bn.federation.server import server_state
+from fl_bn.methods import INPUTS, METHODS, Phase, StatisticsPass
+from fl_bn.moments import Moments
+from fl_bn.roles import batch_norms
+from tests.training.test_recalibration import LAYERS, network
+
+MEMORY = 2**20
+
+
+class Alone:
+    """An exchange of one client, which gets what it sent, its variances unbiased. ``failing``: the exchange that is given up."""
+
+    def __init__(self, failing: int = -1) -> None:
+        self.batch, self.seconds, self.failing = 1, 0.0, failing
+        self.asked: list[tuple[Key, Tensor, int]] = []
+        self.closed: list[str] = []
+
+    def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
+        if len(self.asked) == self.failing:
+            raise ExchangeFailed("a client died")
+        self.asked.append((key, local, count))
+        mean, var = local.chunk(2)
+        return Answer(torch.cat([mean, var * (count / (count - 1))]), count, 1)
+
+    def close(self, error: str = "") -> None:
+        self.closed.append(error)
+
+
+def batches(sizes: tuple[int, ...] = (4, 3, 5)) -> Callable[[], Iterator[Tensor]]:
+    rng = np.random.default_rng(5)
+    held = [torch.from_numpy(rng.normal(i, 1 + i, (n, 3, 8, 8))) for i, n in enumerate(sizes)]
+    return lambda: iter(held)
+
+
+def walk(model: nn.Module, inputs: Callable[[], Any], memory: int = MEMORY, exchange: Alone | None = None) -> dict[str, Moments]:
+    look = Look.at(model, inputs, call)
+    assert look.problem == ""
+    return layer_by_layer(model, inputs, look, exchange or Alone(), memory, call)
+
+
+def call(model: nn.Module, x: Any) -> Any:
+    return model(x)
+
+
+def by_passes(model: nn.Module, inputs: Callable[[], Any]) -> dict[str, Moments]:
+    """One layer more per pass."""
+    found: dict[str, Moments] = {}
+    for _ in batch_norms(model):
+        found = measured(model, inputs(), StatisticsPass.asked(INPUTS))
+        for name, moments in found.items():
+            layer = batch_norms(model)[name]
+            layer.running_mean.copy_(moments.mean)  # type: ignore[union-attr]
+            layer.running_var.copy_(moments.bessel())  # type: ignore[union-attr]
+    return found
+
+
+def same(a: dict[str, Moments], b: dict[str, Moments]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[k].count == b[k].count and torch.equal(a[k].mean, b[k].mean) and torch.equal(a[k].var, b[k].var) for k in a
+    )
+
+
+@pytest.mark.parametrize("memory", [MEMORY, 0], ids=["kept", "repeated"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_it_finds_the_bits_of_as_many_passes_as_layers(name: str, memory: int) -> None:
+    inputs, exchange = batches(), Alone()
+    found = walk(network(name), inputs, memory, exchange)
+    assert same(found, by_passes(network(name), inputs))
+    assert not same(found, measured(network(name), inputs(), StatisticsPass.asked(INPUTS)))  # control: one pass
+    assert not same(found, by_passes(network(name), batches((4, 3))))  # control: a batch is missing
+    assert [key for key, _, _ in exchange.asked] == [Key(layer, Quantity.STATISTICS) for layer in found]
+    assert len(found) == LAYERS[name]
+    assert exchange.closed == [""]
+
+
+class Counting(nn.Module):
+    """Counts the samples that pass each of three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(3))
+        self.seen = [0, 0, 0, 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, norm in enumerate(self.norms):
+            self.seen[place] += len(x)
+            x = torch.relu(norm(x))
+        self.seen[3] += len(x)
+        return x
+
+
+def test_what_is_kept_is_computed_once_and_what_is_not_ends_at_the_layer_that_is_measured() -> None:
+    look = 2  # samples
+    for memory, expected in ((MEMORY, [12 + look] * 4), (0, [4 * 12 + look, 3 * 12 + look, 2 * 12 + look, 12 + look])):
+        model = Counting().double()
+        walk(model, batches(), memory)
+        assert model.seen == expected
+    passes = Counting().double()
+    by_passes(passes, batches())
+    assert passes.seen == [3 * 12] * 4
+
+
+def test_the_limit_of_memory_counts_the_activations_of_all_batches() -> None:
+    """Per sample three times the largest input of a layer, and the input of the network: 4 * 3 * 64 float64."""
+    held = 12 * 4 * 3 * 64 * 8
+    for memory, kept in ((held, True), (held - 1, False)):
+        model = Counting().double()
+        walk(model, batches(), memory)
+        assert (model.seen[0] == 14) is kept
+
+
+@pytest.mark.parametrize("memory", [MEMORY, 0], ids=["kept", "repeated"])
+@pytest.mark.parametrize("failing", [-1, 0, 2])
+def test_nothing_of_the_model_changes_and_no_thread_is_left(failing: int, memory: int) -> None:
+    model = network("chain").train()
+    before, threads = running_statistics(model), threading.active_count()
+    exchange = Alone(failing)
+    if failing < 0:
+        walk(model, batches(), memory, exchange)
+        assert exchange.closed == [""]
+    else:
+        with pytest.raises(ExchangeFailed, match="a client died"):
+            walk(model, batches(), memory, exchange)
+        assert exchange.closed == ["ExchangeFailed('a client died')"]
+    after = running_statistics(model)
+    assert all(torch.equal(before[k].mean, after[k].mean) and torch.equal(before[k].var, after[k].var) for k in before)
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert threading.active_count() == threads
+
+
+def test_what_the_network_raises_is_raised_and_ends_the_exchange() -> None:
+    class Broken(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norms[0](x)
+            if len(x) == 5:
+                raise ArithmeticError("no root")
+            return torch.as_tensor(self.norms[1](x))
+
+    for memory in (MEMORY, 0):
+        exchange, threads = Alone(), threading.active_count()
+        with pytest.raises(ArithmeticError, match="no root"):
+            walk(Broken().double(), batches(), memory, exchange)
+        assert exchange.closed == ["ArithmeticError('no root')"]
+        assert threading.active_count() == threads
+
+
+class Forked(nn.Module):
+    """Batches of four samples take another way than all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.left(x) if len(x) == 4 else self.right(x))
+
+
+class Late(nn.Module):
+    """Large batches use the layer a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return torch.as_tensor(self.norm(x) if len(x) > 2 else x)
+
+
+@pytest.mark.parametrize("model", [Forked(), Late()], ids=["two ways", "twice"])
+@pytest.mark.parametrize("memory", [MEMORY, 0], ids=["kept", "repeated"])
+def test_batches_without_an_order_of_layers_give_the_exchange_up(model: nn.Module, memory: int) -> None:
+    exchange = Alone()
+    with pytest.raises(ExchangeFailed, match="no order of BatchNorm layers"):
+        walk(model.double(), batches(), memory, exchange)
+    assert "no order" in exchange.closed[0]
+
+
+def test_a_look_says_why_a_network_has_no_order() -> None:
+    x = torch.rand(4, 3, 8, 8)
+    twice = nn.Sequential(norm := nn.BatchNorm2d(3), nn.ReLU(), norm)
+    assert Look.at(twice, lambda: [x], call).problem == "the network uses BatchNorm layer '0' more than once"
+    assert Look.at(nn.ReLU(), lambda: [x], call).problem == "no BatchNorm layer runs"
+    assert Look.at(twice, list, call).problem == "there is no batch to measure"
+    assert Look.at(nn.BatchNorm2d(3), lambda: [x], call).problem == ""  # control
+
+
+def test_inputs_may_be_several_tensors() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, pair: dict[str, Tensor]) -> Tensor:
+            return torch.as_tensor(self.norm(pair["a"] + pair["b"]))
+
+    held = [{"a": torch.rand(n, 2), "b": torch.rand(n, 2)} for n in (3, 5)]
+    found = walk(Pair(), lambda: held)
+    both = torch.cat([pair["a"] + pair["b"] for pair in held]).double()
+    assert torch.allclose(found["norm"].mean, both.mean(0))
+    assert found["norm"].count == 8
+
+
+def test_batches_that_come_only_once_are_held() -> None:
+    method, held = METHODS["fedavg"](), [(x, torch.zeros(len(x), dtype=torch.int64)) for x in batches()()]
+    asked = server_state(network("chain"), method, rounds=1).shared.instruction(0, Phase.MEASURE, memory=MEMORY)
+    replies = []
+    for loader in (held, iter(held)):
+        round = LocalRound(network("chain"), method, asked, connect=lambda batch: Alone())
+        round.measure(loader)
+        replies.append(round.reply(round.measured_samples)[0].sections["moments"])
+        assert round.measured_samples == 12
+    assert all(torch.equal(replies[0][name], replies[1][name]) for name in replies[0])
+    assert int(replies[0]["1.count"]) == 12 * 64

@@ -1,0 +1,322 @@
+"""A cohort as one batched program gives what its clients give one by one: float64, to the order of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from fl_bn import Federation, SeededBatches
+from fl_bn.conversion import convert
+from fl_bn.federation.auxiliary import has_auxiliary
+from fl_bn.federation.defence import Defence
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.training import client_round
+from fl_bn.federation.vectorised import CannotVectorise, vectorised_round
+from fl_bn.methods import METHODS, NORMALISERS, Method, Phase, fbn, fedavg, fedavg_alg2, fedbn, fedtan, freeze, hbn
+from fl_bn.objectives import FedProx, FedSAM, Moon, Scaffold
+from tests.federation import random_samples
+from tests.networks import Block, SmallCNN
+from tests.training.cohorts import STEPS, Cohort, off
+
+EQUAL, DIFFERENT = 1e-10, 1e-6
+UNEQUAL = (12, 9, 14)  # in batches of 6: 6 6, 6 3, 6 6 2
+EPOCHS = replace(STEPS, steps=0, epochs=2)
+
+
+class ResNet(nn.Module):
+    """Two residual blocks without dropout; images (B, 3, 8, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        self.body = nn.Sequential(Block(4, 6), Block(6, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.stem(x)).mean((2, 3)))
+
+
+def resnet() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return ResNet().double()
+
+
+def assert_equal(cohort: Cohort, control: Cohort) -> None:
+    """``control`` is a round that must differ, or the comparison sees nothing."""
+    expected = cohort.one_by_one()
+    assert off(cohort.together(), expected) < EQUAL
+    assert off(control.together(), expected) > DIFFERENT
+
+
+@pytest.mark.parametrize("network", ["cnn", "resnet"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method(name: str, network: str) -> None:
+    cohort = Cohort(METHODS[name]())
+    cohort = replace(cohort, network=resnet) if network == "resnet" else cohort
+    assert_equal(cohort, replace(cohort, seed=1))
+
+
+@pytest.mark.parametrize("settings", [STEPS, EPOCHS], ids=["steps", "epochs"])
+@pytest.mark.parametrize("name", ["fedavg", "fixbn", "fedbn", "silobn", "hbn", "fbn", "gn"])
+def test_unequal_clients(name: str, settings: LocalTraining) -> None:
+    """Batches of several sizes in one step, and with epochs clients that are done before the others."""
+    cohort = Cohort(METHODS[name](), settings, UNEQUAL)
+    assert_equal(cohort, replace(cohort, sizes=(12, 10, 14)))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbn", "hbn", "fbn", "gn"])
+def test_partial_participation(name: str) -> None:
+    """Clients 4, 1 and 7 of some population, in this order."""
+    cohort = Cohort(METHODS[name](), EPOCHS, UNEQUAL, clients=(4, 1, 7), number=3)
+    assert_equal(cohort, replace(cohort, clients=(4, 2, 7)))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"weight_decay": 0.0},
+        {"momentum": 0.0},
+        {"batch_size": 5},
+        {"optimizer": "adam", "momentum": 0.0},
+        {"clip": "norm", "clip_limit": 0.1},
+        {"clip": "round", "clip_limit": 0.1},
+        {"clip": "value", "clip_limit": 0.01},
+        {"clip": "adaptive", "clip_limit": 0.01},
+        {"augment": "crop-flip"},
+        {"objective": FedProx(mu=0.5)},
+    ],
+    ids=lambda changed: next(iter(changed.values())) if "clip" in changed else next(iter(changed)),
+)
+def test_settings(changed: dict[str, Any]) -> None:
+    """The control trains without the setting."""
+    cohort = Cohort(fedavg(), replace(EPOCHS, **changed), UNEQUAL)
+    assert_equal(cohort, replace(cohort, settings=EPOCHS))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbn", "fbn"])
+def test_gradients_in_the_place_of_weights(name: str) -> None:
+    """DSGD, with the clients' own momentum."""
+    settings = LocalTraining(batch_size=6, steps=1, momentum=0.9, weight_decay=0.01, update="gradients")
+    names = [name for name, _ in Cohort(METHODS[name]()).rounds()[0].model.named_parameters()]
+    model = Cohort(METHODS[name]()).rounds()[0].model
+
+    def kept(client: int) -> dict[str, dict[str, Tensor]]:
+        return {"momentum": {name: torch.full_like(model.get_parameter(name), 0.1 * client) for name in names}}
+
+    cohort = Cohort(METHODS[name](), settings, UNEQUAL, kept=kept)
+    assert_equal(cohort, replace(cohort, kept=lambda client: kept(client + 1)))
+
+
+@pytest.mark.parametrize("maintain", ["local", "global"])
+def test_maintained_momentum(maintain: str) -> None:
+    """Client 0 has none from a round before."""
+    settings = replace(EPOCHS, maintain=maintain)
+    method = fedbn()
+
+    def kept(client: int, scale: float = 0.1) -> dict[str, dict[str, Tensor]]:
+        model = convert(Cohort(method).network(), method)
+        own = {n: p for n, p in model.named_parameters() if maintain == "local" or n not in has_auxiliary(model, method)}
+        return {"optimizer": {f"momentum_buffer/{n}": torch.full_like(p, scale * client) for n, p in own.items()}} if client else {}
+
+    def received(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+        return {"momentum": {n: 0.3 * p.detach() for n, p in has_auxiliary(model, method).items()}} if maintain == "global" else {}
+
+    cohort = Cohort(method, settings, UNEQUAL, kept=kept, received=received)
+    assert_equal(cohort, replace(cohort, kept=lambda client: kept(client, 0.2)))
+
+
+@pytest.mark.parametrize("what", ["statistics", "affine", "both"])
+def test_frozen_rounds(what: str) -> None:
+    cohort = Cohort(METHODS["fixbn"](freeze_after=0, freeze_what=what), EPOCHS, UNEQUAL, phase=Phase.FROZEN)
+    assert_equal(cohort, replace(cohort, phase=Phase.TRAIN))
+
+
+@pytest.mark.parametrize("report", ["first", "pass", "all"])
+def test_what_fbn_reports(report: str) -> None:
+    cohort = Cohort(fbn(report=report), EPOCHS, UNEQUAL)
+    assert_equal(cohort, replace(cohort, seed=1, sizes=(12, 10, 14)))
+
+
+@pytest.mark.parametrize("lower_layers", ["shared", "hybrid"])
+@pytest.mark.parametrize("stat_samples", [0, 5])
+def test_hbn_pass(lower_layers: str, stat_samples: int) -> None:
+    cohort = Cohort(hbn(lower_layers=lower_layers, stat_samples=stat_samples), EPOCHS, UNEQUAL)
+    other = {"shared": "hybrid", "hybrid": "shared"}[lower_layers]
+    assert_equal(cohort, replace(cohort, method=hbn(lower_layers=other, stat_samples=stat_samples)))
+
+
+@pytest.mark.parametrize("measured", ["inputs", NORMALISERS])
+def test_statistics_alone(measured: str) -> None:
+    """Clients that are asked to measure, and do not train."""
+    cohort = Cohort(hbn(), STEPS, UNEQUAL, phase=Phase.MEASURE)
+    rounds = {name: cohort.rounds() for name in ("alone", "together")}
+    for round in (*rounds["alone"], *rounds["together"]):
+        object.__setattr__(round.instruction, "measured", measured)
+    alone = [client_round(round, own, 0, i) for i, (round, own) in enumerate(zip(rounds["alone"], cohort.samples(), strict=True))]
+    assert off(vectorised_round(rounds["together"], cohort.samples(), 0, range(3)), alone) < EQUAL
+    assert off(alone[1:] + alone[:1], alone) > DIFFERENT
+
+
+class Asks(nn.Sequential):
+    """Its forward depends on a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if x.mean() > 0 else 1.0)
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.layer(x), 0.5, self.training)
+
+
+REFUSED: dict[str, tuple[Cohort, str]] = {
+    "dropout": (Cohort(fedavg(), network=lambda: SmallCNN(dropout=0.5).double()), r"dropout \(3\) would draw other numbers"),
+    "functional dropout": (Cohort(fedavg(), network=lambda: Drops().double()), "random"),
+    "control flow": (Cohort(fedavg(), network=lambda: Asks(nn.Flatten(), nn.Linear(192, 4)).double()), "torch cannot batch this network"),
+    "cumulative statistics": (
+        Cohort(fedavg(), network=lambda: nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.Flatten(), nn.Linear(192, 4)).double()),
+        "torch cannot batch this network",
+    ),
+    "scaffold": (Cohort(fedavg(), replace(STEPS, momentum=0.0, objective=Scaffold())), "objective scaffold"),
+    "moon": (Cohort(fedavg(), replace(STEPS, objective=Moon())), "objective moon"),
+    "fedsam": (Cohort(fedavg(), replace(STEPS, objective=FedSAM())), "objective fedsam"),
+    "adam's moments": (Cohort(fedavg(), replace(STEPS, momentum=0.0, optimizer="adam", maintain="local")), "count their steps"),
+    "mixed precision": (Cohort(fedavg(), replace(STEPS, precision="mixed")), "autocast leaves what runs under torch.func.vmap"),
+    "one sample": (Cohort(fedavg(), sizes=(12, 1, 12)), "at least 2 samples, but one has 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    """With the reason, and with every model as it was, so that the clients can train one by one."""
+    cohort, reason = REFUSED[case]
+    rounds = cohort.rounds()
+    before = [{name: tensor.clone() for name, tensor in round.model.state_dict().items()} for round in rounds]
+    with pytest.raises(CannotVectorise, match=reason):
+        vectorised_round(rounds, cohort.samples(), 0, cohort.clients)
+    for round, state in zip(rounds, before, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in round.model.state_dict().items())
+
+
+def test_clients_that_differ_are_refused() -> None:
+    one, other = Cohort(fedavg()), Cohort(fedavg(), replace(STEPS, momentum=0.0))
+    rounds = [*one.rounds()[:2], other.rounds()[2]]
+    with pytest.raises(CannotVectorise, match="same network, method, phase and settings"):
+        vectorised_round(rounds, one.samples(), 0, one.clients)
+    with pytest.raises(CannotVectorise, match="one shape and dtype"):
+        vectorised_round(one.rounds()[:2], [random_samples(12), random_samples(12, size=16)], 0, [0, 1])
+
+
+def test_no_clients() -> None:
+    assert vectorised_round([], [], 0, []) == []
+
+
+def through_federation(method: Method, engine: str, sizes: Sequence[int] = (16, 14, 20), **options: Any) -> list[float]:
+    """Every number of the model, the clients' own tensors, and the losses after three rounds."""
+    samples = [random_samples(n, seed=client) for client, n in enumerate(sizes)]
+    pairs = [(own.x.double() / 128 - 1, own.y) for own in samples]
+    clients = [SeededBatches(x, y, 6) for x, y in pairs]
+    settings = {"local_epochs": 2, "test": [pairs[0]], "progress": False, "device": "cpu", **options}
+    federation = Federation(resnet(), method, clients, engine=engine, **settings)
+    records = list(federation.run(3))
+    losses = [loss for record in records for loss in (record.loss, record.evaluation["loss"], float(record.aggregated))]
+    models = [federation.client_model(client).state_dict() for client in range(len(sizes))]
+    return losses + [float(number) for model in models for tensor in model.values() for number in tensor.flatten()]
+
+
+def apart(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b)
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_federation_of_every_method(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also FedTAN, whose first step is one on the union of the batches."""
+    method = METHODS[name]()
+    expected = through_federation(method, "sequential")
+    assert apart(through_federation(method, "vectorised"), expected) < EQUAL
+    assert apart(through_federation(method, "vectorised", seed=1), expected) > DIFFERENT
+    assert "one by one" not in caplog.text
+
+
+@pytest.mark.parametrize("freeze_after", [None, 1])
+def test_fedtan_averages_gradients_too(freeze_after: int | None) -> None:
+    """Its ablation, which averages moments alone, is the control."""
+    both = [method if freeze_after is None else freeze(method, freeze_after) for method in (fedtan(), fedavg_alg2())]
+    exact, ablation = (through_federation(method, "sequential") for method in both)
+    assert apart(through_federation(both[0], "vectorised"), exact) < EQUAL
+    assert apart(through_federation(both[1], "vectorised"), ablation) < EQUAL
+    assert apart(exact, ablation) > DIFFERENT
+
+
+def halving(optimizer: Optimizer) -> StepLR:
+    return StepLR(optimizer, 2, 0.5)
+
+
+def without_decay_of_vectors(parameters: Iterable[nn.Parameter]) -> SGD:
+    """Whose groups depend on shapes."""
+    parameters = list(parameters)
+    groups = [{"params": [p for p in parameters if (p.ndim > 1) is wide], "weight_decay": 0.1 * wide} for wide in (True, False)]
+    return SGD(groups, lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": partial(AdamW, lr=0.01)},
+        {"optimizer": without_decay_of_vectors},
+        {"scheduler": halving},
+        {"schedule": lambda round, rounds: 1 / round},
+        {"fraction": 0.67},
+        {"objective": FedProx(mu=0.5)},
+    ],
+    ids=["AdamW", "groups by shape", "scheduler", "schedule", "fraction", "fedprox"],
+)
+def test_options_of_a_federation(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    expected = through_federation(hbn(), "sequential", **options)
+    assert apart(through_federation(hbn(), "vectorised", **options), expected) < EQUAL
+    assert apart(through_federation(hbn(), "vectorised"), expected) > DIFFERENT
+    assert "one by one" not in caplog.text
+
+
+FALLS_BACK: dict[str, tuple[Method, dict[str, Any], str]] = {
+    "first batches of several sizes": (fedtan(), {"sizes": (16, 5, 20)}, "needs first batches of one size, but has 5 to 6 samples"),
+    "a robust exchange": (fedtan(), {"defence": Defence(1, "median", "median")}, "averages robustly within a step"),
+    "an optimizer of whole tensors": (fedavg(), {"optimizer": partial(torch.optim.Adafactor, lr=0.01)}, "optimizer Adafactor may mix"),
+    "an objective": (fedavg(), {"objective": FedSAM(), "optimizer": partial(SGD, lr=0.05)}, "objective fedsam"),
+}
+
+
+@pytest.mark.parametrize("case", FALLS_BACK)
+def test_falls_back_and_says_so(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, and the numbers are those of the sequential engine, to the bit."""
+    method, options, reason = FALLS_BACK[case]
+    assert through_federation(method, "vectorised", **options) == through_federation(method, "sequential", **options)
+    said = [record.message for record in caplog.records if "one by one" in record.message]
+    assert len(said) == 1
+    assert reason in said[0]
+
+
+def test_loaders_of_other_kinds_fall_back(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = torch.randn(12, 3, 8, 8).double(), torch.arange(12) % 4
+    list(Federation(resnet(), fedavg(), [[(x, y)]], engine="vectorised", progress=False).run(1))
+    assert "give SeededBatches" in caplog.text
+
+
+def test_an_engine_that_is_none() -> None:
+    with pytest.raises(ValueError, match="engine"):
+        through_federation(fedavg(), "vectorized")
