@@ -35,6 +35,7 @@ AddressOption = Annotated[
 ]
 GpusOption = Annotated[float, typer.Option("--gpus-per-run", min=0.0, help="with --engine ray: a run's share of a GPU, 0.25 say")]
 RetryOption = Annotated[bool, typer.Option("--retry", help="begin cells that failed before anew")]
+OnlyOption = Annotated[str, typer.Option(help="only the cells with names that fit this shell pattern: '*seed0'")]
 
 
 def sweep(
@@ -47,6 +48,7 @@ def sweep(
     data: DataOption = "data",
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/<file's name>")] = "",
     retry: RetryOption = False,
+    only: OnlyOption = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only check the file, the data and the networks, and list the runs")] = False,
     run_config: RunConfigOption = "",
 ) -> None:
@@ -57,7 +59,7 @@ def sweep(
     folder = Path(output or f"runs/{file.stem}{f'-{variant}' if variant else ''}")
     try:
         place = Place(engine, jobs, ray_address, gpus_per_run)
-        errors = perform(file, variant, data, folder, place, retry, run_config, dry_run)
+        errors = perform(file, variant, data, folder, place, retry, run_config, only, dry_run=dry_run)
     except ConfigError as error:
         raise refused(error) from error
     except KeyboardInterrupt:
@@ -68,25 +70,43 @@ def sweep(
 
 
 def perform(
-    file: Path, variant: str, data: str, folder: Path, place: Place, retry: bool, run_config: str, dry_run: bool = False
+    file: Path,
+    variant: str,
+    data: str,
+    folder: Path,
+    place: Place,
+    retry: bool,
+    run_config: str,
+    only: str = "",
+    *,
+    results: Path | None = None,
+    dry_run: bool = False,
 ) -> dict[str, str]:
-    """Check, run and report one sweep; the errors of its failed cells. Raises ConfigError before anything runs."""
+    """Check, run and report one sweep; the errors of its failed cells. Raises ConfigError before anything runs.
+
+    ``results``: a file of `compact`; the cells in it are not run.
+    """
     from fl_bn.report import write_report
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.sweep import run
     from fl_bn.sweep.experiments import made
     from fl_bn.sweep.file import maker, read
+    from fl_bn.sweep.kept import ANY_DATA, cells_of, load
 
     if function := maker(file, variant):
         data = str(made(function, folder / "data"))
     chosen = read(file, variant, data, parse_overrides(run_config))
-    planned = run.plan(chosen, folder, retry=retry)
+    known = {cell.name for cell in load(results, cells_of(read(file, variant, ANY_DATA)))} if results else ()
+    planned = run.plan(chosen, folder, retry=retry, only=only, known=known)
     run.check(planned.todo)
     done = len([cell for cell in planned.cells if cell.finished()])
     console.print(f"{chosen.title}: {len(planned.cells)} runs, {done} of them finished before, {len(planned.todo)} to do", highlight=False)
+    if known:
+        console.print(f"{len(known)} more have their result in {results} and are not run", highlight=False, soft_wrap=True)
     if dry_run:
         for cell in planned.cells:
             console.print(f"  {cell.config.name}", highlight=False)
+    if dry_run or not planned.cells:
         return {}
     with _bars() as (show, running):
         errors = run.run(chosen, planned, folder, place, show, running)
@@ -147,11 +167,16 @@ def run_(
     data: DataOption = "data",
     output: Annotated[str, typer.Option(help="folder; each experiment has one of its own in it")] = "runs/experiments",
     retry: RetryOption = False,
+    only: OnlyOption = "",
+    results: Annotated[
+        Path | None, typer.Option(help="folder that `compact` wrote into: the cells in it are not run again, on any machine")
+    ] = None,
     run_config: RunConfigOption = "",
 ) -> None:
     """One table or figure of a paper, several, or all; then a page with all of them. Interrupted, the same command goes on."""
     from fl_bn.report import write_index
     from fl_bn.run.config import ConfigError
+    from fl_bn.sweep.evidence import RESULTS
     from fl_bn.sweep.experiments import Log, find, perform_program
     from fl_bn.sweep.run import JOBS, Place
 
@@ -170,7 +195,8 @@ def run_(
                     perform_program(experiment, variant, data, place, jobs or JOBS)
                     errors: dict[str, str] = {}
                 else:
-                    errors = perform(experiment.file, variant, data, place, where, retry, run_config)
+                    known = results / RESULTS / f"{experiment.name}.jsonl" if results else None
+                    errors = perform(experiment.file, variant, data, place, where, retry, run_config, only, results=known)
             except Exception as error:  # one of many must not end the others
                 if len(chosen) == 1:
                     raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fl_bn.data.dataset import DataNotFound
@@ -54,13 +55,18 @@ class Plan:
     failed: dict[str, str]
 
 
-def plan(sweep: Sweep, output: Path, *, retry: bool = False) -> Plan:
+def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", known: Collection[str] = ()) -> Plan:
     """What is to be done. ``retry``: cells that failed before are begun anew.
 
+    ``only``: a shell pattern for the names of cells; the others are no part of the plan. Nor are those in ``known``.
+
     Raises:
-        ConfigError: a cell's config is wrong, or its folder holds another run.
+        ConfigError: a cell's config is wrong, its folder holds another run, or no cell's name fits ``only``.
     """
-    cells = sweep.cells(output)
+    cells = [cell for cell in sweep.cells(output) if fnmatchcase(cell.config.name, only or "*")]
+    if not cells:
+        raise ConfigError(expected("only", only, [cell.config.name for cell in sweep.cells(output)]))
+    cells = [cell for cell in cells if cell.config.name not in known]
     open_ = [cell for cell in cells if not cell.finished()]
     failed = {cell.config.name: cell.outcome()["error"] for cell in open_ if cell.outcome().get("status") == "failed"}
     return Plan(cells, [cell for cell in open_ if retry or cell.config.name not in failed], {} if retry else failed)

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from scipy.stats import ttest_rel  # type: ignore[import-untyped]
 
+from fl_bn.cli import experiments as commands
 from fl_bn.run.config import ConfigError
+from fl_bn.sweep import run
 from fl_bn.sweep.claims import (
     AGAINST,
     ELSEWHERE,
@@ -33,6 +35,7 @@ from fl_bn.sweep.evidence import PAGE, RESULTS, VARIANT, gather, markdown, write
 from fl_bn.sweep.experiments import Experiment
 from fl_bn.sweep.file import read
 from fl_bn.sweep.kept import ANY_DATA, cells_of, keep, load, own_config
+from fl_bn.sweep.run import Place
 
 ROOT = Path(__file__).parents[2]
 ABOVE = Comparison(("A", "x"), ("B", "x"))
@@ -186,6 +189,23 @@ def test_cells_come_bit_by_bit(experiment: Experiment, tmp_path: Path) -> None:
     assert "| reproduced | 1 of 1 | 6 of 6 | – |" in page
     assert "| FedBN > FedAvg (accuracy) | +10.3 (+8.9 to +11.8) | 3 | 0.001 | held |" in page
     assert "6 on abc1234" in page
+
+
+def test_cells_with_a_result_are_not_run_again(
+    experiment: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "check", lambda cells: None)  # reads the data, which are not there
+
+    def perform(results: Path | None) -> str:
+        commands.perform(experiment.file, VARIANT, "/somewhere", tmp_path / "again", Place(), False, "", results=results, dry_run=True)
+        return " ".join(capsys.readouterr().out.split())
+
+    file = kept(experiment, tmp_path, {name: value for name, value in ALL.items() if "seed2" not in name}) / RESULTS / "X-1.jsonl"
+    said = perform(file)
+    assert "2 runs, 0 of them finished before, 2 to do" in said
+    assert "4 more have their result in" in said
+    assert "seed0" not in said
+    assert "6 runs, 0 of them finished before, 6 to do" in perform(None)
 
 
 def test_results_of_another_definition_are_refused(experiment: Experiment, tmp_path: Path) -> None:

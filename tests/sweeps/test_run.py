@@ -65,6 +65,20 @@ def test_a_failed_cell_is_left_until_a_retry(tmp_path: Path, monkeypatch: pytest
     assert run.plan(made, tmp_path).todo == []
 
 
+def test_a_pattern_chooses_cells_and_known_ones_are_left_out(tmp_path: Path) -> None:
+    made = parse(tables(seed=[0, 1]), "x", "", "", {})
+
+    def names(**chosen: Any) -> list[str]:
+        return [cell.config.name for cell in run.plan(made, tmp_path, **chosen).cells]
+
+    assert names() == ["BN-seed0", "GN-seed0", "BN-seed1", "GN-seed1"]
+    assert names(only="*seed1") == ["BN-seed1", "GN-seed1"]
+    assert names(only="BN*", known={"BN-seed0"}) == ["BN-seed1"]
+    assert names(known=set(names())) == []
+    with pytest.raises(ConfigError, match="only must be one of BN-seed0, GN-seed0, .* but got 'seed1'"):
+        names(only="seed1")
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
