@@ -326,9 +326,9 @@ def main() -> None:
     def hand_over(request: Request) -> None:
         os.write(lines, (json.dumps(asdict(request)) + "\n").encode())
 
-    if given.health_server_address:
-        find("run_health_server_grpc_no_tls")(given.health_server_address)
+    health = find("run_health_server_grpc_no_tls")(given.health_server_address) if given.health_server_address else None
     ask_for_work(site, hand_over)
+    del health  # a gRPC server that nothing refers to stops
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from fl_bn.flower import app_host, supernode
 from fl_bn.flower.app_host import Request, Site
 from fl_bn.flower.client_app import DEPLOYED
 from fl_bn.flower.policy import NotAllowed
+
+ROOT = Path(__file__).parents[2]
 
 # The host by its path, as deployments run it: the package around it would import torch.
 ALONE = f"""
@@ -196,3 +199,28 @@ def test_a_supernode_asks_often_while_there_is_work_and_rarely_else(monkeypatch:
     clock.sleep(3)
     assert slept == [3, 0.1, 0.5, 3]
     assert clock.monotonic() == now[0], "the rest of `time` is as it was"
+
+
+def test_the_host_answers_health_checks_for_as_long_as_it_lives() -> None:
+    """As compose asks it, while no SuperNode is there. The negative control: after its end nobody answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        health = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def check() -> int:
+        words = [sys.executable, str(ROOT / "deploy/docker/healthcheck.py"), health]
+        return subprocess.run(words, capture_output=True, check=False).returncode
+
+    words = [sys.executable, "-P", app_host.__file__, "--appio-api-address=127.0.0.1:1", f"--health-server-address={health}"]
+    host = subprocess.Popen(words)
+    try:
+        end = time.monotonic() + 60
+        while check():
+            assert time.monotonic() < end, "no answer"
+        for _ in range(3):  # not only at once
+            time.sleep(0.3)
+            assert check() == 0
+    finally:
+        host.terminate()
+        host.wait()
+    assert check() == 1
