@@ -70,12 +70,9 @@ def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, T
     """Padded by 4 black pixels on every side, cropped back at random, then ``flip``: CIFAR, in FixBN and FedTAN as elsewhere."""
     batch, _, height, width = x.shape
     padded = functional.pad(x, (PADDING,) * 4)
-    tops, lefts = (torch.from_numpy(rng.integers(0, 2 * PADDING + 1, batch)).to(x.device) for _ in range(2))
-    rows = (tops[:, None] + torch.arange(height, device=x.device))[:, None, :, None]
-    columns = (lefts[:, None] + torch.arange(width, device=x.device))[:, None, None, :]
-    images = torch.arange(batch, device=x.device)[:, None, None, None]
-    channels = torch.arange(x.shape[1], device=x.device)[None, :, None, None]
-    return _flipped(padded[images, channels, rows, columns], rng), y
+    tops, lefts = (rng.integers(0, 2 * PADDING + 1, batch).tolist() for _ in range(2))
+    windows = zip(padded, tops, lefts, strict=True)  # slices: an index for every pixel takes several times as long
+    return _flipped(torch.stack([image[:, top : top + height, left : left + width] for image, top, left in windows]), rng), y
 
 
 def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from fl_bn.federation.layer_by_layer import Forward, Inputs, Look, called, layer
 from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, to_kept
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import Named, Sections, encode_moments, to_numpy
+from fl_bn.federation.pooling import quick_pooling
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
@@ -388,7 +389,7 @@ def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[
         for layer in model.modules():
             layer.training = isinstance(layer, HybridBatchNorm)
     try:
-        with observe(model, normalisers if how.measured == NORMALISERS else inputs_of) as observed:
+        with quick_pooling(model), observe(model, normalisers if how.measured == NORMALISERS else inputs_of) as observed:
             yield observed
     finally:
         for module, mode in training.items():

@@ -15,6 +15,7 @@ from fl_bn.data.augment import Augment
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.client import measured
 from fl_bn.federation.layer_by_layer import Inputs
+from fl_bn.federation.pooling import quick_pooling
 from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.moments import Moments
 from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
@@ -112,6 +113,7 @@ def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 
         batches: Iterable[Any] = (data.batch(index, like) for index in pieces)
     else:
         batches = (to_device(task.read(batch), like.device) for batch in data)
-    for x, y in batches:
-        state.update(task.predict(model, x), y)
+    with quick_pooling(model):
+        for x, y in batches:
+            state.update(task.predict(model, x), y)
     return state

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property, partial
+from operator import is_
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -106,9 +107,9 @@ class _Pristine:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._slots = [(slots, name, slots[name]) for m in modules for slots in (m._parameters, m._buffers, m._modules) for name in slots]
-        self._sizes = [(slots, len(slots)) for m in modules for slots in (m._parameters, m._buffers, m._modules)]
-        self._tensors = list({id(tensor): tensor for _, _, tensor in self._slots if isinstance(tensor, Tensor)}.values())
+        self._slots = [(slots, list(slots), list(slots.values())) for m in modules for slots in (m._parameters, m._buffers, m._modules)]
+        found = [tensor for _, _, were in self._slots for tensor in were if isinstance(tensor, Tensor)]
+        self._tensors = list({id(tensor): tensor for tensor in found}.values())
         self._values = [tensor.detach().clone() for tensor in self._tensors]
         self._learns = [tensor.requires_grad for tensor in self._tensors]
         self._modes = [(m, m.training) for m in modules]
@@ -119,7 +120,7 @@ class _Pristine:
     @torch.no_grad()
     def restored(self) -> bool:
         """Put everything back; false where something changed that cannot be put back, so that another copy is needed."""
-        if any(len(slots) != size for slots, size in self._sizes) or any(slots.get(name) is not was for slots, name, was in self._slots):
+        if not all(len(now) == len(names) and all(map(is_, map(now.get, names), were)) for now, names, were in self._slots):
             return False
         for now, then, size in self._own:
             if len(now) != size or any(name not in now or not _same(now[name], value) for name, value in then.items()):
@@ -130,7 +131,8 @@ class _Pristine:
             if tensor.requires_grad is not learns:
                 tensor.requires_grad_(learns)
         for module, training in self._modes:
-            module.training = training
+            if module.training is not training:  # a module sets an attribute slowly
+                module.training = training
         return True
 
 

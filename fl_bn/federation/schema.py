@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from fl_bn.moments import bounds
 from fl_bn.roles import Role, batch_norms, roles
 from fl_bn.wire import WireError, said
 
+FLOATS = ("float32", "float64")
+SMALL = 1 << 14  # values of a tensor that is looked at together with others
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -27,6 +31,15 @@ class Spec:
     dtype: str
     at_least: float = -np.inf
     at_most: float = np.inf
+
+    @cached_property
+    def any_number(self) -> bool:
+        """Whether every finite number may be in it."""
+        return self.dtype in FLOATS and self.at_least == -np.inf and self.at_most == np.inf
+
+    def shaped(self, array: np.ndarray) -> bool:
+        """Whether shape and dtype are as they should be."""
+        return array.shape == self.shape and dtype_name(array.dtype) == self.dtype
 
     def check(self, section: str, name: str, array: np.ndarray) -> float:
         """The largest size of a number in ``array``, 0 if it holds whole numbers. Raises WireError where it is not as the spec says."""
@@ -70,12 +83,25 @@ class Schema:
             for name in arrays:
                 if name not in specs:
                     raise WireError(section, name, "extra: nothing of that name was asked for")
-            for name, spec in specs.items():
-                largest = max(largest, spec.check(section, name, arrays[name]))
+            usual, size = _usual(specs, arrays)
+            largest = max([largest, size, *(specs[name].check(section, name, arrays[name]) for name in specs if name not in usual)])
         for section in payload:
             if section not in self.sections:
                 raise WireError(section, "", f"extra: expected only {sorted(self.sections)}")
         return largest
+
+
+def _usual(specs: Mapping[str, Spec], arrays: Mapping[str, np.ndarray]) -> tuple[set[str], float]:
+    """The names of small tensors that may hold any number, and are as their specs say; and the largest size of a number in them.
+
+    They are looked at together, which takes a fraction of the time. No names where one of the numbers is not finite.
+    """
+    free = {name: arrays[name] for name, spec in specs.items() if spec.any_number and spec.shaped(arrays[name])}
+    small = {name: array for name, array in free.items() if 0 < array.size <= SMALL}
+    if len(small) < 2 or len({array.dtype for array in small.values()}) > 1:
+        return set(), 0.0
+    least, most = extremes(np.concatenate([array.ravel() for array in small.values()]))
+    return (set(small), max(-least, most)) if np.isfinite(least) and np.isfinite(most) else (set(), 0.0)
 
 
 def names(model: nn.Module, method: Method, *wanted: Role) -> list[str]:

@@ -28,7 +28,7 @@ from fl_bn.federation.payload import count_tensors, to_numpy
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.shared_model import NotFinite, SharedModel
+from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase
 from fl_bn.objectives import PLAIN, Objective
@@ -190,7 +190,7 @@ class Server:
         believed = not defence.active and (policy.client_weights == "samples" or phase is Phase.EXCHANGE)
         weights = [float(part.weight) if believed else 1.0 for part in parts]
         statistics = self.shared.combined(parts, phase, defence, self.pace())
-        return self.shared.change(parts, weights, self.optimizer, self.record.learning_rate, defence, statistics, folded)
+        return self.shared.change(ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, folded), statistics)
 
     def measured(self, parts: list[Reply], wrong: int = 0) -> tuple[list[Reply], dict[int, str]]:
         """Store the statistics that a statistics-only exchange found; the replies that count, and why others do not, by client.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from fl_bn.federation import schema
 from fl_bn.federation.aggregation import average, combine, difference, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
 from fl_bn.federation.blocks import fits
-from fl_bn.federation.defence import Defence, looks_low, undercut
+from fl_bn.federation.defence import NO_DEFENCE, Defence, looks_low, undercut
 from fl_bn.federation.intake import Folded
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import Named, Sections, decode_moments, signature, tensor_name
@@ -50,6 +51,21 @@ class NotFinite(Exception):
         else:
             found = [tensors[n] for tensors in part.sections.values() for n in (name, moment) if n in tensors]
         return max((float(tensor.double().abs().max()) for tensor in found if tensor.numel()), default=0.0)
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """What the server makes a step of: a round's replies ``parts``, each with its weight in averages.
+
+    ``rate``: of gradients. ``folded``: the part of the average that is made already.
+    """
+
+    parts: Sequence[Reply]
+    weights: Sequence[float]
+    optimizer: ServerOptimizer
+    rate: float
+    defence: Defence = NO_DEFENCE
+    folded: Folded | None = None
 
 
 class SharedModel:
@@ -144,55 +160,39 @@ class SharedModel:
                 raise NotFinite(name)
         self.model.load_state_dict(dict(tensors), strict=False)
 
-    def change(
-        self,
-        parts: Sequence[Reply],
-        weights: Sequence[float],
-        optimizer: ServerOptimizer,
-        rate: float,
-        defence: Defence,
-        statistics: Mapping[str, Running],
-        folded: Folded | None = None,
-    ) -> list[float]:
-        """One server step, along the pseudo-gradient ``weights - average`` or with the clients' averaged gradients at ``rate``, and the new
-        shared ``statistics``: all of it or, where anything is not finite, none. ``folded``: the part of the average that is made already.
+    def change(self, step: ServerStep, statistics: Mapping[str, Running]) -> list[float]:
+        """One server step, along the pseudo-gradient ``weights - average`` or with the clients' averaged gradients, and the new shared
+        ``statistics``: all of it or, where anything is not finite, none.
 
-        Returns the distance of each update to what ``defence`` made of all; empty without one.
+        Returns the distance of each update to what ``step.defence`` made of all; empty without one.
 
         Raises:
             NotFinite: the model's dtype cannot hold what came out, or what clients would start from then.
         """
-        before, state = optimizer.buffers(), self.model.state_dict()
+        before, state = step.optimizer.buffers(), self.model.state_dict()
         try:
-            new, distances = self._stepped(parts, weights, optimizer, rate, defence, folded)
-            auxiliary = self._auxiliary(parts, weights)
-            ahead = optimizer.lookahead({name: new.get(name, state[name]) for name in self._learnable})
+            new, distances = self._stepped(step)
+            auxiliary = self._auxiliary(step.parts, step.weights)
+            ahead = step.optimizer.lookahead({name: new.get(name, state[name]) for name in self._learnable})
             for name, tensor in [*ahead.items(), *((f"{k}/{n}", t) for k, section in auxiliary.items() for n, t in section.items())]:
                 if not fits(tensor, state[name].dtype if name in state else tensor.dtype):
                     raise NotFinite(name)
             self._load_all(new | _named(statistics))
         except NotFinite:
-            optimizer.restore(before)
+            step.optimizer.restore(before)
             raise
         self.auxiliary |= auxiliary
         return distances
 
-    def _stepped(
-        self,
-        parts: Sequence[Reply],
-        weights: Sequence[float],
-        optimizer: ServerOptimizer,
-        rate: float,
-        defence: Defence,
-        folded: Folded | None,
-    ) -> tuple[dict[str, Tensor], list[float]]:
+    def _stepped(self, step: ServerStep) -> tuple[dict[str, Tensor], list[float]]:
         """What the model is to become, float64, in the memory of the average."""
+        parts, weights, defence = step.parts, step.weights, step.defence
         section, distances = "gradients" if "gradients" in parts[0].sections else "weights", list[float]()
         state, tensors = self.model.state_dict(), [part.sections[section] for part in parts]
         if not tensors[0]:
             return {}, distances  # all weights stay home
-        if folded is not None:
-            mean = folded.mean(parts, section, weights)
+        if step.folded is not None:
+            mean = step.folded.mean(parts, section, weights)
         elif defence.updates == "mean":
             mean = average(tensors, weights)
         else:
@@ -200,9 +200,9 @@ class SharedModel:
             distances = [float(distance) for distance in report.distances]
         learnable = {name: tensor for name, tensor in mean.items() if name in self._learnable}
         if section == "gradients":
-            optimizer.step_within(state, learnable, None, rate)
+            step.optimizer.step_within(state, learnable, None, step.rate)
             return learnable, distances
-        optimizer.step_within(state, learnable, difference)
+        step.optimizer.step_within(state, learnable, difference)
         return mean, distances
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -108,4 +107,4 @@ def _within_its_time(handle: Handler) -> Handler:
 def _call(message: Message, form: Form, header: Header, layout: str = "") -> Values:
     """What a ``NumPyClient`` takes as its config: the message's, checked, with the header and the arrays' ``layout``."""
     values = form.of_configs(message.content) if form.record in message.content else form.read({})
-    return Values(form.and_also(HEADER, LAYOUT), {**values, **asdict(header), "layout": layout})
+    return Values(form.and_also(HEADER, LAYOUT), {**values, **header.values(), "layout": layout})

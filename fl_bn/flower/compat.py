@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -115,6 +116,11 @@ def identify(run_id: int) -> None:
 def address(message: Any, run_id: int, message_id: str) -> None:
     """Write into an outgoing message what Flower's own grids do: the run, which is also the sender, and the message's id."""
     message.metadata.__dict__.update(_run_id=run_id, _src_node_id=run_id, _message_id=message_id)
+
+
+def fill(record: Any, items: Mapping[str, Any]) -> None:
+    """``record.update(items)`` for a new record of Flower's, and items known to be of its kind: Flower checks each one's type, slowly."""
+    vars(record).get("_data", record).update(items)
 
 
 def simulates(grid: Any) -> bool:

@@ -14,12 +14,12 @@ from flwr.serverapp import Grid
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.defence import Defence
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.payload import Sections, tensor_name, to_tensors
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.server import Server, enter
-from fl_bn.federation.shared_model import NotFinite
+from fl_bn.federation.shared_model import NotFinite, ServerStep
 from fl_bn.federation.values import Reply
 from fl_bn.flower import sums
 from fl_bn.flower.codec import from_records, header_of, tensors_of, to_record
@@ -136,7 +136,7 @@ class SecureRounds:
         sections = update_of(average, to_tensors(sent.get("weights", {}))) or {"weights": {}}
         together = Reply(who[0], sections, sum(p.plan.samples for p in total.parts), 1)
         try:
-            shared.change([together], [1.0], server.optimizer, record.learning_rate, NO_DEFENCE, after)
+            shared.change(ServerStep([together], [1.0], server.optimizer, record.learning_rate), after)
         except NotFinite as error:
             log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
             return False, parts

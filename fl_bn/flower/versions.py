@@ -6,6 +6,8 @@ what a site has installed: its SuperNode, its libraries, its commands.
 
 from __future__ import annotations
 
+from functools import cache
+
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.extras import version_of
@@ -19,8 +21,9 @@ class OtherVersion(RuntimeError):
     """The other side runs another version of fl-bn."""
 
 
+@cache
 def here() -> str:
-    """The version of fl-bn that is installed here."""
+    """The version of fl-bn that is installed here: read once per process, since to read it takes milliseconds."""
     return version_of("fl-bn")
 
 
