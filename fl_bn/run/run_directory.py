@@ -119,7 +119,7 @@ class RunDirectory(Callback):
             raise
         if self._log is not None:
             LOGGER.addHandler(self._log)
-        LOGGER.info("run directory: %s", self.path)
+        LOGGER.info("run directory: %s", shown(self.path))
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
@@ -211,7 +211,7 @@ class RunDirectory(Callback):
         if error is None:  # nobody will go back
             for folder in (path / FOLDER, *path.glob("state-*")):
                 shutil.rmtree(folder, ignore_errors=True)
-        LOGGER.info("results: %s", path)
+        LOGGER.info("results: %s", shown(path))
         if error is not None:
             self._say_how_to_go_on(path, "interrupted" if isinstance(error, KeyboardInterrupt) else "the run failed")
 
