@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -259,7 +259,7 @@ def _failed(errors: Mapping[str, str]) -> None:
         raise typer.Exit(1)
 
 
-for _panel, _commands in {
+OF_OTHER_FILES: Mapping[str, Sequence[Callable[..., None]]] = {
     COMPARE: (sweeps.sweep, sweeps.report),
     MODEL: (adapt, recalibrate),
     DEPLOY: (
@@ -273,7 +273,8 @@ for _panel, _commands in {
         deployment.fetch,
         deployment.queue,
     ),
-}.items():
+}
+for _panel, _commands in OF_OTHER_FILES.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
 data.command()(partition)

@@ -78,6 +78,8 @@ def _fl_bn(arguments: list[str]) -> None:
     while isinstance(command, click.Group):
         if not arguments:
             raise Incomplete(f"Missing command of fl-bn {command.name}")
+        if arguments == ["--help"]:
+            return
         found = command.get_command(context, arguments[0])
         assert found is not None, f"there is no command fl-bn {' '.join(arguments)}"
         command, arguments = found, arguments[1:]
