@@ -164,13 +164,14 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
 def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]) -> None:
     """Refuses before the first run what the report would refuse after the last."""
     settings = parse_settings(tables, name, "")
-    others = [axis for axis in axes if axis != SEED]
+    every = [*axes, *(["domain"] if settings.domains else [])]
+    others = [axis for axis in every if axis != SEED]
     heat = (settings.heat.x, settings.heat.y) if settings.heat else ()
     for what, named, known in (
         ("rows", (settings.rows,) if settings.rows else (), others),
         ("columns", settings.columns or (), others),
-        ("against", settings.against, list(axes)),
-        ("heat", heat, list(axes)),
+        ("against", settings.against, every),
+        ("heat", heat, every),
     ):
         for axis in named:
             check_axis(axis, what, known)
