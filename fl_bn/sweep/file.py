@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.names import unknown
+from fl_bn.report.domains import AXIS as DOMAIN
 from fl_bn.report.settings import SEED, check_axis, parse_settings
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep.cells import CENTRALISED, Cell
@@ -164,7 +165,7 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
 def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]) -> None:
     """Refuses before the first run what the report would refuse after the last."""
     settings = parse_settings(tables, name, "")
-    every = [*axes, *(["domain"] if settings.domains else [])]
+    every = [*axes, *([DOMAIN] if settings.domains else [])]
     others = [axis for axis in every if axis != SEED]
     heat = (settings.heat.x, settings.heat.y) if settings.heat else ()
     for what, named, known in (
