@@ -2,8 +2,7 @@
 
     python benchmarks/redraw.py
 
-``comparison.png`` is drawn from curves.csv, the heat maps of attack-grid and the bars of unseen-domain from table.csv. The curves of
-plug-in are not among the committed numbers, so its picture is that of the day on which it was measured.
+``comparison.png`` is drawn from curves.csv, the heat maps of attack-grid and the bars of unseen-domain from table.csv.
 """
 
 from __future__ import annotations

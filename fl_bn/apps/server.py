@@ -42,7 +42,7 @@ def run(grid: Grid, context: Context, folder: Path | None) -> None:
             config.round_policy(),
             optimizer=config.build_server_optimizer(),
             evaluate=lambda trained: test_metrics(config, trained, target),
-            callbacks=[directory, *bars(directory.task), *own_callbacks(config, directory.path)],
+            callbacks=[*bars(directory.task), directory, *own_callbacks(config, directory.path)],
             save_clients=directory.name,
             defence=config.defence(),
             keep_checkpoint=directory.keep_checkpoint,

@@ -136,18 +136,17 @@ def report(folder: Annotated[Path, typer.Argument(help="of a sweep, finished or 
 
 @experiments.command("list")
 def list_() -> None:
-    """Every experiment: which table or figure, of which paper, and how many runs it is."""
+    """Every experiment: which table or figure of which paper, and its variants."""
     from fl_bn.sweep.experiments import find
 
-    shown, paper = Table("experiment", "what it shows", "variants"), ""
+    tables: dict[str, Table] = {}
     for experiment in find():
-        if experiment.paper != paper:
-            paper = experiment.paper
-            shown.add_section()
-            shown.add_row("", f"[bold]{escape(paper)}[/bold]", "")
-        shown.add_row(experiment.name, escape(experiment.title), ", ".join(experiment.variants))
-    console.print(shown)
-    console.print("fl-bn experiments run NAME (--variant small: minutes, offline); all of them: fl-bn experiments run all --variant small")
+        table = tables.setdefault(experiment.paper, Table("experiment", "what it shows", "variants", expand=True))
+        table.add_row(experiment.name, escape(experiment.title), ", ".join(experiment.variants))
+    for paper, table in tables.items():
+        console.print(f"\n[bold]{escape(paper)}[/bold]", table, sep="\n")
+    console.print("\nOne of them, in minutes and offline:  fl-bn experiments run NAME --variant small")
+    console.print("All of them:                          fl-bn experiments run all --variant small")
 
 
 @experiments.command("run")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -38,21 +38,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Batch normalisation that works in federated learning.",
 )
-app.add_typer(deployment.kit, name="kit")
-app.add_typer(sweeps.experiments, name="experiments")
-data.command()(partition)
-app.add_typer(data, name="data")
-for command in (sweeps.sweep, sweeps.report, deployment.start, deployment.register, deployment.submit):
-    app.command()(command)
-app.command()(deployment.status)
-app.command()(deployment.runs)
-app.command()(deployment.abort)
-app.command()(deployment.fetch)
-app.command()(deployment.queue)
-app.command()(doctor)
-app.command()(recalibrate)
-app.command()(adapt)
-app.command()(new)
+TRAIN, COMPARE, LOOK, MODEL, DEPLOY = "Train", "Compare", "Look first", "With a trained model", "Separate machines"
+app.command(rich_help_panel=TRAIN)(new)
 console = Console()
 
 Verbose = Annotated[bool, typer.Option("--verbose", help="a long line per round: what became of the normalisation layers, bytes, drift")]
@@ -60,7 +47,7 @@ CHECKPOINT_EVERY = 5  # rounds, of fl-bn run: from there fl-bn resume goes on
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to override, as for flwr run: \"rounds=10 method='hbn'\"")]
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     """One run in this process, without Ray: the same ServerApp, ClientApp, config and files as `flwr run .`.
 
@@ -80,7 +67,7 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     _run(config, verbose)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def resume(
     folder: Annotated[Path, typer.Argument(help="of the run, e.g. runs/NAME; of a deployed run the server's: kit/server")],
     name: Annotated[str, typer.Argument(metavar="[RUN]", help="of a deployed run; default: the one with the newest checkpoint")] = "",
@@ -117,7 +104,7 @@ def _run(config: RunConfig, verbose: bool) -> None:
         raise typer.Exit(130) from None
 
 
-@app.command()
+@app.command(rich_help_panel=COMPARE)
 def compare(
     methods: Annotated[
         str, typer.Option(help="separated by commas; `centralised` too; one may differ in keys: fbn:learning-rate=0.01;rounds=9")
@@ -157,7 +144,7 @@ def compare(
     _failed(errors)
 
 
-@app.command()
+@app.command(rich_help_panel=COMPARE)
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders that hold some: runs/NAME, runs/compare-...")],
     output: Annotated[Path, typer.Option(help="the picture")] = Path("comparison.png"),
@@ -174,7 +161,7 @@ def plot(
     console.print(f"{output}: {', '.join(lines)}", highlight=False, soft_wrap=True)
 
 
-@app.command("attack-grid")
+@app.command(rich_help_panel=COMPARE)
 def attack_grid(
     methods: Annotated[str, typer.Option(help="separated by commas, as all axes are")] = "fbn,fedavg",
     heterogeneity: Annotated[str, typer.Option(help="of partition-parameter (partition: similarity, unless --run-config says so)")] = (
@@ -220,7 +207,7 @@ def attack_grid(
     _failed(errors)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def layers(
     model: str, method: Annotated[str, typer.Option(help="name of a method")] = "fedavg", classes: int = 10, image_size: int = 32
 ) -> None:
@@ -245,7 +232,7 @@ def layers(
         raise refused(error) from error
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def config(
     toml: Annotated[bool, typer.Option("--toml", help="their defaults, as in [tool.flwr.app.config] of pyproject.toml")] = False,
 ) -> None:
@@ -271,6 +258,29 @@ def _failed(errors: Mapping[str, str]) -> None:
     if errors:
         raise typer.Exit(1)
 
+
+OF_OTHER_FILES: Mapping[str, Sequence[Callable[..., None]]] = {
+    COMPARE: (sweeps.sweep, sweeps.report),
+    MODEL: (adapt, recalibrate),
+    DEPLOY: (
+        doctor,
+        deployment.start,
+        deployment.register,
+        deployment.submit,
+        deployment.status,
+        deployment.runs,
+        deployment.abort,
+        deployment.fetch,
+        deployment.queue,
+    ),
+}
+for _panel, _commands in OF_OTHER_FILES.items():
+    for _command in _commands:
+        app.command(rich_help_panel=_panel)(_command)
+data.command()(partition)
+app.add_typer(sweeps.experiments, name="experiments", rich_help_panel=COMPARE)
+app.add_typer(data, name="data", rich_help_panel=LOOK)
+app.add_typer(deployment.kit, name="kit", rich_help_panel=DEPLOY)
 
 if __name__ == "__main__":
     app()

@@ -42,6 +42,8 @@ class Bar(Callback):
         self._progress.update(self._line, total=max(rounds, record.round), completed=record.round, description=shown, end=end, refresh=True)
 
     def on_end(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._progress.update(self._line, end=None)
         self._progress.stop()
 
 

@@ -179,7 +179,10 @@ def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:
     end = time.monotonic() + timeout
     while len(nodes := sorted(grid.get_node_ids())) < least:
         if time.monotonic() > end:
-            raise RunFailed(f"only {len(nodes)} of {least} nodes came within {timeout:.0f} s (min_available_nodes)")
+            raise RunFailed(
+                f"only {len(nodes)} of {least} nodes came within {timeout:.0f} s. Start the others, lower min_available_nodes, or wait "
+                f"longer: start(..., timeout={5 * timeout:.0f})"
+            )
         time.sleep(1.0)
     (reply,) = send_and_receive(grid, [Message(greeting(), nodes[0], ASK_HELLO, ttl=timeout, group_id="0")], timeout) or (None,)
     if reply is None:

@@ -88,8 +88,9 @@ class Population:
                 missing = self.called.clients(sorted(starting - set(self.clients)))
                 keys = "`clients-at-start`" if self.rounds.at_start else "`clients`"
                 raise RunFailed(
-                    f"only {here} of {needed} clients came within {wait:.0f} s (missing: {missing}). Start the "
-                    f"others, or lower {keys}, or raise `wait-timeout` (in simulation: --federation-config 'options.num-supernodes=...')"
+                    f"only {here} of {needed} clients came within {wait:.0f} s (missing: {missing}). Start the others, or lower {keys} "
+                    "(in simulation: --federation-config 'options.num-supernodes=...'). If they are slow to start, as Ray's processes "
+                    f"are on a busy machine, wait longer: --run-config \"wait-timeout={max(600.0, 5 * wait):.0f}\""
                 )
             time.sleep(0.2)
         self._joined = {client.index for client in self.everyone()}

@@ -97,7 +97,7 @@ def _build(name: str, classes: int, channels: int, image_size: int, stem: str, m
 
 
 def _torchvision(name: str, classes: int, channels: int, image_size: int, stem: str) -> nn.Module:
-    need(f"a model that is none of {', '.join(MODELS)}", "torchvision")
+    need(f"the model {name!r}, which is none of fl-bn's own ({', '.join(MODELS)}),", "torchvision")
     from torchvision import models  # here, not above: a second of import that our own networks need not pay
 
     if name not in (there := models.list_models(module=models)):

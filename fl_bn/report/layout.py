@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
-from fl_bn.names import nearest
 from fl_bn.report.cells import MEGABYTES, Cell, scale, title
-from fl_bn.report.settings import SEED, Settings
-from fl_bn.run.config import ConfigError
+from fl_bn.report.settings import SEED, Settings, check_axis
 from fl_bn.task import CLASSIFICATION
 
 
@@ -102,7 +100,7 @@ class Layout:
 
     def check(self, axis: str, what: str) -> None:
         """Raises ConfigError where no run has ``axis``."""
-        _check(axis, what, _axes(self.cells))
+        check_axis(axis, what, _axes(self.cells))
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     row_axis = settings.rows or ("method" if "method" in axes else axes[0] if axes else "")
     for what, names in (("rows", [settings.rows] if settings.rows else []), ("columns", settings.columns or ())):
         for name in names:
-            _check(name, what, axes)
+            check_axis(name, what, axes)
     named = [axis for axis in settings.columns or () if axis != row_axis]
     others = [axis for axis in axes if axis != row_axis and axis not in named]
     rest = (*named, *(axis for axis in others if settings.columns is None or len(_values(axis, readable, settings)) > 1))
@@ -226,11 +224,6 @@ def _values(axis: str, cells: Sequence[Cell], settings: Settings) -> list[str]:
 
 def _axes(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(axis for cell in cells for axis in cell.axes))
-
-
-def _check(axis: str, what: str, known: Sequence[str]) -> None:
-    if axis not in known:
-        raise ConfigError(f"[report] {what} names the axis {axis!r}, which no run has{nearest(axis, known)} (axes: {', '.join(known)})")
 
 
 def _is_number(text: str) -> bool:

@@ -115,10 +115,15 @@ def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
     if x != "round" and min(ends) > 0 and max(ends) / min(ends) >= 10 and min(float(way[0]) for way in ways) > 0:
         logarithmic(axes, x=True)
     elif x != "bytes":
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
+        _whole(axes)
     if x == "bytes":
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000**power:g}")
     axes.set_xlabel(f"{LABELS[x]} ({('B', 'kB', 'MB', 'GB', 'TB')[power]})" if x == "bytes" else LABELS[x])
+
+
+def _whole(axes: Axes) -> None:
+    """No round is marked at 2.5."""
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
 
 
 def against(layout: Layout, axis: str) -> Picture:
@@ -239,6 +244,7 @@ def _draw_diagnostics(layout: Layout, found: Mapping[str, Mapping[str, Layers]])
                 if numbers and min(numbers) > 0 and max(numbers) / min(numbers) > 100:
                     logarithmic(axes)
                 axes.set_xlabel("round" if axes is panel[0] else "layer")
+            _whole(panel[0])
             if len(panel) > 1 and len(layers[quantity]) <= 24:
                 panel[1].set_xticks(range(len(layers[quantity])), [layer[-22:] for layer in layers[quantity]], rotation=90, fontsize=6.5)
                 panel[1].set_xlabel("")

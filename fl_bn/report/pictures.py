@@ -27,6 +27,7 @@ LOOK: Any = STYLE | {
     "text.parse_math": False,
 }  # fmt: skip
 LEGEND = 26  # letters in a line of the legend
+PAGE, NARROWEST = 13.9, 2.2  # inches: 1000 pixels are what a page has for a picture at its least size, and what a panel needs
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,15 @@ class Picture:
 def panels(
     names: Sequence[str | None], legend: Sequence[str] = (), size: tuple[float, float] | None = None, across: int = 0
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure with one panel per name (None: a gap), ``across`` in a line (0: so that they fill it), each of ``size``; room for ``legend``
-    right of them."""
+    """A figure with one panel per name (None: a gap), ``across`` in a line (0: so that they fill it), each of ``size`` or narrower, so that
+    a line fits the page; room for ``legend`` right of them."""
     across = min(across, max(1, len(names))) or columns_of(len(names))
     down = -(-max(1, len(names)) // across)
     each = size or ((6.2, 4.0) if len(names) == 1 else (3.4, 2.7))
     columns, lines = _columns(legend)
     height = max(down * each[1], 0.165 * lines + 0.4)
-    figure = Figure(figsize=(across * each[0] + 2.3 * columns, height), layout="constrained")
+    width = min(each[0], max(NARROWEST, (PAGE - 2.3 * columns) / across))
+    figure = Figure(figsize=(across * width + 2.3 * columns, height), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False)
     made = []
     for axes, name in itertools.zip_longest(grid.flat, names):

@@ -26,12 +26,12 @@ class Shown:
 
 @dataclass(frozen=True)
 class Program:
-    """``pictures``: name and PNG, as base64. ``text``: the experiment's file."""
+    """``pictures``: name, PNG as base64, and the pixels across below which nobody can read it. ``text``: the experiment's file."""
 
     id: str
     title: str
     notes: str
-    pictures: tuple[tuple[str, str], ...]
+    pictures: tuple[tuple[str, str, int], ...]
     tables: tuple[Shown, ...]
     text: str
 
@@ -44,8 +44,14 @@ def read_program(folder: Path, id: str = "") -> Program:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder} is no experiment's folder: {error}") from error
     notes = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
-    pictures = tuple((file.stem.replace("_", " "), base64.b64encode(file.read_bytes()).decode()) for file in sorted(folder.glob("*.png")))
+    pictures = tuple(_picture(file) for file in sorted(folder.glob("*.png")))
     return Program(id, title, notes, pictures, tuple(_shown(file) for file in sorted(folder.glob("*.csv"))), text)
+
+
+def _picture(file: Path) -> tuple[str, str, int]:
+    png = file.read_bytes()
+    width = int.from_bytes(png[16:20])  # of the header
+    return file.stem.replace("_", " "), base64.b64encode(png).decode(), width // 3
 
 
 def _shown(file: Path) -> Shown:

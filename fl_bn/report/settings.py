@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_bn.names import expected, unknown
+from fl_bn.names import expected, nearest, unknown
 from fl_bn.run.config import ConfigError
 
 SEED = "seed"  # the axis that is averaged over
@@ -106,6 +106,12 @@ def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
         order=_order(tables),
         text=text,
     )
+
+
+def check_axis(axis: str, what: str, known: Sequence[str]) -> None:
+    """Raises ConfigError where ``axis``, which ``what`` of [report] names, is none of ``known``."""
+    if axis not in known:
+        raise ConfigError(f"[report] {what} names the axis {axis!r}, which no run has{nearest(axis, known)} (axes: {', '.join(known)})")
 
 
 def _order(tables: Mapping[str, Any]) -> dict[str, list[str]]:

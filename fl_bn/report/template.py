@@ -55,9 +55,10 @@ PARTS = """
 
 {% macro program(one) %}
 {% if one.notes %}<p class="notes">{{ one.notes }}</p>{% endif %}
-{% for name, picture in one.pictures %}<figure>
+{% for name, picture, least in one.pictures %}<figure>
 <div class="wide" tabindex="0" role="region" aria-label="{{ name }}">
-<img src="data:image/png;base64,{{ picture }}" alt="{{ name }}" style="max-width: 100%; background: white">
+<img src="data:image/png;base64,{{ picture }}" alt="{{ name }}"
+ style="min-width: {{ least }}px; max-width: max(100%, {{ least }}px); background: white">
 </div>
 <figcaption>{{ name }}</figcaption>
 </figure>

@@ -91,13 +91,39 @@ def all_of(known: Collection[str]) -> Callable[[str], bool]:
     return lambda text: all(name in known for name in names_of(text))
 
 
+SECTIONS = {
+    "method": "Method",
+    "model": "Network and task",
+    "dataset": "Data",
+    "partition": "Who has which data",
+    "share-label-counts": "What clients tell of themselves",
+    "calibrate": "Calibration of the statistics",
+    "clients": "Clients and rounds",
+    "min-replies": "Clients that are late or missing",
+    "checkpoint-every": "Checkpoints",
+    "exchange": "Layer-wise exchange",
+    "byzantine": "Byzantine clients and robust rules",
+    "secure-aggregation": "Secure aggregation and noise",
+    "local-epochs": "Local training",
+    "objective": "Local objective",
+    "server-optimizer": "Server optimizer",
+    "evaluate-every": "Evaluation",
+    "seed": "Seed and machine",
+    "output": "Output",
+}
+"""The headings of docs/config.md, each by its first key; options stand with the key that chooses whose they are."""
+
+
 def table(keys: Mapping[str, Key]) -> str:
-    """Every key as a Markdown table, as printed in docs/config.md."""
-    rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
+    """Every key in Markdown, a table per section, as printed in docs/config.md."""
+    lines: list[str] = []
     for key in keys.values():
+        if key.name in SECTIONS or not lines:
+            heading = [f"## {SECTIONS[key.name]}", ""] if key.name in SECTIONS else []
+            lines += [*([""] if lines else []), *heading, "| key | default | values | meaning |", "|---|---|---|---|"]
         default = str(key.default).lower() if isinstance(key.default, bool) else key.default
-        rows.append(f"| `{key.name}` | {f'`{default}`' if default != '' else 'empty'} | {key.shown} | {key.help} |")
-    return "\n".join(rows)
+        lines.append(f"| `{key.name}` | {f'`{default}`' if default != '' else 'empty'} | {key.shown} | {key.help} |")
+    return "\n".join(lines)
 
 
 def defaults(keys: Mapping[str, Key]) -> str:

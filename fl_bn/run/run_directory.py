@@ -58,7 +58,7 @@ class RunDirectory(Callback):
         self.records: list[RoundRecord] = []
         self.strategy: BatchNormStrategy | None = None
         self.resumed: Checkpoint | None = None
-        self._diagnostics = None if path is None else _diagnostics(config)
+        self._diagnostics = None if path is None else diagnostics_of(config)
         self.task = task(config)
         self._history = None if path is None else History(path, self._diagnostics is not None, self.task, config.called)
         self._checkpoints = None if path is None or self._history is None else Checkpoints(path, self._history)
@@ -77,7 +77,7 @@ class RunDirectory(Callback):
         """
         if not config.output:
             return cls(config, None)
-        _diagnostics(config)  # refused before there is a folder
+        diagnostics_of(config)  # refused before there is a folder
         if config.resume:
             return cls(config, run_to_resume(config), goes_on=True)
         root = Path(config.output)
@@ -119,7 +119,7 @@ class RunDirectory(Callback):
             raise
         if self._log is not None:
             LOGGER.addHandler(self._log)
-        LOGGER.info("run directory: %s", self.path)
+        LOGGER.info("run directory: %s", shown(self.path))
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
@@ -211,7 +211,7 @@ class RunDirectory(Callback):
         if error is None:  # nobody will go back
             for folder in (path / FOLDER, *path.glob("state-*")):
                 shutil.rmtree(folder, ignore_errors=True)
-        LOGGER.info("results: %s", path)
+        LOGGER.info("results: %s", shown(path))
         if error is not None:
             self._say_how_to_go_on(path, "interrupted" if isinstance(error, KeyboardInterrupt) else "the run failed")
 
@@ -256,7 +256,8 @@ def shown(path: Path) -> str:
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
-def _diagnostics(config: RunConfig) -> Diagnostics | None:
+def diagnostics_of(config: RunConfig) -> Diagnostics | None:
+    """What is measured beside the evaluations. Raises ConfigError where it cannot be."""
     names = names_of(config.diagnostics)
     return Diagnostics(config, names) if names else None
 

@@ -40,6 +40,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.names import unknown
+from fl_bn.report.domains import AXIS as DOMAIN
+from fl_bn.report.settings import SEED, check_axis, parse_settings
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep.cells import CENTRALISED, Cell
 
@@ -156,7 +158,24 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     keys, axes = _with_data(keys, data), {a: {label: _with_data(v, data) for label, v in values.items()} for a, values in axes.items()}
     shown = {**tables, **{key: chosen[key] for key in ("report", "paper", "notes") if key in chosen}}
     shown["report"] = {**_table(tables, "report"), **_table(chosen, "report")}
+    _check_report(shown, name, axes)
     return Sweep(str(tables.get("title", name)), keys, axes, tuple(chosen.get("skip", tables.get("skip", ()))), shown)
+
+
+def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]) -> None:
+    """Refuses before the first run what the report would refuse after the last."""
+    settings = parse_settings(tables, name, "")
+    every = [*axes, *([DOMAIN] if settings.domains else [])]
+    others = [axis for axis in every if axis != SEED]
+    heat = (settings.heat.x, settings.heat.y) if settings.heat else ()
+    for what, named, known in (
+        ("rows", (settings.rows,) if settings.rows else (), others),
+        ("columns", settings.columns or (), others),
+        ("against", settings.against, every),
+        ("heat", heat, every),
+    ):
+        for axis in named:
+            check_axis(axis, what, known)
 
 
 def _variant(tables: Mapping[str, Any], variant: str) -> Mapping[str, Any]:

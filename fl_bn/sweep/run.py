@@ -11,6 +11,7 @@ from fl_bn.data.dataset import DataNotFound
 from fl_bn.names import expected
 from fl_bn.run import assembly
 from fl_bn.run.config import ConfigError
+from fl_bn.run.run_directory import diagnostics_of
 from fl_bn.sweep.cells import OUTCOME, Cell, run_cells
 from fl_bn.sweep.file import Sweep
 
@@ -85,7 +86,11 @@ def check(cells: Sequence[Cell]) -> None:
         split = (*data, config.partition, config.partition_parameter, config.sizes, config.clients, config.byzantine, config.seed)
         model = (*data, config.model, config.model_stem, config.model_weights, config.method, config["groups"])
         try:
-            for about, look in ((split, assembly.partitions), (model, assembly.client_model)):
+            for about, look in (
+                (split, assembly.partitions),
+                (model, assembly.client_model),
+                ((*model, config.diagnostics), diagnostics_of),
+            ):
                 if about not in seen:
                     seen.add(about)
                     look(config)

@@ -20,7 +20,7 @@ from tests.documentation.pages import ROOT
 
 SYSTEM = {
     *("apt-get", "cd", "chown", "cp", "docker", "docker-compose", "git", "journalctl", "mypy", "ray", "ruff", "systemctl", "tensorboard"),
-    *("flower-simulation", "flower-superlink", "flower-supernode", "mlflow", "sh", "useradd"),
+    *("flower-simulation", "flower-superlink", "flower-supernode", "mlflow", "sh", "useradd", "wandb"),
 }
 """Programs of others, whose options are theirs."""
 OPERATORS = {"&&", "||", "|", ";", "&"}
@@ -78,6 +78,8 @@ def _fl_bn(arguments: list[str]) -> None:
     while isinstance(command, click.Group):
         if not arguments:
             raise Incomplete(f"Missing command of fl-bn {command.name}")
+        if arguments == ["--help"]:
+            return
         found = command.get_command(context, arguments[0])
         assert found is not None, f"there is no command fl-bn {' '.join(arguments)}"
         command, arguments = found, arguments[1:]

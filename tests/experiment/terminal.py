@@ -18,12 +18,12 @@ COMMAND = (sys.executable, "-c", "from fl_bn.cli.main import app; app()")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "COLUMNS": "110"}
 
 
-def on_a_terminal(*args: str, type_at: str = "") -> tuple[int, str]:
+def on_a_terminal(*args: str, type_at: str = "", folder: Path = ROOT) -> tuple[int, str]:
     """Exit status and all that came to the terminal; Ctrl-C is typed once ``type_at`` is seen."""
     process, terminal = pty.fork()
     if process == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where pytest itself runs in the background
-        os.chdir(ROOT)
+        os.chdir(folder)
         os.execve(COMMAND[0], [*COMMAND, *args], ENVIRONMENT)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 110, 0, 0))
     came, typed = b"", not type_at
@@ -49,10 +49,10 @@ def lines(text: str) -> list[str]:
     return [shown for line in plain.split("\n") if (shown := line.rstrip("\r").rpartition("\r")[2].rstrip())]
 
 
-def in_a_pipe(*args: str, interrupt_at: str = "") -> tuple[int, str]:
+def in_a_pipe(*args: str, interrupt_at: str = "", folder: Path = ROOT) -> tuple[int, str]:
     """Exit status and output; SIGINT is sent once a line has ``interrupt_at``."""
     process = subprocess.Popen(
-        [*COMMAND, *args], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*COMMAND, *args], cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     came = ""

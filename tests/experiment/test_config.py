@@ -17,7 +17,7 @@ from fl_bn.methods import METHODS, Refresh, Report
 from fl_bn.methods.fbn import FBNOptions
 from fl_bn.options import kebab
 from fl_bn.run.config import FEDTAN, ConfigError, RunConfig
-from fl_bn.run.keys import table
+from fl_bn.run.keys import SECTIONS, table
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.run_directory import to_toml
 
@@ -85,6 +85,17 @@ def test_every_key_has_a_meaning_and_says_what_it_takes(name: str) -> None:
     assert key.shown
     assert key.check(key.default) == key.default
     assert f"| `{name}` |" in table(KEYS)
+
+
+def test_the_page_has_a_table_per_section_and_a_key_in_each() -> None:
+    assert [name for name in KEYS if name in SECTIONS] == list(SECTIONS)
+    assert next(iter(KEYS)) in SECTIONS
+    parts = table(KEYS).split("## ")[1:]
+    assert [part.partition("\n")[0] for part in parts] == list(SECTIONS.values())
+    rows = [re.findall(r"^\| `([a-z0-9-]+)` \|", part, re.MULTILINE) for part in parts]
+    assert [row[0] for row in rows] == list(SECTIONS)
+    assert sum(rows, []) == list(KEYS)
+    assert "freeze-what" in rows[0], "options stand with what they belong to"
 
 
 @pytest.mark.parametrize("name", KEYS)

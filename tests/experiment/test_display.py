@@ -102,6 +102,10 @@ def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
     status, came = on_a_terminal("run", "--run-config", run_config(tmp_path, "run", rounds=ROUNDS), type_at=f"round 2/{ROUNDS}")
     assert status == 130, came
     seen = lines(came)
+    bar = max(place for place, line in enumerate(seen) if "━" in line)
+    assert "interrupted after round" in seen[-1], "below the bar"
+    assert bar == len(seen) - 3, seen
+    assert not seen[bar].endswith("left"), "nobody waits for it any more"
     assert any("interrupted after round" in line and "the first checkpoint would be after round 5" in line for line in seen), seen
     assert not any("Traceback" in line for line in seen)
     assert "\x1b[?25h" in came  # the cursor is back

@@ -79,7 +79,8 @@ def test_missing_clients_are_named_when_the_wait_is_over(clients: list[Samples])
     grid = LateGrid(client_app(FBN, clients), 3)
     grid.most = 1
     with pytest.raises(
-        RunFailed, match=r"only 1 of 3 clients came within 0 s \(missing: clients 1, 2\)\. Start the others, or lower `clients`"
+        RunFailed,
+        match=r"only 1 of 3 clients came within 0 s \(missing: clients 1, 2\)\. Start the others, or lower `clients` .*wait-timeout=600",
     ):
         run(FBN, clients, 1, grid=grid, policy={"wait": 0.01})
 

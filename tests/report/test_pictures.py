@@ -11,7 +11,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 
 from fl_bn.report import FORMATS, write_report
-from fl_bn.report.pictures import Picture, wrapped
+from fl_bn.report.pictures import PAGE, Picture, panels, wrapped
 from fl_bn.report.write import read
 from fl_bn.run.config import ConfigError
 from fl_bn.run.palette import COLOURS, line
@@ -167,6 +167,27 @@ def test_boxes_classes_and_drift(tmp_path: Path) -> None:
     assert titles(made["diagnostics"].figure) == ["training-loss", "moved", "moved: last round"]
     shown = [np.asarray(axes.lines[0].get_ydata()).tolist() for axes in made["diagnostics"].figure.axes if axes.lines]
     assert shown == [[2, 1], [3.5], [1.5, 3.5, 7.5]]  # without the client's own line; median over layers; by layer
+
+
+def test_rounds_are_marked_by_whole_numbers(tmp_path: Path) -> None:
+    sweep(tmp_path, "[report]\ndrift = true")
+    path = run(tmp_path, {"method": "a"}, rounds([0.5, 0.6]))
+    lines = [f"{round},bn{layer},,moved,{round}" for round in (1, 2) for layer in (1, 2)]
+    (path / "diagnostics.csv").write_text("\n".join(["round,layer,client,quantity,value", *lines]))
+    for name in ("curves-round", "diagnostics"):
+        axes = picture(tmp_path, name).figure.axes[0]
+        assert [tick % 1 for tick in axes.get_xticks()] == [0] * len(axes.get_xticks())
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_line_of_panels_and_their_legend_fit_the_page(count: int) -> None:
+    for size in (None, (3.9, 2.0)):
+        with panels([str(n) for n in range(count)], ["a", "b"], size=size) as (figure, made):
+            width, _ = figure.get_size_inches()
+            assert len(made) == count
+            assert width < PAGE + 1e-6
+    with panels(["a"] * 4, ["b"], size=(3.4, 2.7), across=4) as (figure, _):
+        assert figure.get_size_inches()[0] == pytest.approx(PAGE)  # control: it would be wider
 
 
 def test_what_was_not_measured_makes_no_picture(tmp_path: Path) -> None:

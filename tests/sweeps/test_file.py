@@ -105,6 +105,12 @@ def test_any_text_survives_being_written(axis: dict[str, dict[str, str]], title:
         ({"seed = [0, 1]": "seed = [0, [1]]"}, "an axis is a list of plain values"),
         ({"seed = [0, 1]": 'output = "x"'}, "output is for the sweep to decide"),
         ({"seed = [0, 1]": "seed = [0, 1]\nsplit = [1]"}, "the same axis twice"),
+        ({'title = "two methods"': 'title = "two methods"\nnotes = "a"'}, "notes must be a table, but got 'a'"),
+        ({'rows = "method"': 'row = "method"'}, r"unknown key 'row' in \[report\]: did you mean 'rows'?"),
+        ({'rows = "method"': 'rows = "methods"'}, "rows names the axis 'methods', which no run has: did you mean 'method'?"),
+        ({'columns = ["split"]': 'columns = ["seed"]'}, r"columns names the axis 'seed', which no run has \(axes: method, split\)"),
+        ({'columns = ["split"]': 'heat = { x = "split", y = "steps" }'}, "heat names the axis 'steps'"),
+        ({'columns = ["split"]': 'against = "steps"'}, "against names the axis 'steps'"),
         ({'"Fix" =': '"B;N" = { method = "gn" }\n"B,N" =', "skip =": "# skip ="}, "differ in punctuation only share a folder"),
     ],
 )  # fmt: skip

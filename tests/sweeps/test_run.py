@@ -87,6 +87,7 @@ def test_a_pattern_chooses_cells_and_known_ones_are_left_out(tmp_path: Path) -> 
         ({"model": "resnet19"}, "model must be one of .* but got 'resnet19'"),
         ({"partition": "classes", "partition-parameter": 11.0}, "classes per client must be between 1 and 10"),
         ({"clients": 100_000}, "clients must be between 1 and"),
+        ({"diagnostics": "drift"}, "GN: diagnostics drift and gradients need BatchNorm layers, but under gn the network has none"),
     ],
 )
 def test_what_cannot_be_read_built_or_divided_is_said_before_anything_runs(keys: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Tasks, one file per kind: what a batch holds, what a network's output costs, and which metrics are measured.
+
+A task's metrics are computed from sums: those of two sets of data add up to those of their union (torchmetrics' merge rule). So an
+evaluation in batches, at clients, by domain, or under secure aggregation gives what one pass over all data gives.
+
+A task of one's own is a class of about ten lines. Its network has one output per sample, its labels are grades:
+
+>>> import torch
+>>> from torch.nn import functional as F
+>>> from fl_bn import Task
+>>> class Grades(Task):
+...     name, metric, higher_is_better = "grades", "mae", False
+...
+...     def loss(self, output, targets):
+...         return F.smooth_l1_loss(output.squeeze(1), targets.float())
+...
+...     def sums(self, output, targets):
+...         return {"error": (output.squeeze(1) - targets).abs().sum(), "samples": len(targets)}
+...
+...     def metrics(self, sums):
+...         return {"mae": float(sums["error"] / sums["samples"])}
+>>> state = Grades().state()
+>>> state.update(torch.tensor([[1.0], [2.5]]), torch.tensor([1, 3]))
+>>> state.result()
+{'loss': 0.0625, 'mae': 0.25}
+"""
+
+from fl_bn.task.classification import CLASS, IGNORE, MEAN_IOU, Classification, Segmentation, confusion_counts
+from fl_bn.task.find import AUTO, CLASSIFICATION, TASKS, find_task
+from fl_bn.task.metric_state import MetricState
+from fl_bn.task.multi_label import MultiLabel
+from fl_bn.task.regression import Regression
+from fl_bn.task.targets import LABEL_SETS, LABELS, MASKS, VALUES, kind_of, tensors_in, to_device
+from fl_bn.task.task import ANY, SHARE, Range, Task
+
+__all__ = [
+    "ANY",
+    "AUTO",
+    "CLASS",
+    "CLASSIFICATION",
+    "IGNORE",
+    "LABELS",
+    "LABEL_SETS",
+    "MASKS",
+    "MEAN_IOU",
+    "SHARE",
+    "TASKS",
+    "VALUES",
+    "Classification",
+    "MetricState",
+    "MultiLabel",
+    "Range",
+    "Regression",
+    "Segmentation",
+    "Task",
+    "confusion_counts",
+    "find_task",
+    "kind_of",
+    "tensors_in",
+    "to_device",
+]

@@ -1,0 +1,46 @@
+"""Tasks by name: ``TASKS``, and one's own as "package.module:function"."""
+
+from __future__ import annotations
+
+from fl_bn.own_code import Modules, function
+from fl_bn.task.classification import Classification, Segmentation
+from fl_bn.task.multi_label import MultiLabel
+from fl_bn.task.regression import Regression
+from fl_bn.task.targets import LABELS, MASKS, VALUES
+from fl_bn.task.task import Task
+
+AUTO, OWN = "auto", "package.module:function"
+CLASSIFICATION = Classification()
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Segmentation, Regression, MultiLabel)}
+
+
+def find_task(name: str, kind: str | None = None, modules: Modules | None = None) -> Task:
+    """The task ``name``: one of ``TASKS``, one's own as "package.module:function", or "auto" for classes per sample or pixel.
+
+    A function, or class, of one's own is called without arguments. ``kind``: of the data's targets (``kind_of``); None: unknown, where
+    "auto" is classification, whose metrics' names segmentation shares. ``modules``: where one's own may come from; None: from anywhere.
+
+    Raises:
+        ValueError: there is no such task, or it does not learn from targets of this kind.
+    """
+    if name == AUTO:
+        if kind in (None, LABELS, MASKS):
+            return Segmentation() if kind == MASKS else Classification()
+        wanted = Regression.name if kind == VALUES else MultiLabel.name
+        raise ValueError(f"the data have {kind}: if that is meant, set task='{wanted}'; task='auto' is for classes per sample or pixel")
+    if name in TASKS:
+        task: Task = TASKS[name]()
+    elif ":" in name:
+        try:
+            task = function("your own task", name, modules)()
+        except ValueError:
+            raise
+        except Exception as error:  # a stranger's module: anything may happen in it
+            raise ValueError(f"task {name!r} raised {type(error).__name__}: {error}") from error
+        if not isinstance(task, Task):
+            raise ValueError(f"task {name!r} must return a Task (fl_bn.task), but returned {type(task).__name__}")
+    else:
+        raise ValueError(f"task must be {AUTO}, one of {', '.join(TASKS)}, or your own as {OWN}, but got {name!r}")
+    if task.takes and kind is not None and kind not in task.takes:
+        raise ValueError(f"task {task.name!r} learns from {' or '.join(task.takes)}, but the data have {kind}")
+    return task

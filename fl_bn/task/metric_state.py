@@ -1,0 +1,79 @@
+"""The sums behind a task's metrics, which add up over batches, clients and domains (torchmetrics' merge rule)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fl_bn.task.task import Task
+
+
+class MetricState:
+    """The sums behind a task's metrics over some data, and the loss. ``update`` adds a batch, ``+`` and ``union`` other data.
+
+    ``total`` is the sum of the losses of ``count`` samples (labelled pixels of masks).
+    """
+
+    def __init__(self, task: Task, total: float = 0.0, count: int = 0, sums: Mapping[str, Tensor] | None = None) -> None:
+        self.task, self.total, self.count, self.sums = task, total, count, dict(sums or {})
+
+    @torch.no_grad()
+    def update(self, output: Any, targets: Any) -> None:
+        """Add one batch. ``output``: what ``task.output`` made of the network's."""
+        count = self.task.count(targets)
+        self.total += float(self.task.loss(output, targets)) * count
+        self.count += count
+        for name, value in self.task.sums(output, targets).items():
+            value = torch.as_tensor(value)
+            value = value.to(torch.float64 if value.is_floating_point() else torch.int64)
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    @property
+    def loss(self) -> float:
+        """Mean over the samples; 0 where none is labelled."""
+        return self.total / max(self.count, 1)
+
+    def result(self) -> dict[str, float]:
+        """``loss`` and the task's metrics by name. Raises ValueError where no batch was added."""
+        if not self.sums:
+            raise ValueError(f"task {self.task.name}: no batch was evaluated, so there is nothing to compute metrics from")
+        return {"loss": self.loss, **self.task.metrics({name: value.cpu() for name, value in self.sums.items()})}
+
+    def __getitem__(self, name: str) -> float:
+        """One of ``result``."""
+        return self.result()[name]
+
+    def __add__(self, other: MetricState) -> MetricState:
+        return self.union([self, other])
+
+    @classmethod
+    def union(cls, parts: Iterable[MetricState]) -> Self:
+        """The state of all parts' data together: the parts' mean losses weigh by their counts, sums are added.
+
+        Raises:
+            ValueError: there is no part, or they are of several tasks.
+        """
+        parts = list(parts)
+        if len({part.task for part in parts}) != 1:
+            raise ValueError(f"a union needs parts of one task, but got {[part.task.name for part in parts] or 'no parts'}")
+        count = sum(part.count for part in parts)
+        total = sum(part.loss * part.count for part in parts)
+        filled = [part.sums for part in parts if part.sums]
+        names = filled[0] if filled else {}
+        sums = {name: torch.stack([part[name].cpu() for part in filled]).sum(0) for name in names}
+        return cls(parts[0].task, total, count, sums)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it as tensors on the CPU, which may travel and be added up: ``total`` float64, ``count`` int64, and the sums."""
+        numbers = {"total": torch.tensor(self.total, dtype=torch.float64), "count": torch.tensor(self.count)}
+        return numbers | {f"sums/{name}": value.cpu() for name, value in self.sums.items()}
+
+    @classmethod
+    def from_tensors(cls, task: Task, tensors: Mapping[str, Tensor]) -> Self:
+        """The inverse of ``tensors``."""
+        sums = {name.removeprefix("sums/"): value for name, value in tensors.items() if name.startswith("sums/")}
+        return cls(task, float(tensors["total"]), int(tensors["count"]), sums)

@@ -1,0 +1,58 @@
+"""A set of labels per sample. Legend: B samples of a batch, K labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fl_bn.task.targets import LABEL_SETS, alike
+from fl_bn.task.task import SHARE, Range, Task
+
+
+class MultiLabel(Task):
+    """Any of K labels per sample: logits (B, K), targets 0 or 1 (B, K). Binary cross-entropy; mean average precision, F1.
+
+    ``mean-average-precision``: scikit-learn's, of logits rounded to ``BINS`` bins. ``f1-micro``, ``f1-macro``: above probability 1/2.
+
+    >>> from fl_bn import MultiLabel
+    >>> state = MultiLabel().state()
+    >>> state.update(torch.tensor([[3.0, -1.0], [1.0, 2.0]]), torch.tensor([[1, 0], [0, 1]]))
+    >>> state["mean-average-precision"], state["f1-micro"]
+    (1.0, 0.8)
+    """
+
+    name, metric = "multi-label", "mean-average-precision"
+    ranges: ClassVar[Mapping[str, Range]] = {"mean-average-precision": SHARE, "f1-micro": SHARE, "f1-macro": SHARE}
+    takes = (LABEL_SETS,)
+    # The exact average precision needs the order of all scores, which no sum of fixed size has: logits are counted in equal bins between
+    # -16 and 16, each 1/32 wide. Labels count that occur; for F1, in targets or predictions.
+    BINS: ClassVar[int] = 1024
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        output, targets = alike(self.name, output, targets)
+        return F.binary_cross_entropy_with_logits(output, targets.to(output.dtype))
+
+    def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
+        output, y = alike(self.name, output, targets)
+        y, labels = y.long(), output.shape[1]
+        said = (output > 0).long()
+        binned = ((output.double() + 16) * (self.BINS / 32)).nan_to_num().long().clamp(0, self.BINS - 1)
+        place = (torch.arange(labels, device=y.device) * 2 + y) * self.BINS + binned
+        scores = torch.bincount(place.flatten(), minlength=labels * 2 * self.BINS).view(labels, 2, self.BINS)
+        hits, missed, too_many = said * y, (1 - said) * y, said * (1 - y)
+        return {"counts": torch.stack([hits.sum(0), missed.sum(0), too_many.sum(0)]), "scores": scores}
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        hits, missed, too_many = sums["counts"].double()
+        either = 2 * hits + missed + too_many
+        f1 = (2 * hits / either)[either > 0]
+        wrong, right = sums["scores"].flip(2).cumsum(2).double().unbind(1)  # above each threshold, from the highest one down
+        recall = right / right[:, -1:]
+        steps = recall.diff(dim=1, prepend=torch.zeros(len(recall), 1, dtype=torch.float64))
+        precision = (steps * (right / (right + wrong).clamp(min=1))).sum(1)
+        micro = float(2 * hits.sum() / either.sum())
+        return {"mean-average-precision": float(precision.nanmean()), "f1-micro": micro, "f1-macro": float(f1.mean())}

@@ -1,0 +1,43 @@
+"""What a batch is made of: the kinds of targets, and tensors in tuples, lists and dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LABELS, MASKS, VALUES, LABEL_SETS = "one label per sample", "masks", "values", "a set of labels per sample"
+
+
+def kind_of(targets: Tensor) -> str:
+    """``LABELS`` int64 (N,), ``LABEL_SETS`` int64 (N, K), ``MASKS`` int64 (N, H, W), or ``VALUES`` of floats (N,) or (N, D)."""
+    return VALUES if targets.is_floating_point() else {1: LABELS, 2: LABEL_SETS}.get(targets.ndim, MASKS)
+
+
+def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in one shape: (B, 1) fits (B,), and nothing else is broadcast."""
+    if output.shape == targets.shape:
+        return output, targets
+    if output.numel() == targets.numel() == len(targets):
+        return output.reshape(-1), targets.reshape(-1)
+    raise ValueError(f"task {task}: outputs {tuple(output.shape)} do not fit targets {tuple(targets.shape)}")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A tensor, or a tuple, list or dict of tensors, on ``device``."""
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return (tuple if isinstance(batch, tuple) else list)(to_device(value, device) for value in batch)
+    return batch.to(device) if isinstance(batch, Tensor) else batch
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """A tensor, or those in a tuple, list or dict, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | tuple | list):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_in(part)
