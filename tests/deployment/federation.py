@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from fl_bn.flower import run_in_process
 from fl_bn.pairs import flower_config
+from fl_bn.site.folders import EXCHANGE_PORTS
 from fl_bn.site.kit import Plan, create
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,8 @@ class Federation:
         small_disks: bool = False,
     ) -> None:
         self.kit, self.sites = folder / "kit", list(sites)
-        fleet, self.exchange, control, self.serverappio, self.metrics, *nodes = free_ports(5 + len(sites))
+        fleet, control, self.serverappio, self.metrics, *rest = free_ports(4 + len(sites) + EXCHANGE_PORTS)
+        nodes, self.exchange = rest[: len(sites)], rest[len(sites)]
         create(Plan("127.0.0.1", list(sites), fleet_port=fleet, exchange_port=self.exchange), self.kit)
         self.fleet, self.nodes = fleet, dict(zip(sites, nodes, strict=True))
         self.edit(
@@ -93,7 +95,8 @@ class Federation:
         for site in sites:
             self.mood(site).write_text("")
             self.environment[f"sites/{site}"] = {"FL_BN_MOOD": str(self.mood(site))}
-        self._mounts = [self.kit / "server/results", *(self.kit / "sites" / site / "state" for site in sites)] if small_disks else []
+        small = ("server/results", "server/state", *(f"sites/{site}/state" for site in sites)) if small_disks else ()
+        self._mounts = [self.kit / folder for folder in small]
         for mount in self._mounts:
             mount.mkdir(parents=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", str(mount)], check=True)
@@ -153,7 +156,7 @@ class Federation:
         self.membership("add-site", site)
         (self.nodes[site],) = free_ports(1)
         self.edit(f"sites/{site}", {"clientappio": f"127.0.0.1:{self.nodes[site]}", "device": "cpu"})
-        self.environment[f"sites/{site}"] = {}
+        self.environment[f"sites/{site}"] = {"FL_BN_MOOD": str(self.mood(site))}
         self.start(f"sites/{site}")
         wait_until(f"site {site} is connected", partial(self._connected, site), 120)
 
@@ -185,8 +188,8 @@ class Federation:
 
     # Runs
 
-    def submit(self, config: Mapping[str, Any]) -> subprocess.Popen[str]:
-        argv = [*FL_BN, "submit", str(self.kit / "server"), "--run-config", flower_config(config)]
+    def submit(self, config: Mapping[str, Any], *options: str) -> subprocess.Popen[str]:
+        argv = [*FL_BN, "submit", str(self.kit / "server"), "--run-config", flower_config(config), *options]
         return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
     def run(self, config: Mapping[str, Any], timeout: float = 600.0) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import itertools
 import random
+import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,13 @@ from fl_bn.data.dataset import load
 from fl_bn.flower import run_in_process
 from tests.deployment.federation import SMALL, Federation, differing, in_process, personal
 
+NUMBER = re.compile(r"\bnodes? \d{9,}")
+
 
 @dataclass
 class Outcome:
     """``identical``: to the uninterrupted run, or to one in which exactly the replies named in ``missing`` were missing; "" if it is
-    neither. ``times``: how often it was done within the run."""
+    neither. ``times``: how often it was done within the run; ``missed``: what should have been said or done, and was not."""
 
     drill: str
     repetition: int
@@ -35,10 +39,23 @@ class Outcome:
     seconds: float = 0.0
     times: int = 1
     notes: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        return bool(self.identical)
+        return bool(self.identical) and not self.missed
+
+    def expect(self, what: str, happened: bool) -> None:
+        self.missed += [] if happened else [what]
+
+    def expect_names(self, lines: Sequence[str]) -> None:
+        """No line speaks of a node by Flower's number."""
+        self.missed += [f"a name in: {line.strip()}" for line in lines if NUMBER.search(line)]
+
+    def conclude(self, wrong: Sequence[str], to: str) -> None:
+        """``wrong``: tensors that are not those of the run in one process."""
+        self.identical = "" if wrong else to
+        self.notes += [f"differs in {', '.join(wrong[:5])}"] if wrong else []
 
 
 @dataclass(frozen=True)
@@ -94,12 +111,26 @@ def finished(case: Case, config: dict[str, Any]) -> Path:
 
 def compare(case: Case, config: dict[str, Any], outcome: Outcome) -> None:
     deployed, reference = finished(case, config), in_process(config, case.folder / "reference")
+    outcome.conclude(differences(case, deployed, reference), "to the uninterrupted run")
+    tidy(case, deployed)
+
+
+def compare_all(case: Case, configs: Sequence[dict[str, Any]], outcome: Outcome) -> None:
+    """Several runs, each by its name."""
+    wrong: list[str] = []
+    for config in configs:
+        deployed = case.federation.result(config["name"])
+        wrong += [f"{config['name']}: {name}" for name in differences(case, deployed, in_process(config, case.folder / "reference"))]
+        tidy(case, deployed)
+    outcome.conclude(wrong, "to the uninterrupted runs")
+
+
+def differences(case: Case, deployed: Path, reference: Path) -> list[str]:
+    """Tensors of the final model, and of the sites' own ones, that are not the same bits."""
     wrong = differing(deployed / "model.safetensors", reference / "model.safetensors")
     for site, path in personal(case.federation, deployed.name).items():
         wrong += [f"{site}: {name}" for name in differing(path, reference / "clients" / path.name)]
-    outcome.identical = "" if wrong else "to the uninterrupted run"
-    outcome.notes += [f"differs in {', '.join(wrong[:5])}"] if wrong else []
-    tidy(case, deployed)
+    return wrong
 
 
 def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept: tuple[bool, ...] = (False, True)) -> None:
@@ -114,9 +145,7 @@ def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept
         shutil.rmtree(folder, ignore_errors=True)
         reference = run_in_process({**config, "output": str(folder), "device": "cpu", "min-replies": 0.0}, client_app=app)
         assert reference is not None
-        wrong = differing(deployed / "model.safetensors", reference / "model.safetensors")
-        for site, path in personal(case.federation, deployed.name).items():
-            wrong += [f"{site}: {name}" for name in differing(path, reference / "clients" / path.name)]
+        wrong = differences(case, deployed, reference)
         if not wrong:
             outcome.identical = "to the run without these replies" if gaps else "to the uninterrupted run"
             break
