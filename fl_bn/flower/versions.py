@@ -1,10 +1,13 @@
-"""Server and clients of different versions of fl-bn refuse each other when a client introduces itself; either names both versions.
+"""Server and clients of different versions of fl-bn refuse each other, when a client introduces itself and with every message after
+that, since a site may come back with another version in the midst of a round; either names both versions.
 
 A version is that of the installed package. In a deployment Flower sends the server's own code to the sites, so the code says nothing of
 what a site has installed: its SuperNode, its libraries, its commands.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
@@ -19,6 +22,7 @@ class OtherVersion(RuntimeError):
     """The other side runs another version of fl-bn."""
 
 
+@cache
 def here() -> str:
     """The version of fl-bn that is installed here."""
     return version_of("fl-bn")

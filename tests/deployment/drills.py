@@ -134,11 +134,11 @@ def _in_a_mood(case: Case, mood: str, drill: str, reason: str, **values: Any) ->
 
     @contextmanager
     def moody() -> Iterator[None]:
-        file.writetext_of(mood)
+        file.write_text(mood)
         try:
             yield
         finally:
-            file.writetext_of("")
+            file.write_text("")
 
     method = "fedavg" if mood == "hang" else "fedbn"
     config = case.config(method, dataset="tests.deployment.moody:load", name=f"{mood}-{case.repetition}") | values
@@ -188,7 +188,7 @@ def filled(folder: Path) -> Iterator[None]:
 
 
 def text_of(path: Path) -> str:
-    return path.readtext_of() if path.exists() else ""
+    return path.read_text() if path.exists() else ""
 
 
 def rounds_done(case: Case, config: dict[str, Any]) -> int:
@@ -198,8 +198,9 @@ def rounds_done(case: Case, config: dict[str, Any]) -> int:
 class Running:
     """A submitted run, and a random moment of it. Ends with the block. ``said``: the lines of ``fl-bn submit`` so far."""
 
-    def __init__(self, case: Case, config: dict[str, Any], wait: bool = True) -> None:
-        self._case, self._config, self._wait = case, config, wait
+    def __init__(self, case: Case, config: dict[str, Any], wait: bool = True, until: int = 0) -> None:
+        """``until``: the round before which the moment is, but for 12 s; 0: the last one."""
+        self._case, self._config, self._wait, self._until = case, config, wait, until or config["rounds"]
         self.said: list[str] = []
 
     def __enter__(self) -> tuple[subprocess.Popen[str], str]:
@@ -210,7 +211,7 @@ class Running:
         if not self._wait:
             return self._process, ""
         newest = wait_until("the run directory", lambda: set(run_folders(self._case)) - self._runs, 180).pop()
-        target = self._case.rng.randrange(self._config["rounds"])
+        target = self._case.rng.randrange(self._until)
         wait_until(f"round {target}", lambda: rounds_of(newest) >= target or self._process.poll() is not None, 300)
         time.sleep(self._case.rng.uniform(0.0, 12.0))
         return self._process, f"{time.monotonic() - begin:.0f} s after submission, {rounds_of(newest)} rounds done"

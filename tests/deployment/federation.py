@@ -72,7 +72,7 @@ def wait_until(what: str, done: Callable[[], Any], timeout: float = 60.0, pause:
 
 class Federation:
     """Use as a context manager: all processes end with it. ``sites``: names; ``lines``: of a site's TOML, by site and key;
-    ``small_disks``: results and states lie on file systems of 64 MB each (root only)."""
+    ``small_disks``: results and states lie on file systems of 64 MB each, the server's state on 128 MB (root only)."""
 
     def __init__(
         self,
@@ -99,7 +99,8 @@ class Federation:
         self._mounts = [self.kit / folder for folder in small]
         for mount in self._mounts:
             mount.mkdir(parents=True)
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", str(mount)], check=True)
+            size = 128 if mount == self.kit / "server/state" else 64
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m,mode=700", "tmpfs", str(mount)], check=True)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def edit(self, part: str, values: Mapping[str, Any]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from fl_bn import durable
 from fl_bn.cli.main import app
+from fl_bn.site import queue as module
 from fl_bn.site.control import ControlError
 from fl_bn.site.folders import ServerFolder
 from fl_bn.site.queue import REFUSED, STARTED, STARTING, WAITING, NameTaken, Queue, QueueError
@@ -81,6 +84,29 @@ def test_a_full_disk_is_said_and_loses_no_run(server: ServerFolder, superlink: A
     assert states(queue) == {"one": WAITING}
     assert queue.dispatch(superlink) == {}
     assert superlink.going() == ["one"]
+
+
+def test_a_run_waits_for_room_on_the_disk_and_is_not_refused_for_it(
+    server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A SuperLink whose disk is full says only that it could not start the run."""
+    queue, free = Queue(server), [module.DISK << 20]
+    queue.add(named("one"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[0]))
+    superlink.refuses = "could not start"
+
+    def fills_up(app: Path, config: str) -> str:
+        free[0] = 5 << 20
+        raise ControlError("could not start")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(superlink, "start_run", fills_up)
+        for _ in range(2):  # noticed only when it failed, and before
+            assert queue.dispatch(superlink) == {1: f"5 MiB are free on the disk of {server.state}, and a run takes 32: make room there"}
+        assert states(queue) == {"one": WAITING}
+    free[0], superlink.refuses = module.DISK << 20, ""
+    assert queue.dispatch(superlink) == {}
+    assert states(queue) == {"one": STARTED}
 
 
 def test_a_started_run_whose_file_could_not_be_written_is_found_again(
