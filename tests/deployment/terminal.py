@@ -75,10 +75,8 @@ class Terminal:
         """Types ``command`` and shows what it says, of long outputs the lines that ``keep`` finds."""
         self._in_a_guide(command)
         begin = time.monotonic()
-        argv = ["bash", "-c", command]
-        done = subprocess.run(
-            argv, cwd=self.folder, env=self.environment(copy), capture_output=True, text=True, timeout=timeout, check=False
-        )
+        argv, env = ["bash", "-c", command], self.environment(copy)
+        done = subprocess.run(argv, cwd=self.folder, env=env, capture_output=True, text=True, timeout=timeout, check=False)
         seconds, out = time.monotonic() - begin, done.stdout + done.stderr
         self.shown(f"$ {command}    ({seconds:.0f} s)")
         omitted = False
@@ -97,7 +95,7 @@ class Terminal:
         """Types ``command`` in another terminal, where it stays; its output is in the file ``name``.out."""
         self._in_a_guide(command)
         self.shown(f"$ {command}    (in a terminal of its own)")
-        with (self.folder / f"{name}.out").open("ab") as output:
+        with self._output(name).open("ab") as output:
             self.started[name] = subprocess.Popen(
                 ["bash", "-c", f"exec {command}"],
                 cwd=self.folder, env=self.environment(copy), stdout=output, stderr=output, start_new_session=True,
@@ -132,7 +130,10 @@ class Terminal:
         return out
 
     def out(self, name: str) -> str:
-        return (self.folder / f"{name}.out").read_text(errors="replace")
+        return self._output(name).read_text(errors="replace")
+
+    def _output(self, name: str) -> Path:
+        return self.folder / f"{name.replace('/', '-')}.out"
 
     def _in_a_guide(self, command: str) -> None:
         for typed in re.findall(r"(?:^|[;&|] *)(fl-bn (?:kit )?[a-z-]+)", command):
@@ -172,7 +173,9 @@ class Terminal:
 
 
 def install(folder: Path, origin: Path, tag: str) -> None:
-    """A copy of the repository in ``folder`` with an environment of its own, which has this Python's packages beside fl-bn."""
+    """A copy of the repository in ``folder``, if it is not there, with an environment of its own: this Python's packages beside fl-bn."""
+    if folder.exists():
+        return
     subprocess.run(["git", "clone", "-q", "--branch", tag, str(origin), str(folder)], check=True, stderr=subprocess.DEVNULL)
     subprocess.run([sys.executable, "-m", "venv", str(folder / ".venv")], check=True)
     (site,) = (folder / ".venv/lib").glob("python3*/site-packages")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,17 @@ def test_fetch_copies_a_run_or_says_where_it_is(server: ServerFolder, superlink:
     superlink.known.append(Submitted(2, "finished:completed", {"name": "far", "output": "/elsewhere"}, THEN, THEN))
     with pytest.raises(NotHere, match="/elsewhere/far is not on this machine"):
         fetch(server, "far", None)
+
+
+def test_runs_of_a_server_that_moved_are_found_where_they_are_now(server: ServerFolder, superlink: Any) -> None:
+    folder = interrupted_run(server, superlink)
+    moved = replace(superlink.known[0], config={"name": "died", "output": "/srv/former/results"})
+    superlink.known = [moved]
+    assert (listed(server)[0].round, listed(server)[0].rounds) == (2, 9)
+    assert fetch(server, "1", None) == str(folder)
+    shutil.rmtree(folder)
+    with pytest.raises(NotHere, match="/srv/former/results/died is not on this machine"):
+        fetch(server, "1", None)
 
 
 def test_what_people_and_programs_read(server: ServerFolder, superlink: Any) -> None:

@@ -180,6 +180,7 @@ def watch(t: Terminal, prometheus: str) -> None:
     argv = ["script", "-qec", typed, str(frames)]
     subprocess.run(argv, cwd=t.folder, env=terminal, capture_output=True, stdin=subprocess.DEVNULL, check=False)
     pictures = [f"  {part}" for part in re.split(r"(?=127\.0\.0\.1:\d+, 20)", ANSI.sub("", frames.read_text(errors="replace")))[1:]]
+    assert pictures, "fl-bn status --watch showed nothing"
     for picture in pictures[::3][:3]:
         t.shown(*(line for line in picture.splitlines() if line.strip() and "Script" not in line), "")
     t.say("What Prometheus has of it:")
@@ -290,11 +291,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, default=ROOT / "docs/how-to/transcripts.md")
     parser.add_argument("--prometheus", default=shutil.which("prometheus") or "", help="the program; none: without that part")
+    parser.add_argument("--folder", type=Path, help="where all lies; default: one that is removed afterwards")
     given = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="fl-bn-transcripts-") as made:
-        folder, t = Path(made), Terminal(Path(made))
-        subprocess.run(["git", "clone", "-q", str(ROOT), str(folder / "origin")], check=True)
+        folder = (given.folder or Path(made)).absolute()
+        t = Terminal(folder)
+        if not (folder / "origin").exists():
+            subprocess.run(["git", "clone", "-q", str(ROOT), str(folder / "origin")], check=True)
         commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
         subprocess.run(["git", "-C", str(folder / "origin"), "tag", "-f", "v0.1.0"], check=True, stdout=subprocess.DEVNULL)
         for copy in ("server-copy", "sites-copy"):
