@@ -95,7 +95,7 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
 
 
 def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Path:
-    """Where the run ``name`` has its results: here, also if that was another folder or machine when it was submitted, else where it says."""
+    """Where the run ``name`` has its results: here, also if it was submitted on another machine, else where it says."""
     here = server.results / name
     return here if here.exists() else Path(str(config.get("output", server.results))) / name
 

@@ -1,18 +1,18 @@
 """Sets the clock of every Python process that has this folder in PYTHONPATH: by FL_BN_SKEW seconds.
 
-For drills: ``time.time`` and ``datetime.now``, which is what Flower signs with. libfaketime would do it below Python, but makes
-``time.sleep`` of Python 3.11 fail; namespaces of Linux know no other wall clock.
+For drills: ``datetime.now``, by which Flower signs and dates messages. Not ``time.time``, by which gRPC tells its C core when a call
+ends, in true time. libfaketime would do it below Python, but makes ``time.sleep`` of Python 3.11 fail; namespaces of Linux know no other
+wall clock.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-import time
 from typing import Any
 
 SKEW = float(os.environ.get("FL_BN_SKEW", "0"))
-REAL, TIME = datetime.datetime, time.time
+REAL = datetime.datetime
 
 
 class AnyDatetime(type):
@@ -37,4 +37,3 @@ class Skewed(REAL, metaclass=AnyDatetime):
 
 if SKEW:
     datetime.datetime = Skewed  # type: ignore[misc]
-    time.time = lambda: TIME() + SKEW
