@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -294,6 +296,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where all lies; default: one that is removed afterwards")
     given = parser.parse_args()
     load = os.getloadavg()[0]
+    watched = [partial(watch, prometheus=given.prometheus)] if given.prometheus else []
+    tasks: list[Callable[[Terminal], None]] = [create, run, fourth, remove, abort, death, renew, *watched, restore, upgrade]
     with tempfile.TemporaryDirectory(prefix="fl-bn-transcripts-") as made:
         folder = (given.folder or Path(made)).absolute()
         t = Terminal(folder)
@@ -304,12 +308,9 @@ def main() -> None:
         for copy in ("server-copy", "sites-copy"):
             install(folder / copy, folder / "origin", "v0.1.0")
         try:
-            for task in (create, run, fourth, remove, abort, death, renew):
+            for task in tasks:
                 task(t)
-            if given.prometheus:
-                watch(t, given.prometheus)
-            restore(t)
-            upgrade(t)
+                given.page.write_text(page_of(t, commit.strip(), (load, os.getloadavg()[0])))
         except BaseException:
             print("\n".join(t.lines), file=sys.stderr)
             raise
@@ -318,7 +319,6 @@ def main() -> None:
                 process.terminate()
             for process in t.started.values():
                 process.wait(60)
-        given.page.write_text(page_of(t, commit.strip(), (load, os.getloadavg()[0])))
 
 
 if __name__ == "__main__":
