@@ -7,10 +7,12 @@ import itertools
 import random
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from flwr.app import Context, Message
@@ -19,6 +21,8 @@ from flwr.clientapp import ClientApp
 from client_app.app import app as CLIENT_APP
 from fl_bn.data.dataset import load
 from fl_bn.flower import run_in_process
+from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.population import Population
 from tests.deployment.federation import SMALL, Federation, differing, in_process, personal
 
 NUMBER = re.compile(r"\bnodes? \d{9,}")
@@ -137,20 +141,25 @@ def differences(case: Case, deployed: Path, reference: Path) -> list[str]:
 
 def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept: tuple[bool, ...] = (False, True)) -> None:
     """A reply may be missing because its client died before it kept the round's state, or after: one of ``kept`` must be what happened.
-    In a row of missing replies that is open for the first alone: at the others the client was gone already."""
+    In a row of missing replies that is open for the first alone: at the others the client was gone already.
+
+    A client that was not asked, since it was offline, is offline in the reference, too: an average over fewer clients is rounded otherwise
+    than one from which some were left out."""
     deployed = case.federation.result(config["name"])
-    gaps = gaps_of(deployed, config["clients"])
-    outcome.missing = " ".join(f"client {client} in round {round}" for client, round in gaps)
+    gaps, away = gaps_of(deployed, config["clients"])
+    shown = [f"client {client} in round {round}" for client, round in gaps]
+    outcome.missing = ", ".join(shown + [f"client {client} away in round {round}" for client, round in away])
     closest, first = ["nothing compared"], [(client, round - 1) not in gaps for client, round in gaps]
     for guess in itertools.product(*(kept if begins else (False,) for begins in first)):
         app = with_gaps(dict(zip(gaps, guess, strict=True)))
         folder = case.folder / "reference"
         shutil.rmtree(folder, ignore_errors=True)
-        reference = run_in_process({**config, "output": str(folder), "device": "cpu", "min-replies": 0.0}, client_app=app)
+        with offline(away):
+            reference = run_in_process({**config, "output": str(folder), "device": "cpu", "min-replies": 0.0}, client_app=app)
         assert reference is not None
         wrong = differences(case, deployed, reference)
         if not wrong:
-            outcome.identical = "to the run without these replies" if gaps else "to the uninterrupted run"
+            outcome.identical = "to the run without these replies" if gaps or away else "to the uninterrupted run"
             break
         closest = wrong if len(wrong) < len(closest) or closest == ["nothing compared"] else closest
     if not outcome.identical:
@@ -161,12 +170,30 @@ def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept
     tidy(case, deployed)
 
 
-def gaps_of(folder: Path, clients: int) -> list[tuple[int, int]]:
-    """(client, round) of every reply that was not used."""
+def gaps_of(folder: Path, clients: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(client, round) of every reply that was asked for and not used, and of every client that was not asked."""
     with (folder / "clients.csv").open() as file:
-        used = {(int(row["client"]), int(row["round"])) for row in csv.DictReader(file) if row["samples"] and not row["refused"]}
-    rounds = rounds_of(folder)
-    return [(client, round) for round in range(1, rounds + 1) for client in range(clients) if (client, round) not in used]
+        used = {(int(row["client"]), int(row["round"])): bool(row["samples"]) and not row["refused"] for row in csv.DictReader(file)}
+    every = [(client, round) for round in range(1, rounds_of(folder) + 1) for client in range(clients)]
+    return [one for one in every if not used.get(one, True)], [one for one in every if one not in used]
+
+
+@contextmanager
+def offline(away: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """In runs in this process, each (client, round) of ``away`` is not there when that round begins."""
+    gone: set[int] = set()  # nodes, which are numbered from 1
+
+    def wait_for(population: Population, least: int, round: int) -> None:
+        gone.clear()
+        gone.update(client + 1 for client, when in away if when == round)
+        real(population, least, round)
+
+    real = Population.wait_for
+    with (
+        mock.patch.object(Population, "wait_for", wait_for),
+        mock.patch.object(InProcessGrid, "get_node_ids", lambda grid: [node for node in grid._contexts if node not in gone]),
+    ):
+        yield
 
 
 def with_gaps(gaps: dict[tuple[int, int], bool]) -> ClientApp:
