@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,13 @@ class Terminal:
     def __init__(self, folder: Path) -> None:
         self.folder, self.copy = folder, folder / "server-copy"
         self.spare = self.metrics = 0  # ports: of a site that may come, and of the metrics
-        self.begin = 0.0
+        self.server, self.sites = "kit/server", list[str]()  # as they are now
         self.lines: list[str] = []
-        self.steps: list[tuple[str, float]] = []
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         self._fenced = False
         self.guides = {name: (ROOT / name).read_text() for name in GUIDES}
 
     # What is written
-
-    def title(self, text: str) -> None:
-        self.fence(False)
-        self.lines += ["", f"## {text}", ""]
-        print(f"{datetime.now():%H:%M:%S} {text}", flush=True)
-        self.begin = time.monotonic()
 
     def say(self, text: str) -> None:
         self.fence(False)
@@ -52,8 +44,11 @@ class Terminal:
         self.fence(True)
         self.lines += [self._clean(line) for line in lines]
 
-    def end(self, title: str) -> None:
-        self.steps.append((title, time.monotonic() - self.begin))
+    def taken(self) -> str:
+        """What was written since the last time."""
+        self.fence(False)
+        text, self.lines = "\n".join(self.lines), []
+        return text.strip() + "\n"
 
     def fence(self, wanted: bool) -> None:
         if wanted != self._fenced:
@@ -142,31 +137,29 @@ class Terminal:
 
     # What is looked at meanwhile
 
-    def status(self, server: str = "kit/server") -> dict[str, Any]:
-        argv = ["fl-bn", "status", server, "--json"]
+    def status(self) -> dict[str, Any]:
+        argv = ["fl-bn", "status", self.server, "--json"]
         done = subprocess.run(argv, cwd=self.folder, env=self.environment(), capture_output=True, text=True, check=False)
         found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {"sites": [], "runs": []}
         return found
 
-    def online(self, sites: str, server: str = "kit/server") -> None:
-        wanted = set(sites.split())
-
+    def online(self) -> None:
         def here() -> bool:
-            return {site["name"] for site in self.status(server)["sites"] if site["state"] == "online"} >= wanted
+            return {site["name"] for site in self.status()["sites"] if site["state"] == "online"} >= set(self.sites)
 
-        self.until(f"{', '.join(sorted(wanted))} online", here)
+        self.until(f"{', '.join(self.sites)} online", here)
 
-    def rounds(self, name: str, server: str = "kit/server") -> int:
-        file = self.folder / server / "results" / name / "rounds.jsonl"
+    def rounds(self, name: str) -> int:
+        file = self.folder / self.server / "results" / name / "rounds.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
     def received(self, site: str) -> list[str]:
         log = self.folder / "kit/sites" / site / "logs/supernode.log"
         return [line for line in log.read_text(errors="replace").splitlines() if "Receiving: " in line]
 
-    def same_bits(self, name: str, config: str, clients: int, server: str = "kit/server") -> None:
-        reference = in_process({**parse_overrides(config), "clients": clients, "name": name}, self.folder / "reference")
-        wrong = differing(self.folder / server / "results" / name / "model.safetensors", reference / "model.safetensors")
+    def same_bits(self, name: str, config: str) -> None:
+        reference = in_process({**parse_overrides(config), "clients": len(self.sites), "name": name}, self.folder / "reference")
+        wrong = differing(self.folder / self.server / "results" / name / "model.safetensors", reference / "model.safetensors")
         if wrong:
             raise AssertionError(f"{name} differs in {wrong}")
         self.shown("# model.safetensors is, bit for bit, that of the same run in one process")

@@ -1,6 +1,7 @@
 """An operator's tasks from the guides alone, typed for real: what was said, and how long each step took, as one page of docs.
 
-    python -m tests.deployment.transcripts --prometheus /usr/bin/prometheus --page docs/how-to/transcripts.md
+    python -m tests.deployment.transcripts                             # with Debian's prometheus, or PROMETHEUS=PATH
+    python -m tests.deployment.transcripts --only create,watch         # these tasks; the page keeps the others
 
 Server and sites have each a copy of the repository at a version of its own, installed as the guides say (beside the packages that this
 Python has, so that nothing large is downloaded). All are processes of this machine. Every ``fl-bn`` command must stand in a guide.
@@ -12,14 +13,12 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -33,7 +32,6 @@ RUN = "method='fedbn' model='mlp' local-steps=2 evaluate-every=2 pictures=false 
 
 
 def create(t: Terminal) -> None:
-    t.title("Create a federation of three sites")
     t.say(
         "Guide: [Deploying](../../deploy/README.md). All is on one machine here, so each `site.toml` got a `clientappio` port of its own."
     )
@@ -47,43 +45,39 @@ def create(t: Terminal) -> None:
     t.spare, t.metrics = more[3], metrics
     t.type("fl-bn doctor kit/server", keep=r"^(warn|fail)|\d ok")
     t.start("fl-bn start kit/server", "server")
-    for site in "ABC":
+    t.sites = ["A", "B", "C"]
+    for site in t.sites:
         t.start(f"fl-bn start kit/sites/{site}", f"sites/{site}", t.folder / "sites-copy")
-    t.online("A B C")
+    t.online()
     t.type("fl-bn status kit/server")
-    t.end("create, three sites online")
 
 
 def run(t: Terminal) -> None:
-    t.title("A run")
     t.say("Guide: [Separate machines](machines.md#separate-machines).")
     config = f"{RUN} rounds=4 name='first'"
     t.type(f'fl-bn submit kit/server --run-config "{config}"', keep=r"\[round|run \d|results:")
-    t.same_bits("first", config, 3)
-    t.end("a run of four rounds")
+    t.same_bits("first", config)
 
 
 def fourth(t: Terminal) -> None:
-    t.title("A fourth site comes while a run goes on")
     t.say("Guide: [Sites that come and go](machines.md#sites-that-come-and-go-and-what-expires).")
     t.start(f"fl-bn submit kit/server --run-config \"{RUN} rounds=12 name='three'\"", "three")
     t.until("its first round is done", lambda: t.rounds("three") >= 1)
     t.type("fl-bn kit add-site kit/server east")
     lines_of(t.folder / "kit/sites/east/site.toml", {"clientappio": f"127.0.0.1:{t.spare}", "device": "cpu"})
     t.start("fl-bn start kit/sites/east", "sites/east", t.folder / "sites-copy")
-    t.online("A B C east")
+    t.sites.append("east")
+    t.online()
     t.ended("three", r"\[round (1|2|11|12)/|completed")
     t.type(f"fl-bn submit kit/server --run-config \"{RUN} rounds=2 name='four'\"", keep=r"\[round|run \d")
-    t.end("a fourth site, and a run with it")
 
 
 def remove(t: Terminal) -> None:
-    t.title("Remove a site while it trains")
     t.say(
         "Guide: [Sites that come and go](machines.md#sites-that-come-and-go-and-what-expires). Rounds are long here, "
         "so that `B` is in the midst of one."
     )
-    config = f"{RUN} rounds=6 retry-timeout=10.0 name='without-b'".replace("local-steps=2", "local-steps=6000")
+    config = f"{RUN} rounds=3 retry-timeout=10.0 name='without-b'".replace("local-steps=2", "local-steps=3000")
     t.start(f'fl-bn submit kit/server --run-config "{config}"', "without-b")
     log = t.folder / "kit/sites/B/logs/supernode.log"
 
@@ -104,11 +98,10 @@ def remove(t: Terminal) -> None:
     assert len(t.received("B")) == removed, "B received messages after its removal"
     t.type("fl-bn status kit/server")
     t.stop("sites/B")
-    t.end("a site removed in mid-round, and the run to its end")
+    t.sites.remove("B")
 
 
 def abort(t: Terminal) -> None:
-    t.title("Abort a run, and go on with it")
     t.say("Guide: [Run a server day by day](operate.md).")
     config = f"{RUN} rounds=8 name='stopped'"
     t.start(f'fl-bn submit kit/server --run-config "{config}"', "stopped")
@@ -117,12 +110,10 @@ def abort(t: Terminal) -> None:
     t.ended("stopped", r"run \d+: |go on with it", code=1)
     t.type("fl-bn runs kit/server")
     t.type("fl-bn resume kit/server stopped", keep=r"going on|\[round [78]/|completed")
-    t.same_bits("stopped", config, 3)
-    t.end("abort and resume")
+    t.same_bits("stopped", config)
 
 
 def death(t: Terminal) -> None:
-    t.title("Resume after the server's death")
     t.say("Guide: [A run that ended early](operate.md#a-run-that-ended-early).")
     config = f"{RUN} rounds=8 name='died'"
     t.start(f'fl-bn submit kit/server --run-config "{config}"', "died")
@@ -132,14 +123,12 @@ def death(t: Terminal) -> None:
     submit.terminate()
     submit.wait(60)
     t.start("fl-bn start kit/server", "server")
-    t.online("A C east")
+    t.online()
     t.type("fl-bn resume kit/server", keep=r"waits|going on|\[round [78]/|completed")
-    t.same_bits("died", config, 3)
-    t.end("the server's death, and resume")
+    t.same_bits("died", config)
 
 
 def renew(t: Terminal) -> None:
-    t.title("Renew a certificate that has expired")
     t.say(
         "Guide: [Sites that come and go](machines.md#sites-that-come-and-go-and-what-expires). For this page the server's "
         "certificate was replaced by one that ended a second ago."
@@ -150,13 +139,12 @@ def renew(t: Terminal) -> None:
     t.type("fl-bn doctor kit/server", keep="^fail", code=1)
     t.type("fl-bn kit renew kit/server")
     t.start("fl-bn start kit/server", "server")
-    t.online("A C east")
+    t.online()
     t.type(f"fl-bn submit kit/server --run-config \"{RUN} rounds=1 name='renewed'\"", keep=r"\[round|run \d")
-    t.end("an expired certificate renewed")
 
 
-def watch(t: Terminal, prometheus: str) -> None:
-    t.title("Watch a run, and scrape it by Prometheus")
+def watch(t: Terminal) -> None:
+    prometheus = os.environ.get("PROMETHEUS", "prometheus")
     t.say(
         "Guide: [Metrics for Prometheus](operate.md#metrics-for-prometheus). The configuration is the guide's, with another port. "
         "It asks every two seconds."
@@ -202,7 +190,6 @@ def watch(t: Terminal, prometheus: str) -> None:
     t.shown(" ".join(f"{datetime.fromtimestamp(at):%H:%M:%S}={value}" for at, value in series["values"])[:LONGEST])
     for name in ("prometheus", "metrics"):
         t.stop(name)
-    t.end("a run watched and scraped")
 
 
 def _asked(port: int, what: str) -> list[dict[str, Any]]:
@@ -217,7 +204,6 @@ def _labels(metric: dict[str, str]) -> str:
 
 
 def restore(t: Terminal) -> None:
-    t.title("Back up the server, and restore it on a new machine")
     t.say(
         "Guide: [Another machine for the server](upgrade.md#another-machine-for-the-server). The new machine is another folder, with "
         "other ports of its own. The address by which sites reach the server leads to it. The old folder is moved away first. "
@@ -233,84 +219,111 @@ def restore(t: Terminal) -> None:
     control, serverappio = free_ports(2)
     lines_of(t.folder / "new/server/server.toml", {"control": f"127.0.0.1:{control}", "serverappio": f"127.0.0.1:{serverappio}"})
     t.type("fl-bn kit verify new/server", keep="checks")
-    t.start("fl-bn start new/server", "new")
-    t.online("A C east", "new/server")
+    t.server = "new/server"
+    t.start("fl-bn start new/server", "server")
+    t.online()
     t.type("fl-bn runs new/server")
-    t.type("fl-bn fetch new/server first copied")
+    t.type("fl-bn fetch new/server moved copied")
     t.type("fl-bn resume new/server moved", keep=r"going on|\[round [78]/|completed")
-    t.same_bits("moved", config, 3, "new/server")
-    t.end("backup, restore, resume on the new machine")
+    t.same_bits("moved", config)
 
 
 def upgrade(t: Terminal) -> None:
-    t.title("Upgrade")
     t.say(
         "Guide: [Upgrade the server and its sites](upgrade.md). Version 0.2.0 is this one with another number. Server and sites have "
         "a copy of the repository each."
     )
     release(t.folder / "origin", "0.2.0")
-    t.type("fl-bn runs new/server", keep="running|waiting|completed")
-    t.stop("new")
-    t.type("tar -czf before-0.2.0.tgz -C new server")
+    t.type(f"fl-bn runs {t.server}")
+    t.stop("server")
+    t.type(f"tar -czf before-0.2.0.tgz {t.server}")
     upgraded = f"git fetch -q --tags; git checkout -q v0.2.0; {INSTALL}"
     t.type(f"cd server-copy; {upgraded}", keep="^$")
-    t.type("fl-bn kit verify new/server", keep="checks")
-    t.start("fl-bn start new/server", "new")
-    t.online("A C east", "new/server")
+    t.type(f"fl-bn kit verify {t.server}", keep="checks")
+    t.start(f"fl-bn start {t.server}", "server")
+    t.online()
     t.say("A run before the sites are upgraded is refused, with both versions:")
-    submit = "fl-bn submit new/server --run-config \"method='fedavg' rounds=1 pictures=false wait-timeout=20.0\""
+    submit = f"fl-bn submit {t.server} --run-config \"method='fedavg' rounds=1 pictures=false wait-timeout=20.0\""
     t.type(submit, keep=r"refused|cannot take part|failed", code=1)
-    for site in ("A", "C", "east"):
+    for site in t.sites:
         t.stop(f"sites/{site}")
     t.type(f"cd sites-copy; {upgraded}", keep="^$", copy=t.folder / "sites-copy")
-    for site in ("A", "C", "east"):
+    for site in t.sites:
         t.start(f"fl-bn start kit/sites/{site}", f"sites/{site}", t.folder / "sites-copy")
     time.sleep(5)  # the server counts them as here until they have gone
-    t.online("A C east", "new/server")
+    t.online()
     t.type(submit, keep=r"\[round|run \d")
-    t.end("upgrade of the server, then of the sites")
 
 
-def page_of(t: Terminal, commit: str, loads: tuple[float, float]) -> str:
-    rows = "".join(f"| {what} | {seconds:.0f} |\n" for what, seconds in t.steps)
-    head = f"""# An operator's tasks, typed
+TASKS: dict[str, tuple[str, Callable[[Terminal], None]]] = {
+    "create": ("Create a federation of three sites", create),
+    "run": ("A run", run),
+    "fourth": ("A fourth site comes while a run goes on", fourth),
+    "remove": ("Remove a site while it trains", remove),
+    "abort": ("Abort a run, and go on with it", abort),
+    "death": ("Resume after the server's death", death),
+    "renew": ("Renew a certificate that has expired", renew),
+    "watch": ("Watch a run, and scrape it by Prometheus", watch),
+    "restore": ("Back up the server, and restore it on a new machine", restore),
+    "upgrade": ("Upgrade", upgrade),
+}
+HEAD = """# An operator's tasks, typed
 
-`python -m tests.deployment.transcripts` typed what the guides say, on {datetime.now():%d %B %Y}, at commit {commit}.
-What you see is what came back. `(N s)` is how long a command took. Lines that begin with `#` say what the program waited for.
+`python -m tests.deployment.transcripts` typed what the guides say. What you see is what came back. `(N s)` is how long a command took.
+Lines that begin with `#` say what the program waited for. `~` is the folder in which everything lies.
+`[...]` stands for lines that are left out.
 
-All parts ran on one machine with {os.cpu_count()} cores, under TLS. Its load was {loads[0]:.0f} at the start and {loads[1]:.0f} at the end.
-With a load above the number of cores, the seconds are those of a busy machine.
-`~` is the folder in which everything lies. `[...]` stands for lines that are left out.
+All parts ran on one machine with 2 cores, under TLS. With a load above 2, the seconds are those of a busy machine.
 
-| task | seconds |
-|---|---:|
-{rows}"""
-    t.fence(False)
-    return head + "\n".join(t.lines).rstrip() + "\n"
+| task | seconds | load |
+|---|---:|---:|
+"""
+TOOK = re.compile(r"^It took (\d+) s on .* with a load of (\d+)\.$", re.M)
+
+
+def sections_of(page: Path) -> dict[str, str]:
+    """By title, what a page of an earlier time has."""
+    parts = re.split(r"(?m)^## ", page.read_text()) if page.exists() else [""]
+    return {title: text.strip() + "\n" for title, _, text in (part.partition("\n") for part in parts[1:])}
+
+
+def page_of(sections: Mapping[str, str]) -> str:
+    rows, texts = "", ""
+    for title, _ in TASKS.values():
+        if title in sections:
+            took = TOOK.search(sections[title])
+            rows += f"| {title} | {took[1] if took else '?'} | {took[2] if took else '?'} |\n"
+            texts += f"\n## {title}\n\n{sections[title]}"
+    return HEAD + rows + texts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/how-to/transcripts.md")
-    parser.add_argument("--prometheus", default=shutil.which("prometheus") or "", help="the program; none: without that part")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/how-to/transcripts.md", help="sections of other tasks stay in it")
+    parser.add_argument("--only", default=",".join(TASKS), help="tasks, separated by commas; create comes first")
     parser.add_argument("--folder", type=Path, help="where all lies; default: one that is removed afterwards")
     given = parser.parse_args()
-    load = os.getloadavg()[0]
-    watched = [partial(watch, prometheus=given.prometheus)] if given.prometheus else []
-    tasks: list[Callable[[Terminal], None]] = [create, run, fourth, remove, abort, death, renew, *watched, restore, upgrade]
+    sections = sections_of(given.page)
     with tempfile.TemporaryDirectory(prefix="fl-bn-transcripts-") as made:
         folder = (given.folder or Path(made)).absolute()
         t = Terminal(folder)
         if not (folder / "origin").exists():
             subprocess.run(["git", "clone", "-q", str(ROOT), str(folder / "origin")], check=True)
-        commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
         subprocess.run(["git", "-C", str(folder / "origin"), "tag", "-f", "v0.1.0"], check=True, stdout=subprocess.DEVNULL)
+        commit = subprocess.run(
+            ["git", "-C", str(folder / "origin"), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
         for copy in ("server-copy", "sites-copy"):
             install(folder / copy, folder / "origin", "v0.1.0")
         try:
-            for task in tasks:
+            for name in given.only.split(","):
+                title, task = TASKS[name]
+                print(f"{datetime.now():%H:%M:%S} {title}", flush=True)
+                begin = time.monotonic()
                 task(t)
-                given.page.write_text(page_of(t, commit.strip(), (load, os.getloadavg()[0])))
+                when = f"{datetime.now():%d %B %Y}, at commit {commit.stdout.strip()}, with a load of {os.getloadavg()[0]:.0f}"
+                sections[title] = f"{t.taken()}\nIt took {time.monotonic() - begin:.0f} s on {when}.\n"
+                given.page.write_text(page_of(sections))
         except BaseException:
             print("\n".join(t.lines), file=sys.stderr)
             raise
