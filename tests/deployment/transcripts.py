@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import quote
 from urllib.request import urlopen
 
+from fl_bn.site.folders import ServerFolder
 from tests.deployment.federation import ROOT, free_ports
 from tests.deployment.terminal import ANSI, INSTALL, LONGEST, Terminal, install, lines_of, release
 from tests.deployment.tls_servers import reissue
@@ -50,6 +51,18 @@ def create(t: Terminal) -> None:
         t.start(f"fl-bn start kit/sites/{site}", f"sites/{site}", t.folder / "sites-copy")
     t.online()
     t.type("fl-bn status kit/server")
+
+
+def again(t: Terminal) -> None:
+    """Starts the federation that an earlier time left in the folder."""
+    t.server = next(name for name in ("new/server", "kit/server") if (t.folder / name).exists())
+    t.sites = list(ServerFolder.read(t.folder / t.server).sites)
+    t.spare, t.metrics = free_ports(2)
+    t.start(f"fl-bn start {t.server}", "server")
+    for site in t.sites:
+        t.start(f"fl-bn start kit/sites/{site}", f"sites/{site}", t.folder / "sites-copy")
+    t.online()
+    t.taken()
 
 
 def run(t: Terminal) -> None:
@@ -149,7 +162,7 @@ def watch(t: Terminal) -> None:
         "Guide: [Metrics for Prometheus](operate.md#metrics-for-prometheus). The configuration is the guide's, with another port. "
         "It asks every two seconds."
     )
-    t.start(f"fl-bn status kit/server --serve {t.metrics}", "metrics")
+    t.start(f"fl-bn status {t.server} --serve {t.metrics}", "metrics")
     found = re.search(r"```text\n(scrape_configs:.*?)```", t.guides["docs/how-to/operate.md"], re.S)
     assert found is not None
     text = "global:\n  scrape_interval: 2s\n" + found[1].replace("127.0.0.1:9096", f"127.0.0.1:{t.metrics}")
@@ -162,11 +175,11 @@ def watch(t: Terminal) -> None:
             [prometheus, "--config.file=prometheus.yml", "--storage.tsdb.path=prometheus-data", f"--web.listen-address=127.0.0.1:{port}"],
             cwd=t.folder, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
-    t.start(f"fl-bn submit kit/server --run-config \"{RUN} rounds=12 name='watched'\"", "watched")
+    t.start(f"fl-bn submit kit/server --run-config \"{RUN} rounds=24 name='watched'\"", "watched")
     t.until("two rounds are done", lambda: t.rounds("watched") >= 2)
-    t.say("`fl-bn status kit/server --watch` for 15 s; every third of its pictures:")
+    t.say("`fl-bn status kit/server --watch` for 45 s; every third of its pictures:")
     frames = t.folder / "watch.out"
-    typed, terminal = "stty cols 150; timeout -s INT 15 fl-bn status kit/server --watch", t.environment() | {"TERM": "xterm"}
+    typed, terminal = "stty cols 150; timeout -s INT 45 fl-bn status kit/server --watch", t.environment() | {"TERM": "xterm"}
     argv = ["script", "-qec", typed, str(frames)]
     subprocess.run(argv, cwd=t.folder, env=terminal, capture_output=True, stdin=subprocess.DEVNULL, check=False)
     pictures = [f"  {part}" for part in re.split(r"(?=127\.0\.0\.1:\d+, 20)", ANSI.sub("", frames.read_text(errors="replace")))[1:]]
@@ -185,8 +198,8 @@ def watch(t: Terminal) -> None:
     t.say("The rounds of that run over time, as Prometheus kept them:")
     end = time.time()
     query = 'fl_bn_run_round{run="watched"}'
-    t.shown(f"$ curl -G 127.0.0.1:{port}/api/v1/query_range --data-urlencode 'query={query}' -d start=... -d end=... -d step=4")
-    (series,) = _asked(port, f"query_range?query={quote(query)}&start={end - 90}&end={end}&step=4")
+    t.shown(f"$ curl -G 127.0.0.1:{port}/api/v1/query_range --data-urlencode 'query={query}' -d start=... -d end=... -d step=10")
+    (series,) = _asked(port, f"query_range?query={quote(query)}&start={end - 240}&end={end}&step=10")
     t.shown(" ".join(f"{datetime.fromtimestamp(at):%H:%M:%S}={value}" for at, value in series["values"])[:LONGEST])
     for name in ("prometheus", "metrics"):
         t.stop(name)
@@ -300,7 +313,7 @@ def page_of(sections: Mapping[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, default=ROOT / "docs/how-to/transcripts.md", help="sections of other tasks stay in it")
-    parser.add_argument("--only", default=",".join(TASKS), help="tasks, separated by commas; create comes first")
+    parser.add_argument("--only", default=",".join(TASKS), help="tasks, separated by commas; without create: of the federation in --folder")
     parser.add_argument("--folder", type=Path, help="where all lies; default: one that is removed afterwards")
     given = parser.parse_args()
     sections = sections_of(given.page)
@@ -309,14 +322,17 @@ def main() -> None:
         t = Terminal(folder)
         if not (folder / "origin").exists():
             subprocess.run(["git", "clone", "-q", str(ROOT), str(folder / "origin")], check=True)
-        subprocess.run(["git", "-C", str(folder / "origin"), "tag", "-f", "v0.1.0"], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(["git", "-C", str(folder / "origin"), "tag", "-f", "v0.1.0"], check=True, stdout=subprocess.DEVNULL)
         commit = subprocess.run(
             ["git", "-C", str(folder / "origin"), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
         )
         for copy in ("server-copy", "sites-copy"):
             install(folder / copy, folder / "origin", "v0.1.0")
         try:
-            for name in given.only.split(","):
+            chosen = given.only.split(",")
+            if "create" not in chosen:
+                again(t)
+            for name in chosen:
                 title, task = TASKS[name]
                 print(f"{datetime.now():%H:%M:%S} {title}", flush=True)
                 begin = time.monotonic()
