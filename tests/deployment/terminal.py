@@ -20,6 +20,7 @@ GUIDES = ("deploy/README.md", "docs/how-to/machines.md", "docs/how-to/operate.md
 INSTALL = "pip install -q -c constraints.txt -e '.[deployment,report,vision]'"
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 LONGEST = 240  # characters of a line
+PYTHON = ((sysconfig.get_path("purelib"), "site-packages"), (sysconfig.get_path("stdlib"), "python"))
 
 
 class Terminal:
@@ -56,7 +57,9 @@ class Terminal:
             self._fenced = wanted
 
     def _clean(self, line: str) -> str:
-        line = ANSI.sub("", line).rstrip().replace(str(self.folder), "~").replace(str(ROOT), "~/fl-bn")
+        line = ANSI.sub("", line).rstrip()
+        for place, shown in ((str(self.folder), "~"), (str(ROOT), "~/fl-bn"), *PYTHON):
+            line = line.replace(place, shown)
         return line if len(line) <= LONGEST else f"{line[:LONGEST]} [...]"
 
     # What is typed

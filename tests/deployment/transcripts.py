@@ -107,6 +107,7 @@ def remove(t: Terminal) -> None:
     t.shown(f"$ tail -n 9 kit/sites/B/logs/supernode.log    ({(datetime.now() - when).seconds} s after the removal)")
     said = [line for line in log.read_text(errors="replace").splitlines() if line[24:].strip(" INFO:")]
     t.shown(*said[-9:])
+    t.type("tail -n 2 kit/sites/B/logs/fl-bn.log")
     t.shown(f"# messages that B received after its removal: {len(t.received('B')) - removed}")
     assert len(t.received("B")) == removed, "B received messages after its removal"
     t.type("fl-bn status kit/server")
@@ -160,12 +161,12 @@ def watch(t: Terminal) -> None:
     prometheus = os.environ.get("PROMETHEUS", "prometheus")
     t.say(
         "Guide: [Metrics for Prometheus](operate.md#metrics-for-prometheus). The configuration is the guide's, with another port. "
-        "It asks every two seconds."
+        "It asks every five seconds."
     )
     t.start(f"fl-bn status {t.server} --serve {t.metrics}", "metrics")
     found = re.search(r"```text\n(scrape_configs:.*?)```", t.guides["docs/how-to/operate.md"], re.S)
     assert found is not None
-    text = "global:\n  scrape_interval: 2s\n" + found[1].replace("127.0.0.1:9096", f"127.0.0.1:{t.metrics}")
+    text = "global:\n  scrape_interval: 5s\n" + found[1].replace("127.0.0.1:9096", f"127.0.0.1:{t.metrics}")
     (t.folder / "prometheus.yml").write_text(text)
     (port,) = free_ports(1)
     version = subprocess.run([prometheus, "--version"], capture_output=True, text=True, check=True)
