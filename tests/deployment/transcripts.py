@@ -26,7 +26,7 @@ from urllib.request import urlopen
 
 from fl_bn.site.folders import ServerFolder
 from tests.deployment.federation import ROOT, free_ports
-from tests.deployment.terminal import ANSI, INSTALL, LONGEST, Terminal, install, lines_of, release
+from tests.deployment.terminal import ANSI, INSTALL, Terminal, install, lines_of, release
 from tests.deployment.tls_servers import reissue
 
 RUN = "method='fedbn' model='mlp' local-steps=2 evaluate-every=2 pictures=false checkpoint-every=1"
@@ -201,7 +201,8 @@ def watch(t: Terminal) -> None:
     query = 'fl_bn_run_round{run="watched"}'
     t.shown(f"$ curl -G 127.0.0.1:{port}/api/v1/query_range --data-urlencode 'query={query}' -d start=... -d end=... -d step=10")
     (series,) = _asked(port, f"query_range?query={quote(query)}&start={end - 240}&end={end}&step=10")
-    t.shown(" ".join(f"{datetime.fromtimestamp(at):%H:%M:%S}={value}" for at, value in series["values"])[:LONGEST])
+    values = [f"{datetime.fromtimestamp(at):%H:%M:%S}={value}" for at, value in series["values"]]
+    t.shown(*(" ".join(values[begin : begin + 10]) for begin in range(0, len(values), 10)))
     for name in ("prometheus", "metrics"):
         t.stop(name)
 
@@ -308,7 +309,8 @@ def page_of(sections: Mapping[str, str]) -> str:
             took = TOOK.search(sections[title])
             rows += f"| {title} | {took[1] if took else '?'} | {took[2] if took else '?'} |\n"
             texts += f"\n## {title}\n\n{sections[title]}"
-    return HEAD + rows + texts
+    missing = [title for title, _ in TASKS.values() if title not in sections]
+    return HEAD + rows + (f"\nNot typed yet: {'; '.join(missing)}.\n" if missing else "") + texts
 
 
 def main() -> None:
