@@ -31,6 +31,7 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
     app = ClientApp()
 
     def fit(message: Message, context: Context) -> Message:
+        check_server(message)
         payload, header = from_records(message.content)
         arrays, layout = flatten(payload)
         form = TO_MEASURE if header.phase == Phase.MEASURE.value else TO_TRAIN
@@ -40,6 +41,7 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
         return Message(content, reply_to=message)
 
     def evaluate(message: Message, context: Context) -> Message:
+        check_server(message)
         payload, header = from_records(message.content)
         arrays, layout = flatten(payload)
         loss, samples, metrics = build(context).evaluate(arrays, _call(message, TO_EVALUATE, header, layout))
@@ -48,6 +50,7 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
         return Message(content, reply_to=message)
 
     def kept(message: Message, context: Context) -> Message:
+        check_server(message)
         client, header = build(context), header_of(message.content)
         arrays = client.get_parameters(_call(message, TO_TELL, header))
         named = dict(zip(kept_layers(client.model, client.method).sections[KEPT], arrays, strict=True))

@@ -84,6 +84,7 @@ RUN = Form(
         "run": text(300, f"(?:{NAME.pattern})?", "", "a run NAME/state-XXXXXXXX"),
         "resumes": text(2**20, RESUMES, "", "the run's resumes as TOKEN:ROUND,..."),
         "durable": whole(default=0),
+        "version": text(64, default=""),
     },
     others=True,
 )
@@ -118,7 +119,7 @@ TO_MEASURE = RUN.and_also(Form("config", {"measured": one_of(*MEASURED, default=
 TO_EVALUATE = RUN.and_also(Form("config", {"save": text(255, f"(?:{FOLDER})?", "", "a file name")}))
 TO_TELL = RUN
 TO_MEET = EXCHANGE
-TO_GREET = Form("config", {"version": text(64, default="")})
+TO_GREET = Form("config", {"version": text(64, default="")}, others=True)
 
 LAYOUT = Form("config", {"layout": text(2**24)})  # of the arrays beside it, for ``NumPyClient``: made on this side
 

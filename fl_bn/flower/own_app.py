@@ -227,6 +227,7 @@ def _read(message: Message, context: Context, converted: nn.Module, method: Meth
         raise ValueError(
             "this message is of another strategy: in server_app.py start one of fl_bn.flower's (FixBN, FedBN, HBN, FBN, FedTAN, ...)"
         )
+    check_server(message)
     payload, header = from_records(message.content)
     values = form.of_configs(message.content)
     phase = Phase(header.phase)

@@ -40,6 +40,7 @@ from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.recovery import Recovery
 from fl_bn.flower.replies import Reading, read_replies
 from fl_bn.flower.unseen import average_kept
+from fl_bn.flower.versions import here
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
@@ -379,7 +380,7 @@ class BatchNormStrategy(Strategy):
         except Overflow as error:
             raise RunFailed(str(error)) from error
         content = to_records(self._down, header_for(self.shared, asked.round, asked.phase, self._rounding.dtype))
-        content["config"] = ConfigRecord({**config, **self.recovery.run_id.to_config()})
+        content["config"] = ConfigRecord({**config, "version": here(), **self.recovery.run_id.to_config()})
         group, ttl = str(asked.round), self.rounds.timeout * steps
         self._sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
         return self._sent

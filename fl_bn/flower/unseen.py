@@ -22,6 +22,7 @@ from fl_bn.flower.messaging import send_and_receive
 from fl_bn.flower.population import Population
 from fl_bn.flower.replies import Reading, read_replies
 from fl_bn.flower.run_id import RunId
+from fl_bn.flower.versions import here
 from fl_bn.methods import Phase
 
 
@@ -37,7 +38,7 @@ def average_kept(
     everyone, header = population.everyone(), header_for(shared, round, Phase.MEASURE)
     expected = kept_layers(shared.model, shared.method)
     content, group = to_records({}, header), str(header.round)
-    content["config"] = ConfigRecord(dict(run_id.to_config()))
+    content["config"] = ConfigRecord({"version": here(), **run_id.to_config()})
     sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=rounds.timeout, group_id=group) for c in everyone]
     replies = send_and_receive(population.grid, sent, rounds.timeout, rounds.retry, rounds.called)
     parts, refused, _ = read_replies(overheard(replies), Reading(everyone, expected, header, REPLIED, sent))

@@ -1,4 +1,5 @@
-"""Server and clients of different versions of fl-bn refuse each other when a client introduces itself; either names both versions.
+"""Server and clients of different versions of fl-bn refuse each other, when a client introduces itself and with every message after
+that, since a site may come back with another version in the midst of a round; either names both versions.
 
 A version is that of the installed package. In a deployment Flower sends the server's own code to the sites, so the code says nothing of
 what a site has installed: its SuperNode, its libraries, its commands.

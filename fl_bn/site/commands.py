@@ -141,6 +141,8 @@ def supernode(site: SiteFolder) -> Command:
         "`fl-bn doctor .` finds out which",
         "CERTIFICATE_VERIFY_FAILED": f"{site.superlink} is not the server that ca.crt vouches for: another server, or another kit's",
         "No SuperNode found with the given public key": "the server does not know this site's key: send its operator site.pub",
+        "Invalid timestamp": "this machine's clock is 5 s or more ahead of the server's, or 305 s or more behind, and Flower refuses that: "
+        "set the clock right, on whichever of the two it is wrong (chrony, systemd-timesyncd). It goes on trying",
         "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. It goes on "
         "trying; if that does not end, another machine uses this site's key",
     }

@@ -93,10 +93,11 @@ def _server(server: ServerFolder, overrides: str) -> Iterator[Finding]:
     yield guarded("state", lambda: machine.storage("state", server.state))
     yield guarded("results", lambda: machine.storage("results", server.results))
     running = _running(server.logs)
-    exchange = f"0.0.0.0:{server.exchange_port}"
-    addresses = {"fleet": server.fleet, "control": server.control, "serverappio": server.serverappio, "exchange-port": exchange}
+    addresses = {"fleet": server.fleet, "control": server.control, "serverappio": server.serverappio}
     for line, address in addresses.items():
         yield guarded(line, partial(network.port_free, line, address, f"{line} in server.toml", running=running))
+    exchange = (server.exchange_port, server.last_exchange_port, "exchange-port, exchange-ports in server.toml")
+    yield guarded("exchange-port", lambda: network.ports_free("exchange-port", *exchange, running=running))
     yield guarded("exposure", lambda: network.exposure(server))
     yield guarded("superlink name", lambda: network.leads_here(server.superlink, port))
     yield from each("run config", lambda: _server_run(server, overrides))

@@ -149,6 +149,7 @@ Where the method lets each site have a model of its own (FedBN), it is in `state
 * `No SuperNode found with the given public key`: the server does not know this site. Send its operator `site.pub` (never `site.key`).
 * `Connection attempt failed`: the server is down, or a firewall is in between; with `CERTIFICATE_VERIFY_FAILED`: it is not the server
   that `ca.crt` vouches for. `fl-bn doctor .` says more. It retries by itself.
+* `Invalid timestamp`: this machine's clock, or the server's, is wrong (5 s ahead of it, or 305 s behind, are refused). Set it right.
 * `could not be activated`: after a crash the server counts this site as connected for a minute. Wait, it retries. If that does not
   end, another machine uses this site's key.
 * `delete the line partition-id`: site.toml is of an earlier version. The server tells a site its place with every run.

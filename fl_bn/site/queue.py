@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from fl_bn.site.registered import Submitted
 WAITING, STARTING, STARTED, REFUSED = "waiting", "starting", "started", "refused"
 KEPT = 50  # files of runs that have been started
 ROOM = 1024  # MiB of this machine's memory that are free before a run starts beside another
+DISK = 32  # MiB of the state's disk that are free before a run starts
 PATIENCE = 60.0  # seconds that the lock is waited for
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 CHECKPOINT_EVERY = 5  # rounds, unless told otherwise: from there fl-bn resume goes on
@@ -148,6 +150,9 @@ class Queue:
                         continue
                     except (ControlError, FolderError) as error:
                         control.runs()  # else it is the SuperLink that is gone, and the run waits
+                        if reason := self._full():  # of which the SuperLink does not tell
+                            why[entry.number] = reason
+                            continue
                         reason = str(error)
                         if self._settled(replace(entry, state=STARTING, before=self._known(entry)), control).state == WAITING:
                             self._write(replace(entry, state=REFUSED, why=reason))
@@ -224,10 +229,17 @@ class Queue:
             return f"{entry.name} itself is going on still"
         if active and (room := available()) is not None and room < ROOM:
             return f"{room} MiB of memory are free, and a run beside {others} takes {ROOM}"
+        if full := self._full():
+            return full
         if "exchange-port" not in entry.config and not self._port(active):
             first, last = self.server.exchange_port, self.server.last_exchange_port
             return f"all ports of the exchange, {first} to {last}, are in use: close what listens there, or raise exchange-ports"
         return ""
+
+    def _full(self) -> str:
+        """What is missing on the disk of the queue and the SuperLink; empty: nothing."""
+        free = shutil.disk_usage(self.folder).free // 2**20
+        return f"{free} MiB are free on the disk of {self.server.state}, and a run takes {DISK}: make room there" if free < DISK else ""
 
     def _port(self, active: Sequence[Submitted]) -> int:
         """The first port of the exchange's range that no run has, and that nobody listens on here; 0: none."""

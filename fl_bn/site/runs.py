@@ -95,7 +95,9 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
 
 
 def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Path:
-    return Path(str(config.get("output", server.results))) / name
+    """Where the run ``name`` has its results: here, also if it was submitted on another machine, else where it says."""
+    here = server.results / name
+    return here if here.exists() else Path(str(config.get("output", server.results))) / name
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

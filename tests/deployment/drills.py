@@ -28,13 +28,13 @@ def kill_supernode(case: Case) -> Outcome:
     """SIGKILL one SuperNode at a random moment of a FedBN run; it is started again, and has the layers it had."""
     site = case.rng.choice(case.federation.sites)
     config = case.config("fedbn", **{"round-timeout": 150.0, "name": f"supernode-{case.repetition}"})
-    before = len(_starts(case.federation, site))
-    with _run(case, config) as (run, moment):
+    before = len(starts(case.federation, site))
+    with Running(case, config) as (run, moment):
         os.kill(case.federation.find("supernode", site)[0], signal.SIGKILL)
         outcome = Outcome("SIGKILL a SuperNode", case.repetition, "fedbn", moment)
         code = run.wait(600)
     outcome.what = f"site {site} killed; run {'completed' if code == 0 else f'failed ({code})'}"
-    wait_until(f"site {site} is back", lambda: len(_starts(case.federation, site)) > before, 180)
+    wait_until(f"site {site} is back", lambda: len(starts(case.federation, site)) > before, 180)
     if code == 0:
         compare_with_gaps(case, config, outcome)
     return outcome
@@ -44,7 +44,7 @@ def kill_serverapp(case: Case) -> Outcome:
     """SIGKILL the ServerApp at a random moment, resume: identical to an uninterrupted run."""
     method = METHODS[case.repetition % len(METHODS)]
     config = case.config(method)
-    with _run(case, config) as (run, moment):
+    with Running(case, config) as (run, moment):
         if found := case.federation.find("serverapp"):
             os.kill(found[-1], signal.SIGKILL)
         outcome = Outcome("SIGKILL the ServerApp", case.repetition, method, moment)
@@ -57,7 +57,7 @@ def kill_superlink(case: Case) -> Outcome:
     """SIGKILL the SuperLink at a random moment; it is started again, and the run goes on, or is resumed."""
     method = METHODS[case.repetition % len(METHODS)]
     config = case.config(method)
-    with _run(case, config) as (run, moment):
+    with Running(case, config) as (run, moment):
         os.kill(case.federation.find("superlink")[0], signal.SIGKILL)
         outcome = Outcome("SIGKILL the SuperLink", case.repetition, method, moment)
         code = run.wait(600)
@@ -76,7 +76,7 @@ def truncate_checkpoint(case: Case) -> Outcome:
     cut = 0
     with ExitStack() as runs:
         for _ in range(case.times):
-            run, _ = runs.enter_context(_run(case, {**config, "resume": "latest"} if cut else config, wait=False))
+            run, _ = runs.enter_context(Running(case, {**config, "resume": "latest"} if cut else config, wait=False))
             folder = wait_until("two checkpoints", lambda cut=cut: _checkpointed(case, 2, beyond=cut), 300)
             os.kill(case.federation.find("serverapp")[-1], signal.SIGKILL)
             newest = sorted((folder / "checkpoints").glob("round-*.safetensors"))[-1]
@@ -106,14 +106,14 @@ def disk_full_at_a_site(case: Case) -> Outcome:
     """A site's state cannot be kept: neither is its reply sent, and the others go on."""
     state = case.federation.kit / "sites" / case.federation.sites[1] / "state"
     config = case.config("fedbn", name=f"site-disk-{case.repetition}")
-    return _episodes(case, config, "disk full at a site", "No space left on device", lambda: _full(state))
+    return _episodes(case, config, "disk full at a site", "No space left on device", lambda: filled(state))
 
 
 def disk_full_at_the_server(case: Case) -> Outcome:
     """The results' disk is full for a while: said in the log, and nothing is missing in the end."""
     config = case.config("fedbn", name=f"server-disk-{case.repetition}")
     results = case.federation.result("")
-    return _episodes(case, config, "disk full at the server", "", lambda: _full(results))
+    return _episodes(case, config, "disk full at the server", "", lambda: filled(results))
 
 
 DRILLS: dict[str, Callable[[Case], Outcome]] = {
@@ -152,28 +152,28 @@ def _episodes(case: Case, config: dict[str, Any], drill: str, reason: str, troub
     csv_file = case.federation.result(config["name"]) / "clients.csv"
 
     def seen() -> int:
-        return _text(csv_file).count(reason) if reason else case.federation.log("server", "serverapp").count("no checkpoint after round")
+        return text_of(csv_file).count(reason) if reason else case.federation.log("server", "serverapp").count("no checkpoint after round")
 
-    with _run(case, config, wait=False) as (run, _):
-        wait_until("a round", lambda: _done(case, config) >= 1, 300)
+    with Running(case, config, wait=False) as (run, _):
+        wait_until("a round", lambda: rounds_done(case, config) >= 1, 300)
         for _ in range(case.times):
             time.sleep(case.rng.uniform(0.0, 5.0))
             before = seen()
             with trouble():
                 wait_until("it shows", lambda before=before: seen() > before or run.poll() is not None, 400)
-            rounds = _done(case, config)
-            wait_until("a round without it", lambda rounds=rounds: _done(case, config) > rounds or run.poll() is not None, 400)
+            rounds = rounds_done(case, config)
+            wait_until("a round without it", lambda rounds=rounds: rounds_done(case, config) > rounds or run.poll() is not None, 400)
         code = run.wait(3600)
     what = f"said in {'clients.csv' if reason else 'the log'}, run {'completed' if code == 0 else f'failed ({code})'}"
     outcome = Outcome(drill, case.repetition, config["method"], "any time", what, times=case.times)
-    if _done(case, config) != config["rounds"]:
-        outcome.notes.append(f"rounds.csv has {_done(case, config)} of {config['rounds']} rounds")
+    if rounds_done(case, config) != config["rounds"]:
+        outcome.notes.append(f"rounds.csv has {rounds_done(case, config)} of {config['rounds']} rounds")
     compare_with_gaps(case, config, outcome, kept=(False,))
     return outcome
 
 
 @contextmanager
-def _full(folder: Path) -> Iterator[None]:
+def filled(folder: Path) -> Iterator[None]:
     """No byte is left on the file system of ``folder``, which must be a small one of its own."""
     if not os.path.ismount(folder):
         raise RuntimeError(f"{folder} must be a file system of its own (Federation(small_disks=True), as root)")
@@ -187,29 +187,31 @@ def _full(folder: Path) -> Iterator[None]:
         filler.unlink()
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _done(case: Case, config: dict[str, Any]) -> int:
-    return max(0, len(_text(case.federation.result(config["name"]) / "rounds.csv").splitlines()) - 1)
+def rounds_done(case: Case, config: dict[str, Any]) -> int:
+    return max(0, len(text_of(case.federation.result(config["name"]) / "rounds.csv").splitlines()) - 1)
 
 
-class _run:
-    """A submitted run, and a random moment of it. Ends with the block."""
+class Running:
+    """A submitted run, and a random moment of it. Ends with the block. ``said``: the lines of ``fl-bn submit`` so far."""
 
-    def __init__(self, case: Case, config: dict[str, Any], wait: bool = True) -> None:
-        self._case, self._config, self._wait = case, config, wait
+    def __init__(self, case: Case, config: dict[str, Any], wait: bool = True, until: int = 0) -> None:
+        """``until``: the round before which the moment is, but for 12 s; 0: the last one."""
+        self._case, self._config, self._wait, self._until = case, config, wait, until or config["rounds"]
+        self.said: list[str] = []
 
     def __enter__(self) -> tuple[subprocess.Popen[str], str]:
         begin = time.monotonic()
         self._runs = set(run_folders(self._case))
         self._process = self._case.federation.submit(self._config)
-        self._drain = _drained(self._process)
+        self._drain = drained(self._process, self.said)
         if not self._wait:
             return self._process, ""
         newest = wait_until("the run directory", lambda: set(run_folders(self._case)) - self._runs, 180).pop()
-        target = self._case.rng.randrange(self._config["rounds"])
+        target = self._case.rng.randrange(self._until)
         wait_until(f"round {target}", lambda: rounds_of(newest) >= target or self._process.poll() is not None, 300)
         time.sleep(self._case.rng.uniform(0.0, 12.0))
         return self._process, f"{time.monotonic() - begin:.0f} s after submission, {rounds_of(newest)} rounds done"
@@ -221,9 +223,10 @@ class _run:
         self._drain.join(5)
 
 
-def _drained(process: subprocess.Popen[str]) -> Any:
+def drained(process: subprocess.Popen[str], said: list[str]) -> threading.Thread:
+    """Puts the lines of ``process`` into ``said`` until it ends."""
     assert process.stdout is not None
-    thread = threading.Thread(target=process.stdout.read, daemon=True)
+    thread = threading.Thread(target=said.extend, args=(process.stdout,), daemon=True)
     thread.start()
     return thread
 
@@ -237,7 +240,7 @@ def _checkpointed(case: Case, count: int, beyond: int = 0) -> Path | None:
     return None
 
 
-def _starts(federation: Federation, site: str) -> list[str]:
+def starts(federation: Federation, site: str) -> list[str]:
     return [line for line in federation.log(f"sites/{site}", "supernode").splitlines() if "SuperNode ID" in line]
 
 
@@ -253,11 +256,11 @@ def _resume(case: Case, config: dict[str, Any], outcome: Outcome, what: str = ""
     compare(case, config, outcome)
 
 
-def perform(federation: Federation, folder: Path, drill: str, number: int, times: int = 1) -> Outcome:
-    """The drill of that name, once; ``number`` decides its random moments. What goes wrong with the drill itself is an outcome, too."""
+def perform(federation: Federation, folder: Path, do: Callable[[Case], Outcome], drill: str, number: int, times: int = 1) -> Outcome:
+    """The drill ``do``, once; ``number`` decides its random moments. What goes wrong with the drill itself is an outcome, too."""
     begin, case = time.monotonic(), Case(federation, folder, number, random.Random(f"{drill} {number}"), times)
     try:
-        outcome = DRILLS[drill](case)
+        outcome = do(case)
     except Exception as error:
         outcome = Outcome(drill, number, "", "", f"the drill itself failed: {type(error).__name__}: {error}"[:400], times=times)
     outcome.seconds = time.monotonic() - begin

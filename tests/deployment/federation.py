@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from fl_bn.flower import run_in_process
 from fl_bn.pairs import flower_config
+from fl_bn.site.folders import EXCHANGE_PORTS
 from fl_bn.site.kit import Plan, create
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def wait_until(what: str, done: Callable[[], Any], timeout: float = 60.0, pause:
 
 class Federation:
     """Use as a context manager: all processes end with it. ``sites``: names; ``lines``: of a site's TOML, by site and key;
-    ``small_disks``: results and states lie on file systems of 64 MB each (root only)."""
+    ``small_disks``: results and states lie on file systems of 64 MB each, the server's state on 128 MB (root only)."""
 
     def __init__(
         self,
@@ -81,7 +82,8 @@ class Federation:
         small_disks: bool = False,
     ) -> None:
         self.kit, self.sites = folder / "kit", list(sites)
-        fleet, self.exchange, control, self.serverappio, self.metrics, *nodes = free_ports(5 + len(sites))
+        fleet, control, self.serverappio, self.metrics, *rest = free_ports(4 + len(sites) + EXCHANGE_PORTS)
+        nodes, self.exchange = rest[: len(sites)], rest[len(sites)]
         create(Plan("127.0.0.1", list(sites), fleet_port=fleet, exchange_port=self.exchange), self.kit)
         self.fleet, self.nodes = fleet, dict(zip(sites, nodes, strict=True))
         self.edit(
@@ -93,10 +95,12 @@ class Federation:
         for site in sites:
             self.mood(site).write_text("")
             self.environment[f"sites/{site}"] = {"FL_BN_MOOD": str(self.mood(site))}
-        self._mounts = [self.kit / "server/results", *(self.kit / "sites" / site / "state" for site in sites)] if small_disks else []
+        small = ("server/results", "server/state", *(f"sites/{site}/state" for site in sites)) if small_disks else ()
+        self._mounts = [self.kit / folder for folder in small]
         for mount in self._mounts:
             mount.mkdir(parents=True)
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", str(mount)], check=True)
+            size = 128 if mount == self.kit / "server/state" else 64
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m,mode=700", "tmpfs", str(mount)], check=True)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def edit(self, part: str, values: Mapping[str, Any]) -> None:
@@ -153,7 +157,7 @@ class Federation:
         self.membership("add-site", site)
         (self.nodes[site],) = free_ports(1)
         self.edit(f"sites/{site}", {"clientappio": f"127.0.0.1:{self.nodes[site]}", "device": "cpu"})
-        self.environment[f"sites/{site}"] = {}
+        self.environment[f"sites/{site}"] = {"FL_BN_MOOD": str(self.mood(site))}
         self.start(f"sites/{site}")
         wait_until(f"site {site} is connected", partial(self._connected, site), 120)
 
@@ -185,8 +189,8 @@ class Federation:
 
     # Runs
 
-    def submit(self, config: Mapping[str, Any]) -> subprocess.Popen[str]:
-        argv = [*FL_BN, "submit", str(self.kit / "server"), "--run-config", flower_config(config)]
+    def submit(self, config: Mapping[str, Any], *options: str) -> subprocess.Popen[str]:
+        argv = [*FL_BN, "submit", str(self.kit / "server"), "--run-config", flower_config(config), *options]
         return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
     def run(self, config: Mapping[str, Any], timeout: float = 600.0) -> str:

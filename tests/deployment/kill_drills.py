@@ -1,9 +1,11 @@
-"""Every drill of ``drills``, many times, at random moments; a table of outcomes. More waiting for Flower's own timeouts than work.
+"""Every drill of ``drills`` and ``daily_drills``, many times, at random moments; a table of outcomes. Mostly waiting for Flower's timeouts.
 
-What can be done again in the same run (a client that raises, a full disk, ...) is done --repetitions times in one; of the kills each has
-a run of its own.
+What can be done again in the same run (a client that raises, a full disk, ...) is done --times times in one; of the others each has a run
+of its own, and its moments are drawn from --seed and, for those after it, the numbers that follow. What the record has already is not
+done again: the same command goes on where it was stopped.
 
-python -m tests.deployment.kill_drills --repetitions 20 --jobs 3 --output kill-drills
+python -m tests.deployment.kill_drills --times 20 --jobs 3 --output kill-drills
+python -m tests.deployment.kill_drills --times 20 --only removed,expired --record deploy/drills.csv --page deploy/drills.md
 """
 
 from __future__ import annotations
@@ -12,86 +14,148 @@ import argparse
 import csv
 import multiprocessing as mp
 import os
+import queue
+import re
 import sys
-from dataclasses import asdict, fields
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tests.deployment.daily_drills import DAILY
 from tests.deployment.drills import DRILLS, ONE_PER_RUN, perform
 from tests.deployment.federation import Federation
 from tests.deployment.outcomes import Outcome
 
-COLUMNS = [spec.name for spec in fields(Outcome)]
+COLUMNS = (
+    "name", "drill", "repetition", "times", "method", "moment", "what", "missing", "identical", "missed", "notes", "seconds", "load",
+    "ended",
+)  # fmt: skip
+ALL = {**DRILLS, **DAILY}
+BEGIN, END = "<!-- table of kill_drills -->\n", "<!-- end of the table -->\n"
+Item = tuple[str, int, int]  # drill, repetition, times
+Row = dict[str, str]
 
 
 def worker(place: int, folder: Path, work: mp.Queue[Any], done: mp.Queue[Any]) -> None:
-    """Takes (drill, repetition, times) from ``work`` until there is None, all on one federation."""
-    with Federation(folder / f"federation-{place}", ("a", "b"), small_disks=os.geteuid() == 0) as federation:
-        federation.start_all()
-        while (item := work.get()) is not None:
-            done.put((item[0], perform(federation, folder / f"federation-{place}", *item)))
+    """Takes items from ``work`` until there is None. A federation serves until a drill goes wrong; its folder then stays."""
+    item, number = work.get(), 0
+    while item is not None:
+        number += 1
+        own = folder / f"federation-{os.getpid()}-{place}-{number}"
+        with Federation(own, ("east", "west"), small_disks=os.geteuid() == 0) as federation:
+            federation.start_all()
+            fine = True
+            while item is not None and fine:
+                outcome = perform(federation, own, ALL[item[0]], *item)
+                fine = outcome.ok
+                done.put((item[0], outcome))
+                item = work.get()
     done.put(None)
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """Markdown: one line per drill, and one per kind of outcome below it."""
-    lines = ["| drill | repetitions | as it should be | what happened | seconds (median) |", "|---|---|---|---|---|"]
-    for name in dict.fromkeys(o.drill for o in outcomes):
-        mine = [o for o in outcomes if o.drill == name]
+def row_of(name: str, outcome: Outcome) -> Row:
+    values: dict[str, Any] = asdict(outcome)
+    values |= {"notes": "; ".join(outcome.notes), "missed": "; ".join(outcome.missed), "seconds": round(outcome.seconds, 1)}
+    ended = datetime.now().astimezone().isoformat(timespec="minutes")
+    return {k: str(v) for k, v in {**values, "name": name, "load": round(os.getloadavg()[0], 1), "ended": ended}.items()}
+
+
+def rows_in(record: Path) -> list[Row]:
+    if not record.exists():
+        return []
+    with record.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def as_it_should(row: Row) -> bool:
+    return bool(row["identical"]) and not row["missed"]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: one line per drill, with the kinds of outcome."""
+    lines = ["| drill | times | as it should be | what happened | seconds (median) | load |", "|---|---:|---:|---|---:|---|"]
+    for name in dict.fromkeys(row["drill"] for row in rows):
+        mine = [row for row in rows if row["drill"] == name]
         kinds: dict[str, int] = {}
-        for o in mine:
-            what = f"{o.what.partition(' (')[0]}: {('identical ' + o.identical) if o.identical else 'NOT identical'}"
-            kinds[what] = kinds.get(what, 0) + o.times
+        for row in mine:
+            what = f"{generally(row['what'])}: {('identical ' + row['identical']) if row['identical'] else 'NOT identical'}"
+            what += f", but not: {generally(row['missed'])}" if row["missed"] else ""
+            kinds[what] = kinds.get(what, 0) + int(row["times"])
         said = "; ".join(f"{count} x {what}" for what, count in sorted(kinds.items(), key=lambda kind: -kind[1]))
-        seconds = sorted(o.seconds / o.times for o in mine)[len(mine) // 2]
-        lines.append(f"| {name} | {sum(o.times for o in mine)} | {sum(o.times for o in mine if o.ok)} | {said} | {seconds:.0f} |")
-    return "\n".join(lines)
+        seconds = sorted(float(row["seconds"]) / int(row["times"]) for row in mine)[len(mine) // 2]
+        loads = sorted(float(row["load"]) for row in mine)
+        fine = sum(int(row["times"]) for row in mine if as_it_should(row))
+        all_of = sum(int(row["times"]) for row in mine)
+        lines.append(f"| {name} | {all_of} | {fine} | {said} | {seconds:.0f} | {loads[0]:.0f} to {loads[-1]:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def generally(text: str) -> str:
+    """Without what differs from time to time: in brackets, and which site it was."""
+    for site in ("east", "west"):
+        text = text.replace(f"site {site}", "a site")
+    return re.sub(r"north-\d+", "north", text.partition(" (")[0])
+
+
+def write_page(page: Path, rows: Sequence[Row]) -> None:
+    text = page.read_text()
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    page.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+
+
+def items_of(names: Sequence[str], times: int, seed: int, record: Sequence[Row]) -> list[Item]:
+    """What is to be done, without what ``record`` has."""
+    often = [name for name in names if name in DRILLS and name not in ONE_PER_RUN]
+    items = [(name, seed, times) for name in often]
+    items += [(name, n, 1) for n in range(seed, seed + times) for name in names if name not in often]
+    done = {(row["name"], int(row["repetition"]), int(row["times"])) for row in record}
+    return [item for item in items if item not in done]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--first", type=int, default=0, help="number of the first repetition; it decides the random moment")
-    parser.add_argument("--jobs", type=int, default=3, help="federations at a time, each of some ten processes")
-    parser.add_argument("--only", default=",".join(DRILLS), help="drills, separated by commas")
-    parser.add_argument("--output", type=Path, default=Path("kill-drills"))
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the first repetition")
+    parser.add_argument("--jobs", type=int, default=1, help="federations at a time, each of some ten processes")
+    parser.add_argument("--only", default=",".join(ALL), help="drills, separated by commas")
+    parser.add_argument("--output", type=Path, default=Path("kill-drills"), help="folder for federations")
+    parser.add_argument("--record", type=Path, help="file of outcomes, which grows; default: outcomes.csv in that folder")
+    parser.add_argument("--page", type=Path, help="Markdown file that has the table, between two comments")
     chosen = parser.parse_args()
     chosen.output.mkdir(parents=True, exist_ok=True)
+    record = chosen.record or chosen.output / "outcomes.csv"
+    rows = rows_in(record)
+    items = items_of(chosen.only.split(","), chosen.times, chosen.seed, rows)
     context = mp.get_context("spawn")
     work, done = context.Queue(), context.Queue()
-    once, often = range(chosen.first, chosen.first + chosen.repetitions), [(chosen.first, chosen.repetitions)]
-    names = chosen.only.split(",")
-    items = [(name, n, times) for name in names if name not in ONE_PER_RUN for n, times in often]
-    items += [(name, n, 1) for n in once for name in names if name in ONE_PER_RUN]
     for item in [*items, *([None] * chosen.jobs)]:
         work.put(item)
     workers = [context.Process(target=worker, args=(n, chosen.output.absolute(), work, done)) for n in range(chosen.jobs)]
     for process in workers:
         process.start()
-    outcomes: list[Outcome] = []
-    file = chosen.output / "outcomes.csv"
-    new = not file.exists()
-    with file.open("a", newline="") as target:
-        writer = csv.DictWriter(target, ["name", *COLUMNS])
-        if new:
+    fresh: list[Outcome] = []
+    while len(fresh) < len(items) and any(process.is_alive() for process in workers):
+        try:
+            item = done.get(timeout=5)
+        except queue.Empty:  # look whether the workers are alive
+            continue
+        if item is None:
+            continue
+        fresh.append(item[1])
+        rows.append(row_of(*item))
+        with record.open("w", newline="") as target:
+            writer = csv.DictWriter(target, COLUMNS, lineterminator="\n")
             writer.writeheader()
-        while len(outcomes) < len(items) and any(process.is_alive() for process in workers):
-            try:
-                item = done.get(timeout=5)
-            except Exception:  # queue.Empty: look whether the workers are alive
-                continue
-            if item is None:
-                continue
-            name, outcome = item
-            outcomes.append(outcome)
-            writer.writerow({"name": name, **asdict(outcome), "seconds": round(outcome.seconds, 1), "notes": "; ".join(outcome.notes)})
-            target.flush()
-            print(f"{len(outcomes)}/{len(items)}", name, outcome, flush=True)
+            writer.writerows(rows)
+        if chosen.page:
+            write_page(chosen.page, rows)
+        print(f"{len(fresh)}/{len(items)}", *item, flush=True)
     for process in workers:
         process.join(60)
-    (chosen.output / "table.md").write_text(table(outcomes) + "\n")
-    print(table(outcomes))
-    return 0 if len(outcomes) == len(items) and all(o.ok for o in outcomes) else 1
+    print(table(rows))
+    return 0 if len(fresh) == len(items) and all(map(as_it_should, rows)) else 1
 
 
 if __name__ == "__main__":

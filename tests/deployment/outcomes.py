@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import itertools
 import random
+import re
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from flwr.app import Context, Message
@@ -17,13 +21,17 @@ from flwr.clientapp import ClientApp
 from client_app.app import app as CLIENT_APP
 from fl_bn.data.dataset import load
 from fl_bn.flower import run_in_process
+from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.population import Population
 from tests.deployment.federation import SMALL, Federation, differing, in_process, personal
+
+NUMBER = re.compile(r"\bnodes? \d{9,}")
 
 
 @dataclass
 class Outcome:
     """``identical``: to the uninterrupted run, or to one in which exactly the replies named in ``missing`` were missing; "" if it is
-    neither. ``times``: how often it was done within the run."""
+    neither. ``times``: how often it was done within the run; ``missed``: what should have been said or done, and was not."""
 
     drill: str
     repetition: int
@@ -35,10 +43,23 @@ class Outcome:
     seconds: float = 0.0
     times: int = 1
     notes: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        return bool(self.identical)
+        return bool(self.identical) and not self.missed
+
+    def expect(self, what: str, happened: bool) -> None:
+        self.missed += [] if happened else [what]
+
+    def expect_names(self, lines: Sequence[str]) -> None:
+        """No line speaks of a node by Flower's number."""
+        self.missed += [f"a name in: {line.strip()}" for line in lines if NUMBER.search(line)]
+
+    def conclude(self, wrong: Sequence[str], to: str) -> None:
+        """``wrong``: tensors that are not those of the run in one process."""
+        self.identical = "" if wrong else to
+        self.notes += [f"differs in {', '.join(wrong[:5])}"] if wrong else []
 
 
 @dataclass(frozen=True)
@@ -94,31 +115,51 @@ def finished(case: Case, config: dict[str, Any]) -> Path:
 
 def compare(case: Case, config: dict[str, Any], outcome: Outcome) -> None:
     deployed, reference = finished(case, config), in_process(config, case.folder / "reference")
-    wrong = differing(deployed / "model.safetensors", reference / "model.safetensors")
-    for site, path in personal(case.federation, deployed.name).items():
-        wrong += [f"{site}: {name}" for name in differing(path, reference / "clients" / path.name)]
-    outcome.identical = "" if wrong else "to the uninterrupted run"
-    outcome.notes += [f"differs in {', '.join(wrong[:5])}"] if wrong else []
+    outcome.conclude(differences(case, deployed, reference), "to the uninterrupted run")
     tidy(case, deployed)
 
 
+def compare_all(case: Case, configs: Sequence[dict[str, Any]], outcome: Outcome) -> None:
+    """Several runs, each by its name."""
+    wrong: list[str] = []
+    for config in configs:
+        deployed = case.federation.result(config["name"])
+        wrong += [f"{config['name']}: {name}" for name in differences(case, deployed, in_process(config, case.folder / "reference"))]
+        tidy(case, deployed)
+    outcome.conclude(wrong, "to the uninterrupted runs")
+
+
+def differences(case: Case, deployed: Path, reference: Path) -> list[str]:
+    """Tensors of the final model, and of the sites' own ones, that are not the same bits."""
+    if not (deployed / "model.safetensors").exists():
+        return ["everything: there is no model"]
+    wrong = differing(deployed / "model.safetensors", reference / "model.safetensors")
+    for site, path in personal(case.federation, deployed.name).items():
+        wrong += [f"{site}: {name}" for name in differing(path, reference / "clients" / path.name)]
+    return wrong
+
+
 def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept: tuple[bool, ...] = (False, True)) -> None:
-    """A reply may be missing because its client died before it kept the round's state, or after: one of ``kept`` must be what happened."""
+    """A reply may be missing because its client died before it kept the round's state, or after: one of ``kept`` must be what happened.
+    In a row of missing replies that is open for the first alone: at the others the client was gone already.
+
+    A client that was not asked, since it was offline, is offline in the reference, too: an average over fewer clients is rounded otherwise
+    than one from which some were left out."""
     deployed = case.federation.result(config["name"])
-    gaps = gaps_of(deployed, config["clients"])
-    outcome.missing = " ".join(f"client {client} in round {round}" for client, round in gaps)
-    closest = ["nothing compared"]
-    for guess in itertools.product(kept, repeat=len(gaps)):
+    gaps, away = gaps_of(deployed, config["clients"])
+    shown = [f"client {client} in round {round}" for client, round in gaps]
+    outcome.missing = ", ".join(shown + [f"client {client} away in round {round}" for client, round in away])
+    closest, first = ["nothing compared"], [(client, round - 1) not in gaps for client, round in gaps]
+    for guess in itertools.product(*(kept if begins else (False,) for begins in first)):
         app = with_gaps(dict(zip(gaps, guess, strict=True)))
         folder = case.folder / "reference"
         shutil.rmtree(folder, ignore_errors=True)
-        reference = run_in_process({**config, "output": str(folder), "device": "cpu", "min-replies": 0.0}, client_app=app)
+        with offline(away):
+            reference = run_in_process({**config, "output": str(folder), "device": "cpu", "min-replies": 0.0}, client_app=app)
         assert reference is not None
-        wrong = differing(deployed / "model.safetensors", reference / "model.safetensors")
-        for site, path in personal(case.federation, deployed.name).items():
-            wrong += [f"{site}: {name}" for name in differing(path, reference / "clients" / path.name)]
+        wrong = differences(case, deployed, reference)
         if not wrong:
-            outcome.identical = "to the run without these replies" if gaps else "to the uninterrupted run"
+            outcome.identical = "to the run without these replies" if gaps or away else "to the uninterrupted run"
             break
         closest = wrong if len(wrong) < len(closest) or closest == ["nothing compared"] else closest
     if not outcome.identical:
@@ -129,12 +170,30 @@ def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept
     tidy(case, deployed)
 
 
-def gaps_of(folder: Path, clients: int) -> list[tuple[int, int]]:
-    """(client, round) of every reply that was not used."""
+def gaps_of(folder: Path, clients: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(client, round) of every reply that was asked for and not used, and of every client that was not asked."""
     with (folder / "clients.csv").open() as file:
-        used = {(int(row["client"]), int(row["round"])) for row in csv.DictReader(file) if row["samples"] and not row["refused"]}
-    rounds = rounds_of(folder)
-    return [(client, round) for round in range(1, rounds + 1) for client in range(clients) if (client, round) not in used]
+        used = {(int(row["client"]), int(row["round"])): bool(row["samples"]) and not row["refused"] for row in csv.DictReader(file)}
+    every = [(client, round) for round in range(1, rounds_of(folder) + 1) for client in range(clients)]
+    return [one for one in every if not used.get(one, True)], [one for one in every if one not in used]
+
+
+@contextmanager
+def offline(away: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """In runs in this process, each (client, round) of ``away`` is not there when that round begins."""
+    gone: set[int] = set()  # nodes, which are numbered from 1
+
+    def wait_for(population: Population, least: int, round: int) -> None:
+        gone.clear()
+        gone.update(client + 1 for client, when in away if when == round)
+        real(population, least, round)
+
+    real = Population.wait_for
+    with (
+        mock.patch.object(Population, "wait_for", wait_for),
+        mock.patch.object(InProcessGrid, "get_node_ids", lambda grid: [node for node in grid._contexts if node not in gone]),
+    ):
+        yield
 
 
 def with_gaps(gaps: dict[tuple[int, int], bool]) -> ClientApp:

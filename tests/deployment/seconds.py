@@ -1,6 +1,7 @@
 """Seconds per round of a deployment on this machine: three sites, TLS, real processes; and what each second is.
 
     python -m tests.deployment.seconds --methods fedbn,hbn,fedtan --rounds 8
+    python -m tests.deployment.seconds --methods hbn --evaluate-every 1,100      # what the evaluation's messages cost
 
 The message's way is read from the SuperNodes' logs: from ``Receiving`` to ``Sending`` (the site's own work: process, imports, training),
 the rest of the round is polling, the server, and the wire. Each model must be, bit for bit, that of the same run in one process.
@@ -9,7 +10,9 @@ the rest of the round is polling, the server, and the wire. Each model must be, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import re
 import statistics
 import tempfile
@@ -56,13 +59,16 @@ def measure(federation: Federation, config: dict[str, Any], folder: Path) -> dic
     seconds = [time.time() - started]
     lines = (federation.result(config["name"]) / "rounds.jsonl").read_text().splitlines()
     times = [record["seconds"] for record in map(json.loads, lines) if "seconds" in record and "client" not in record]
+    times = times[:-1] if config["evaluate-every"] > len(times) > 2 else times  # the last round is evaluated in any case
     reference = in_process(config, folder / "reference")
     wrong = differing(federation.result(config["name"]) / "model.safetensors", reference / "model.safetensors")
     by_site = [list(visits(federation.log(f"sites/{site}", "supernode"), started)) for site in federation.sites]
-    rounds = max(1, len(times))
+    rounds = config["rounds"]
     each = [visit.end - visit.begin for site in by_site for visit in site]
     return {
         "method": config["method"],
+        "evaluate-every": config["evaluate-every"],
+        "load": round(os.getloadavg()[0]),
         "seconds a round": statistics.median(times[1:] or times),
         "slowest": max(times[1:] or times),
         "messages a round": len(by_site[0]) / rounds,
@@ -77,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default="fedbn,hbn,fedtan")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--evaluate-every", default="1", help="one or more numbers, separated by commas")
     parser.add_argument("--folder", type=Path, help="where the kit and the results stay; default: a folder that is removed")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
@@ -84,8 +91,8 @@ def main() -> None:
         rows = []
         with Federation(folder, ("a", "b", "c")) as federation:
             federation.start_all()
-            for method in given.methods.split(","):
-                config = {**SMALL, "method": method, "rounds": given.rounds, "evaluate-every": 1, "name": method}
+            for method, every in itertools.product(given.methods.split(","), map(int, given.evaluate_every.split(","))):
+                config = {**SMALL, "method": method, "rounds": given.rounds, "evaluate-every": every, "name": f"{method}-{every}"}
                 rows.append(measure(federation, config, folder))
                 print(json.dumps(rows[-1]), flush=True)
     columns = list(rows[0])

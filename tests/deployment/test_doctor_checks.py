@@ -179,6 +179,27 @@ def test_a_port_whose_last_connection_has_just_ended_is_free() -> None:
     assert network.port_free("fleet", f"127.0.0.1:{port}", "fleet", running=False).status == "ok"
 
 
+def test_the_ports_of_fedtan_s_runs() -> None:
+    first = tls_servers.free_range(3)
+
+    def said(running: bool = False, count: int = 3) -> Finding:
+        return network.ports_free("exchange-port", first, first + count - 1, "its lines", running=running)
+
+    assert (said().status, f"{first} to {first + 2} (its lines)" in said().text) == ("ok", True)
+    with socket.create_server(("", first + 1)):
+        some = said()
+        assert (some.status, "2 of 3 ports are left" in some.text, f"0.0.0.0:{first + 1} (its lines) is taken" in some.text) == (
+            "warn",
+            True,
+            True,
+        )
+        assert (said(running=True).status, "1 of them in use" in said(running=True).text) == ("ok", True)
+        with socket.create_server(("", first)):
+            assert said().status == "warn"
+            none = said(count=2)
+            assert (none.status, "no port is left for the exchange" in none.text) == ("fail", True)
+
+
 def test_names_and_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert network.resolves("127.0.0.1", 1).text == "127.0.0.1"
     assert network.leads_here("localhost", 1).status == "ok"

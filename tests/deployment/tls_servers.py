@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
@@ -16,7 +17,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from cryptography.x509.oid import NameOID
 
 from fl_bn.site.certificates import alternative_name, read_certificate
+from fl_bn.site.folders import EXCHANGE_PORTS
 from fl_bn.site.kit import Plan, create
+from fl_bn.site.queue import is_free
 
 
 def listen() -> socket.socket:
@@ -35,9 +38,17 @@ def free_port() -> int:
         return port_of(listening)
 
 
+def free_range(count: int) -> int:
+    """The first of ``count`` ports in a row on which nobody listens."""
+    first = 15000 + os.getpid() % 10000
+    while not all(is_free(port) for port in range(first, first + count)):
+        first += count
+    return first
+
+
 def make_kit(folder: Path, fleet_port: int, sites: Sequence[str] = ("A", "B"), host: str = "localhost") -> Path:
     """A kit for this machine, with free ports."""
-    create(Plan(host, sites, fleet_port=fleet_port, exchange_port=free_port()), folder)
+    create(Plan(host, sites, fleet_port=fleet_port, exchange_port=free_range(EXCHANGE_PORTS)), folder)
     for file, lines in [
         ("server/server.toml", ("control", "serverappio")),
         *((f"sites/{site}/site.toml", ("clientappio",)) for site in sites),

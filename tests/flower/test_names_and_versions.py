@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,18 @@ def test_a_site_refuses_a_server_of_another_version(clients: list[Samples], monk
     monkeypatch.setattr("fl_bn.flower.population.greeting", lambda: other)
     with pytest.raises(RunFailed, match=f"cannot take part: .*this site has fl-bn {versions.here()}, and the server 9.9.9"):
         run(FBN, clients, 1, policy=NAMED)
+
+
+def test_a_site_that_has_introduced_itself_is_held_to_its_version_in_every_round(
+    clients: list[Samples], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """As one is that comes back in the midst of a round with another version, and is asked again."""
+    monkeypatch.setattr("fl_bn.flower.strategy.here", lambda: "9.9.9")
+    with pytest.raises(RunFailed, match="too few usable replies|enough usable replies"):
+        run(FBN, clients, 1, policy=NAMED)
+    for site in NAMED["names"]:
+        said = rf"round 1: site {site}'s reply is not used: .*this site has fl-bn {versions.here()}, and the server 9\.9\.9"
+        assert re.search(said, log.text), log.text
 
 
 def test_names_alone_change_no_number(clients: list[Samples]) -> None:

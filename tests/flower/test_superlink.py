@@ -21,9 +21,7 @@ SCRIPT = Path(fl_bn.flower.__file__).with_name("superlink.py")
 
 @pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
 @pytest.mark.parametrize(("database", "name"), [(":flwr-in-memory:", "InMemoryLinkState"), ("state.db", "SqliteLinkState")])
-def test_no_bytes_are_no_error_and_others_are_counted(
-    database: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_bytes_are_no_error_and_others_are_counted(database: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flwr.server.superlink.linkstate import LinkStateFactory
     from flwr.supercore.object_store import ObjectStoreFactory
     from flwr.superlink.federation import NoOpFederationManager

@@ -40,6 +40,22 @@ def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
     return Finding("ok", check, f"{address} ({line}) is free")
 
 
+def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) -> Finding:
+    """Whether this machine can listen on the ports ``first`` to ``last``, of which every run that is going on has one of its own."""
+    found = [port_free(check, f"0.0.0.0:{port}", lines, running=running) for port in range(first, last + 1)]
+    wrong = [finding for finding in found if finding.status != "ok"]
+    if not wrong:
+        used = sum("in use" in finding.text for finding in found)
+        shown = f"{first} to {last}" if last > first else f"{first}"
+        what = f"{used} of them in use while `fl-bn start` of this folder runs" if used else "free"
+        return Finding("ok", check, f"ports {shown} ({lines}), one for each run that is going on: {what}")
+    texts = "; ".join(finding.text for finding in wrong)
+    if len(wrong) == len(found):
+        return Finding("fail", check, f"no port is left for the exchange of a FedTAN run: {texts}", wrong[0].do)
+    most = f"{len(found) - len(wrong)} of {len(found)} ports are left: no more FedTAN runs than that at a time: {texts}"
+    return Finding("warn", check, most, wrong[0].do)
+
+
 def holder(port: int, proc: Path = Path("/proc")) -> str:
     """Who listens on TCP ``port`` of this machine, as far as this user may know it; else empty."""
     sockets = {f"socket:[{inode}]" for inode in _listening(port, proc)}

@@ -1,0 +1,45 @@
+"""A SuperLink that computes nothing, and a kit for two sites: for tests of the queue and of what is typed at a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_bn.site import queue as module
+from fl_bn.site import runs as runs_module
+from fl_bn.site import submit as submit_module
+from fl_bn.site.folders import EXCHANGE_PORTS, ServerFolder
+from fl_bn.site.kit import Plan, create
+from tests.deployment.superlink import SuperLink
+from tests.deployment.tls_servers import free_range
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> ServerFolder:
+    create(Plan("127.0.0.1", ["a", "b"], exchange_port=free_range(EXCHANGE_PORTS)), tmp_path / "kit")
+    return ServerFolder.read(tmp_path / "kit/server")
+
+
+@pytest.fixture
+def superlink(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = SuperLink()
+
+    @contextmanager
+    def control_of(server: ServerFolder, address: str = "") -> Iterator[SuperLink]:
+        yield made
+
+    for where in (submit_module, runs_module):
+        monkeypatch.setattr(where, "control_of", control_of)
+    monkeypatch.setattr("fl_bn.site.submit.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(module, "staged", staged)
+    monkeypatch.setattr(module, "available", lambda: 100_000)
+    return made
+
+
+@contextmanager
+def staged(project: Path) -> Iterator[Path]:
+    yield project

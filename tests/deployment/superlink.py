@@ -1,0 +1,73 @@
+"""Runs as a SuperLink lists them, without any that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from fl_bn.pairs import Scalar
+from fl_bn.run.overrides import parse_overrides
+from fl_bn.site.control import ControlError
+from fl_bn.site.queue import Queue
+from fl_bn.site.registered import Submitted
+
+THEN = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
+
+
+class SuperLink:
+    """Runs, without any that computes. ``dies_after``: number of runs after which whoever submits one is killed, once."""
+
+    address, authority = "h:1", Path("ca.crt")
+
+    def __init__(self) -> None:
+        self.known: list[Submitted] = []
+        self.refuses = ""
+        self.away = False
+        self.killed_at: str = ""
+
+    def runs(self) -> list[Submitted]:
+        if self.away:
+            raise ControlError("away")
+        return list(reversed(self.known))
+
+    def nodes(self, sites: list[Path]) -> list[int]:
+        return [100 + ord(site.stem[0]) for site in sites]
+
+    def start_run(self, app: Path, config: str) -> str:
+        if self.killed_at == "before":
+            raise KeyboardInterrupt
+        if self.refuses:
+            raise ControlError(self.refuses)
+        values = parse_overrides(config)
+        self.known.append(Submitted(len(self.known) + 1, "running", values, THEN, None, THEN))
+        if self.killed_at == "after":
+            raise KeyboardInterrupt
+        return str(len(self.known))
+
+    def end(self, number: int, status: str = "finished:completed") -> None:
+        self.known[number - 1] = replace(self.known[number - 1], status=status, ended=THEN + timedelta(seconds=30))
+
+    def stop(self, run: str) -> None:
+        self.end(int(run), "finished:stopped")
+
+    def status(self, run: str) -> str:
+        return self.known[int(run) - 1].status
+
+    @contextmanager
+    def log(self, run: str) -> Iterator[Iterator[str]]:
+        self.end(int(run))
+        yield iter(["a line"])
+
+    def going(self) -> list[str]:
+        return [str(run.config["name"]) for run in self.known if not run.status.startswith("finished")]
+
+
+def named(name: str, **more: Scalar) -> dict[str, Scalar]:
+    return {"name": name, "rounds": 1, **more}
+
+
+def states(queue: Queue) -> dict[str, str]:
+    return {entry.name: entry.state for entry in queue.entries()}

@@ -1,0 +1,121 @@
+"""``fl-bn runs``, ``abort``, ``resume`` and ``fetch``, and what a failure tells to type."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fl_bn.cli.main import app
+from fl_bn.pairs import Scalar
+from fl_bn.run.config import ConfigError
+from fl_bn.site.control import ControlError
+from fl_bn.site.folders import ServerFolder
+from fl_bn.site.registered import Submitted
+from fl_bn.site.runs import NoSuchRun, NotHere, abort, fetch, listed
+from fl_bn.site.submit import resume, submit
+from tests.deployment.superlink import THEN
+
+
+def interrupted_run(server: ServerFolder, superlink: Any, **more: Scalar) -> Path:
+    """A folder as a run leaves it whose server died after round 4."""
+    from fl_bn.run.config import RunConfig
+    from fl_bn.run.run_directory import to_toml
+
+    folder = server.results / "died"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints/round-000004.safetensors").write_bytes(b"")
+    given = {
+        "rounds": 9,
+        "clients": 2,
+        "client-nodes": "1,2",
+        "client-names": "a,b",
+        "checkpoint-every": 2,
+        "method": "hbn",
+        "name": "died",
+    }
+    config = RunConfig.from_mapping({**given, "output": str(server.results), **more})
+    (folder / "config.toml").write_text(to_toml(config.to_mapping()))
+    (folder / "rounds.jsonl").write_text('{"round": 1}\n{"round": 2}\n')
+    superlink.known = [Submitted(1, "finished:failed", {"name": "died"}, THEN, THEN + timedelta(seconds=7), THEN)]
+    return folder
+
+
+def test_resume_reads_the_stored_config_and_the_sites_as_they_are_now(server: ServerFolder, superlink: Any) -> None:
+    interrupted_run(server, superlink)
+    (row,) = listed(server)
+    assert (row.id, row.name, row.state, row.round, row.rounds, row.seconds) == ("1", "died", "failed", 2, 9, 7.0)
+    for name in ("died", ""):
+        assert resume(server, name, say=lambda line: None)
+    sent = superlink.known[-1].config
+    assert (sent["resume"], sent["rounds"], sent["method"], sent["client-nodes"], "name" in sent) == ("died", 9, "hbn", "197,198", False)
+    (server.results / "died/checkpoints/round-000004.safetensors").unlink()
+    with pytest.raises(ConfigError, match="died has no checkpoint to go on from"):
+        resume(server, "died")
+    with pytest.raises(ConfigError, match="no run in .* has a checkpoint"):
+        resume(server, "")
+
+
+def test_resume_without_a_site_that_took_part_says_which(server: ServerFolder, superlink: Any) -> None:
+    interrupted_run(server, superlink, **{"client-names": "a,gone"})
+    with pytest.raises(ControlError, match="gone took part in died, and is no more a site here"):
+        resume(server, "died", say=lambda line: None)
+
+
+def test_every_failure_prints_the_command_to_type(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted_run(server, superlink)
+    monkeypatch.setattr(superlink, "status", lambda run: "finished:failed")
+    said: list[str] = []
+    assert not resume(server, "died", say=said.append)
+    assert said[-1] == f"go on with it from round 4: fl-bn resume {server.path} died"
+    assert not submit(server, "name='new'", say=said.append)
+    assert said[-1].endswith(f'begin it anew: fl-bn submit {server.path} --run-config "..."')
+    superlink.known.append(Submitted(9, "running", {"resume": "died"}, THEN, None))
+    monkeypatch.setattr(superlink, "stop", lambda run: None)
+    assert abort(server, "died") == f"died is stopped; go on with it from round 4: fl-bn resume {server.path} died"
+    shown = CliRunner().invoke(app, ["resume", str(server.results / "died")])
+    assert (shown.exit_code, "fl-bn resume SERVER died" in shown.output) == (2, True)
+
+
+def test_fetch_copies_a_run_or_says_where_it_is(server: ServerFolder, superlink: Any, tmp_path: Path) -> None:
+    folder = interrupted_run(server, superlink)
+    (folder / ".lock").touch()
+    assert fetch(server, "died", None) == fetch(server, "1", None) == str(folder)
+    copied = Path(fetch(server, "died", tmp_path / "here"))
+    assert copied == tmp_path / "here/died"
+    assert sorted(path.name for path in copied.iterdir()) == ["checkpoints", "config.toml", "rounds.jsonl"]
+    with pytest.raises(FileExistsError, match="exists already"):
+        fetch(server, "died", tmp_path / "here")
+    with pytest.raises(NoSuchRun, match="dyed is no run of .*: the last are died"):
+        fetch(server, "dyed", None)
+    superlink.known.append(Submitted(2, "finished:completed", {"name": "far", "output": "/elsewhere"}, THEN, THEN))
+    with pytest.raises(NotHere, match="/elsewhere/far is not on this machine"):
+        fetch(server, "far", None)
+
+
+def test_runs_of_a_server_that_moved_are_found_where_they_are_now(server: ServerFolder, superlink: Any) -> None:
+    folder = interrupted_run(server, superlink)
+    moved = replace(superlink.known[0], config={"name": "died", "output": "/srv/former/results"})
+    superlink.known = [moved]
+    assert (listed(server)[0].round, listed(server)[0].rounds) == (2, 9)
+    assert fetch(server, "1", None) == str(folder)
+    shutil.rmtree(folder)
+    with pytest.raises(NotHere, match="/srv/former/results/died is not on this machine"):
+        fetch(server, "1", None)
+
+
+def test_what_people_and_programs_read(server: ServerFolder, superlink: Any) -> None:
+    interrupted_run(server, superlink)
+    shown = CliRunner().invoke(app, ["runs", str(server.path)], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    assert all(word in shown.output for word in ("died", "failed", "2/9", "2026-11-22"))
+    told = CliRunner().invoke(app, ["runs", str(server.path), "--json"])
+    assert json.loads(told.output)[0]["seconds"] == 7.0
+    assert CliRunner().invoke(app, ["abort", str(server.path), "died"]).output == "died had ended already: failed\n"
+    assert CliRunner().invoke(app, ["abort", str(server.path), "other"]).exit_code == 2
