@@ -67,16 +67,14 @@ def by_domain(file: Path, whole: Path, grid: Path) -> None:
 
 
 def by_site(file: Path, target: Path) -> None:
-    """All subjects of every site in ten orders, with the sites' means as they are and moved; for ``abide-grid`` those that order 0 trains on.
+    """All subjects of every site in ten orders, with the sites' means as they are and moved; ``abide-grid``: those that order 0 trains on.
 
     A site's mean is that of all its subjects. No label has a part in it.
     """
     arrays = read(file)
     names = arrays["domain_names"].tolist()
-    sites = [
-        {key: np.concatenate([arrays[f"{key}_{split}"][arrays[f"domain_{split}"] == n] for split in ("train", "test")]) for key in ("x", "y", "sub")}
-        for n in range(len(names))
-    ]  # fmt: skip
+    whole = {key: np.concatenate([arrays[f"{key}_train"], arrays[f"{key}_test"]]) for key in ("x", "y", "sub", "domain")}
+    sites = [{key: values[whole["domain"] == n] for key, values in whole.items()} for n in range(len(names))]
     centre = np.concatenate([site["x"] for site in sites]).mean(0)
     for number, (name, site) in enumerate(zip(names, sites, strict=True)):
         x, y, subject = site["x"], site["y"], site["sub"]

@@ -195,21 +195,18 @@ def compact(
     data: DataOption = "data",
     folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are")] = Path("experiments"),
 ) -> None:
-    """Finished cells of the evidence variants as small files to commit: settings, commit, seconds and curve of each."""
+    """Finished cells of the evidence variants, and of those that look for causes, as small files to commit: settings, commit, curve."""
     from fl_bn.run.config import ConfigError
-    from fl_bn.sweep.evidence import RESULTS, VARIANT
+    from fl_bn.sweep import evidence
     from fl_bn.sweep.experiments import find
-    from fl_bn.sweep.file import read
-    from fl_bn.sweep.kept import ANY_DATA, cells_of, keep
 
     try:
         for experiment in find():
-            place = runs / f"{experiment.name}-{VARIANT}"
-            if VARIANT in experiment.variants and place.exists():
-                defined = cells_of(read(experiment.file, VARIANT, ANY_DATA))
-                ran = read(experiment.file, VARIANT, data).cells(place)
-                file = folder / RESULTS / f"{experiment.name}.jsonl"
-                console.print(f"{file}: {keep(ran, defined, file)} of {len(defined)} cells", highlight=False, soft_wrap=True)
+            claim = evidence.claim_of(experiment)
+            for variant in claim.variants if claim else ():
+                if (place := runs / f"{experiment.name}-{variant}").exists():
+                    file, cells, of = evidence.compact(experiment, variant, place, data, folder)
+                    console.print(f"{file}: {cells} of {of} cells", highlight=False, soft_wrap=True)
     except ConfigError as error:
         raise refused(error) from error
 
@@ -218,13 +215,14 @@ def compact(
 def evidence(
     folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are, and EVIDENCE.md is written")] = Path("experiments"),
     pages: Annotated[Path | None, typer.Option(help="folder for a page per claim that opens offline")] = None,
+    readme: Annotated[Path | None, typer.Option(help="a README.md whose table of verdicts is written anew")] = None,
 ) -> None:
     """EVIDENCE.md: every claim with our numbers, a paired test over seeds and a verdict, from the results in the folder alone."""
     from fl_bn.run.config import ConfigError
-    from fl_bn.sweep.evidence import write_evidence
+    from fl_bn.sweep.evidence_page import write_evidence
 
     try:
-        made = write_evidence(folder, pages)
+        made = write_evidence(folder, pages, readme_file=readme)
     except ConfigError as error:
         raise refused(error) from error
     for path in made:

@@ -24,6 +24,7 @@ from typing import Any
 from fl_bn.own_code import OWN, Modules, function
 from fl_bn.run.assembly import limit_threads
 from fl_bn.run.config import ConfigError
+from fl_bn.sweep.cells import Cell
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")
@@ -89,6 +90,24 @@ def made(maker: str, folder: Path) -> Path:
         make(unfinished)
         unfinished.rename(folder)
     return folder
+
+
+@dataclass(frozen=True)
+class Study:
+    """A program whose runs are cells: ``plan(folder, variant, data)`` makes them, ``measured(cell)`` says what a finished one has."""
+
+    plan: Callable[[Path, str, str], list[Cell]]
+    ways: Sequence[str]
+    measured: Callable[[Cell], Mapping[str, float]]
+
+
+def study(experiment: Experiment) -> Study:
+    """Of the experiment's program: ``plan``, ``WAYS`` and ``measured`` in its file. Raises ConfigError where it has none."""
+    module = sys.modules[program_of(experiment).__module__]
+    try:
+        return Study(module.plan, module.WAYS, module.measured)
+    except AttributeError as error:
+        raise ConfigError(f"{experiment.file}: its program keeps no results to commit: {error}") from error
 
 
 def program_of(experiment: Experiment) -> Callable[..., Any]:
