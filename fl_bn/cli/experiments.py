@@ -136,8 +136,8 @@ def run_(
     variant: Annotated[
         str,
         typer.Option(
-            help="small: bundled data, minutes on a laptop; evidence: hours of a CPU; empty: the paper's own settings. Of several "
-            "experiments, those that have it"
+            help="small: bundled data, minutes on a laptop; evidence: hours of a CPU; paper, or empty: the paper's own settings. Of "
+            "several experiments, those that have it"
         ),
     ] = "",
     engine: EngineOption = "in-process",
@@ -159,7 +159,7 @@ def run_(
     try:
         where = Place(engine, jobs, ray_address, gpus_per_run)
         found = find(names)
-        chosen = found if len(found) == 1 or not variant else [one for one in found if variant in one.variants]
+        chosen = found if len(found) == 1 else [one for one in found if one.has(variant)]
         if not chosen:
             raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}; fl-bn experiments list names them")
         log = Log(folder / "log.csv")

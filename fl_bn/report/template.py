@@ -66,7 +66,7 @@ PARTS = """
 {% macro verdict(statement) %}
 <section aria-labelledby="verdict"><h2 id="verdict">Verdict</h2>
 <p>{{ statement.claim }}. {{ statement.paper }}.</p>
-<p>{{ statement.verdict }}</p>
+<p><strong>Verdict:</strong> {{ statement.verdict }}</p>
 {% for title, text in statement.words %}<p>{{ title }}: {{ text }}</p>
 {% endfor %}
 {{ compared(statement.compared) }}

@@ -94,7 +94,7 @@ def short(claims: Sequence[Tested], page: str) -> str:
     for one in claims:
         if one.was_run:
             lines.append(f"| [{one.experiment.name}]({page}#{one.anchor}) {one.claim.claim} | {one.verdict} | {_held(one)} |")
-    waiting = [f"[{one.experiment.name}]({page}#{one.anchor})" for one in claims if not one.was_run]
+    waiting = [one.experiment.name for one in claims if not one.was_run]
     return "\n".join(lines + (["", f"Not run yet, or not testable here: {', '.join(waiting)}."] if waiting else [])) + "\n"
 
 
@@ -102,7 +102,8 @@ def statement(one: Tested) -> Statement:
     """The head of a claim's own page."""
     words = [(title, text) for title, text in _words(one) if text]
     whys = [Answered(why.asks, one.answer(why, runs), tuple(_compared(o, runs) for o in runs.outcomes(why))) for why, runs in one.whys]
-    return Statement(one.claim.claim, one.experiment.paper, _verdict(one), tuple(words), _all_compared(one), tuple(whys))
+    said = f"{one.verdict}. {_verdict(one)}"
+    return Statement(one.claim.claim, one.experiment.paper, said, tuple(words), _all_compared(one), tuple(whys))
 
 
 def picture(claims: Sequence[Tested]) -> Picture | None:
@@ -179,7 +180,7 @@ def _verdict(one: Tested) -> str:
         return one.claim.untestable
     states = [o.state for o in one.outcomes]
     counts = ", ".join(f"{states.count(state)} {state}" for state in (HELD, AGAINST, OPEN, MISSING) if state in states)
-    said = f"Of {len(states)} comparisons, {counts}." if one.was_run else ""
+    said = f"Comparisons: {counts}." if one.was_run else ""
     return f"{said} {f'The runs are those of {one.claim.runs}.' if one.claim.runs else ''}".strip()
 
 

@@ -25,6 +25,7 @@ from fl_bn.own_code import OWN, Modules, function
 from fl_bn.run.assembly import limit_threads
 from fl_bn.run.config import ConfigError
 from fl_bn.sweep.cells import Cell
+from fl_bn.sweep.file import PAPER
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")
@@ -40,6 +41,10 @@ class Experiment:
     title: str
     variants: tuple[str, ...]
     program: str = ""
+
+    def has(self, variant: str) -> bool:
+        """The paper's own settings are there without a variant, too."""
+        return variant in ("", PAPER, *self.variants)
 
 
 def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experiment]:
@@ -67,7 +72,7 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
     Raises:
         ConfigError: the variant is unknown.
     """
-    if variant not in ("", *experiment.variants):
+    if not experiment.has(variant):
         raise ConfigError(f"{experiment.name} has no variant {variant!r}; it has: {', '.join(experiment.variants)}")
     if (folder / "report.html").exists():
         return

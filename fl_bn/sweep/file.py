@@ -45,6 +45,7 @@ from fl_bn.sweep.cells import CENTRALISED, Cell
 
 TABLES = ("title", "run", "axes", "skip", "report", "paper", "notes", "experiment", "evidence", "variants")
 VARIANT_TABLES = ("run", "axes", "skip", "report", "paper", "notes", "make")
+PAPER = "paper"  # the variant that every file has: itself
 DATA = "data"  # {data} is not an axis of that name
 DECIDED = ("output", "name", "resume", "pictures")  # by the sweep
 Axis = dict[str, dict[str, Any]]
@@ -163,9 +164,9 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
 
 
 def _variant(tables: Mapping[str, Any], variant: str) -> Mapping[str, Any]:
-    if not variant:
-        return {}
     variants = _table(tables, "variants")
+    if variant in ("", PAPER) and variant not in variants:
+        return {}
     if variant not in variants:
         raise ConfigError(f"there is no variant {variant!r}; there are: {', '.join(variants) or 'none'}")
     _only(VARIANT_TABLES, chosen := _table(variants, variant), f"table in variant {variant!r}:")
