@@ -203,9 +203,9 @@ def compact(
     try:
         for experiment in find():
             claim = evidence.claim_of(experiment)
-            for variant in claim.variants if claim else ():
+            for variant, measure in claim.sources if claim else ():
                 if (place := runs / f"{experiment.name}-{variant}").exists():
-                    file, cells, of = evidence.compact(experiment, variant, place, data, folder)
+                    file, cells, of = evidence.compact(experiment, variant, place, data, folder, measure)
                     console.print(f"{file}: {cells} of {of} cells", highlight=False, soft_wrap=True)
     except ConfigError as error:
         raise refused(error) from error

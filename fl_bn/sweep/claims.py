@@ -21,6 +21,7 @@ In an experiment's file:
     compare = [{ left = ["FedBN", "4-fold"], right = ["FedAvg", "4-fold"] }]
     yes = "what it means if all comparisons held"
     no = "what it means if none held"
+    measure = "programs/own_statistics.py:measured"               # every run of the variant in several ways, on the axis "statistics"
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LEVEL = 0.05  # of the paired, two-sided t-test, and of the confidence intervals
 POWER = 0.8  # with which a difference is found that counts as detectable
 VARIANT = "evidence"  # of an experiment's file, which its claim is tested on
 KEYS = ("claim", "paper", "differs", "hours", "compare", "cause", "untestable", "runs", "why")
-WHY = ("variant", "asks", "compare", "yes", "no")
+WHY = ("variant", "asks", "compare", "yes", "no", "measure")
 HELD, AGAINST, OPEN, MISSING = "held", "contradicted", "not separated", "not run"
 REPRODUCED, PARTLY, NOT, UNTESTABLE, NOT_RUN = "reproduced", "partly reproduced", "not reproduced", "not testable here", "not run yet"
 UNDECIDED = "undecided"
@@ -65,13 +66,17 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Why:
-    """A question about the cause, and runs of the experiment's ``variant`` that answer it; without ``compare`` their table does."""
+    """A question about the cause, and runs of the experiment's ``variant`` that answer it; without ``compare`` their table does.
+
+    ``measure``: a program, "programs/FILE.py:measured", that measures each of these runs in several ways.
+    """
 
     variant: str
     asks: str
     compare: tuple[Comparison, ...] = ()
     yes: str = ""
     no: str = ""
+    measure: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,9 @@ class Claim:
     why: tuple[Why, ...] = ()
 
     @property
-    def variants(self) -> tuple[str, ...]:
-        """Those of the experiment's file that it needs runs of."""
-        return tuple(dict.fromkeys((VARIANT, *(one.variant for one in self.why))))
+    def sources(self) -> tuple[tuple[str, str], ...]:
+        """The variants of the experiment's file that it needs runs of, each with the program that measures them, if one does."""
+        return tuple(dict.fromkeys(((VARIANT, ""), *((one.variant, one.measure) for one in self.why))))
 
 
 @dataclass(frozen=True)

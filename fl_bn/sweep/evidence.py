@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fl_bn.report.page import Report
@@ -16,7 +16,7 @@ from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.claims import MISSING, NOT_RUN, UNTESTABLE, VARIANT, Claim, Outcome, Why, answer, outcome, parse_claim, verdict
 from fl_bn.sweep.experiments import Experiment, find, study
 from fl_bn.sweep.file import read
-from fl_bn.sweep.kept import ANY_DATA, Kept, cells_of, finished, in_ways, keep, load, measured
+from fl_bn.sweep.kept import ANY_DATA, WAY, Kept, cells_of, finished, in_ways, keep, load, measured
 
 RESULTS = "results"  # folder of the JSON lines
 HOURS = "gpu.json"  # in it: what benchmarks/gpu.py has measured
@@ -85,7 +85,7 @@ def gather(folder: Path, experiments: Sequence[Experiment] | None = None) -> lis
             continue
         of = experiment if not claim.runs else find([claim.runs])[0]
         runs = None if claim.untestable else runs_of(of, VARIANT, folder)
-        whys = tuple((why, runs_of(experiment, why.variant, folder)) for why in claim.why)
+        whys = tuple((why, runs_of(experiment, why.variant, folder, why.measure)) for why in claim.why)
         found.append(Tested(experiment, claim, runs, whys, gpu.get(experiment.name)))
     return found
 
@@ -95,44 +95,47 @@ def claim_of(experiment: Experiment) -> Claim | None:
     return None if table is None else parse_claim(table, experiment.file.name)
 
 
-def runs_of(experiment: Experiment, variant: str, folder: Path) -> Runs:
-    """What ``folder/results`` has of the experiment's ``variant``. Raises ConfigError as ``gather`` does."""
-    defined, text = definition(experiment, variant)
-    kept = load(results_of(experiment, variant, folder), defined)
+def runs_of(experiment: Experiment, variant: str, folder: Path, measure: str = "") -> Runs:
+    """What ``folder/results`` has of the experiment's ``variant``; ``measure``: see ``Why``. Raises ConfigError as ``gather`` does."""
+    defined, text = definition(experiment, variant, measure)
+    kept = load(results_of(experiment, variant, folder, measure), defined)
     settings = parse_settings(tomllib.loads(text), experiment.name, text)
+    if measure:
+        settings = replace(settings, columns=(*(settings.columns or ()), WAY))
     report = report_of(settings, [one.shown() for one in kept], experiment.name) if kept else None
     return Runs(tuple(defined), tuple(kept), settings, report)
 
 
-def definition(experiment: Experiment, variant: str) -> tuple[list[Cell], str]:
+def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple[list[Cell], str]:
     """The cells of a variant, and the sweep file that says how to show them. Raises ConfigError where there is no such variant."""
     if variant not in experiment.variants:
         there = ", ".join(experiment.variants)
         raise ConfigError(f"{experiment.file.name}: [evidence] needs the variant {variant!r}, but there are {there}")
-    if experiment.program:
-        of = study(experiment)
-        return in_ways(of.plan(NOWHERE, variant, ANY_DATA), of.ways), experiment.file.read_text(encoding="utf-8")
-    sweep = read(experiment.file, variant, ANY_DATA)
-    return cells_of(sweep), sweep.to_toml()
+    text = experiment.file.read_text(encoding="utf-8") if experiment.program else read(experiment.file, variant, ANY_DATA).to_toml()
+    if experiment.program or measure:
+        of = study(experiment, measure)
+        return in_ways(of.plan(NOWHERE, variant, ANY_DATA), of.ways), text
+    return cells_of(read(experiment.file, variant, ANY_DATA)), text
 
 
-def results_of(experiment: Experiment, variant: str, folder: Path) -> Path:
-    return folder / RESULTS / f"{experiment.name}{'' if variant == VARIANT else f'.{variant}'}.jsonl"
+def results_of(experiment: Experiment, variant: str, folder: Path, measure: str = "") -> Path:
+    parts = [experiment.name, *([variant] if variant != VARIANT else []), *([Path(measure.partition(":")[0]).stem] if measure else [])]
+    return folder / RESULTS / f"{'.'.join(parts)}.jsonl"
 
 
-def compact(experiment: Experiment, variant: str, place: Path, data: str, folder: Path) -> tuple[Path, int, int]:
+def compact(experiment: Experiment, variant: str, place: Path, data: str, folder: Path, measure: str = "") -> tuple[Path, int, int]:
     """Keep what has been finished in ``place``: the file, how many cells it has now, and of how many.
 
     Raises:
         ConfigError: ``place`` or the file holds runs of other settings.
     """
-    defined, _ = definition(experiment, variant)
-    if experiment.program:
-        of = study(experiment)
+    defined, _ = definition(experiment, variant, measure)
+    if experiment.program or measure:
+        of = study(experiment, measure)
         found = measured(of.plan(place, variant, data), defined, of.ways, of.measured)
     else:
         found = finished(read(experiment.file, variant, data).cells(place), defined)
-    file = results_of(experiment, variant, folder)
+    file = results_of(experiment, variant, folder, measure)
     return file, keep(found, defined, file), len(defined)
 
 

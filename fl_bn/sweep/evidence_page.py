@@ -135,13 +135,14 @@ def _whys(one: Tested) -> list[str]:
     """The controlled experiments; where there is none for a claim that is not reproduced, that is said, too."""
     if not one.whys:
         return ["", "Why: no controlled experiment has looked for the cause yet."] if one.verdict == NOT and not one.claim.cause else []
-    lines, last = ["", f"### {one.experiment.name}: why"], ""
+    lines, last = ["", f"### {one.experiment.name}: why"], (VARIANT, "")
     for why, runs in one.whys:
         lines += ["", f"**{why.asks}** {one.answer(why, runs)}".rstrip()]
-        if why.variant not in (VARIANT, last):
+        source = (why.variant, why.measure)
+        if source not in ((VARIANT, ""), last):
             lines += [*_table(runs), *_cells(runs, 0.0, why.variant)]
         lines += _comparisons([_compared(o, runs) for o in runs.outcomes(why)])
-        last = why.variant
+        last = source
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import shutil
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import ttest_1samp, ttest_rel  # type: ignore[import-untyped]
+from torch import nn
 
+from fl_bn.experiments.programs.own_statistics import measure
 from fl_bn.report.cells import Cell as Shown
 from fl_bn.report.write import report_of
 from fl_bn.run.config import ConfigError
@@ -37,11 +41,12 @@ from fl_bn.sweep.claims import (
 )
 from fl_bn.sweep.evidence import HOURS, RESULTS, Runs, compact, definition, gather, results_of, runs_of
 from fl_bn.sweep.evidence_page import PAGE, markdown, readme, write_evidence
-from fl_bn.sweep.experiments import Experiment, find, study
+from fl_bn.sweep.experiments import FOLDER, Experiment, find, study
 from fl_bn.sweep.file import read
 from fl_bn.sweep.kept import ANY_DATA, cells_of, keep, load, measured, own_config
 
 ROOT = Path(__file__).parents[2]
+MEASURE = "programs/own_statistics.py:measured"
 ABOVE = Comparison(("A", "x"), ("B", "x"))
 NEAR = Comparison(("A", "x"), ("B", "x"), 2.0)
 DEFINITION = """
@@ -357,3 +362,38 @@ def places(runs: Runs) -> set[tuple[str, str]]:
     return set(
         report_of(runs.settings, [Shown(c.config.name, c.axes, {}, "finished", rows=(metric,)) for c in runs.defined], "x").layout.groups
     )
+
+
+def test_a_sweep_s_runs_are_measured_in_another_way(experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question's rows are those that the program measured, not the runs' own."""
+    again = WHY.replace('"cause"', '"evidence"').replace('"accuracy"', '"measured anew"') + f'measure = "{MEASURE}"\n'
+    experiment.file.write_text(DEFINITION.replace("[run]", f"{again}[run]", 1))
+    folder = kept(experiment, tmp_path, ALL)
+    (tmp_path / "defined" / "programs").symlink_to(FOLDER / "programs")
+    assert "**Is it the rate?** Not run yet." in markdown(gather(folder, [experiment]))
+    study(experiment, MEASURE)
+    module = importlib.import_module("fl_bn.experiments.programs.own_statistics")
+    monkeypatch.setattr(module, "measured", lambda cell: {"as kept": 0.5, "measured anew": 0.5 + 0.01 * cell.config.seed})
+    assert compact(experiment, VARIANT, tmp_path / "runs-out-evidence", "/somewhere", folder, MEASURE)[1:] == (12, 12)
+    assert results_of(experiment, VARIANT, folder, MEASURE).name == "X-1.own_statistics.jsonl"
+    page = markdown(gather(folder, [experiment]))
+    assert "**Is it the rate?** It is not." in page
+    assert "| FedBN | 50.0 (0.0) | **51.0** (1.0) |" in page
+
+
+def test_exact_statistics_are_those_of_all_samples_in_every_layer() -> None:
+    """Beside float64 by hand. Control: those of the first layer alone do not fit the second."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2), nn.BatchNorm1d(2)).double()
+    x = torch.randn(50, 3, dtype=torch.float64)
+    measure(net, x)
+    first, second = net[1], net[4]
+    assert isinstance(first, nn.BatchNorm1d)
+    assert isinstance(second, nn.BatchNorm1d)
+    hidden = net[0](x)
+    normal = (hidden - hidden.mean(0)) / (hidden.var(0, unbiased=False) + first.eps).sqrt()
+    inputs = net[3](normal.relu())
+    assert second.running_mean is not None
+    assert torch.allclose(second.running_mean, inputs.mean(0))
+    assert not torch.allclose(second.running_mean, net[3](hidden.relu()).mean(0))
+    assert (first.momentum, second.momentum) == (0.1, 0.1)
