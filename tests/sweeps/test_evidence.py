@@ -350,8 +350,8 @@ def test_a_program_s_runs_are_kept_in_every_way_of_measuring(name: str, tmp_path
 def test_every_claim_s_comparisons_are_of_places_in_its_table() -> None:
     """Of the repository: rows and columns that its cells would fill. Control: one that they would not."""
     for one in gather(ROOT / "experiments"):
-        for of, runs in ((one.claim, one.runs), *one.whys):
-            named = {place for comparison in of.compare for place in (comparison.left, comparison.right)}
+        for compare, runs in ((one.claim.compare, one.runs), *((why.compare, of) for why, of in one.whys)):
+            named = {place for comparison in compare for place in (comparison.left, comparison.right)}
             assert runs is None or named <= places(runs), one.experiment.name
     assert ("FedBN", "nowhere") not in places(runs_of(find(["001-T15"])[0], "cause", ROOT / "experiments"))
 
