@@ -4,21 +4,23 @@
     python benchmarks/gpu.py --device cpu --quick           # smaller still: to see that it runs
 
 A round is the clients' half: networks loaded, local steps, replies on the CPU. Made data of the real shapes; float64 for the difference
-between engines, float32 for all else. The hours are those of the local steps alone, a few of which are timed and multiplied.
+between engines, float32 for all else. The hours are those of the local steps alone, a few of which are timed and multiplied. On a GPU they
+are written to experiments/results/gpu.json, too, for the column of `fl-bn experiments evidence`.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import torch
 import typer
@@ -34,7 +36,8 @@ from fl_bn.federation.vectorised import ENGINES, SEQUENTIAL, CannotVectorise, ve
 from fl_bn.methods import METHODS, Method
 from fl_bn.models import build
 from fl_bn.run.config import RunConfig
-from fl_bn.sweep.file import read
+from fl_bn.sweep.evidence import HOURS, RESULTS
+from fl_bn.sweep.file import PAPER, read
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -64,6 +67,14 @@ class Size:
     batch: int
     timed: int
     most: int
+
+
+class Hours(NamedTuple):
+    """Of the local steps of one experiment, all runs that ``runs`` counts, by engine."""
+
+    runs: int = 0
+    one_by_one: float = 0.0
+    vectorised: float = 0.0
 
 
 SIZES = {"cuda": Size((10, 50), 10, 32, 3, 100), "cpu": Size((4,), 3, 8, 2, 3), "quick": Size((2,), 1, 4, 1, 1)}
@@ -144,14 +155,14 @@ def steps_of(config: RunConfig, samples: int) -> int:
     return config.local_steps or config.local_epochs * max(1, -(-samples // config.batch_size))
 
 
-def papers(device: torch.device, size: Size, only: Callable[[RunConfig], bool]) -> list[str]:
-    """Rows of the second table: every distinct round of the papers' experiments, timed once per engine and multiplied."""
+def papers(device: torch.device, size: Size, only: Callable[[RunConfig], bool]) -> dict[str, Hours]:
+    """By experiment: every distinct round of ``--variant paper``, timed once per engine and multiplied."""
     spent: dict[tuple[object, ...], list[float]] = {}
-    hours: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+    hours: dict[str, Hours] = defaultdict(Hours)
     for file in sorted((HERE.parent / "fl_bn" / "experiments").glob("0*.toml")):
         if "program" in file.read_text().split("[run]")[0]:
             continue
-        for cell in read(file).cells(Path("none")):
+        for cell in read(file, PAPER).cells(Path("none")):
             config = cell.config
             if cell.centralised or config.dataset not in DATA or not only(config):
                 continue
@@ -162,9 +173,9 @@ def papers(device: torch.device, size: Size, only: Callable[[RunConfig], bool]) 
                 spent[key] = timed_steps(config, min(cohort, size.most), device, size)
                 console.print(*key, *(f"{value:.3f}" for value in spent[key]))
             scale = steps * config.rounds * (cohort / min(cohort, size.most)) / 3600
-            total = hours[file.stem]
-            hours[file.stem] = [total[0] + spent[key][0] * scale, total[1] + spent[key][1] * scale, total[2] + 1]
-    return [f"| {name} | {int(runs)} | {one:.1f} | {together:.1f} |" for name, (one, together, runs) in hours.items()]
+            total, (one, together) = hours[file.stem], spent[key]
+            hours[file.stem] = Hours(total.runs + 1, total.one_by_one + one * scale, total.vectorised + together * scale)
+    return hours
 
 
 def timed_steps(config: RunConfig, cohort: int, device: torch.device, size: Size) -> list[float]:
@@ -198,6 +209,7 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="as small as it gets, without the papers' experiments")] = False,
     results: Annotated[Path, typer.Option(help="where the tables are written")] = HERE / "results" / "gpu.md",
+    hours: Annotated[Path, typer.Option(help="where the hours are written, on a GPU")] = HERE.parent / "experiments" / RESULTS / HOURS,
 ) -> None:
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     size = SIZES["quick" if quick else on.type]
@@ -224,8 +236,18 @@ def main(
         if small:
             lines += [f"Only those on CIFAR-10 with Simple-CNN; {size.most} clients timed and multiplied, since there is no GPU.", ""]
         lines += ["| experiment | runs | one by one | vectorised |", "|---|---|---|---|"]
-        lines += papers(on, size, lambda config: not small or (config.dataset, config.model) == ("cifar10", "simple-cnn"))
+        found = papers(on, size, lambda config: not small or (config.dataset, config.model) == ("cifar10", "simple-cnn"))
+        lines += [f"| {name} | {of.runs} | {of.one_by_one:.1f} | {of.vectorised:.1f} |" for name, of in found.items()]
         write(results, lines)
+        if not small:  # those of a CPU are no GPU's
+            write_hours(hours, name, found)
+
+
+def write_hours(file: Path, device: str, found: Mapping[str, Hours]) -> None:
+    """The faster engine's, for ``fl-bn experiments evidence``."""
+    said = {"device": device, "hours": {name: round(min(of.one_by_one, of.vectorised), 2) for name, of in found.items()}}
+    file.write_text(json.dumps(said, indent=1) + "\n")
+    console.print(f"written: {file}")
 
 
 def write(results: Path, lines: Sequence[str]) -> None:

@@ -12,6 +12,8 @@ TARGET gets the archives that a run reads as they are, and
     office-caltech10-grid/SITE.npz  the training part alone, divided 4 : 1 anew: for choosing learning rates
     abide/N/SITE.npz                N = 0..9: all subjects of a site in an order of their own, so that the fifth that is tested on differs
     abide-grid/SITE.npz             the training subjects of order 0 alone, for choosing learning rates
+    abide-shift/HOW/N/SITE.npz      as abide/N, the sites' means moved: HOW is "removed" or "4-fold"
+    abide-which/LABELS/N/both.npz   the two largest sites in one archive; LABELS is "site", which of the two, or "shuffled"
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from numpy.typing import NDArray
 from fl_bn.data.connectomes import held_out
 
 ORDERS = 10
+SHIFTS = {"abide": 1.0, "abide-shift/removed": 0.0, "abide-shift/4-fold": 4.0}  # folder -> a site's distance from the mean of all
 GRID_SHARE = 0.2  # of the training samples, to compare learning rates on
 AS_THEY_ARE = ("cifar10.npz", "cifar10_full.npz", "digits_*.npz")
 Arrays = dict[str, NDArray[Any]]
@@ -64,20 +67,38 @@ def by_domain(file: Path, whole: Path, grid: Path) -> None:
 
 
 def by_site(file: Path, target: Path) -> None:
-    """All subjects of every site in ten orders; for ``abide-grid`` those that order 0 trains on."""
+    """All subjects of every site in ten orders, with the sites' means as they are and moved; ``abide-grid``: those that order 0 trains on.
+
+    A site's mean is that of all its subjects. No label has a part in it.
+    """
     arrays = read(file)
-    for number, name in enumerate(arrays["domain_names"].tolist()):
-        x, y, subject = (
-            np.concatenate([arrays[f"{key}_{split}"][arrays[f"domain_{split}"] == number] for split in ("train", "test")])
-            for key in ("x", "y", "sub")
-        )
+    names = arrays["domain_names"].tolist()
+    whole = {key: np.concatenate([arrays[f"{key}_train"], arrays[f"{key}_test"]]) for key in ("x", "y", "sub", "domain")}
+    sites = [{key: values[whole["domain"] == n] for key, values in whole.items()} for n in range(len(names))]
+    centre = np.concatenate([site["x"] for site in sites]).mean(0)
+    for number, (name, site) in enumerate(zip(names, sites, strict=True)):
+        x, y, subject = site["x"], site["y"], site["sub"]
+        moved = {folder: x + np.float32(times - 1) * (x.mean(0) - centre) for folder, times in SHIFTS.items()}
         for order in range(ORDERS):
             rows = np.random.default_rng([order, number]).permutation(len(y))
-            save(target / "abide" / str(order) / f"{name}.npz", {"x": x[rows], "y": y[rows], "subject": subject[rows]})
+            for folder, vectors in moved.items():
+                save(target / folder / str(order) / f"{name}.npz", {"x": vectors[rows], "y": y[rows], "subject": subject[rows]})
             if order == 0:
-                site = sorted(arrays["domain_names"].tolist()).index(name)  # files are read in the order of their names
-                kept = np.array([row for n, row in enumerate(rows) if n not in held_out(y[rows].tolist(), site)])
+                place = sorted(names).index(name)  # files are read in the order of their names
+                kept = np.array([row for n, row in enumerate(rows) if n not in held_out(y[rows].tolist(), place)])
                 save(target / "abide-grid" / f"{name}.npz", {"x": x[kept], "y": y[kept], "subject": subject[kept]})
+    which_site(sites, target / "abide-which")
+
+
+def which_site(sites: list[Arrays], target: Path) -> None:
+    """The two largest sites, labelled by site, and by chance as the control."""
+    pair = sorted(sites, key=lambda site: len(site["y"]))[-2:]
+    x, y = np.concatenate([site["x"] for site in pair]), np.repeat([0, 1], [len(site["y"]) for site in pair])
+    for order in range(ORDERS):
+        rng = np.random.default_rng([order, len(sites)])
+        rows = rng.permutation(len(y))
+        for labels, of in (("site", y), ("shuffled", rng.permutation(y))):
+            save(target / labels / str(order) / "both.npz", {"x": x[rows], "y": of[rows]})
 
 
 def read(file: Path) -> Arrays:

@@ -155,8 +155,8 @@ def run_(
     variant: Annotated[
         str,
         typer.Option(
-            help="small: bundled data, minutes on a laptop; evidence: hours of a CPU; empty: the paper's own settings. Of several "
-            "experiments, those that have it"
+            help="small: bundled data, minutes on a laptop; evidence: hours of a CPU; paper, or empty: the paper's own settings. Of "
+            "several experiments, those that have it"
         ),
     ] = "",
     engine: EngineOption = "in-process",
@@ -168,14 +168,14 @@ def run_(
     retry: RetryOption = False,
     only: OnlyOption = "",
     results: Annotated[
-        Path | None, typer.Option(help="folder that `compact` wrote into: the cells in it are not run again, on any machine")
+        Path | None, typer.Option(help="the --folder of `compact`: cells that have a result there are not run again, on any machine")
     ] = None,
     run_config: RunConfigOption = "",
 ) -> None:
     """One table or figure of a paper, several, or all; then a page with all of them. Interrupted, the same command goes on."""
     from fl_bn.report import write_index
     from fl_bn.run.config import ConfigError
-    from fl_bn.sweep.evidence import RESULTS
+    from fl_bn.sweep.evidence import results_of
     from fl_bn.sweep.experiments import Log, find, perform_program
     from fl_bn.sweep.run import JOBS, Place
 
@@ -183,7 +183,7 @@ def run_(
     try:
         where = Place(engine, jobs, ray_address, gpus_per_run)
         found = find(names)
-        chosen = found if len(found) == 1 or not variant else [one for one in found if variant in one.variants]
+        chosen = found if len(found) == 1 else [one for one in found if one.has(variant)]
         if not chosen:
             raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}; fl-bn experiments list names them")
         log = Log(folder / "log.csv")
@@ -194,7 +194,7 @@ def run_(
                     perform_program(experiment, variant, data, place, jobs or JOBS)
                     errors: dict[str, str] = {}
                 else:
-                    known = results / RESULTS / f"{experiment.name}.jsonl" if results else None
+                    known = results_of(experiment, variant, results) if results else None
                     errors = perform(experiment.file, variant, data, place, where, retry, run_config, only, results=known)
             except Exception as error:  # one of many must not end the others
                 if len(chosen) == 1:
@@ -220,21 +220,18 @@ def compact(
     data: DataOption = "data",
     folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are")] = Path("experiments"),
 ) -> None:
-    """Finished cells of the evidence variants as small files to commit: settings, commit, seconds and curve of each."""
+    """Finished cells of the evidence variants, and of those that look for causes, as small files to commit: settings, commit, curve."""
     from fl_bn.run.config import ConfigError
-    from fl_bn.sweep.evidence import RESULTS, VARIANT
+    from fl_bn.sweep import evidence
     from fl_bn.sweep.experiments import find
-    from fl_bn.sweep.file import read
-    from fl_bn.sweep.kept import ANY_DATA, cells_of, keep
 
     try:
         for experiment in find():
-            place = runs / f"{experiment.name}-{VARIANT}"
-            if VARIANT in experiment.variants and place.exists():
-                defined = cells_of(read(experiment.file, VARIANT, ANY_DATA))
-                ran = read(experiment.file, VARIANT, data).cells(place)
-                file = folder / RESULTS / f"{experiment.name}.jsonl"
-                console.print(f"{file}: {keep(ran, defined, file)} of {len(defined)} cells", highlight=False, soft_wrap=True)
+            claim = evidence.claim_of(experiment)
+            for variant, measure in claim.sources if claim else ():
+                if (place := runs / f"{experiment.name}-{variant}").exists():
+                    file, cells, of = evidence.compact(experiment, variant, place, data, folder, measure)
+                    console.print(f"{file}: {cells} of {of} cells", highlight=False, soft_wrap=True)
     except ConfigError as error:
         raise refused(error) from error
 
@@ -243,13 +240,14 @@ def compact(
 def evidence(
     folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are, and EVIDENCE.md is written")] = Path("experiments"),
     pages: Annotated[Path | None, typer.Option(help="folder for a page per claim that opens offline")] = None,
+    readme: Annotated[Path | None, typer.Option(help="a README.md whose table of verdicts is written anew")] = None,
 ) -> None:
     """EVIDENCE.md: every claim with our numbers, a paired test over seeds and a verdict, from the results in the folder alone."""
     from fl_bn.run.config import ConfigError
-    from fl_bn.sweep.evidence import write_evidence
+    from fl_bn.sweep.evidence_page import write_evidence
 
     try:
-        made = write_evidence(folder, pages)
+        made = write_evidence(folder, pages, readme_file=readme)
     except ConfigError as error:
         raise refused(error) from error
     for path in made:

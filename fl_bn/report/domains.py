@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fl_bn.report.cells import Cell
+from fl_bn.report.settings import AVERAGE
 
 AXIS = "domain"
-AVERAGE = "average"
 
 
-def by_domain(cells: Sequence[Cell]) -> list[Cell]:
-    """For each run one per domain, whose metric is that on the domain's test data, and one with the mean over domains.
+def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
+    """For each run one per domain, whose metric is that on the domain's test data, and one with the mean; not ``each``: that one alone.
 
     What is of the run as a whole (its clients, its diagnostics) stays with the mean; a run without such numbers is there as the mean.
     """
     found = []
     for cell in cells:
-        names = list(dict.fromkeys(name for row in cell.rows for name in row.get("per-domain") or ()))
+        names = list(dict.fromkeys(name for row in cell.rows for name in row.get("per-domain") or ())) if each else []
         for name in names:
             rows = tuple(
                 {**row, cell.metric: (row.get("per-domain") or {}).get(name), "clients": [], "per-class": None, "per-domain": None}
@@ -26,7 +26,7 @@ def by_domain(cells: Sequence[Cell]) -> list[Cell]:
             )
             found.append(replace(cell, axes={**cell.axes, AXIS: name}, rows=rows, layers={}))
         means = tuple({**row, cell.metric: _mean(row["per-domain"])} if row.get("per-domain") else row for row in cell.rows)
-        found.append(replace(cell, axes={**cell.axes, AXIS: AVERAGE}, rows=means))
+        found.append(replace(cell, axes={**cell.axes, AXIS: AVERAGE} if each else cell.axes, rows=means))
     return found
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -137,6 +137,39 @@ class Report:
         return [command.format(folder=_quoted(self.folder)) for command in COMMANDS]
 
 
+class Compared(NamedTuple):
+    """A comparison and what the seeds say of it, as shown; ``paper``: the paper's own difference."""
+
+    comparison: str
+    difference: str
+    paper: str
+    detectable: str
+    seeds: str
+    p: str
+    state: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question about the cause, its answer, and the comparisons that it rests on."""
+
+    asks: str
+    says: str
+    compared: tuple[Compared, ...]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What stands above a claim's report; ``words``: titles and texts."""
+
+    claim: str
+    paper: str
+    verdict: str
+    words: tuple[tuple[str, str], ...]
+    compared: tuple[Compared, ...]
+    whys: tuple[Answered, ...] = ()
+
+
 @dataclass(frozen=True)
 class Listed:
     """One experiment of an index page; without a ``report`` the ``error`` says why. ``link``: to its own page, relative."""
@@ -150,11 +183,20 @@ class Listed:
 
 
 def report_page(report: Report) -> str:
-    contents = [("results", "Results")]
+    return _page(report, None, [])
+
+
+def claim_page(report: Report, statement: Statement) -> str:
+    """The report of a claim's runs, under the claim and its verdict."""
+    return _page(report, statement, [("verdict", "Verdict"), *([("why", "Why")] if statement.whys else [])])
+
+
+def _page(report: Report, statement: Statement | None, contents: list[tuple[str, str]]) -> str:
+    contents = [*contents, ("results", "Results")]
     contents += [("figures", "Figures")] if report.pictures else []
     contents += [("problems", "Runs that are not in the numbers")] if report.problems else []
     contents += [("settings", "Settings"), ("again", "To do it again")]
-    return _render(REPORT, {"title": report.settings.title, "report": report, "contents": contents})
+    return _render(REPORT, {"title": report.settings.title, "report": report, "statement": statement, "contents": contents})
 
 
 def index_page(title: str, reports: Sequence[Listed]) -> str:

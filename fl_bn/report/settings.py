@@ -15,6 +15,7 @@ SEED = "seed"  # the axis that is averaged over
 X = ("round", "bytes", "exchanges", "local-steps")
 AT = ("last", "best")
 KEYS = ("title", "rows", "columns", "metric", "at", "x", "against", "heat", "boxplot", "per-class", "drift", "domains")
+EACH, AVERAGE = "each", "average"  # of domains
 HEAT = ("x", "y", "value", "minus")
 PAPER = ("source", "note", "numbers")
 
@@ -40,8 +41,8 @@ class Paper:
 
 @dataclass(frozen=True)
 class Settings:
-    """``columns`` None: every axis that is not ``rows``. ``metric`` empty: that of the runs' task. ``order``: axis -> its values as in the
-    sweep file; ``text``: that file."""
+    """``columns`` None: every axis that is not ``rows``. ``domains``: ``EACH`` and the mean, the ``AVERAGE`` alone, or empty: the
+    run's own metric. ``metric`` empty: that of the runs' task. ``order``: axis -> its values as in the sweep file; ``text``: that file."""
 
     title: str
     rows: str = ""
@@ -54,7 +55,7 @@ class Settings:
     boxplot: bool = False
     per_class: bool = False
     drift: bool = False
-    domains: bool = False
+    domains: str = ""
     paper: Paper = Paper()
     notes: str = ""
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -100,7 +101,7 @@ def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
         boxplot=_flag(report, "boxplot"),
         per_class=_flag(report, "per-class"),
         drift=_flag(report, "drift"),
-        domains=_flag(report, "domains"),
+        domains=AVERAGE if report.get("domains") == AVERAGE else EACH if _flag(report, "domains") else "",
         paper=Paper(_text(paper, "source"), _text(paper, "note"), _numbers(paper.get("numbers", {}))),
         notes=_text(notes, "text"),
         order=_order(tables),

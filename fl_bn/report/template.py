@@ -53,6 +53,32 @@ PARTS = """
 {% endif %}
 {% endmacro %}
 
+{% macro compared(rows) %}
+{% if rows %}<div class="wide" tabindex="0" role="region" aria-label="Comparisons">
+<table class="text"><thead><tr>
+{% for name in ("comparison", "difference (95 % interval)", "the paper's", "detectable", "seeds", "p", "") -%}
+<th scope="col">{{ name }}</th>{% endfor %}</tr></thead>
+<tbody>{% for row in rows %}<tr>{% for value in row -%}
+{% if loop.first %}<th scope="row">{{ value }}</th>{% else %}<td>{{ value }}</td>{% endif %}{% endfor %}</tr>
+{% endfor %}</tbody></table></div>{% endif %}
+{% endmacro %}
+
+{% macro verdict(statement) %}
+<section aria-labelledby="verdict"><h2 id="verdict">Verdict</h2>
+<p>{{ statement.claim }}. {{ statement.paper }}.</p>
+<p><strong>Verdict:</strong> {{ statement.verdict }}</p>
+{% for title, text in statement.words %}<p>{{ title }}: {{ text }}</p>
+{% endfor %}
+{{ compared(statement.compared) }}
+<p class="meta">Differences in points, paired by seed: a two-sided t-test. Detectable: the smallest true difference that it would find in
+four of five such experiments.</p>
+</section>
+{% if statement.whys %}<section aria-labelledby="why"><h2 id="why">Why</h2>
+{% for one in statement.whys %}<p><strong>{{ one.asks }}</strong> {{ one.says }}</p>
+{{ compared(one.compared) }}
+{% endfor %}</section>{% endif %}
+{% endmacro %}
+
 {% macro program(one) %}
 {% if one.notes %}<p class="notes">{{ one.notes }}</p>{% endif %}
 {% for name, picture, least in one.pictures %}<figure>
@@ -115,6 +141,7 @@ REPORT = (
 <nav aria-label="Contents"><ul>{% for id, name in contents %}<li><a href="#{{ id }}">{{ name }}</a></li>{% endfor %}</ul></nav>
 </header>
 <main>
+{% if statement %}{{ verdict(statement) }}{% endif %}
 <section aria-labelledby="results"><h2 id="results">Results</h2>
 {{ table(report) }}
 {{ paper(report) }}

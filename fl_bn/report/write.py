@@ -17,7 +17,7 @@ from fl_bn.report.formats import results_csv, to_csv, to_latex, to_markdown
 from fl_bn.report.layout import Layout, lay_out, tabulate
 from fl_bn.report.page import Listed, Report, index_page, program_page, report_page
 from fl_bn.report.pictures import Picture
-from fl_bn.report.settings import Settings, read_settings
+from fl_bn.report.settings import EACH, Settings, read_settings
 from fl_bn.run.config import ConfigError
 
 FORMATS: Final = ("csv", "md", "tex", "png", "html")
@@ -87,7 +87,7 @@ def read(folder: Path, id: str = "") -> Report:
 
 def report_of(settings: Settings, cells: Sequence[Cell], folder: str, id: str = "") -> Report:
     """The report of ``cells``, wherever they come from; ``folder``: the name that it shows. Raises ConfigError as ``write_report`` does."""
-    placed = by_domain(cells) if settings.domains else cells
+    placed = by_domain(cells, settings.domains == EACH) if settings.domains else cells
     layout = lay_out(settings, placed)
     return Report(layout, tabulate(layout, placed), tuple(cells), tuple(_pictures(layout)), folder, id)
 

@@ -13,7 +13,15 @@ In an experiment's file:
     ]
     cause = "why it is not reproduced, as far as it was found"
     untestable = "why it cannot be tested here at all"            # in the place of comparisons
-    elsewhere = "where it is measured"                            # the same
+    runs = "004-T1"                                               # the comparisons are of that experiment's table
+
+    [[evidence.why]]                                              # a controlled experiment that looks for the cause
+    variant = "cause"                                             # of this file; "evidence": the claim's own runs
+    asks = "Is FedBN ahead once the sites differ more?"
+    compare = [{ left = ["FedBN", "4-fold"], right = ["FedAvg", "4-fold"] }]
+    yes = "what it means if all comparisons held"
+    no = "what it means if none held"
+    measure = "programs/own_statistics.py:measured"               # every run of the variant in several ways, on the axis "statistics"
 """
 
 from __future__ import annotations
@@ -30,10 +38,13 @@ from fl_bn.report.settings import SEED
 from fl_bn.run.config import ConfigError
 
 LEVEL = 0.05  # of the paired, two-sided t-test, and of the confidence intervals
-KEYS = ("claim", "paper", "differs", "hours", "compare", "cause", "untestable", "elsewhere")
+POWER = 0.8  # with which a difference is found that counts as detectable
+VARIANT = "evidence"  # of an experiment's file, which its claim is tested on
+KEYS = ("claim", "paper", "differs", "hours", "compare", "cause", "untestable", "runs", "why")
+WHY = ("variant", "asks", "compare", "yes", "no", "measure")
 HELD, AGAINST, OPEN, MISSING = "held", "contradicted", "not separated", "not run"
-REPRODUCED, PARTLY, NOT, UNTESTABLE, NOT_RUN = "reproduced", "partly", "not reproduced", "not testable here", "not run yet"
-ELSEWHERE, UNDECIDED = "measured elsewhere", "undecided"
+REPRODUCED, PARTLY, NOT, UNTESTABLE, NOT_RUN = "reproduced", "partly reproduced", "not reproduced", "not testable here", "not run yet"
+UNDECIDED = "undecided"
 Place = tuple[str, str]  # row and column of the table
 
 
@@ -54,8 +65,23 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Why:
+    """A question about the cause, and runs of the experiment's ``variant`` that answer it; without ``compare`` their table does.
+
+    ``measure``: a program, "programs/FILE.py:measured", that measures each of these runs in several ways.
+    """
+
+    variant: str
+    asks: str
+    compare: tuple[Comparison, ...] = ()
+    yes: str = ""
+    no: str = ""
+    measure: str = ""
+
+
+@dataclass(frozen=True)
 class Claim:
-    """One experiment's claim; ``hours``: of one core per cell."""
+    """One experiment's claim; ``hours``: of one core per cell; ``runs``: the experiment whose runs it is about, empty: its own."""
 
     claim: str
     paper: str = ""
@@ -64,7 +90,13 @@ class Claim:
     compare: tuple[Comparison, ...] = ()
     cause: str = ""
     untestable: str = ""
-    elsewhere: str = ""
+    runs: str = ""
+    why: tuple[Why, ...] = ()
+
+    @property
+    def sources(self) -> tuple[tuple[str, str], ...]:
+        """The variants of the experiment's file that it needs runs of, each with the program that measures them, if one does."""
+        return tuple(dict.fromkeys(((VARIANT, ""), *((one.variant, one.measure) for one in self.why))))
 
 
 @dataclass(frozen=True)
@@ -100,6 +132,16 @@ class Outcome:
         return float(stdtrit(len(self.differences) - 1, 1 - LEVEL / 2) * stdev(self.differences) / math.sqrt(len(self.differences)))
 
     @property
+    def detectable(self) -> float:
+        """The smallest true difference that the test finds with ``POWER``, if seeds differ as these do; NaN for fewer than two."""
+        from scipy.special import nctdtrinc, stdtrit
+
+        if len(self.differences) < 2:
+            return math.nan
+        freedom, error = len(self.differences) - 1, stdev(self.differences) / math.sqrt(len(self.differences))
+        return float(nctdtrinc(freedom, 1 - POWER, stdtrit(freedom, 1 - LEVEL / 2))) * error
+
+    @property
     def state(self) -> str:
         """``HELD``, ``AGAINST``, or ``OPEN`` where the seeds do not decide; a single seed decides nothing."""
         if not self.differences:
@@ -118,13 +160,25 @@ def parse_claim(table: Mapping[str, Any], where: str) -> Claim:
     for key in table:
         if key not in KEYS:
             raise ConfigError(f"{where}: {unknown('key', key, KEYS, ' in [evidence]')}")
-    texts = {key: table.get(key, "") for key in ("claim", "paper", "differs", "cause", "untestable", "elsewhere")}
-    hours, compare = table.get("hours", 0.0), table.get("compare", [])
+    texts = {key: table.get(key, "") for key in ("claim", "paper", "differs", "cause", "untestable", "runs")}
+    hours, compare, whys = table.get("hours", 0.0), table.get("compare", []), table.get("why", [])
     if not all(isinstance(text, str) for text in texts.values()) or not texts["claim"]:
         raise ConfigError(f"{where}: [evidence] needs a claim, and its other words are texts, but got {texts!r}")
-    if not isinstance(hours, int | float) or not isinstance(compare, list):
-        raise ConfigError(f"{where}: [evidence] takes hours as a number and compare as a list, but got {hours!r} and {compare!r}")
-    return Claim(**texts, hours=float(hours), compare=tuple(_comparison(one, where) for one in compare))
+    if not isinstance(hours, int | float) or not isinstance(compare, list) or not isinstance(whys, list):
+        of = f"{hours!r}, {compare!r} and {whys!r}"
+        raise ConfigError(f"{where}: [evidence] takes hours as a number, compare and why as lists, but got {of}")
+    return Claim(
+        **texts,
+        hours=float(hours),
+        compare=tuple(_comparison(one, where) for one in compare),
+        why=tuple(_why(one, where) for one in whys),
+    )
+
+
+def _why(value: Any, where: str) -> Why:
+    if not isinstance(value, dict) or not {"variant", "asks"} <= set(value) <= set(WHY) or not isinstance(value.get("compare", []), list):
+        raise ConfigError(f"{where}: [[evidence.why]] takes {', '.join(WHY)}, and needs the first two, but got {value!r}")
+    return Why(**{**value, "compare": tuple(_comparison(one, where) for one in value.get("compare", []))})
 
 
 def _comparison(value: Any, where: str) -> Comparison:
@@ -144,13 +198,17 @@ def outcome(comparison: Comparison, layout: Layout | None) -> Outcome:
     return Outcome(comparison, tuple(left[seed] - right[seed] for seed in left if seed in right))
 
 
+def answer(why: Why, outcomes: list[Outcome]) -> str:
+    """``why.yes`` where every comparison held, ``why.no`` where none did; what is known while neither is."""
+    found = verdict(Claim(why.asks), outcomes)
+    return {REPRODUCED: why.yes, NOT: why.no, PARTLY: "In part.", UNDECIDED: "Undecided, with one seed.", NOT_RUN: "Not run yet."}[found]
+
+
 def verdict(claim: Claim, outcomes: list[Outcome]) -> str:
     """``REPRODUCED``: every comparison held; ``PARTLY``: some; ``NOT``: none, though some were run; ``UNDECIDED``: none has
     two seeds; ``NOT_RUN``: none was run."""
     if claim.untestable:
         return UNTESTABLE
-    if claim.elsewhere:
-        return ELSEWHERE
     states = [one.state for one in outcomes]
     if all(state == MISSING for state in states):
         return NOT_RUN

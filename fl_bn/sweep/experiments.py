@@ -17,13 +17,16 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fl_bn.own_code import OWN, Modules, function
 from fl_bn.run.assembly import limit_threads
 from fl_bn.run.config import ConfigError
+from fl_bn.sweep.cells import Cell
+from fl_bn.sweep.file import PAPER, read
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")
@@ -39,6 +42,10 @@ class Experiment:
     title: str
     variants: tuple[str, ...]
     program: str = ""
+
+    def has(self, variant: str) -> bool:
+        """The paper's own settings are there without a variant, too."""
+        return variant in ("", PAPER, *self.variants)
 
 
 def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experiment]:
@@ -66,7 +73,7 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
     Raises:
         ConfigError: the variant is unknown.
     """
-    if variant not in ("", *experiment.variants):
+    if not experiment.has(variant):
         raise ConfigError(f"{experiment.name} has no variant {variant!r}; it has: {', '.join(experiment.variants)}")
     if (folder / "report.html").exists():
         return
@@ -91,9 +98,44 @@ def made(maker: str, folder: Path) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Study:
+    """A program whose runs are cells. ``plan(folder, variant, data)`` makes them, or the experiment's sweep; ``measured(cell)``: what a
+    finished one has, by way."""
+
+    plan: Callable[[Path, str, str], list[Cell]]
+    ways: Sequence[str]
+    measured: Callable[[Cell], Mapping[str, float]]
+
+
+def study(experiment: Experiment, measure: str = "") -> Study:
+    """Of the experiment's program: ``plan``, ``WAYS`` and ``measured`` in its file; or of the program ``measure`` on its sweep's runs.
+
+    Raises:
+        ConfigError: the file has none of these.
+    """
+    module = _module(replace(experiment, program=measure or experiment.program))
+
+    def swept(folder: Path, variant: str, data: str) -> list[Cell]:
+        return read(experiment.file, variant, data).cells(folder)
+
+    try:
+        return Study(module.plan if experiment.program else swept, module.WAYS, module.measured)
+    except AttributeError as error:
+        raise ConfigError(f"{experiment.file}: its program keeps no results to commit: {error}") from error
+
+
 def program_of(experiment: Experiment) -> Callable[..., Any]:
     """The function of a file in ``programs/`` beside the experiment's. Raises ConfigError."""
     file, _, name = experiment.program.partition(":")
+    found = getattr(_module(experiment), name, None)
+    if not callable(found):
+        raise ConfigError(f"{experiment.file}: {file} has no function {name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _module(experiment: Experiment) -> ModuleType:
+    file, _, _ = experiment.program.partition(":")
     path, folder = (experiment.file.parent / file).resolve(), (experiment.file.parent / "programs").resolve()
     if path.parent != folder or path.suffix != ".py" or not path.is_file():
         raise ConfigError(f"{experiment.file}: program must be programs/FILE.py:FUNCTION in {folder}, but is {experiment.program!r}")
@@ -104,10 +146,7 @@ def program_of(experiment: Experiment) -> Callable[..., Any]:
     if spec.name not in sys.modules:
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(f"{experiment.file}: {file} has no function {name!r}")
-    return found  # type: ignore[no-any-return]
+    return module
 
 
 def _named(name: str) -> Callable[..., Any]:

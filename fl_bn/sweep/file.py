@@ -6,7 +6,7 @@
     rounds = 40
     seed = [0, 1, 2]                        # a list is an axis: one run for each of its values
     dataset = "npz"
-    data-path = "{data}/cifar10.npz"        # {data} is the folder given with --data
+    data-path = "{data}/cifar10.npz"        # {data} is the folder given with --data; {AXIS}: where the run stands on that axis
 
     [axes.method]                           # an axis whose values are named, each of several keys that go together
     "BN" = { method = "fedavg" }
@@ -47,6 +47,8 @@ from fl_bn.sweep.cells import CENTRALISED, Cell
 
 TABLES = ("title", "run", "axes", "skip", "report", "paper", "notes", "experiment", "evidence", "variants")
 VARIANT_TABLES = ("run", "axes", "skip", "report", "paper", "notes", "make")
+PAPER = "paper"  # the variant that every file has: itself
+DATA = "data"  # {data} is not an axis of that name
 DECIDED = ("output", "name", "resume", "pictures")  # by the sweep
 Axis = dict[str, dict[str, Any]]
 
@@ -67,6 +69,8 @@ class Sweep:
         for labels in itertools.product(*(self.axes[name] for name in names)):
             at = dict(zip(names, labels, strict=True))
             keys = {**self.keys, **{k: v for name in names for k, v in self.axes[name][at[name]].items()}}
+            for name, said in at.items():
+                keys = keys if name == DATA else _filled(keys, name, said)
             where = {name: keys[name] if name in keys and str(keys[name]) == at[name] else at[name] for name in self.axes}
             if not any(all(str(where.get(name)) == str(value) for name, value in left.items()) for left in self.skip):
                 yield where, keys
@@ -155,7 +159,7 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     }
     if empty := [axis for axis, values in axes.items() if not values]:
         raise ConfigError(f"axis {empty[0]} has no value")
-    keys, axes = _with_data(keys, data), {a: {label: _with_data(v, data) for label, v in values.items()} for a, values in axes.items()}
+    keys, axes = _filled(keys, DATA, data), {a: {n: _filled(v, DATA, data) for n, v in values.items()} for a, values in axes.items()}
     shown = {**tables, **{key: chosen[key] for key in ("report", "paper", "notes") if key in chosen}}
     shown["report"] = {**_table(tables, "report"), **_table(chosen, "report")}
     _check_report(shown, name, axes)
@@ -179,9 +183,9 @@ def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]
 
 
 def _variant(tables: Mapping[str, Any], variant: str) -> Mapping[str, Any]:
-    if not variant:
-        return {}
     variants = _table(tables, "variants")
+    if variant in ("", PAPER) and variant not in variants:
+        return {}
     if variant not in variants:
         raise ConfigError(f"there is no variant {variant!r}; there are: {', '.join(variants) or 'none'}")
     _only(VARIANT_TABLES, chosen := _table(variants, variant), f"table in variant {variant!r}:")
@@ -204,8 +208,9 @@ def _kept(axis: str, values: Axis, labels: list[Any]) -> Axis:
     return {label: values[label] for label in labels}
 
 
-def _with_data(keys: Mapping[str, Any], data: str) -> dict[str, Any]:
-    return {key: value.replace("{data}", data) if isinstance(value, str) else value for key, value in keys.items()}
+def _filled(keys: Mapping[str, Any], name: str, said: str) -> dict[str, Any]:
+    """``keys`` with ``said`` wherever a text has ``{name}``."""
+    return {key: value.replace(f"{{{name}}}", said) if isinstance(value, str) else value for key, value in keys.items()}
 
 
 def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Finished cells of a sweep in a form that is committed: a file of JSON lines per experiment, a line per cell.
+"""Finished cells of a sweep in a form that is committed: a file of JSON lines per experiment and variant, a line per cell.
 
 A line has the cell's name, its axes, the keys of its run config that are not the default, the commit that it ran on, its seconds, and its
 evaluated rounds. Data paths stand as in the sweep file, with ``{data}``.
@@ -7,8 +7,8 @@ evaluated rounds. Data paths stand as in the sweep file, with ``{data}``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from fl_bn.report.cells import Cell as Shown
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep.cells import OWN, Cell
 from fl_bn.sweep.file import Sweep
+from fl_bn.task import CLASSIFICATION
 
 ANY_DATA = "{data}"  # for --data: leaves the paths of a sweep file as they stand there
 CURVE = ("round", "loss", "per-domain", "drift", "min-var", *sorted(EVALUATION))
 DIGITS = 6
+WAY = "statistics"  # the axis of a program's ways to measure a run
 
 
 @dataclass(frozen=True)
@@ -44,23 +46,53 @@ class Kept:
         return json.dumps(self.__dict__, ensure_ascii=False)
 
 
-def keep(ran: Sequence[Cell], defined: Sequence[Cell], file: Path) -> int:
-    """Write the finished cells of ``ran`` into ``file``, beside those that are there; how many it holds now.
-
-    ``defined``: the same cells of the same sweep file, read with ``ANY_DATA``.
+def keep(found: Iterable[Kept], defined: Sequence[Cell], file: Path) -> int:
+    """Write ``found``, of the cells in ``defined``, into ``file``, beside those that are there; how many it holds now.
 
     Raises:
-        ConfigError: a folder or a line of ``file`` holds another run than the sweep file defines.
+        ConfigError: a line of ``file`` is of another cell, or of other settings.
     """
-    there = {kept.name: kept for kept in load(file, defined)}
-    for cell, definition in zip(ran, defined, strict=True):
-        if cell.finished():
-            there[cell.config.name] = _kept(cell, definition)
+    there = {kept.name: kept for kept in (*load(file, defined), *found)}
     lines = [there[cell.config.name].line() for cell in defined if cell.config.name in there]
     if lines:
         file.parent.mkdir(parents=True, exist_ok=True)
         durable.write(file, ("\n".join(lines) + "\n").encode(), mode=0o666)
     return len(lines)
+
+
+def finished(ran: Sequence[Cell], defined: Sequence[Cell]) -> Iterator[Kept]:
+    """Those of ``ran`` that have ended well. ``defined``: the same cells of the same sweep file, read with ``ANY_DATA``.
+
+    Raises:
+        ConfigError: a folder holds another run than the sweep file defines.
+    """
+    for cell, definition in zip(ran, defined, strict=True):
+        if cell.finished():
+            commit, seconds = _origin(cell)
+            yield Kept(cell.config.name, dict(cell.axes), own_config(definition.config), commit, seconds, _curve(cell.rows()))
+
+
+def measured(
+    ran: Sequence[Cell], defined: Sequence[Cell], ways: Sequence[str], measure: Callable[[Cell], Mapping[str, float]]
+) -> Iterator[Kept]:
+    """The same of a program's runs, each of which is a line per way of ``ways`` to measure it; ``defined``: as ``in_ways`` makes them."""
+    for n, cell in enumerate(ran):
+        if cell.finished():
+            commit, seconds = _origin(cell)
+            values = measure(cell)
+            for definition, way in zip(defined[n * len(ways) :], ways, strict=False):
+                row = {"round": cell.config.rounds, CLASSIFICATION.metric: _short(values[way])}
+                seconds_each = round(seconds / len(ways), 1)
+                yield Kept(definition.config.name, dict(definition.axes), own_config(definition.config), commit, seconds_each, (row,))
+
+
+def in_ways(cells: Sequence[Cell], ways: Sequence[str]) -> list[Cell]:
+    """``cells``, each once per way in which it is measured: on the axis ``WAY``."""
+    return [
+        Cell(replace(cell.config, name=f"{cell.config.name}-{way.replace(' ', '_')}"), {**cell.axes, WAY: way})
+        for cell in cells
+        for way in ways
+    ]
 
 
 def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
@@ -100,18 +132,19 @@ def cells_of(sweep: Sweep) -> list[Cell]:
     return sweep.cells(Path("/nowhere"))
 
 
-def _kept(cell: Cell, definition: Cell) -> Kept:
-    rows = cell.rows()
-    curve = tuple(
+def _origin(cell: Cell) -> tuple[str, float]:
+    """The commit that it ran on, and its seconds; a resumed one's outcome has its last part's."""
+    environment = json.loads((cell.path / "environment.json").read_text(encoding="utf-8"))
+    seconds = max(float(cell.outcome().get("seconds", 0.0)), sum(row.get("seconds") or 0.0 for row in cell.rows()))
+    return str(environment["commit"]), round(seconds, 1)
+
+
+def _curve(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(
         {key: _short(row[key]) for key in CURVE if row.get(key) is not None}
         for row in rows
         if any(row.get(name) is not None for name in EVALUATION) or row is rows[-1]
     )
-    seconds = max(
-        float(cell.outcome().get("seconds", 0.0)), sum(row.get("seconds") or 0.0 for row in rows)
-    )  # a resumed one has its last part's
-    environment = json.loads((cell.path / "environment.json").read_text(encoding="utf-8"))
-    return Kept(cell.config.name, dict(cell.axes), own_config(definition.config), str(environment["commit"]), round(seconds, 1), curve)
 
 
 def _short(value: Any) -> Any:

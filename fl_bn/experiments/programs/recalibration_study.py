@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -19,9 +19,16 @@ from fl_bn.flower import run_in_process
 from fl_bn.run.config import RunConfig
 from fl_bn.run.palette import STYLE
 from fl_bn.run.recalibrate import planned, rows
+from fl_bn.sweep.cells import Cell, run_cells
 
 SPLITS = {"1 class each": ("classes", 1.0), "2 classes each": ("classes", 2.0), "IID": ("iid", 1.0)}
 SEEDS = range(3)
+WAYS = ("averaged", "exact")
+DIGITS: dict[str, Any] = {"rounds": 10, "evaluate-every": 10}
+CIFAR: dict[str, Any] = {
+    "dataset": "npz", "model": "simple-cnn", "clients": 10, "rounds": 30, "local-steps": 20, "batch-size": 16, "learning-rate": 0.05,
+    "learning-rate-decay": 0.3, "momentum": 0.9, "evaluate-every": 10,
+}  # fmt: skip
 
 
 class Result(NamedTuple):
@@ -33,22 +40,49 @@ class Result(NamedTuple):
     accuracy: float
 
 
-def run(folder: Path, small: bool = True) -> list[Result]:
-    """The study, written to ``folder``: ``recalibration.csv`` and ``.png``, and all runs below ``runs``. ``small``: 10 rounds, else 100."""
-    found = []
-    for split, (kind, parameter) in SPLITS.items():
-        for seed in SEEDS:
-            own = {"partition": kind, "partition-parameter": parameter, "seed": seed, "rounds": 10 if small else 100, "evaluate-every": 10}
-            name = {"output": str(folder / "runs"), "name": f"{split.replace(' ', '-')}-seed{seed}", "pictures": False}
-            trained = run_in_process(RunConfig.from_mapping({"method": "fedavg", **own, **name}).to_mapping())
-            assert trained is not None
-            after = run_in_process(planned(trained, {}).to_mapping())
-            assert after is not None
-            found += [Result(split, seed, row.number, row.metric or 0.0) for row in rows(after)]
+def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[Result]:
+    """The study, written to ``folder``: ``recalibration.csv`` and ``.png``, and all runs below ``runs``.
+
+    ``variant``: ``small``, digits, 10 rounds; ``evidence``, the subset of CIFAR-10 in ``data``; else digits, 100 rounds. Runs that are
+    finished are not repeated.
+
+    Raises:
+        RuntimeError: runs failed.
+    """
+    cells = plan(folder, variant, data)
+    if errors := run_cells(cells, jobs, lambda done, total: None):
+        raise RuntimeError(f"{len(errors)} of {len(cells)} runs failed: {'; '.join(f'{name}: {text}' for name, text in errors.items())}")
+    found = [result for cell in cells for result in recalibrated(cell)]
     with (folder / "recalibration.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([Result._fields, *found])
     _draw(found, folder / "recalibration.png")
     return found
+
+
+def plan(folder: Path, variant: str, data: str) -> list[Cell]:
+    """One run per seed and split."""
+    keys = {"small": DIGITS, "evidence": {**CIFAR, "data-path": f"{data}/cifar10.npz"}}.get(variant, {**DIGITS, "rounds": 100})
+    cells = []
+    for seed in SEEDS:
+        for split, (kind, parameter) in SPLITS.items():
+            own = {"method": "fedavg", "partition": kind, "partition-parameter": parameter, "seed": seed, "pictures": False}
+            place = {"output": str((folder / "runs").resolve()), "name": f"{split.replace(' ', '-')}-seed{seed}"}
+            cells.append(Cell(RunConfig.from_mapping({**keys, **own, **place}), {"split": split, "seed": seed}))
+    return cells
+
+
+def recalibrated(cell: Cell) -> list[Result]:
+    """What a finished run is worth, pass by pass."""
+    again = Cell(planned(cell.path, {}))
+    if not (again.path / "summary.md").exists():
+        run_in_process(again.config.to_mapping())
+    return [Result(str(cell.axes["split"]), cell.config.seed, row.number, row.metric or 0.0) for row in rows(again.path)]
+
+
+def measured(cell: Cell) -> dict[str, float]:
+    """Accuracy, as a share, with either statistics."""
+    first, *_, last = recalibrated(cell)
+    return {"averaged": first.accuracy, "exact": last.accuracy}
 
 
 def _draw(found: Sequence[Result], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G. The domains, the
 network and the settings are those of the five-domain task (``experiments/001-T11.toml``), with one client per domain that is left.
+The variant ``evidence`` is ``shared`` on the domains of ``DIGITS``.
 
 FedAvg is not among the methods: it trains the same weights and affine as SiloBN, bit for bit, as the running statistics have no part in
 the training of either, so with new statistics the two are one model. Nor is FixBN: at this constant learning rate it does not get through
@@ -27,6 +28,7 @@ from fl_bn.sweep.cells import Cell, run_cells
 
 SEEDS = (0, 1, 2)
 BATCH = 64  # of test-batch
+DIGITS = ("chars74k-street-for-SVHN", "USPS", "chars74k-font-for-SynthDigits", "MNIST-M", "MNIST")
 METHODS = {"FedBN": "fedbn", "SiloBN": "silobn"}
 SHIFTS = ("none", "invert", "contrast", "noise", "background")
 COMMON: dict[str, Any] = {
@@ -40,6 +42,7 @@ SMALL = {
     "batch-size": 16, "evaluate-every": 8,
 }  # fmt: skip
 BEFORE, KNOWN = "before", "known domains"
+WAYS = (KNOWN, BEFORE, *HOW)
 
 
 class Row(NamedTuple):
@@ -56,8 +59,8 @@ class Row(NamedTuple):
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[Row]:
     """The study, written to ``folder``: ``adaptations.csv``, ``table.csv``, ``table.md``, ``unseen_domain.png``, the runs in ``runs``.
 
-    ``variant``: ``small``, made domains; ``shared``, a small network on the digit domains found in ``data``; else the paper's setting. Runs
-    that are finished are not repeated.
+    ``variant``: ``small``, made domains; ``shared`` and ``evidence``, a small network on the digit domains found in ``data``; else the
+    paper's setting. Runs that are finished are not repeated.
 
     Raises:
         ConfigError: the data cannot be used.
@@ -73,12 +76,12 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
 
 def plan(folder: Path, variant: str, data: str) -> list[Cell]:
     """One run per seed, domain held out and method."""
-    keys = {"small": SMALL, "shared": SHARED}.get(variant, COMMON)
+    keys = {"small": SMALL, "shared": SHARED, "evidence": SHARED}.get(variant, COMMON)
     if variant == "small":
         domains: Sequence[str] = SHIFTS
     else:
         keys = {**keys, "data-path": data}
-        domains = [source.domain for source in sources(Path(data))]
+        domains = DIGITS if variant == "evidence" else [source.domain for source in sources(Path(data))]
     cells = []
     for seed in SEEDS:
         for domain in domains:
@@ -103,6 +106,11 @@ def adapted(cell: Cell) -> Iterator[Row]:
     yield Row(*at, BEFORE, 100 * outcomes[0].before["accuracy"])
     for outcome in outcomes:
         yield Row(*at, outcome.how, 100 * outcome.after["accuracy"], outcome.note)
+
+
+def measured(cell: Cell) -> dict[str, float]:
+    """Accuracy, as a share, by way."""
+    return {row.how: row.accuracy / 100 for row in adapted(cell)}
 
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:

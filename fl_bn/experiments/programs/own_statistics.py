@@ -1,0 +1,48 @@
+"""A finished run's accuracy with the running statistics that it left behind, and with exact ones of the weights that it is tested with.
+
+A client that keeps its statistics at home (FedBN, SiloBN) gathers them while it trains, with its own weights. It is tested with the
+averaged ones. Measured anew, they are those of its training samples under the averaged weights; where statistics are shared, of all
+clients' samples.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fl_bn.federation.local import evaluate
+from fl_bn.roles import Role, batch_norms
+from fl_bn.run import assembly
+from fl_bn.sweep.cells import Cell
+
+WAYS = ("as kept", "measured anew")
+
+
+def measured(cell: Cell) -> dict[str, float]:
+    """Test accuracy, as a share, mean over the clients, by way."""
+    config = cell.config
+    samples = [assembly.client_samples(config, client)[:2] for client in range(config.clients)]
+    union, found = torch.cat([train.x for train, _ in samples]), dict[str, list[float]]()
+    for client, (train, test) in enumerate(samples):
+        model = assembly.client_model(config)
+        own = cell.path / "clients" / f"client-{client}.safetensors"
+        model.load_state_dict(load_file(own if own.exists() else cell.path / "model.safetensors"))
+        found.setdefault("as kept", []).append(evaluate(model, test)["accuracy"])
+        measure(model, union if config.build_method().shares(Role.STATISTIC) else train.x)
+        found.setdefault("measured anew", []).append(evaluate(model, test)["accuracy"])
+    return {way: fmean(values) for way, values in found.items()}
+
+
+def measure(model: nn.Module, x: Tensor) -> None:
+    """Exact statistics of ``x`` in every BatchNorm layer of ``model``: all of it as one batch, by which each layer normalises."""
+    layers = batch_norms(model)
+    momentum = {name: layer.momentum for name, layer in layers.items()}
+    for layer in layers.values():
+        layer.momentum = 1.0
+    with torch.no_grad():
+        model.train()(x)
+    for name, layer in layers.items():
+        layer.momentum = momentum[name]

@@ -1,0 +1,235 @@
+"""What the evidence says, in words, tables and one picture: EVIDENCE.md, the table in README, and the head of a claim's own page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from fl_bn import durable
+from fl_bn.report.difference_pictures import Difference, differences
+from fl_bn.report.formats import to_markdown
+from fl_bn.report.page import Answered, Compared, Statement, claim_page
+from fl_bn.report.pictures import Picture
+from fl_bn.report.settings import AVERAGE, Paper
+from fl_bn.run.config import ConfigError
+from fl_bn.sweep.claims import AGAINST, HELD, MISSING, NOT, OPEN, VARIANT, Outcome, Place
+from fl_bn.sweep.evidence import Runs, Tested, gather
+from fl_bn.sweep.experiments import Experiment
+
+PAGE, PICTURE = "EVIDENCE.md", "evidence"
+BEGIN, END = "<!-- evidence -->\n", "<!-- end -->"  # in README, around the table
+HEAD = (
+    "# Evidence",
+    "",
+    "One section per claim of a paper. Written by `fl-bn experiments evidence` from the files in `results`. No number is",
+    "typed by hand, and a test compares both. A cell is one run. Differences are in points of test accuracy, paired by seed: the",
+    "runs of a pair share the division of the data and the initial weights. A comparison *held* where a paired two-sided t-test has",
+    "p < 0.05 in the claim's direction (where a distance is claimed: where the 95 % confidence interval lies within it). It is",
+    "*contradicted* where the same holds of the opposite, and *not separated* else, also with one seed. A claim is *reproduced* if",
+    "all its comparisons held, *partly reproduced* if some did, *not reproduced* if none did, *undecided* with a single seed. No",
+    "correction is made for the number of comparisons. *Detectable* is the smallest true difference that the test would find in four",
+    "of five such experiments. Where it is larger than the paper's own difference, *not separated* says nothing against the paper.",
+    "",
+    "    python experiments/evidence_data.py SOURCE DATA     # its text says what SOURCE holds",
+    "    fl-bn experiments run all --variant evidence --jobs 1 --data DATA --output RUNS     # resumable; `cause`: section Why",
+    "    fl-bn experiments compact RUNS --data DATA     # finished cells, into experiments/results",
+    "    fl-bn experiments evidence --readme README.md     # this page, and README's table; --pages FOLDER: one per claim",
+    "    python benchmarks/gpu.py     # on a machine with a GPU: the hours of `--variant paper`, the papers' own settings",
+)
+
+
+def readme(text: str, claims: Sequence[Tested], folder: str) -> str:
+    """``text`` with the verdicts between its marks; ``folder``: where EVIDENCE.md is, from there. Raises ConfigError without marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ConfigError(f"README needs the lines {BEGIN.strip()} and {END} around the verdicts")
+    return before + begin + short(claims, f"{folder}/{PAGE}") + end + after
+
+
+def write_evidence(
+    folder: Path, pages: Path | None = None, experiments: Sequence[Experiment] | None = None, readme_file: Path | None = None
+) -> list[Path]:
+    """EVIDENCE.md and the picture in ``folder``, a page per claim that has results in ``pages``, README's table; the files made."""
+    claims = gather(folder, experiments)
+    made = [folder / PAGE]
+    durable.write(made[0], markdown(claims).encode(), mode=0o666)
+    if drawn := picture(claims):
+        made += drawn.save(folder, ["png"])
+    if readme_file:
+        there = folder.resolve().relative_to(readme_file.resolve().parent).as_posix()
+        durable.write(readme_file, readme(readme_file.read_text(encoding="utf-8"), claims, there).encode(), mode=0o666)
+        made.append(readme_file)
+    for one in claims:
+        if pages and one.runs and one.runs.report:
+            pages.mkdir(parents=True, exist_ok=True)
+            made.append(pages / f"{one.experiment.name}.html")
+            durable.write(made[-1], claim_page(one.runs.report, statement(one)).encode(), mode=0o666)
+    return made
+
+
+def markdown(claims: Sequence[Tested]) -> str:
+    """EVIDENCE.md."""
+    lines = [*HEAD, ""]
+    lines += ["| claim | verdict | comparisons that held | cells run | core hours that are missing | GPU hours of the paper's scale |"]
+    lines += ["|---|---|---:|---:|---:|---:|"]
+    for one in claims:
+        own = one.runs if not one.claim.runs else None
+        cells = f"as {one.claim.runs}" if one.claim.runs else f"{len(own.kept)} of {len(own.defined)}" if own else "–"
+        gpu = "–" if one.gpu_hours is None else f"{one.gpu_hours:.1f}"
+        name = f"[{one.experiment.name}](#{one.anchor})"
+        lines.append(f"| {name}: {one.claim.claim} | {one.verdict} | {_held(one)} | {cells} | {_hours(one, own)} | {gpu} |")
+    if any(o.differences for one in claims for o in one.outcomes):
+        lines += ["", f"![differences of every comparison]({PICTURE}.png)"]
+    for one in claims:
+        lines += ["", *_section(one)]
+    return "\n".join(lines) + "\n"
+
+
+def short(claims: Sequence[Tested], page: str) -> str:
+    """README's table: the claims that were tested; ``page``: EVIDENCE.md from there."""
+    lines = ["| claim | verdict | comparisons that held |", "|---|---|---:|"]
+    for one in claims:
+        if one.was_run:
+            lines.append(f"| [{one.experiment.name}]({page}#{one.anchor}) {one.claim.claim} | {one.verdict} | {_held(one)} |")
+    waiting = [one.experiment.name for one in claims if not one.was_run]
+    return "\n".join(lines + (["", f"Not run yet, or not testable here: {', '.join(waiting)}."] if waiting else [])) + "\n"
+
+
+def statement(one: Tested) -> Statement:
+    """The head of a claim's own page."""
+    words = [(title, text) for title, text in _words(one) if text]
+    whys = [Answered(why.asks, one.answer(why, runs), tuple(_compared(o, runs) for o in runs.outcomes(why))) for why, runs in one.whys]
+    said = f"{one.verdict}. {_verdict(one)}"
+    return Statement(one.claim.claim, one.experiment.paper, said, tuple(words), _all_compared(one), tuple(whys))
+
+
+def picture(claims: Sequence[Tested]) -> Picture | None:
+    """Every comparison's difference with its confidence interval, claim by claim; None: there is none."""
+    groups = {
+        f"{one.experiment.name}: {one.claim.claim}": [
+            Difference(str(o.comparison), o.mean, o.half, o.state, o.comparison.within) for o in one.outcomes if o.state != MISSING
+        ]
+        for one in claims
+        if one.was_run
+    }
+    return differences(PICTURE, groups, (HELD, AGAINST, OPEN)) if groups else None
+
+
+def _section(one: Tested) -> list[str]:
+    lines = [f"## {one.experiment.name}", "", f"{one.claim.claim}. {one.experiment.paper}."]
+    lines += ["", f"**Verdict: {one.verdict}.** {_verdict(one)}".rstrip()]
+    for title, text in _words(one):
+        lines += ["", f"{title}: {text}"] if text else []
+    if one.runs and not one.claim.runs:
+        lines += _table(one.runs)
+    lines += _comparisons(_all_compared(one))
+    if one.runs and not one.claim.runs:
+        lines += _cells(one.runs, one.claim.hours)
+    return lines + _whys(one)
+
+
+def _whys(one: Tested) -> list[str]:
+    """The controlled experiments; where there is none for a claim that is not reproduced, that is said, too."""
+    if not one.whys:
+        return ["", "Why: no controlled experiment has looked for the cause yet."] if one.verdict == NOT and not one.claim.cause else []
+    lines, last = ["", f"### {one.experiment.name}: why"], (VARIANT, "")
+    for why, runs in one.whys:
+        lines += ["", f"**{why.asks}** {one.answer(why, runs)}".rstrip()]
+        source = (why.variant, why.measure)
+        if source not in ((VARIANT, ""), last):
+            lines += [*_table(runs), *_cells(runs, 0.0, why.variant)]
+        lines += _comparisons([_compared(o, runs) for o in runs.outcomes(why)])
+        last = source
+    return lines
+
+
+def _table(runs: Runs) -> list[str]:
+    return ["", *to_markdown(runs.report.table).rstrip().split("\n")[2:]] if runs.report else []
+
+
+def _comparisons(rows: Sequence[Compared]) -> list[str]:
+    if not rows:
+        return []
+    head = ["| comparison | difference (95 % interval) | the paper's | detectable | seeds | p | |", "|---|---:|---:|---:|---:|---:|---|"]
+    return ["", *head, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _cells(runs: Runs, hours: float, variant: str = "") -> list[str]:
+    lines, of = [], f" of the variant `{variant}`" if variant else ""
+    if runs.kept:
+        commits = ", ".join(f"{len([k for k in runs.kept if k.commit == c])} on {c}" for c in dict.fromkeys(k.commit for k in runs.kept))
+        clock = sum(kept.seconds for kept in runs.kept) / 3600
+        count = f"{len(runs.kept)} of {len(runs.defined)}"
+        lines += ["", f"Cells run{of}: {count} ({commits}), {clock:.1f} hours of the clock, beside other work."]
+    if runs.missing:
+        rate = f", {hours:g} core hours each as measured on one core" if hours else ""
+        lines += ["", f"Missing{of}: {len(runs.missing)} cells{rate}. {_few(runs.missing)}"]
+    return lines
+
+
+def _words(one: Tested) -> tuple[tuple[str, str], ...]:
+    claim = one.claim
+    return ("The paper's numbers", claim.paper), ("What differs from the paper", claim.differs), ("Cause", claim.cause)
+
+
+def _verdict(one: Tested) -> str:
+    """The verdict in words: what became of the comparisons, and whose runs they are."""
+    if one.claim.untestable:
+        return one.claim.untestable
+    states = [o.state for o in one.outcomes]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in (HELD, AGAINST, OPEN, MISSING) if state in states)
+    said = f"Comparisons: {counts}." if one.was_run else ""
+    return f"{said} {f'The runs are those of {one.claim.runs}.' if one.claim.runs else ''}".strip()
+
+
+def _all_compared(one: Tested) -> tuple[Compared, ...]:
+    return tuple(_compared(o, one.runs) for o in one.outcomes) if one.runs else ()
+
+
+def _compared(one: Outcome, runs: Runs) -> Compared:
+    paper = _of_paper(one, runs.settings.paper)
+    return Compared(
+        str(one.comparison),
+        _difference(one),
+        "–" if paper is None else f"{paper:+.1f}",
+        "–" if math.isnan(one.detectable) else f"{one.detectable:.1f}",
+        str(len(one.differences)),
+        "–" if math.isnan(one.p) else "< 0.001" if one.p < 0.001 else f"{one.p:.3f}",
+        one.state,
+    )
+
+
+def _of_paper(one: Outcome, paper: Paper) -> float | None:
+    """Left less right by the paper's own numbers, where it has both."""
+
+    def number(place: Place) -> float:
+        row, column = place
+        of = paper.numbers.get(row, {})
+        return fmean(map(float, of.values())) if column == AVERAGE and of and column not in of else float(of[column])
+
+    try:
+        return number(one.comparison.left) - number(one.comparison.right)
+    except (KeyError, ValueError):
+        return None
+
+
+def _held(one: Tested) -> str:
+    return f"{sum(o.state == HELD for o in one.outcomes)} of {len(one.outcomes)}" if one.outcomes else "–"
+
+
+def _few(names: Sequence[str]) -> str:
+    return f"`{'`, `'.join(names[:4])}`{f' and {len(names) - 4} more' if len(names) > 4 else ''}."
+
+
+def _hours(one: Tested, runs: Runs | None) -> str:
+    missing = runs.missing if runs else []
+    return f"{len(missing) * one.claim.hours:.1f}" if missing and one.claim.hours else "?" if missing else "–"
+
+
+def _difference(one: Outcome) -> str:
+    if not one.differences:
+        return "–"
+    return f"{one.mean:+.1f}" + ("" if math.isnan(one.half) else f" ({one.mean - one.half:+.1f} to {one.mean + one.half:+.1f})")
