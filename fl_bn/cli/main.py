@@ -21,6 +21,7 @@ from fl_bn.cli import site as deployment
 from fl_bn.cli.adapt import adapt
 from fl_bn.cli.data import data
 from fl_bn.cli.doctor import doctor
+from fl_bn.cli.imports import quick
 from fl_bn.cli.new import new
 from fl_bn.cli.partition import partition
 from fl_bn.cli.recalibrate import recalibrate
@@ -54,8 +55,9 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     Ctrl-C leaves a folder with all results so far. `fl-bn resume` goes on from its last checkpoint; there is one every 5 rounds, unless
     checkpoint-every says otherwise.
     """
-    from fl_bn.run.config import ConfigError, RunConfig
-    from fl_bn.run.overrides import parse_overrides
+    with quick():
+        from fl_bn.run.config import ConfigError, RunConfig
+        from fl_bn.run.overrides import parse_overrides
 
     try:
         values = parse_overrides(run_config)
@@ -90,10 +92,11 @@ def resume(
 
 
 def _run(config: RunConfig, verbose: bool) -> None:
-    from fl_bn.flower import RunFailed, run_in_process
-    from fl_bn.layers import Unconvertible
-    from fl_bn.run.config import ConfigError
-    from fl_bn.run.console import shown
+    with quick():
+        from fl_bn.flower import RunFailed, run_in_process
+        from fl_bn.layers import Unconvertible
+        from fl_bn.run.config import ConfigError
+        from fl_bn.run.console import shown
 
     try:
         with shown(verbose):
