@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,7 @@ from fl_bn.cli.recalibrate import recalibrate
 from fl_bn.cli.refusal import Commands, refused
 
 if TYPE_CHECKING:
+    from fl_bn.federation.workers import Workers
     from fl_bn.run.config import RunConfig
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -55,18 +57,40 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     Ctrl-C leaves a folder with all results so far. `fl-bn resume` goes on from its last checkpoint; there is one every 5 rounds, unless
     checkpoint-every says otherwise.
     """
-    with quick():
-        from fl_bn.run.config import ConfigError, RunConfig
-        from fl_bn.run.overrides import parse_overrides
+    from fl_bn.run.errors import ConfigError
+    from fl_bn.run.overrides import parse_overrides
 
+    with ExitStack() as end:
+        try:
+            values = parse_overrides(run_config)
+            workers = end.enter_context(_started(values.get("workers", 1)))
+            with quick():
+                from fl_bn.run.config import RunConfig
+            config = RunConfig.from_mapping(values)
+            if config.output and "checkpoint-every" not in values:
+                config = replace(config, checkpoint_every=CHECKPOINT_EVERY)
+        except (ConfigError, OSError) as error:
+            raise refused(error) from error
+        _run(config, verbose, workers)
+
+
+@contextmanager
+def _started(count: object) -> Iterator[Workers | None]:
+    """That many workers, which load torch while this process does; None where the run has none, or the config will be refused."""
+    if count == 1 or type(count) is not int:
+        yield None
+        return
+    from fl_bn.federation.workers import MOST_WORKERS, Workers
+
+    if not 0 <= count <= MOST_WORKERS:
+        yield None
+        return
+    workers = Workers(count)
+    workers.load("fl_bn.apps.client")
     try:
-        values = parse_overrides(run_config)
-        config = RunConfig.from_mapping(values)
-        if config.output and "checkpoint-every" not in values:
-            config = replace(config, checkpoint_every=CHECKPOINT_EVERY)
-    except (ConfigError, OSError) as error:
-        raise refused(error) from error
-    _run(config, verbose)
+        yield workers
+    finally:
+        workers.close()
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -91,7 +115,7 @@ def resume(
     _run(config, verbose)
 
 
-def _run(config: RunConfig, verbose: bool) -> None:
+def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> None:
     with quick():
         from fl_bn.flower import RunFailed, run_in_process
         from fl_bn.layers import Unconvertible
@@ -100,7 +124,7 @@ def _run(config: RunConfig, verbose: bool) -> None:
 
     try:
         with shown(verbose):
-            run_in_process(config.to_mapping())
+            run_in_process(config.to_mapping(), workers=workers)
     except (ConfigError, Unconvertible, RunFailed, OSError) as error:
         raise refused(error) from error
     except KeyboardInterrupt:  # the log has said where the results are, and how to go on

@@ -40,7 +40,7 @@ from fl_bn.federation.payload import Named
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.server import Server
-from fl_bn.federation.settings import MOST_WORKERS, LocalTraining
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
 from fl_bn.federation.vectorised import (
     AT_ONCE,
@@ -54,6 +54,7 @@ from fl_bn.federation.vectorised import (
     train_together,
     unneeded,
 )
+from fl_bn.federation.workers import MOST_WORKERS
 from fl_bn.methods import Method, Phase, Refresh, Report
 from fl_bn.names import check_name
 from fl_bn.objectives import PLAIN, Objective

@@ -21,7 +21,6 @@ from fl_bn.objectives import PLAIN, Objective
 OPTIMIZERS = ("sgd", "adam")
 UPDATES = ("weights", "gradients")
 PRECISIONS = ("float32", "mixed")
-MOST_WORKERS = 1024  # processes of one machine
 SCHEDULES = ("constant", "step", "exponential", "cosine", "milestones")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import ExitStack, contextmanager
@@ -13,8 +15,7 @@ from typing import Any, NamedTuple
 
 from joblib import Parallel, delayed
 
-from fl_bn.federation.settings import MOST_WORKERS
-
+MOST_WORKERS = 1024  # processes of one machine
 LOGGER = logging.getLogger("flwr")
 DIED = "its worker process died (killed, or out of memory)"
 
@@ -27,7 +28,9 @@ class Done(NamedTuple):
 
 
 class Workers:
-    """``count`` processes; 0: one for each core that this process may use. They start with the first task, and end with ``close``.
+    """``count`` processes; 0: one for each core that this process may use. They start with the first task, or with ``load``.
+
+    After ``close`` joblib keeps them for the next, and ends them after a while, or with this process.
 
     Large arrays among a task's arguments lie in shared memory, read-only; an array that several tasks have lies there once.
     """
@@ -37,7 +40,12 @@ class Workers:
             raise ValueError(f"workers must be 0..{MOST_WORKERS} (0: one per core), but got {count}")
         self.count = count or cores()
         self._pool: Parallel | None = None
+        self._loading: Iterator[Any] = iter(())
         self._open = ExitStack()
+
+    def load(self, module: str) -> None:
+        """Start the processes now, and let each import ``module``; the caller does not wait."""
+        self._loading = self._started()(delayed(_logged)(_load, (module,), sys.path) for _ in range(self.count))
 
     def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Done]:
         """``function(*task)`` of every task, in their order. What a task logs is logged here, in the same order.
@@ -53,22 +61,28 @@ class Workers:
         return [done.get(index, Done(error=WorkerDied(DIED))) for index in range(len(tasks))]
 
     def close(self) -> None:
+        self._loading = iter(())
         self._open.close()
         self._pool = None
 
     def _attempt(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], which: Sequence[int], done: dict[int, Done]) -> None:
-        if self._pool is None:
-            self._pool = self._open.enter_context(
-                Parallel(self.count, backend="loky", return_as="generator", batch_size=1, pre_dispatch="all")
-            )
         try:
-            made = self._pool(delayed(_logged)(function, tasks[index], sys.path) for index in which)
+            deque(self._loading, 0)  # an error of it comes again in the tasks
+            made = self._started()(delayed(_logged)(function, tasks[index], sys.path) for index in which)
             for index, (outcome, records) in zip(which, made, strict=False):
                 done[index] = outcome
                 for record in records:
                     LOGGER.handle(record)
         except BrokenExecutor:
             self.close()
+
+
+    def _started(self) -> Parallel:
+        if self._pool is None:
+            self._pool = self._open.enter_context(
+                Parallel(self.count, backend="loky", return_as="generator", batch_size=1, pre_dispatch="all")
+            )
+        return self._pool
 
 
 class WorkerDied(RuntimeError):
@@ -78,6 +92,10 @@ class WorkerDied(RuntimeError):
 def cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _load(module: str) -> None:
+    importlib.import_module(module)
 
 
 def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]) -> tuple[Done, list[logging.LogRecord]]:

@@ -47,13 +47,13 @@ class Run:
 class InProcessGrid(Grid):
     """Every node is a ``Context``; a message that is pushed is answered at once.
 
-    ``app``: a ClientApp, or its import path. ``workers``: processes that answer messages; with 1 this process does, with 0 as many as there
-    are cores. ``run_config``'s ``engine`` says whether a cohort's clients are one program.
+    ``app``: a ClientApp, or its import path. ``workers``: processes that answer messages; None: this process does. ``run_config``'s
+    ``engine`` says whether a cohort's clients are one program.
     """
 
-    def __init__(self, app: ClientApp | str, clients: int, run_config: Mapping[str, Any], workers: int = 1) -> None:
+    def __init__(self, app: ClientApp | str, clients: int, run_config: Mapping[str, Any], workers: Workers | None = None) -> None:
         self._app = app
-        self._workers = None if workers == 1 else Workers(workers)
+        self._workers = workers
         self._run = Run(1)
         identify(1)
         self._answers: dict[str, Message] = {}
@@ -158,16 +158,19 @@ def run_in_process(
     *,
     server_app: ServerApp | str = "fl_bn.apps.server:app",
     client_app: ClientApp | str = "fl_bn.apps.client:app",
+    workers: Workers | None = None,
 ) -> Path | None:
     """Run the ServerApp and ClientApp in this process and return the run directory the ServerApp names, if any.
 
     ``config`` is the run config (the keys of ``[tool.flwr.app.config]``); ``clients`` of it is the number of nodes, ``workers`` that of the
-    processes that compute clients. The apps are objects, or import paths as in pyproject. What the ServerApp raises is raised here. torch's
+    processes that compute clients. The apps are objects, or import paths as in pyproject. ``workers``: such processes that were
+    started before; they end with the run. What the ServerApp raises is raised here. torch's
     number of threads is left as it was.
     """
     server = _loaded(server_app, ServerApp)
     _loaded(client_app, ClientApp)
-    grid = InProcessGrid(client_app, int(config["clients"]), config, int(config.get("workers", 1)))
+    count = int(config.get("workers", 1))
+    grid = InProcessGrid(client_app, int(config["clients"]), config, workers or (None if count == 1 else Workers(count)))
     context = Context(run_id=1, node_id=0, node_config=dict(OWNER), state=RecordDict(), run_config=dict(config))
     threads = torch.get_num_threads()
     try:

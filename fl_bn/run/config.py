@@ -33,6 +33,7 @@ from fl_bn.names import short, unknown
 from fl_bn.objectives import OBJECTIVES, Objective
 from fl_bn.options import Key, Value, build, kebab, keys_of, options_by_key, own_options, same_key
 from fl_bn.own_code import import_extensions
+from fl_bn.run.errors import ConfigError as ConfigError
 from fl_bn.run.keys import LONGEST, joins_of, nodes_of, sites_of
 from fl_bn.run.run_keys import RunKeys
 from fl_bn.secure.privacy import Privacy
@@ -43,10 +44,6 @@ FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
 REGISTRIES: dict[str, Mapping[str, object]] = {"method": METHODS, "objective": OBJECTIVES, "server-optimizer": SERVER_OPTIMIZERS}
 """Behind the key that chooses from each stand the options of what is in it."""
 FIELDS = {kebab(name): name for name in own_options(RunKeys)}
-
-
-class ConfigError(ValueError):
-    """A key of the run config is unknown, of the wrong type, or out of range."""
 
 
 @dataclass(frozen=True)

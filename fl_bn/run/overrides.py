@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.names import LONG
-from fl_bn.run.config import ConfigError
+from fl_bn.run.errors import ConfigError
 
 UNREADABLE = (ValueError, RecursionError)  # of tomllib: its own error, numbers of 5,000 digits, lists in lists in lists, bytes of no text
 PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")

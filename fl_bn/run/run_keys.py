@@ -21,8 +21,9 @@ from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.federation.rounds import RECALIBRATIONS
-from fl_bn.federation.settings import MOST_WORKERS, OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
+from fl_bn.federation.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
 from fl_bn.federation.vectorised import ENGINES
+from fl_bn.federation.workers import MOST_WORKERS
 from fl_bn.methods import METHODS
 from fl_bn.models import MODELS
 from fl_bn.models.standardise import STANDARDS

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +87,54 @@ def test_workers_see_large_arrays_once_and_cannot_change_them() -> None:
 
 def kind_of(array: np.ndarray) -> tuple[str, bool]:
     return type(array).__name__, array.flags.writeable
+
+
+def test_workers_load_a_module_before_their_first_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a while to load, so each has it to itself. The control: without `load` they have not.
+
+    It loads what this module does: joblib takes a process that grows by 300 MB after its first task for one that leaks, and ends it.
+    """
+    (tmp_path / "slow_to_load.py").write_text("import time\nimport fl_bn.flower\ntime.sleep(2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for load in (False, True):  # in this order, as joblib uses processes again
+        workers = Workers(2)
+        if load:
+            workers.load("slow_to_load")
+        done = workers.run(has_loaded, [("slow_to_load",)] * 2)
+        workers.close()
+        assert [d.value for d in done] == [load, load]
+
+
+def test_a_module_that_cannot_be_loaded_stops_no_task() -> None:
+    workers = Workers(2)
+    workers.load("no_such_module")
+    assert [d.value for d in workers.run(double, [(1,), (2,)])] == [2, 4]
+    workers.close()
+
+
+def has_loaded(module: str) -> bool:
+    time.sleep(0.2)  # so that each worker has one
+    return module in sys.modules
+
+
+def test_the_command_s_workers_start_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = """
+import sys
+from fl_bn.federation.workers import Workers
+load = Workers.load
+def told(workers, module):
+    print("workers", workers.count, "torch" in sys.modules)
+    load(workers, module)
+Workers.load = told
+from fl_bn.cli.main import app
+app()
+"""
+    keys = "rounds=1 clients=2 local-steps=1 model='mlp' output='' workers="
+    for count, expected in (("2", ["workers 2 False"]), ("1", []), ("5000", []), ("'two'", [])):
+        words = [sys.executable, "-c", code, "run", "--run-config", keys + count]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert [line for line in done.stdout.splitlines() if line.startswith("workers ")] == expected
+        assert done.returncode == (0 if count in "12" else 2), done.stderr
 
 
 def test_a_negative_number_is_refused() -> None:
