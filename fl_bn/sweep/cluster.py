@@ -87,7 +87,7 @@ def run_cells(
         return {}
     total = sum(cell.config.rounds for cell in cells)
     with _connected(address, Path(waiting[0].config.output).parent) as shared:
-        return _Sweep(waiting, total, jobs, gpus, shared).run(progress, running)
+        return _Sweep(waiting, total, jobs, gpus, shared, address).run(progress, running)
 
 
 def _there(config: RunConfig) -> RunConfig:
@@ -99,8 +99,7 @@ def _there(config: RunConfig) -> RunConfig:
 def _connected(address: str, folder: Path) -> Iterator[Path]:
     """Connect to the cluster and log to ``folder``; the file by which a task sees whether that folder is the one here."""
     try:
-        environment = {"PYTHONPATH": ":".join(sys.path)}  # as Flower does: modules next to the sweep are found by the same paths
-        ray.init(address=address or None, runtime_env={"env_vars": environment}, log_to_driver=False, logging_level=logging.WARNING)
+        _connect(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster at {address or 'RAY_ADDRESS'}: {error}. Start one (ray start --head), and give the address that it prints"
@@ -120,9 +119,15 @@ def _connected(address: str, folder: Path) -> Iterator[Path]:
         ray.shutdown()  # ends what still runs
 
 
+def _connect(address: str) -> None:
+    environment = {"PYTHONPATH": ":".join(sys.path)}  # as Flower does: modules next to the sweep are found by the same paths
+    ray.init(address=address or None, runtime_env={"env_vars": environment}, log_to_driver=False, logging_level=logging.WARNING)
+
+
 class _Sweep:
-    def __init__(self, waiting: list[Cell], total: int, jobs: int, gpus: float, shared: Path) -> None:
-        self.waiting, self.total, self.jobs, self.gpus, self.shared = waiting, total, jobs, gpus, shared
+    def __init__(self, waiting: list[Cell], total: int, jobs: int, gpus: float, shared: Path, address: str) -> None:
+        self.waiting, self.total, self.jobs, self.gpus, self.shared, self.address = waiting, total, jobs, gpus, shared, address
+        self.own = ray.get_runtime_context().get_node_id()  # the node that this process is connected to
         self.finished = total - sum(cell.config.rounds for cell in waiting)
         self.cpus = max(cell.config.threads * cell.config.workers for cell in waiting)
         self.tasks: dict[Any, Task] = {}
@@ -144,12 +149,26 @@ class _Sweep:
                 done, _ = ray.wait(list(self.tasks), num_returns=len(self.tasks), timeout=PROGRESS)
                 for future in done:
                     self.take(future, self.tasks.pop(future))
+                if self.cut_off():
+                    self.connect_again()
             else:
                 time.sleep(PROGRESS)  # no node has room: some may come back
             now = [task.cell for task in self.tasks.values()]
             progress(self.finished + sum(cell.rounds_done() for cell in now), self.total)
             running(now)
         return self.errors
+
+    def cut_off(self) -> bool:
+        """Whether this process's own node is lost: then Ray gives it no place on any other, and says nothing."""
+        return not any(node["NodeID"] == self.own and node["Alive"] for node in ray.nodes())
+
+    def connect_again(self) -> None:
+        LOGGER.warning("the node that this command was connected to is lost: it connects to another, and what was running is begun again")
+        self.waiting[:0] = [task.cell for task in self.tasks.values()]
+        self.tasks.clear()
+        ray.shutdown()
+        _connect(self.address)
+        self.own = ray.get_runtime_context().get_node_id()
 
     def nodes(self) -> list[Node]:
         """Those that are alive, and have not lost a cell's process while Ray still thinks so."""
@@ -198,7 +217,7 @@ class _Sweep:
             if task.node.id not in self.lost:
                 self.lost.add(task.node.id)
                 LOGGER.warning("node %s is lost; nodes left: %s", task.node.name, ", ".join(n.name for n in self.nodes()) or "none")
-        else:
+        elif not self.cut_off():
             self.deaths[name] += 1
         if self.deaths[name] >= TRIES:
             self.errors[name] = DIED
