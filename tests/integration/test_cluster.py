@@ -33,7 +33,10 @@ def node(letter: str) -> dict[str, Any]:
 
 
 class Machines:
-    """Two nodes of one CPU. Their ids are given: of nodes with one address the driver takes the first, by a hash of the id, for its own."""
+    """Two nodes of one CPU. Their ids are given: of nodes with one address the driver takes the first, by a hash of the id, for its own.
+
+    The hash depends on where the library lies in memory, so the driver is started by `setarch --addr-no-randomize`.
+    """
 
     def __init__(self) -> None:
         self.cluster = Cluster(True, head_node_args={"include_dashboard": False, **node("a")})
@@ -62,6 +65,7 @@ def environment(machines: Machines, tmp_path: Path) -> dict[str, str]:
 
 def watched(command: list[str], environment: dict[str, str], event: Callable[[], bool], then: Callable[[], None]) -> tuple[int, str]:
     """Exit code and output of ``command``; ``then`` is called once ``event`` has happened."""
+    command = ["setarch", "--addr-no-randomize", *command]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said: list[str] = []
     assert process.stdout is not None
