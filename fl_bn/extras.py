@@ -21,7 +21,7 @@ EXTRAS = {  # a module that is imported where it is needed: its extra in pyproje
 
 
 class NotInstalled(ImportError, ValueError):
-    """What is asked for by its name needs a package of an extra that is not installed."""
+    """A named thing needs a package of an extra, and that package is not installed."""
 
 
 def lacking(what: str, *modules: str) -> str:
@@ -37,7 +37,7 @@ def need(what: str, *modules: str) -> None:
 
 
 def sentence(what: str, absent: list[str]) -> str:
-    """What to install where the modules ``absent`` are not there. They are keys of ``EXTRAS``."""
+    """Return what to install where the modules ``absent``, keys of ``EXTRAS``, are missing."""
     extras = ",".join(dict.fromkeys(EXTRAS[name] for name in absent))
     packages = " and ".join(name.replace("_", "-") for name in absent)
     return f"{what} needs {packages}, which {'are' if len(absent) > 1 else 'is'} not installed: pip install 'fl-bn[{extras}]'"

@@ -76,7 +76,7 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
 
 @contextmanager
 def _started(count: object) -> Iterator[Workers | None]:
-    """That many workers, which load torch while this process does; None where the run has none, or the config will be refused."""
+    """Start ``count`` workers, which load torch while this process does; None where the run needs none or will be refused."""
     if count == 1 or type(count) is not int:
         yield None
         return

@@ -72,7 +72,7 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
 
 
 def recalibrated(cell: Cell) -> list[Result]:
-    """What a finished run is worth, pass by pass."""
+    """Return the accuracies of a finished run, pass by pass."""
     again = Cell(planned(cell.path, {}))
     if not (again.path / "summary.md").exists():
         run_in_process(again.config.to_mapping())

@@ -95,7 +95,7 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
 
 
 def adapted(cell: Cell) -> Iterator[Row]:
-    """What a finished run is worth on the domain that it held out, before and after."""
+    """Return the accuracies of a finished run on the domain that it held out, before and after."""
     at = (str(cell.axes["held out"]), str(cell.axes["method"]), cell.config.seed)
     yield Row(*at, KNOWN, 100 * float(cell.rows()[-1]["accuracy"]))
     made, client = read_run(cell.path), newcomer(cell.config).drawn(0, cell.config.seed)
