@@ -6,7 +6,7 @@ the unconverted network (only the mixing logit has no counterpart there). ``obse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -223,22 +223,54 @@ def observe(model: nn.Module, measure: Callable[[nn.Module, Moments], Moments] =
         yield observed
 
 
+class Updates(dict[str, int]):
+    """By BatchNorm layer, the forward passes that moved its running statistics."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__(dict.fromkeys(layers, 0))
+        self._layers, self._own = layers, {name: layer.running_mean for name, layer in layers.items()}
+        self._others: dict[tuple[str, int], tuple[Any, int]] = {}
+
+    def saw(self, name: str, mean: Any) -> None:
+        """A pass with ``mean`` in the layer, which may be there for passes of no account: of ``unrecorded``, of ``functional_call``."""
+        if mean is self._own[name]:
+            self[name] += 1
+        else:
+            self._others[name, id(mean)] = mean, self._others.get((name, id(mean)), (mean, 0))[1] + 1
+
+    def look(self) -> None:
+        """No pass is under way: a tensor that is in its layer now is the layer's own, put there by ``model.to``, say."""
+        for (name, _), (mean, passes) in self._others.items():
+            if self._layers[name].running_mean is mean:
+                self._own[name] = mean
+                self[name] += passes
+        self._others.clear()
+
+
 @contextmanager
-def count_updates(model: nn.Module, swapped: bool = False) -> Iterator[dict[str, int]]:
+def count_updates(model: nn.Module, swapped: bool = False) -> Iterator[Updates]:
     """Count, by BatchNorm layer, the forward passes inside the block that move its running statistics: not those of ``unrecorded``.
 
-    ``swapped``: also those with other tensors in the layer's place (``torch.func.functional_call``).
+    Where code replaces the layers' tensors several times, ``look`` has to be called in between. ``swapped``: also passes with other
+    tensors in the layer's place (``torch.func.functional_call``).
     """
     layers = batch_norms(model)
-    counts, own = dict.fromkeys(layers, 0), {name: layer.running_mean for name, layer in layers.items()}
+    updates = Updates(layers)
 
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        counts[name] += layer.training and layer.running_mean is not None and (swapped or layer.running_mean is own[name])
+        mean = layer.running_mean
+        if not layer.training or mean is None:
+            return
+        if swapped:
+            updates[name] += 1
+        else:
+            updates.saw(name, mean)
 
     handles = [layer.register_forward_pre_hook(partial(hook, name)) for name, layer in layers.items()]
     try:
-        yield counts
+        yield updates
     finally:
+        updates.look()
         for handle in handles:
             handle.remove()
 

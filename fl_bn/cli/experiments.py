@@ -186,6 +186,13 @@ def run_(
         chosen = found if len(found) == 1 else [one for one in found if one.has(variant)]
         if not chosen:
             raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}; fl-bn experiments list names them")
+        programs = [one.name for one in chosen if one.program]
+        given = {"--run-config": run_config, "--only": only, "--results": results, "--retry": retry, "--engine": engine != "in-process"}
+        if programs and (ignored := ", ".join(option for option, value in given.items() if value)):
+            said = f"{ignored}: for sweeps, not for experiments that are programs"
+            if len(programs) == len(chosen):
+                raise ConfigError(f"{said} ({', '.join(programs)}): leave it out")
+            console.print(f"{said}; these run without: {', '.join(programs)}", highlight=False, soft_wrap=True)
         log = Log(folder / "log.csv")
         for experiment in chosen:
             begin, place = time.monotonic(), folder / f"{experiment.name}{f'-{variant}' if variant else ''}"

@@ -22,11 +22,11 @@ from fl_bn.cli import site as deployment
 from fl_bn.cli.adapt import adapt
 from fl_bn.cli.data import data
 from fl_bn.cli.doctor import doctor
-from fl_bn.cli.imports import quick
 from fl_bn.cli.new import new
 from fl_bn.cli.partition import partition
 from fl_bn.cli.recalibrate import recalibrate
 from fl_bn.cli.refusal import Commands, refused
+from fl_bn.imports import quick
 
 if TYPE_CHECKING:
     from fl_bn.federation.workers import Workers
@@ -261,7 +261,7 @@ def layers(
 
 @app.command(rich_help_panel=LOOK)
 def config(
-    toml: Annotated[bool, typer.Option("--toml", help="their defaults, as in [tool.flwr.app.config] of pyproject.toml")] = False,
+    toml: Annotated[bool, typer.Option("--toml", help="their defaults, as in \\[tool.flwr.app.config] of pyproject.toml")] = False,
 ) -> None:
     """Every key of the run config: default, values, meaning (Markdown); those of installed packages that add methods, too."""
     from fl_bn.run.config import ConfigError, RunConfig

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group
+from rich.markup import escape
 
 from fl_bn.cli.refusal import refused
 
@@ -191,14 +192,12 @@ def _said(line: str) -> None:
 
 
 def _carried_out(run: Callable[[], bool]) -> None:
-    from fl_bn.run.config import ConfigError
     from fl_bn.site.control import ControlError
-    from fl_bn.site.folders import FolderError
-    from fl_bn.site.queue import NameTaken, QueueError
+    from fl_bn.site.queue import QueueError
 
     try:
         completed = run()
-    except (ConfigError, FolderError, NameTaken) as error:
+    except ValueError as error:  # ConfigError, FolderError and NameTaken are
         raise refused(error) from error
     except (ControlError, QueueError, OSError) as error:
         raise refused(error, 1) from error
@@ -259,14 +258,13 @@ def queue(folder: ServerArgument, control: ControlOption = "") -> None:
     from fl_bn.site.queue import Queue, QueueError
 
     with _refusals(), control_of(_server(folder), control) as superlink:
-        told = ""
+        runs, told = Queue(_server(folder)), ""
         try:
             while True:
                 said = ""
                 try:
-                    server = _server(folder)  # anew: sites come and go
-                    if Queue(server).waiting():
-                        said = "; ".join(Queue(server).dispatch(superlink).values())
+                    if runs.waiting():
+                        said = "; ".join(runs.dispatch(superlink).values())
                 except (ControlError, QueueError, ValueError, OSError) as error:
                     said = f"{error}; trying again"
                 if said and said != told:
@@ -293,12 +291,10 @@ def status(
         return
     from rich.live import Live
 
-    from fl_bn.site.status import status as of
-
     with _refusals():
-        server = _server(folder)
+        looks = _looks(folder, control)
+        found, wrong = next(looks)
         if not watch:
-            found = of(server, control)
             if as_json:
                 typer.echo(found.to_json())
             else:
@@ -306,15 +302,33 @@ def status(
             return
         try:
             if as_json:
-                while True:
-                    typer.echo(of(server, control).to_json().replace("\n", ""))
-                    time.sleep(WATCH)
-            with Live(_shown(of(server, control)), auto_refresh=False) as live:
-                while True:
-                    time.sleep(WATCH)
-                    live.update(_shown(of(server, control)), refresh=True)
+                typer.echo(found.to_json().replace("\n", ""))
+                for found, wrong in looks:
+                    typer.echo(wrong or found.to_json().replace("\n", ""), err=bool(wrong))
+            with Live(_shown(found), auto_refresh=False) as live:
+                for found, wrong in looks:
+                    live.update(Group(_shown(found), escape(wrong)), refresh=True)
         except KeyboardInterrupt:
             return
+
+
+def _looks(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
+    """The status every two seconds, and what is wrong where it is not that of now. What is wrong for long, or at first, is raised."""
+    from fl_bn.site.control import SILENCE, ControlError
+    from fl_bn.site.folders import FolderError
+    from fl_bn.site.queue import QueueError
+    from fl_bn.site.status import status as of
+
+    found, wrong, answered = of(_server(folder), control), "", time.monotonic()
+    while True:
+        yield found, wrong
+        time.sleep(WATCH)
+        try:
+            found, wrong, answered = of(_server(folder), control), "", time.monotonic()  # server.toml anew: sites come and go
+        except (FolderError, ControlError, QueueError, OSError) as error:
+            if time.monotonic() - answered > SILENCE:
+                raise
+            wrong = f"{error}; trying again"
 
 
 def _shown(found: Status) -> Group:

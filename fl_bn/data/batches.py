@@ -25,18 +25,18 @@ def epoch_batches(n: int, batch_size: int, rng: np.random.Generator) -> list[Ind
         ValueError: if ``batch_size`` is below 2.
     """
     _check(n, batch_size)
-    return np.split(rng.permutation(n), _cuts(n, batch_size))
+    return np.split(rng.permutation(n), cuts(n, batch_size))
 
 
-def _cuts(n: int, batch_size: int) -> list[int]:
+def cuts(n: int, batch_size: int) -> list[int]:
     """Where one pass over ``n`` samples is cut into batches."""
-    cuts = list(range(batch_size, n, batch_size))
-    return cuts[:-1] if cuts and n - cuts[-1] == 1 else cuts
+    found = list(range(batch_size, n, batch_size))
+    return found[:-1] if found and n - found[-1] == 1 else found
 
 
 def distinct(n: int, batch_size: int, *, epochs: int = 0, steps: int = 0) -> int:
     """How many different samples are in the batches of ``draw_batches``; 0 for a client that is too small for any."""
-    whole_pass = epochs > 0 or steps > len(_cuts(n, batch_size))
+    whole_pass = epochs > 0 or steps > len(cuts(n, batch_size))
     return 0 if n < 2 else n if whole_pass else steps * batch_size
 
 

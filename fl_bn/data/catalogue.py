@@ -231,7 +231,7 @@ CATALOGUE: dict[str, Entry] = {
         "Di Martino et al. 2014; Craddock et al. 2013",
         "by hand",
         "Phenotypic_V1_0b_preprocessed1.csv and */FILE_ID_rois_ho.1D  (anywhere below: NYU, USM, UM, UCLA are taken)\n"
-        "or SITE.npz for each site   (y with series: n, T, R; or y with x: n, features; subject, if there are several rows of one)\n"
+        "or SITE.npz for each site   (y with series: n, T, R; or y with x: n, features; subject, if one has several rows or scans)\n"
         "or SITE.csv for each site   (lines: label, features)",
         "preprocessed-connectomes-project.org/abide (pipeline cpac, strategy filt_global, derivative rois_ho)",
         (),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.data.catalogue import CATALOGUE, Entry
-from fl_bn.data.connectomes import connectome, read_sites, windows
+from fl_bn.data.connectomes import read_sites
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.digits_five import SIZE, sources
 from fl_bn.data.folder import read_picture
@@ -152,8 +152,7 @@ def _cityscapes(name: str, path: str) -> Iterator[Finding]:
 def _abide(name: str, path: str) -> Iterator[Finding]:
     sites = read_sites(Path(path or ROOT))
     for site, subjects in sites.items():
-        first = subjects[0]
-        length = first.data.shape[1] if first.ready else len(connectome(windows(first.data)[0]))
+        length = subjects[0].features
         autism = sum(subject.label for subject in subjects)
         text = f"{site}: {len(subjects)} subjects, {autism} with autism, vectors of {length:,} numbers"
         if length == FEATURES:

@@ -3,7 +3,7 @@
 A sample is the upper triangle of the correlation matrix of R regions' time series, R (R - 1) / 2 numbers: 5,995 of the 110
 regions of the Harvard-Oxford atlas. FedBN trains on windows of each scan, which makes some hundred samples of every subject.
 
-Legend: N samples, T time points, R regions.
+Legend: N samples, S scans, T time points, R regions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Subject:
-    """One person's scan: time series (T, R) or ready vectors (N, R (R - 1) / 2); ``label`` 1 is autism, 0 control."""
+    """One person: time series of scans (S, T, R) or ready vectors (N, R (R - 1) / 2); ``label`` 1 is autism, 0 control."""
 
     data: Floats
     label: int
@@ -41,7 +41,20 @@ class Subject:
 
     def vectors(self) -> NDArray[np.float32]:
         """The samples (N, R (R - 1) / 2) of this subject."""
-        return self.data.astype(np.float32) if self.ready else np.concatenate([connectome(w)[None] for w in windows(self.data)])
+        if self.ready:
+            return self.data.astype(np.float32)
+        return np.concatenate([connectome(window)[None] for scan in self.data for window in windows(scan)])
+
+    @property
+    def count(self) -> int:
+        """How many samples there are."""
+        return len(self.data) if self.ready else sum(len(windows(scan)) for scan in self.data)
+
+    @property
+    def features(self) -> int:
+        """How many numbers a sample has."""
+        width: int = self.data.shape[-1]
+        return width if self.ready else width * (width - 1) // 2
 
 
 def connectome(series_TR: Floats) -> NDArray[np.float32]:
@@ -69,7 +82,7 @@ def load_abide(path: str, image_size: int) -> Measurements:
       ``subject`` (n,), if it is there, says which rows are one person's; or
     * a file ``SITE.csv`` for each site: a label and the vector's numbers per line, without a header.
 
-    A fifth of each site's subjects, of either label, are the test split; a subject's windows are all on one side. Accuracy
+    A fifth of each site's subjects, of either label, are the test split; a subject's windows, of all scans, are on one side. Accuracy
     counts windows: there is no vote among those of one subject.
 
     Raises:
@@ -80,7 +93,8 @@ def load_abide(path: str, image_size: int) -> Measurements:
         raise ValueError(f"dataset 'abide' has vectors, no images: image-size must be 0, but is {image_size}")
     sites = read_sites(Path(path or ROOT))
     _check_lengths(sites)
-    warn_if_large("abide", sum(_bytes(subject) for subjects in sites.values() for subject in subjects), "use fewer sites")
+    size = sum(4 * subject.count * subject.features for subjects in sites.values() for subject in subjects)
+    warn_if_large("abide", size, "use fewer sites")
     x: dict[str, list[NDArray[np.float32]]] = {"train": [], "test": []}
     y: dict[str, list[int]] = {"train": [], "test": []}
     domain: dict[str, list[int]] = {"train": [], "test": []}
@@ -140,7 +154,7 @@ def _published(folder: Path, phenotypes: Path) -> dict[str, list[Subject]]:
         if site in sites and row["FILE_ID"] in files:
             if row["DX_GROUP"] not in CLASSES:
                 raise ValueError(f"{phenotypes}: DX_GROUP must be 1 or 2, but is {row['DX_GROUP']!r} for {row['FILE_ID']}")
-            sites[site].append(Subject(read_series(files[row["FILE_ID"]]), CLASSES[row["DX_GROUP"]], ready=False))
+            sites[site].append(Subject(read_series(files[row["FILE_ID"]])[None], CLASSES[row["DX_GROUP"]], ready=False))
     if empty := [site for site, subjects in sites.items() if not subjects]:
         raise DataNotFound(
             f"dataset 'abide': no *_rois_ho.1D below {folder} belongs to {', '.join(empty)} (names must be FILE_ID_rois_ho.1D)"
@@ -178,9 +192,7 @@ def _npz(file: Path) -> list[Subject]:
     subject = arrays.get("subject", np.arange(len(y)))
     if subject.shape != y.shape:
         raise ValueError(f"{file}: subject must have an entry for each of the {len(y)} rows, but is {subject.shape}")
-    if key == "series":
-        return [Subject(_checked(file, series), _label(file, label), ready=False) for series, label in zip(data, y, strict=True)]
-    return _grouped(file, data, y, subject)
+    return _grouped(file, data, y, subject, ready=key == "x")
 
 
 def _csv(file: Path) -> list[Subject]:
@@ -188,17 +200,18 @@ def _csv(file: Path) -> list[Subject]:
         table = np.loadtxt(file, delimiter=",", ndmin=2)
     except ValueError as error:
         raise ValueError(f"{file}: expected a label and numbers per line, separated by commas, without a header, but {error}") from error
-    return _grouped(file, table[:, 1:], table[:, 0], np.arange(len(table)))
+    return _grouped(file, table[:, 1:], table[:, 0], np.arange(len(table)), ready=True)
 
 
-def _grouped(file: Path, x: Floats, y: NDArray[np.generic], subject: NDArray[np.generic]) -> list[Subject]:
+def _grouped(file: Path, x: Floats, y: NDArray[np.generic], subject: NDArray[np.generic], *, ready: bool) -> list[Subject]:
+    """One ``Subject`` per person, with all of the person's rows: vectors, or scans."""
     found = []
     for one in dict.fromkeys(subject.tolist()):
         rows = np.flatnonzero(subject == one)
         labels = {_label(file, label) for label in y[rows]}
         if len(labels) > 1:
             raise ValueError(f"{file}: the rows of one subject must have one label, but those of {one} have both")
-        found.append(Subject(_checked(file, x[rows]), labels.pop(), ready=True))
+        found.append(Subject(_checked(file, x[rows]), labels.pop(), ready))
     return found
 
 
@@ -214,18 +227,8 @@ def _checked(file: Path, values: Floats) -> Floats:
     return values.astype(np.float64)
 
 
-def _features(subject: Subject) -> int:
-    width: int = subject.data.shape[1]
-    return width if subject.ready else width * (width - 1) // 2
-
-
-def _bytes(subject: Subject) -> int:
-    count = len(subject.data) if subject.ready else len(windows(subject.data))
-    return 4 * count * _features(subject)
-
-
 def _check_lengths(sites: dict[str, list[Subject]]) -> None:
-    lengths = {site: sorted({_features(subject) for subject in subjects}) for site, subjects in sites.items()}
+    lengths = {site: sorted({subject.features for subject in subjects}) for site, subjects in sites.items()}
     if len({length for found in lengths.values() for length in found}) != 1 or min(lengths[next(iter(lengths))]) < 1:
         shown = ", ".join(f"{site}: {' and '.join(map(str, found))}" for site, found in lengths.items())
         raise ValueError(f"dataset 'abide': all vectors must have one length of at least 1, but got {shown}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.session import POLICIES
+from fl_bn.loopback import is_loopback
 from fl_bn.names import check_name
 
 CARRIERS = ("auto", "grpc", "replay", "local")
@@ -49,11 +49,3 @@ class ExchangeSettings:
     @property
     def listen_on(self) -> str:
         return self.bind or ("127.0.0.1" if is_loopback(self.host) else "0.0.0.0")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine alone, so that nobody outside can listen."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -54,7 +54,7 @@ class NotAdaptable(ValueError):
 
 @dataclass(frozen=True)
 class Known:
-    """What a run leaves behind, by names of the state_dict. ``shared``: the server's tensors.
+    """The tensors that a run leaves behind, by names of the state_dict. ``shared``: the server's.
 
     ``clients``: whole models of the known clients, by a name for each, where clients keep tensors and they are at hand. ``told``: the
     clients' average of what they keep, where that alone is known.
@@ -74,7 +74,8 @@ class Adapted:
 
 
 class Adaptation:
-    """What one run can do for new clients. ``network``: as its author wrote it, with the weights from which the run began; it is copied.
+    """Makes models for new clients from one finished run. ``network``: as its author wrote it, with the weights from which the run
+    began; it is copied.
 
     Raises:
         NotAdaptable: the method shares nothing, normalises without statistics, or ``known`` is of another network or method.
@@ -106,7 +107,7 @@ class Adaptation:
             self._average = {name: known.told[name] for name in names if name in known.told}
 
     def before(self) -> nn.Module | None:
-        """What the server could hand out to anybody: the shared tensors, and the known clients' average of those that they keep.
+        """Build the model that the server could hand out to anybody: the shared tensors, and the known clients' average of those they keep.
 
         None where nobody told their average.
         """
@@ -177,10 +178,10 @@ def recompute_statistics(model: nn.Module, x: Tensor) -> None:
 
 
 def measured(model: nn.Module, x: Tensor) -> dict[str, Running]:
-    """What enters each BatchNorm layer over ``x`` (N, ...), in evaluation mode. Changes nothing.
+    """Measure the statistics of what enters each BatchNorm layer over ``x`` (N, ...), in evaluation mode. Changes nothing.
 
     Raises:
-        NotAdaptable: that is fewer than two values per channel, in some layer.
+        NotAdaptable: some layer gets fewer than two values per channel.
     """
     found = statistics_pass(model, _unlabelled(x), StatisticsPass.asked(INPUTS), seeded(0))
     if few := [name for name, moments in found.items() if moments.count < 2]:

@@ -47,7 +47,7 @@ class Auxiliary:
 
 
 def auxiliary(settings: LocalTraining) -> tuple[Auxiliary, ...]:
-    """What travels beside the weights when clients train so."""
+    """List what travels beside the weights when clients train as ``settings`` say: control variates, the optimiser's buffers."""
     found = [Auxiliary(CONTROL, added=True)] if settings.objective.travels else []
     if settings.maintain == "global":
         for buffer, section in SECTIONS[settings.optimizer].items():

@@ -122,13 +122,14 @@ class LocalRound:
         start = Start(self.model, parameters, shared, self.kept.get("objective"), control, self.kept.counted, full)
         with count_updates(self.model) as self._moved:
             self._objective = self.settings.objective.begin(start)
-            if self.method.reports(self.phase) in (Report.BATCHES, Report.FIRST):
-                self._observed = self._first.enter_context(observe(self.model))
             try:
+                if self.method.reports(self.phase) in (Report.BATCHES, Report.FIRST):
+                    self._observed = self._first.enter_context(observe(self.model))
                 with self._exchange:
                     yield self
             finally:
                 self._first.close()
+                self._objective.close()
 
     def set_modes(self, model: nn.Module) -> None:
         """Training mode for ``model``, but for the layers that this phase freezes."""
@@ -157,6 +158,7 @@ class LocalRound:
     def moved(self) -> None:
         """The weights have made a step: what comes is seen by a local model, of which FBN reports nothing."""
         self.steps += 1
+        self._moved.look()
         if self.method.reports(self.phase) is Report.FIRST:
             self._first.close()
 
@@ -309,7 +311,8 @@ class LocalRound:
             for key, section in SECTIONS[settings.optimizer].items():
                 new = {n: t.to(state[n].dtype) for n, t in self.buffers.get(key, {}).items()}
                 sources[section] = self.instruction.sections[section] | new
-        sections = {k: {n: sources[k][n].detach().to("cpu", copy=True) for n in expected[k]} for k in expected if k != "moments"}
+        own = partial(Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format)
+        sections = {k: {n: own(sources[k][n].detach()) for n in expected[k]} for k in expected if k != "moments"}
         return sections | ({"moments": self._complete(moments)} if "moments" in expected else {})
 
     def _to_keep(self, gradients: Named, finish: Finish) -> Kept:
@@ -338,7 +341,7 @@ class LocalRound:
     def _ema_gradients(self) -> dict[str, Tensor]:
         """``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, section 6)."""
         settings, momentum, gradients = self.settings, self.kept.get("momentum"), dict[str, Tensor]()
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
                 gradient = gradient + settings.weight_decay * parameter.detach()

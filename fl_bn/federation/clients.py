@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.loaders import Loader, SeededBatches, generators, length
+from fl_bn.federation.loaders import Loader, SeededBatches, generators
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
 from fl_bn.federation.payload import to_numpy, to_tensors
@@ -90,9 +90,12 @@ class Clients:
             with self._seeded(client, asked.round, DROPOUT), round.open():
                 trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(passes)]
             count = sum(part.samples for part in trained)
-            samples = length(loader) or count // max(self.epochs, 1)
-            loss = sum(part.loss * part.samples for part in trained) / max(count, 1)
-            return round.reply(samples, loss, client=client)
+            if count == 0:  # it sits the round out, and the others' exchange
+                if connect is not None:
+                    connect(0).close()
+                return Reply(client, {}, 0, 0), kept
+            loss = sum(part.loss * part.samples for part in trained) / count
+            return round.reply(count // self.epochs, loss, client=client)
 
     def measure(self, asked: Instruction, client: int, kept: Kept, connect: Connect | None = None) -> tuple[Reply, Kept]:
         """One client's part in a statistics-only exchange."""
@@ -123,7 +126,7 @@ class InWorkers:
         states = [[one.get_state().numpy() for one in generators(self._clients.loaders[client])] for client in clients]
         tasks = [(str(self._path), same, packed, *one) for one in zip(clients, map(_packed, kept), states, strict=True)]
         results = []
-        for client, done in zip(clients, self._workers.run(_work, tasks), strict=True):
+        for client, done in zip(clients, list(self._workers.run(_work, tasks)), strict=True):
             if done.error is not None:
                 done.error.add_note(f"in the worker process of client {client}")
                 raise done.error

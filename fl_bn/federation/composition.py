@@ -36,5 +36,10 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
     if robust and (objective.travels or settings.maintain == "global"):
         what = f"{objective.name}'s control variates" if objective.travels else "maintain-momentum='global'"
         raise ValueError(f"{what} travel beside the weights, and no robust rule guards them: leave them out against Byzantine clients")
+    if settings.update == "gradients" and method.frozen - {Role.STATISTIC}:
+        raise ValueError(
+            f"{method.name} freezes scale and shift at the clients, but with update='gradients' the server steps them: set update to "
+            "weights, or freeze-what to statistics"
+        )
     if settings.update == "gradients" and server_optimizer == "fedacg":
         raise ValueError("fedacg takes what clients' weights have moved, but update='gradients' sends one gradient: take fedavgm")

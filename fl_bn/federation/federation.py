@@ -240,8 +240,11 @@ class Federation:
         return {name: float(np.mean([metrics[name] for metrics in found])) for name in found[0]}
 
     def _cohort(self, number: int) -> list[int]:
-        size = max(1, int(self.server.policy.fraction * len(self.clients) + 0.5))
-        return sorted(Random(f"{self.seed}/{number}").sample(range(len(self.clients)), size))
+        return sorted(Random(f"{self.seed}/{number}").sample(range(len(self.clients)), self._cohort_size))
+
+    @property
+    def _cohort_size(self) -> int:
+        return max(1, int(self.server.policy.fraction * len(self.clients) + 0.5))
 
     def _train(self, asked: Instruction, cohort: Sequence[int]) -> tuple[list[Reply], Session | None]:
         """The cohort's replies, and the session through which it exchanged, if any."""
@@ -352,6 +355,8 @@ class Federation:
         except ExchangeFailed as error:
             LOGGER.warning("%s. Statistics are measured by passes instead", error)
             return None
+        finally:
+            self._clients.network.keep(self._cohort_size)  # everyone had a copy at once, and training takes less
         if len(session.taking_part) < len(everyone):
             return None
         return replace(self._stored(asked, parts), session=session, carrier="local")

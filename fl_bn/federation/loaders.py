@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fl_bn.data.batches import draw_batches
+from fl_bn.data.batches import cuts, draw_batches
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES, IndexBatches
@@ -34,12 +34,12 @@ class SeededBatches:
 
     def __len__(self) -> int:
         """The number of batches of one pass."""
-        return max(1, -(-len(self.samples) // self.batch_size))
+        return 1 + len(cuts(len(self.samples), self.batch_size))
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """In order, for measurements and evaluation."""
         like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
-        for index in np.array_split(np.arange(len(self.samples)), len(self)):
+        for index in np.split(np.arange(len(self.samples)), cuts(len(self.samples), self.batch_size)):
             yield self.samples.batch(index, like)
 
     def epochs(self, seed: int, client: int, round: int, epochs: int) -> IndexBatches:
@@ -47,12 +47,6 @@ class SeededBatches:
         drawn = draw_batches(len(self.samples), self.batch_size, seeded(seed, client, round, BATCHES), epochs=epochs)
         like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
         return IndexBatches(self.samples, list(drawn), like)
-
-
-def length(loader: Loader) -> int:
-    """The samples of a loader, where it knows them; else 0."""
-    data: Any = loader.samples if isinstance(loader, SeededBatches) else getattr(loader, "dataset", None)
-    return len(data) if hasattr(data, "__len__") else 0
 
 
 def generators(loader: Loader) -> list[torch.Generator]:

@@ -21,6 +21,7 @@ from fl_bn.federation.payload import signature
 from fl_bn.methods import Method, Phase
 from fl_bn.roles import Role, roles
 
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, Enum, torch.dtype, torch.device, torch.memory_format)
 _CODE = (FunctionType, BuiltinFunctionType)
 _TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, submodules, hooks, mode
@@ -55,6 +56,10 @@ class Network:
             if pristine.knows_all:
                 self._back.append((lent, pristine))
 
+    def keep(self, most: int) -> None:
+        """Of the copies that came back, let go of all but ``most``."""
+        del self._back[most:]
+
     @cached_property
     def signature(self) -> str:
         return signature(self.original, self.method)
@@ -82,7 +87,7 @@ class Copy:
 
     def __init__(self, model: nn.Module, network: Network) -> None:
         self.model, self.network = model, network
-        self._by_name = model.state_dict(keep_vars=True) if _loads_plainly(model) else None
+        self._slots = _slots(model)
 
     @classmethod
     def of(cls, model: nn.Module, method: Method) -> Copy:
@@ -91,19 +96,22 @@ class Copy:
     @property
     def state(self) -> dict[str, Tensor]:
         """``model.state_dict()``."""
-        return self.model.state_dict() if self._by_name is None else {name: tensor.detach() for name, tensor in self._by_name.items()}
+        if self._slots is None:
+            return self.model.state_dict()
+        return {name: tensors[key].detach() for name, (tensors, key) in self._slots.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """``model.load_state_dict(tensors, strict=False)``, of tensors that have passed a schema."""
-        if self._by_name is None:
+        if self._slots is None:
             self.model.load_state_dict(dict(tensors), strict=False)
         elif tensors:
-            torch._foreach_copy_([self._by_name[name] for name in tensors], list(tensors.values()))
+            slots = map(self._slots.__getitem__, tensors)
+            torch._foreach_copy_([own[key] for own, key in slots], list(tensors.values()))
 
 
 class _Pristine:
-    """All of a model's state as it is now: every tensor, mode and plain attribute of every module."""
+    """All of a model's state as it is now: every tensor, mode and plain attribute of every module, and how many hooks it has."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -113,6 +121,8 @@ class _Pristine:
         self._values = [tensor.detach().clone() for tensor in self._tensors]
         self._learns = [tensor.requires_grad for tensor in self._tensors]
         self._modes = [(m, m.training) for m in modules]
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._hooked = list(map(len, self._hooks))
         own = [(vars(m), {name: value for name, value in vars(m).items() if name not in _TORCHS}) for m in modules]
         self.knows_all = all(_plain(value) for _, values in own for value in values.values())
         self._own = [(now, copy.deepcopy(then), len(now)) for now, then in own] if self.knows_all else []
@@ -121,6 +131,8 @@ class _Pristine:
     def restored(self) -> bool:
         """Put everything back; false where something changed that cannot be put back, so that another copy is needed."""
         if not all(len(now) == len(names) and all(map(is_, map(now.get, names), were)) for now, names, were in self._slots):
+            return False
+        if list(map(len, self._hooks)) != self._hooked:
             return False
         for now, then, size in self._own:
             if len(now) != size or any(name not in now or not _same(now[name], value) for name, value in then.items()):
@@ -136,10 +148,21 @@ class _Pristine:
         return True
 
 
-def _loads_plainly(model: nn.Module) -> bool:
-    """Whether loading a state_dict is copying its tensors: no module of ``model`` has a way of its own."""
-    own = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-    return all(map(_has_no_way, model.modules())) and all(id(tensor) in own for tensor in model.state_dict(keep_vars=True).values())
+def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
+    """Where ``model`` has each tensor of its state_dict: of a module's tensors, the key. A tensor itself may be replaced: ``model.to``.
+
+    None where loading a state_dict is not copying its tensors, as a module has a way of its own.
+    """
+    if not all(map(_has_no_way, model.modules())):
+        return None
+    slots: dict[str, tuple[dict[str, Any], str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for own in (module._parameters, module._buffers):
+            slots |= {f"{path}.{key}" if path else key: (own, key) for key in own}
+    state = model.state_dict(keep_vars=True)
+    if not all(name in slots and slots[name][0][slots[name][1]] is tensor for name, tensor in state.items()):
+        return None
+    return {name: slots[name] for name in state}
 
 
 def _has_no_way(module: nn.Module) -> bool:

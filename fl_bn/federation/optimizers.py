@@ -104,7 +104,7 @@ class ServerOptimizer:
         forgets = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
         for name, tensor in tensors.items():
             pairs = [(weights[name], tensor)]
-            if forgets:
+            if forgets and tensor.is_contiguous():
                 flat, into = weights[name].reshape(-1), tensor.view(-1)
                 pairs = [(flat[block], into[block]) for block in blocks(flat.numel())]
             parameter = self._parameters[name]

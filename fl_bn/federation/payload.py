@@ -45,7 +45,7 @@ def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
         try:
-            arrays[name] = tensor.detach().cpu().numpy()
+            arrays[name] = tensor.detach().cpu().contiguous().numpy()
         except TypeError as error:
             raise WireError(
                 "tensor",

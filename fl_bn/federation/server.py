@@ -32,7 +32,7 @@ from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.wire import WireError
+from fl_bn.wire import Absent, WireError, check_samples
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("flwr")
@@ -107,14 +107,18 @@ class Server:
 
     def checked(self, replies: Sequence[Reply], phase: Phase | None = None) -> Arrived:
         """``replies`` in this process to the round that is under way: those that hold what was asked for, and why not the others."""
-        expected, parts, refused = self.expected(phase or Phase(self.record.phase)), list[Reply](), dict[int, str]()
+        phase = phase or Phase(self.record.phase)
+        expected, parts, refused, wrong = self.expected(phase), list[Reply](), dict[int, str](), set[int]()
         for reply in sorted(replies, key=lambda reply: reply.client):
             try:
+                if phase is not Phase.MEASURE:
+                    check_samples(reply.samples)
                 expected.check({section: to_numpy(tensors) for section, tensors in reply.sections.items()})
                 parts.append(reply)
             except WireError as error:
                 refused[reply.client] = str(error)
-        return Arrived(sorted({reply.client for reply in replies}), parts, refused, set(refused))
+                wrong |= set() if isinstance(error, Absent) else {reply.client}
+        return Arrived(sorted({reply.client for reply in replies}), parts, refused, wrong)
 
     def intake(self, samples: Mapping[int, int]) -> Intake | None:
         """Takes the replies of the round that is under way one by one, and frees their weights. None where all are needed at once: by

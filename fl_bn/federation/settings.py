@@ -106,7 +106,7 @@ class LocalTraining:
     def make_optimizer(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> Optimizer:
         if self.optimizer == "adam":
             return Adam(parameters, lr=learning_rate, weight_decay=self.weight_decay)
-        return SGD(parameters, lr=learning_rate, momentum=self.momentum, weight_decay=self.weight_decay)
+        return SGD(parameters, lr=learning_rate, momentum=self.momentum, weight_decay=self.weight_decay, foreach=True)
 
 
 def learning_rate(

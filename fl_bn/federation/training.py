@@ -160,7 +160,8 @@ def drawn(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexB
     indices = draw_batches(
         len(samples), settings.batch_size, seeded(seed, client, number, BATCHES), epochs=settings.epochs, steps=settings.steps
     )
-    augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT))
+    changes = settings.augment != "none"  # else nothing is drawn, and making a generator takes as long as a layer
+    augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT)) if changes else None
     return IndexBatches(samples, list(indices), next(round.model.parameters()), augment)
 
 

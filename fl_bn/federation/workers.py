@@ -5,15 +5,21 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import pickle
 import signal
 import sys
+import traceback
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
 from joblib import Parallel, delayed
+from joblib.externals.loky.backend.reduction import dumps
+
+from fl_bn.imports import quick
 
 MOST_WORKERS = 1024  # processes of one machine
 LOGGER = logging.getLogger("flwr")
@@ -47,35 +53,37 @@ class Workers:
         """Start the processes now, and let each import ``module``; the caller does not wait."""
         self._loading = self._started()(delayed(_logged)(_load, (module,), sys.path) for _ in range(self.count))
 
-    def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Done]:
-        """``function(*task)`` of every task, in their order. What a task logs is logged here, in the same order.
+    def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
+        """``function(*task)`` of every task, in their order, each as soon as those before it are there. What a task logs is logged here, in
+        the same order. Take all of them, or ``close``.
 
         Where a process dies, the tasks that it may have been at run once more, each alone; the one that kills its process again ends as
         ``WorkerDied``.
         """
-        done: dict[int, Done] = {}
-        self._attempt(function, tasks, range(len(tasks)), done)
-        for index in range(len(tasks)):
-            if index not in done:
-                self._attempt(function, tasks, [index], done)
-        return [done.get(index, Done(error=WorkerDied(DIED))) for index in range(len(tasks))]
+        came = 0
+        with closing(self._attempt(function, tasks)) as first:
+            for done in first:
+                came += 1
+                yield done
+        for task in tasks[came:]:
+            yield next(self._attempt(function, [task]), Done(error=WorkerDied(DIED)))
 
     def close(self) -> None:
         self._loading = iter(())
         self._open.close()
         self._pool = None
 
-    def _attempt(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], which: Sequence[int], done: dict[int, Done]) -> None:
+    def _attempt(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
+        """Ends early where a process died."""
         try:
             deque(self._loading, 0)  # an error of it comes again in the tasks
-            made = self._started()(delayed(_logged)(function, tasks[index], sys.path) for index in which)
-            for index, (outcome, records) in zip(which, made, strict=False):
-                done[index] = outcome
-                for record in records:
-                    LOGGER.handle(record)
+            with _ended(self._started()(delayed(_logged)(function, task, sys.path) for task in tasks)) as made:
+                for done, records in made:
+                    for record in records:
+                        LOGGER.handle(record)
+                    yield done
         except BrokenExecutor:
             self.close()
-
 
     def _started(self) -> Parallel:
         if self._pool is None:
@@ -83,6 +91,17 @@ class Workers:
                 Parallel(self.count, backend="loky", return_as="generator", batch_size=1, pre_dispatch="all")
             )
         return self._pool
+
+
+@contextmanager
+def _ended(results: Generator[Any]) -> Iterator[Generator[Any]]:
+    """Cancels at the end what was not taken, of which joblib warns."""
+    try:
+        yield results
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results.close()
 
 
 class WorkerDied(RuntimeError):
@@ -95,7 +114,8 @@ def cores() -> int:
 
 
 def _load(module: str) -> None:
-    importlib.import_module(module)
+    with quick():
+        importlib.import_module(module)
 
 
 def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]) -> tuple[Done, list[logging.LogRecord]]:
@@ -106,7 +126,21 @@ def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]
         try:
             return Done(function(*task)), records
         except Exception as error:
-            return Done(error=error), records
+            return Done(error=_travelling(error)), records
+
+
+def _travelling(error: Exception) -> Exception:
+    """``error`` with its traceback as a note; as RuntimeError with its name and message where it cannot be pickled and read again, which
+    would end the pool."""
+    error.add_note("".join(traceback.format_exception(error)).rstrip())
+    try:
+        pickle.loads(dumps(error))
+    except Exception:
+        told = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in error.__notes__:
+            told.add_note(note)
+        return told
+    return error
 
 
 @contextmanager

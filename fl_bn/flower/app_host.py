@@ -75,7 +75,7 @@ def policy_module() -> ModuleType:
     """``policy.py``, under a name of its own: a run may bring another."""
     name = "policy_of_this_site"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, HERE / "policy.py")
+        spec = importlib.util.spec_from_file_location(name, HERE.parent / "policy.py")
         assert spec is not None
         assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)

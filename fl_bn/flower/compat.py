@@ -42,6 +42,7 @@ PLACES = {  # name: the modules that may have it
     "run_superlink": ("flwr.server.app",),
     "ListNodesRequest": ("flwr.proto.control_pb2",),
     "ListRunsRequest": ("flwr.proto.control_pb2",),
+    "StreamLogsRequest": ("flwr.proto.control_pb2",),
     "ControlStub": ("flwr.proto.control_pb2_grpc",),
     "BasicActorPool": (SIMULATION,),
     "start_client_internal": ("flwr.supernode.start_client_internal",),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
@@ -90,23 +90,9 @@ class InProcessGrid(Grid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        ids = [uuid.uuid4().hex for _ in messages]
-        for message, identity in zip(messages, ids, strict=True):
-            address(message, self._run.run_id, identity)
-        if any(_exchange_token(message) for message in messages):
-            if self._fallback is not None:
-                self._fallback.say(CannotVectorise("in a run, statistics are exchanged within a step through the server"))
-            answers = Turns(len(messages)).run([partial(self._answer_in_turn, message) for message in messages])
-        elif self._fallback is not None:
-            parts = [messages[begin : begin + AT_ONCE] for begin in range(0, len(messages), AT_ONCE)]
-            tasks = [[partial(self._answer, message) for message in part] for part in parts]
-            answers = [answer for part in tasks for answer in Cohort.run(part, self._fallback)]
-        elif self._workers is not None:
-            answers = self._answered_by(self._workers, messages)
-        else:
-            answers = [self._answer(message) for message in messages]
-        self._answers.update(zip(ids, answers, strict=True))
+        messages = self._addressed(messages)
+        ids = [message.metadata.message_id for message in messages]
+        self._answers.update(zip(ids, self._answered(messages), strict=True))
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -115,14 +101,37 @@ class InProcessGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
         """The replies, in the order of ``messages``; a client is computed when its reply is asked for, and none before.
 
-        So a reply that was used and let go of is out of memory before the next is there. Clients that work at the same time (``workers``,
-        one program, an exchange) reply together.
+        So a reply that was used and let go of is out of memory before the next is there. Clients that are one program or exchange with each
+        other reply together; ``workers`` go on while a reply is used.
         """
         messages = list(messages)
-        together = self._workers is not None or any(_exchange_token(message) for message in messages)
-        size = len(messages) if together else 1 if self._fallback is None else AT_ONCE
+        exchanging = any(_exchange_token(message) for message in messages)
+        if self._workers is not None and not exchanging:
+            yield from self._answered_by(self._workers, self._addressed(messages))
+            return
+        size = len(messages) if exchanging else 1 if self._fallback is None else AT_ONCE
         for begin in range(0, len(messages), size or 1):
             yield from self.pull_messages(self.push_messages(messages[begin : begin + size]))
+
+    def _addressed(self, messages: Iterable[Message]) -> list[Message]:
+        messages = list(messages)
+        for message in messages:
+            address(message, self._run.run_id, uuid.uuid4().hex)
+        return messages
+
+    def _answered(self, messages: list[Message]) -> Iterable[Message]:
+        """The answers in order."""
+        if any(_exchange_token(message) for message in messages):
+            if self._fallback is not None:
+                self._fallback.say(CannotVectorise("in a run, statistics are exchanged within a step through the server"))
+            return Turns(len(messages)).run([partial(self._answer_in_turn, message) for message in messages])
+        if self._fallback is not None:
+            parts = [messages[begin : begin + AT_ONCE] for begin in range(0, len(messages), AT_ONCE)]
+            tasks = [[partial(self._answer, message) for message in part] for part in parts]
+            return [answer for part in tasks for answer in Cohort.run(part, self._fallback)]
+        if self._workers is not None:
+            return self._answered_by(self._workers, messages)
+        return map(self._answer, messages)
 
     def _answer_in_turn(self, message: Message) -> Message:
         answer = self._answer(message)
@@ -130,22 +139,19 @@ class InProcessGrid(Grid):
         return answer
 
     def _answer(self, message: Message) -> Message:
-        return _answered(self._app, message, self._contexts[message.metadata.dst_node_id])
+        return _answer_of(self._app, message, self._contexts[message.metadata.dst_node_id])
 
-    def _answered_by(self, workers: Workers, messages: list[Message]) -> list[Message]:
-        """What a client keeps travels with its message, and comes back with the reply."""
+    def _answered_by(self, workers: Workers, messages: list[Message]) -> Iterator[Message]:
+        """What a client keeps travels with its message, and comes back with the reply. Workers compute the next ones meanwhile."""
         contexts = [self._contexts[message.metadata.dst_node_id] for message in messages]
-        answers = []
-        for done, message, context in zip(
-            workers.run(_in_worker, [(self._app, *task) for task in zip(messages, contexts, strict=True)]), messages, contexts, strict=True
-        ):
+        tasks = [(self._app, *task) for task in zip(messages, contexts, strict=True)]
+        for done, message, context in zip(workers.run(_in_worker, tasks), messages, contexts, strict=True):
             if done.error is not None:
                 log(logging.ERROR, "client %s: %s", context.node_config["partition-id"], done.error)
-                answers.append(Message(Error(CLIENT_APP_RAISED, f"{type(done.error).__name__}: {done.error}"), reply_to=message))
+                yield Message(Error(CLIENT_APP_RAISED, f"{type(done.error).__name__}: {done.error}"), reply_to=message)
             else:
                 answer, context.state = done.value
-                answers.append(answer)
-        return answers
+                yield answer
 
     def close(self) -> None:
         """End the workers, if any."""
@@ -182,7 +188,7 @@ def run_in_process(
     return None if result is None else Path(str(result["directory"]))
 
 
-def _answered(app: ClientApp | str, message: Message, context: Context) -> Message:
+def _answer_of(app: ClientApp | str, message: Message, context: Context) -> Message:
     try:
         return _loaded(app, ClientApp)(message=message, context=context)
     except Exception as error:  # whatever the user's code raises is an error reply, as in Flower's own runtimes
@@ -191,13 +197,13 @@ def _answered(app: ClientApp | str, message: Message, context: Context) -> Messa
 
 
 def _in_worker(app: ClientApp | str, message: Message, context: Context) -> tuple[Message, RecordDict]:
-    return _answered(app, message, context), context.state
+    return _answer_of(app, message, context), context.state
 
 
 def _exchange_token(message: Message) -> str:
     """The token of a client of the local exchange, empty for any other message."""
-    config = message.content.config_records.get("config", ConfigRecord())
-    return str(config.get("exchange-token", "")) if config.get("exchange") == "local" else ""
+    config = message.content.config_records.get("config")
+    return str(config.get("exchange-token", "")) if config is not None and config.get("exchange") == "local" else ""
 
 
 def _loaded(app: App | str, kind: type[App]) -> App:

@@ -14,11 +14,7 @@ from fl_bn.flower.codec import Header, from_records
 from fl_bn.flower.fields import Form
 from fl_bn.flower.messages import REPLIED, TRAINED
 from fl_bn.flower.population import Client
-from fl_bn.wire import WireError, reason
-
-
-class Absent(WireError):
-    """A client that could not take part, and says so."""
+from fl_bn.wire import Absent, WireError, check_samples, reason
 
 
 class Reading:
@@ -83,8 +79,7 @@ def _read(reply: Message, client: Client, schema: Schema, header: Header, form: 
     payload, came = from_records(reply.content)
     header.check(came)
     samples: int = REPLIED.of_metrics(reply.content)["samples"]
-    if samples == 0:
-        raise Absent("metrics", "samples", "0: the client trained on nothing this round")
+    check_samples(samples)
     if schema.sections and samples > client.samples:
         raise WireError("metrics", "samples", f"expected at most {client.samples}, as the client said of itself, but got {samples}")
     payload = rounding.widen(payload)

@@ -1,4 +1,4 @@
-"""``python -P superlink.py ARGUMENT...``: Flower 1.25's ``flower-superlink``, with two repairs.
+"""``python -P superlink.py ARGUMENT...``: Flower 1.25's ``flower-superlink``, with three repairs.
 
 A ServerApp sends a message in two steps, first the message, then its tensors. A SuperNode that asks in between is told to wait for them,
 but Flower 1.25.0 counts the traffic of that answer, 0 bytes, as an error: the SuperNode then gives the message up and hangs for ever. It
@@ -6,6 +6,10 @@ happens once in a hundred messages to small models, and more often the longer th
 
 Replies of two sites that share a tensor, bit for bit, and come at the same moment: Flower's store looks whether the tensor is known, and
 enters it if not. Both found it unknown, the second failed, and that reply was lost. Here the store is changed by one thread at a time.
+
+A reply comes in two steps, too. A site that ends between them leaves a reply whose tensors never come. Flower hands it to the ServerApp,
+which waits for them more than an hour, whatever the round's deadline. Here a reply is handed over when all of it is there. If its site
+has gone by then, the ServerApp is told so, and asks again.
 
 Its log leaves out the line that every question of a site for messages would make, twice a second and site.
 
@@ -16,12 +20,21 @@ import logging
 import runpy
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 POLL = "[Fleet.PullMessages]"
+UNDELIVERED = """
+    SELECT message_res.message_id AS reply, reply_to_message_id AS asked FROM message_res JOIN node ON node_id = src_node_id
+    WHERE reply_to_message_id IN ({marks}) AND delivered_at = '' AND online_until >= ?
+"""
+MISSING = """
+    WITH RECURSIVE part(id) AS (SELECT ? UNION SELECT child_id FROM object_children JOIN part ON parent_id = part.id)
+    SELECT count(*) AS missing FROM part LEFT JOIN objects ON object_id = part.id WHERE is_available IS NOT 1
+"""
 
 
 def repair(kind: Any) -> None:
@@ -33,6 +46,19 @@ def repair(kind: Any) -> None:
             count(self, run_id, bytes_sent=bytes_sent, bytes_recv=bytes_recv)
 
     kind.store_traffic = store_traffic
+
+
+def whole_replies(kind: Any) -> None:
+    """Let ``kind`` hand over a reply when all its tensors are there, as long as its site is here to send them."""
+    found = kind.get_message_res
+
+    def get_message_res(self: Any, message_ids: set[str]) -> Any:
+        marks = ",".join("?" * len(message_ids))
+        replies = self.query(UNDELIVERED.format(marks=marks), (*message_ids, time.time())) if message_ids else []
+        partial = {r["asked"] for r in replies if self.object_store.query(MISSING, (r["reply"],))[0]["missing"]}
+        return found(self, message_ids - partial) if message_ids - partial else []
+
+    kind.get_message_res = get_message_res
 
 
 def one_at_a_time(kind: Any) -> None:
@@ -65,6 +91,7 @@ def main() -> None:
     find = compat["find"]
     for kind in (find("InMemoryLinkState"), find("SqliteLinkState")):
         repair(kind)
+    whole_replies(find("SqliteLinkState"))
     one_at_a_time(find("SqliteObjectStore"))
     logging.getLogger("flwr").addFilter(tells)
     find("run_superlink")()

@@ -11,19 +11,22 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from fl_bn.moments import Moments, Running, ema
 from fl_bn.options import option
 
 LIMIT = 1.5
-"""Standard deviation of a layer's input, as its channels' geometric mean, at which its statistics have come to a stop."""
+"""Standard deviation of a layer's input, as its living channels' geometric mean, at which its statistics have come to a stop."""
+DEAD = 1e-12
+"""Share of the layer's median variance at which a channel counts as dead (behind a ReLU, or constant): it says nothing about a scale."""
 
 
 def slowdown(shared: Running) -> float:
-    """1 up to a deviation of 1, then falling with its logarithm to 0 at ``LIMIT``."""
-    smallest = torch.finfo(torch.float64).tiny
-    log_deviation = float(shared.var.double().clamp_min(smallest).log().mean()) / 2
+    """1 up to a deviation of 1, then falling with its logarithm to 0 at ``LIMIT``. Dead channels do not count; 1 where all are dead."""
+    var = shared.var.double()
+    living = var[var > DEAD * var.median()]
+    if len(living) == 0:
+        return 1.0
+    log_deviation = float(living.log().mean()) / 2
     return min(1.0, max(0.0, 1 - log_deviation / math.log(LIMIT)))
 
 

@@ -85,9 +85,11 @@ class _Contrast(Round):
         (loss + self.mu * term).backward()
         return loss
 
-    def finish(self, steps: int, learning_rate: float) -> Finish:
+    def close(self) -> None:
         if self.own is not None:
             self.own.close()
+
+    def finish(self, steps: int, learning_rate: float) -> Finish:
         return Finish(kept={name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()})
 
 

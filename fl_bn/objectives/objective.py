@@ -69,6 +69,9 @@ class Round:
         """After the round's last step."""
         return Finish()
 
+    def close(self) -> None:
+        """Leave nothing on the model: no more steps come, as all are done or one raised."""
+
 
 @dataclass(frozen=True)
 class Objective(Options):

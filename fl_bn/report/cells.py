@@ -13,6 +13,7 @@ from typing import Any
 
 from fl_bn.report.settings import label
 from fl_bn.run.config import ConfigError
+from fl_bn.run.history import read_rows
 from fl_bn.task import CLASSIFICATION, SHARE, TASKS
 
 Row = Mapping[str, Any]
@@ -140,27 +141,14 @@ def _read(file: Path) -> Cell:
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
         axes, config, status = said["axes"], said["config"], str(said["status"])
-        rows, torn = _rows(folder / "rounds.jsonl")
+        rows, torn = read_rows(folder / "rounds.jsonl")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Cell(folder.name, {}, {}, "unreadable", f"{file.name}: {type(error).__name__}: {error}")
     why = str(said.get("error") or "")
     if status == "finished" and (torn or not rows):
         status, why = "damaged", "rounds.jsonl ends within a line" if torn else "finished, but rounds.jsonl has no round"
-    return Cell(folder.name, axes, config, status, why, rows, _layers(folder / "diagnostics.csv"), _json(folder / "environment.json"))
-
-
-def _rows(file: Path) -> tuple[tuple[Row, ...], bool]:
-    """The rounds, and whether the last one is torn: a run that goes on is just being written."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise
-            return tuple(rows), True
-    return tuple(rows), False
+    layers, environment = _layers(folder / "diagnostics.csv"), _json(folder / "environment.json")
+    return Cell(folder.name, axes, config, status, why, tuple(rows), layers, environment)
 
 
 def _layers(file: Path) -> dict[str, dict[str, dict[int, float]]]:

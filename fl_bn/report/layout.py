@@ -205,8 +205,8 @@ def _wrong(cell: Cell, metric: str, at: str) -> str:
 
 
 def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layout) -> list[str]:
-    """The rows that show the best number, if there are others to compare with."""
-    means = {row: of[column].mean for row, of in entries.items() if of[column].values}
+    """The rows that show the best number, if there are others to compare with; rows that stand apart are neither."""
+    means = {row: of[column].mean for row, of in entries.items() if of[column].values and row not in layout.settings.apart}
     if len(means) < 2:
         return []
     top = shown((min if layout.lower_is_better else max)(means.values()), layout.metric)

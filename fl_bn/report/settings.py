@@ -14,7 +14,7 @@ from fl_bn.run.config import ConfigError
 SEED = "seed"  # the axis that is averaged over
 X = ("round", "bytes", "exchanges", "local-steps")
 AT = ("last", "best")
-KEYS = ("title", "rows", "columns", "metric", "at", "x", "against", "heat", "boxplot", "per-class", "drift", "domains")
+KEYS = ("title", "rows", "columns", "metric", "at", "x", "against", "heat", "boxplot", "per-class", "drift", "domains", "apart")
 EACH, AVERAGE = "each", "average"  # of domains
 HEAT = ("x", "y", "value", "minus")
 PAPER = ("source", "note", "numbers")
@@ -42,7 +42,8 @@ class Paper:
 @dataclass(frozen=True)
 class Settings:
     """``columns`` None: every axis that is not ``rows``. ``domains``: ``EACH`` and the mean, the ``AVERAGE`` alone, or empty: the
-    run's own metric. ``metric`` empty: that of the runs' task. ``order``: axis -> its values as in the sweep file; ``text``: that file."""
+    run's own metric. ``apart``: rows that are measured otherwise than the rest, and best of nothing. ``metric`` empty: that of the
+    runs' task. ``order``: axis -> its values as in the sweep file; ``text``: that file."""
 
     title: str
     rows: str = ""
@@ -56,6 +57,7 @@ class Settings:
     per_class: bool = False
     drift: bool = False
     domains: str = ""
+    apart: tuple[str, ...] = ()
     paper: Paper = Paper()
     notes: str = ""
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -102,6 +104,7 @@ def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
         per_class=_flag(report, "per-class"),
         drift=_flag(report, "drift"),
         domains=AVERAGE if report.get("domains") == AVERAGE else EACH if _flag(report, "domains") else "",
+        apart=_texts("apart", report.get("apart", [])),
         paper=Paper(_text(paper, "source"), _text(paper, "note"), _numbers(paper.get("numbers", {}))),
         notes=_text(notes, "text"),
         order=_order(tables),

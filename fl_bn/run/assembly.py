@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from fl_bn.data.record import describe
 from fl_bn.data.shift import limited, shifted
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
-from fl_bn.federation.network import Network
+from fl_bn.federation.network import MEMORY_FORMATS, Network
 from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.head import with_projection
@@ -248,7 +249,10 @@ def client_model(config: RunConfig) -> nn.Module:
 @lru_cache(maxsize=2)
 def network(config: RunConfig, device: torch.device) -> Network:
     """What all clients of this process train, by turns."""
-    return Network(client_model(at_client(config)), config.build_method(), device)
+    model = client_model(at_client(config))
+    if (layout := MEMORY_FORMATS[config.memory_format]) is not torch.contiguous_format:
+        model = copy.deepcopy(model).to(memory_format=layout)
+    return Network(model, config.build_method(), device)
 
 
 @lru_cache(maxsize=4)

@@ -82,8 +82,8 @@ class RunConfig(RunKeys):
             )
         if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
-        if (what := self["freeze-what"]) != "statistics" and (self.method != "fixbn" or self.update != "weights"):
-            raise ConfigError(f"freeze-what={what!r} is for method='fixbn' with update='weights', but got {self.method!r}, {self.update!r}")
+        if (what := self["freeze-what"]) != "statistics" and self.method != "fixbn":
+            raise ConfigError(f"freeze-what={what!r} is for method='fixbn', but got {self.method!r}")
         if self.engine == VECTORISED and self.workers != 1:
             raise ConfigError(f"engine='vectorised' has all clients of a cohort in one process: workers must be 1, but got {self.workers}")
         if self.method in FEDTAN and self.client_weights != "samples":

@@ -150,6 +150,24 @@ def named_per_domain(values: Mapping[str, float], task: Task = CLASSIFICATION) -
     return {f"{task.metric}-domain-{name}": value for name, value in values.items()}
 
 
+def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The rounds of a rounds.jsonl, none where there is no file, and whether the last line is torn: just being written, or cut by a crash.
+
+    Raises:
+        ValueError: another line cannot be read.
+    """
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise
+            return rows, True
+    return rows, False
+
+
 class History:
     """The files in ``folder``, which grow by a round at a time.
 

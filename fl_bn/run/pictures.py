@@ -206,6 +206,12 @@ def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> 
         axes.figure.colorbar(scale, ax=axes, label=what, ticks=MaxNLocator(8, integer=True))
 
 
+def best_first(curves: Mapping[str, np.ndarray], task: Task) -> list[str]:
+    """The names of ``curves``, as ``draw_comparison`` takes them, by the mean of the last round; last those that were not finite then."""
+    last, sign = {name: float(values[:, -1].mean()) for name, values in curves.items()}, (-1 if task.higher_is_better else 1)
+    return sorted(last, key=lambda name: (not np.isfinite(last[name]), sign * last[name]))
+
+
 def draw_comparison(
     curves: Mapping[str, np.ndarray], rounds: Mapping[str, Sequence[int]], title: str, path: Path, task: Task = CLASSIFICATION
 ) -> None:
@@ -213,13 +219,13 @@ def draw_comparison(
     one standard deviation."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8.5, 4.8), layout="constrained")
-        sign, digits = (-1 if task.higher_is_better else 1), ".1f" if task.scale() == 100 else ".3g"
-        order = sorted(curves, key=lambda name: sign * curves[name][:, -1].mean())
-        for name in order:
+        digits = ".1f" if task.scale() == 100 else ".3g"
+        for name in best_first(curves, task):
             values, index = curves[name], list(curves).index(name)
             look = {**line(index), "ms": 3.5, "markevery": max(1, len(values[0]) // 8)}
             mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
-            label = f"{name}  {mean[-1]:{digits}}" + (f" ± {std[-1]:{digits}}" if len(values) > 1 else "")
+            last = f"{mean[-1]:{digits}}" + (f" ± {std[-1]:{digits}}" if len(values) > 1 else "")
+            label = f"{name}  {last if np.isfinite(mean[-1]) else 'not finite'}"
             axes.plot(rounds[name], mean, **look, label=label)
             axes.fill_between(rounds[name], mean - std, mean + std, color=look["color"], alpha=0.15, lw=0)
         axes.set(xlabel="round", ylabel=axis_of(task, "test "), title=lines(title, 66))

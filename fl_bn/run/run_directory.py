@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,7 @@ from fl_bn.flower import RunFailed
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.log import LOGGER
 from fl_bn.flower.strategy import BatchNormStrategy
-from fl_bn.locks import Unsupported, hold
+from fl_bn.locks import release, take
 from fl_bn.names import names_of
 from fl_bn.options import Value
 from fl_bn.pairs import SERVER
@@ -111,9 +110,9 @@ class RunDirectory(Callback):
                     raise ConfigError(f"{self.path}: none of its checkpoints is whole: start the run anew")
                 self.records = self._history.cut(self.resumed.history)
             else:
-                (self.path / CONFIG).write_text(to_toml(self.config.to_mapping()), encoding="utf-8")
+                durable.write(self.path / CONFIG, to_toml(self.config.to_mapping()).encode(), mode=0o666)
                 self._history.begin()
-            (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+            durable.write(self.path / "environment.json", (json.dumps(environment(), indent=2) + "\n").encode(), mode=0o666)
         except BaseException:
             self._unlock(self.path)
             raise
@@ -176,8 +175,7 @@ class RunDirectory(Callback):
 
     def _unlock(self, path: Path) -> None:
         if self._lock is not None:
-            (path / LOCK).unlink(missing_ok=True)
-            self._lock.close()
+            release(self._lock, path / LOCK)
             self._lock = None
 
     def _finish(self, path: Path, error: BaseException | None) -> None:
@@ -193,7 +191,8 @@ class RunDirectory(Callback):
         accountant = self.strategy.secure.accountant if self.strategy and self.strategy.secure else None
         privacy = "" if accountant is None else accountant.statement()
         told = disclosure_table(left, self.config.called)
-        (path / "summary.md").write_text(summary(self.config, self.records, error, passes, told, privacy, self.task))
+        said = summary(self.config, self.records, error, passes, told, privacy, self.task)
+        durable.write(path / "summary.md", said.encode(), mode=0o666)
         self._write_passes()
         draws = self.config.pictures and self._can_draw()
         if draws and passes:
@@ -264,23 +263,13 @@ def diagnostics_of(config: RunConfig) -> Diagnostics | None:
 
 def _locked(path: Path) -> IO[str]:
     """Hold the run's folder against a second process, as long as this one lives. Raises RunFailed where another holds it."""
-    while True:
-        lock = (path / LOCK).open("w")
-        try:
-            hold(lock)
-        except BlockingIOError as error:
-            lock.close()
-            raise RunFailed(f"{path} is still being written by another process: end that run first") from error
-        except Unsupported:
-            lock.close()
-            raise
-        except OSError:  # a file system without locks
-            LOGGER.warning("%s cannot be locked: see to it that no second process goes on with the same run", path)
-            return lock
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path / LOCK)):
-                return lock
-        lock.close()  # whoever held it removed it between our opening and our locking: that file holds nobody back any more
+    def warn() -> None:
+        LOGGER.warning("%s cannot be locked: see to it that no second process goes on with the same run", path)
+
+    try:
+        return take(path / LOCK, warn)
+    except BlockingIOError as error:
+        raise RunFailed(f"{path} is still being written by another process: end that run first") from error
 
 
 def to_toml(values: Mapping[str, Value]) -> str:

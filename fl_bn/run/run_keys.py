@@ -19,6 +19,7 @@ from fl_bn.exchange.settings import CARRIERS
 from fl_bn.federation.clipping import CLIPS, PATH
 from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
+from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.federation.rounds import RECALIBRATIONS
 from fl_bn.federation.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
@@ -164,7 +165,10 @@ class RunKeys:
     fraction: float = option(1.0, "fraction of the clients that train in a round", "(0, 1]")
     rounds: int = option(100, "training rounds; 0, with calibrate: the statistics of model-weights are measured, and no more", ">= 0")
     client_weights: str = option(
-        "samples", "weight of a client in the average: the different samples it trained on this round, or equal", ("samples", "uniform")
+        "samples",
+        "weight of a client in the average of the weights: the different samples it trained on this round, or equal; its running "
+        "statistics weigh by samples",
+        ("samples", "uniform"),
     )
     payload_dtype: str = option(
         AS_THE_MODEL,
@@ -311,6 +315,11 @@ class RunKeys:
         "float32",
         "of local training; mixed: bfloat16 where torch's autocast sees fit, batch statistics and all that travels float32",
         PRECISIONS,
+    )
+    memory_format: str = option(
+        "contiguous",
+        "of the clients' networks; channels-last: torch's faster convolutions on many machines, equal up to the order of sums",
+        MEMORY_FORMATS,
     )
     engine: str = option(
         "sequential",

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fl_bn.loopback import with_exceptions
 from fl_bn.own_code import VARIABLE
 from fl_bn.pairs import SERVER, Scalar, flower_config
 from fl_bn.site.folders import ServerFolder, SiteFolder
@@ -181,9 +182,11 @@ def program(name: str) -> str:
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's, with ``extra``; Flower's programs start each other by name, so this Python's come first in PATH."""
+    """This process's, with ``extra``; Flower's programs start each other by name, so this Python's come first in PATH, and call each other
+    on this machine through no proxy."""
     scripts = sysconfig.get_path("scripts")
-    return {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}", **extra}
+    path = f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return {**os.environ, "PATH": path, **with_exceptions(os.environ), **extra}
 
 
 def _environment(state: Path) -> dict[str, str]:

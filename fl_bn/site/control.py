@@ -1,15 +1,16 @@
-"""Questions to a SuperLink's Control API, asked through Flower's own command ``flwr``, which answers in JSON."""
+"""Questions to a SuperLink's Control API, directly or through Flower's own command ``flwr``, which answers in JSON."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from fl_bn.site.certificates import public_in, read_public
 from fl_bn.site.commands import check_flower, environment, local, program
 from fl_bn.site.folders import ServerFolder
 from fl_bn.site.membership import former_owner
-from fl_bn.site.registered import Node, Submitted, registered_nodes, submitted_runs
+from fl_bn.site.registered import Node, Submitted, registered_nodes, run_log, submitted_runs
 
 FEDERATION = "deployment"
 IN_USE = "already in use"  # Flower's words for a key that is registered
-PREAMBLE = ("Loading project configuration", "Success", "Creating a new `.gitignore`")  # and these, before a log
+PREAMBLE = ("Loading project configuration", "Success", "Creating a new `.gitignore`")  # and these, before a reason
+ANSWER = 300.0  # seconds that an answer of ``flwr`` may take; one that submits a run packs and sends the app
+SILENCE = 600.0  # seconds without an answer of the SuperLink after which it counts as lost
+BOUNDED = "import os, signal, sys; signal.alarm(int(sys.argv[1])); os.execvp(sys.argv[2], sys.argv[2:])"  # ends also with nobody to end it
 PROJECT = """\
 [project]
 name = "fl-bn-federation"
@@ -45,6 +49,10 @@ class ControlError(RuntimeError):
     """The SuperLink does not answer, or refuses; the message has Flower's words."""
 
 
+class NotRegistered(ControlError):
+    """The SuperLink does not know a site's key, yet."""
+
+
 @dataclass(frozen=True)
 class Control:
     """``address``: HOST:PORT of the Control API; ``authority``: who vouches for it; ``project``: a folder that tells ``flwr`` both."""
@@ -53,20 +61,26 @@ class Control:
     authority: Path
     project: Path
 
-    def argv(self, *words: str) -> list[str]:
-        return [program("flwr"), *words]
-
-    def ask(self, *words: str) -> dict[str, Any]:
-        """The answer to ``flwr WORDS --format json``. Raises ControlError."""
-        done = subprocess.run(self.argv(*words, "--format", "json"), env=_environment(), capture_output=True, text=True, check=False)
-        _, brace, rest = done.stdout.partition("{")
+    def ask(self, *words: str, lock: int | None = None) -> dict[str, Any]:
+        """The answer to ``flwr WORDS --format json``. ``lock``: see ``start_run``. Raises ControlError."""
+        argv, held = [program("flwr"), *words, "--format", "json"], () if lock is None else (lock,)
+        if held:
+            argv = [sys.executable, "-I", "-S", "-c", BOUNDED, str(math.ceil(ANSWER) + 30), *argv]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(argv, env=_environment(), stdout=pipe, stderr=pipe, text=True, pass_fds=held) as process:
+            try:
+                out, err = process.communicate(timeout=ANSWER)
+            except subprocess.TimeoutExpired:  # it may have said all, and still not end: see ``registered``
+                process.kill()
+                out, err = process.communicate()
+        _, brace, rest = out.partition("{")
         try:
             answer: dict[str, Any] = json.loads(brace + rest)
         except json.JSONDecodeError:
-            answer = {"error-message": (done.stdout + done.stderr).strip()}
+            answer = {"error-message": (out + err).strip()}
         if not answer.get("success"):
             said = [line for line in str(answer.get("error-message", "")).splitlines() if line.strip() and not line.startswith(PREAMBLE)]
-            reason = " ".join(said[-3:]) or f"`flwr {' '.join(words[:2])}` ended with {done.returncode} and said nothing"
+            reason = " ".join(said[-3:]) or f"`flwr {' '.join(words[:2])}` ended with {process.returncode} and said nothing"
             raise ControlError(f"the SuperLink at {self.address}: {reason}")
         return answer
 
@@ -80,10 +94,11 @@ class Control:
             raise
         return True
 
-    def start_run(self, app: Path, run_config: str) -> str:
-        """Submits ``app``; its run id. Raises ControlError."""
+    def start_run(self, app: Path, run_config: str, lock: int | None = None) -> str:
+        """Submits ``app``; its run id. ``lock``: descriptor of a held file, which is held until this is done, also if this process is
+        killed meanwhile. Raises ControlError."""
         at = flower_config({"address": self.address, "root-certificates": str(self.authority)})
-        answer = self.ask("run", str(app), FEDERATION, "--federation-config", at, "--run-config", run_config)
+        answer = self.ask("run", str(app), FEDERATION, "--federation-config", at, "--run-config", run_config, lock=lock)
         return str(answer["run-id"])
 
     def unregister(self, node: int) -> None:
@@ -113,28 +128,34 @@ class Control:
         return {public_in(node.key): node.id for node in self.all_nodes()}
 
     def nodes(self, sites: Sequence[Path]) -> list[int]:
-        """The node id of each of ``sites``, given by their public keys. Raises ControlError where one is not registered."""
-        nodes = self.registered()
-        if missing := [key for key in sites if read_public(key) not in nodes]:
-            raise ControlError(
+        """The node id of each of ``sites``, given by their public keys. Raises NotRegistered, ControlError."""
+        keys, nodes = [key_of(site) for site in sites], self.registered()
+        if missing := [site for site, key in zip(sites, keys, strict=True) if key not in nodes]:
+            raise NotRegistered(
                 f"the SuperLink at {self.address} does not know the key {missing[0]}: `fl-bn register` tells it (`fl-bn start` does, too)"
             )
-        return [nodes[read_public(key)] for key in sites]
+        return [nodes[key] for key in keys]
 
     def status(self, run: str) -> str:
         """``running``, ``finished:completed``, ``finished:failed``, ... Raises ControlError."""
-        return str(self.ask("ls", str(self.project), FEDERATION, "--run-id", run)["runs"][0]["status"])
+        found = next((one for one in self.runs() if str(one.id) == run), None)
+        if found is None:
+            raise ControlError(f"the SuperLink at {self.address} has no run {run}")
+        return found.status
 
-    @contextmanager
-    def log(self, run: str) -> Iterator[Iterator[str]]:
-        """The lines of a run's log from its start, until it ends or the connection does, without what ``flwr`` itself says."""
-        argv = self.argv("log", run, str(self.project), FEDERATION, "--stream")
-        with subprocess.Popen(argv, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-            assert process.stdout is not None
-            try:
-                yield dropwhile(lambda line: line.startswith(PREAMBLE), process.stdout)
-            finally:
-                process.terminate()
+    def log(self, run: str, after: float) -> Iterator[tuple[str, float]]:
+        """As ``run_log``; the end of the connection is its end."""
+        with suppress(ConnectionError):
+            yield from run_log(self.address, self.authority.read_bytes(), int(run), after)
+
+
+def key_of(site: Path) -> bytes:
+    """The public key in a site's file in ``sites/``, as DER. Raises ControlError, which names the file."""
+    try:
+        return read_public(site)
+    except (OSError, ValueError) as error:
+        reason = "it is missing" if isinstance(error, FileNotFoundError) else error
+        raise ControlError(f"{site}: {reason}. server.toml names the site {site.stem}, so its public key belongs there") from error
 
 
 @contextmanager
@@ -161,14 +182,10 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
     A key that the SuperLink knows, but that no site has, is shut out: of a site that was removed, or the former one of a site.
 
     Raises:
-        ControlError: none did, or it refused a key.
-        FileNotFoundError: a site has no public key.
+        ControlError: none did, it refused a key, or a site has none.
     """
     for site in server.sites:
-        if not server.public_key(site).exists():
-            raise FileNotFoundError(
-                f"{server.public_key(site)} is missing: server.toml names the site {site}, so its public key belongs there"
-            )
+        key_of(server.public_key(site))  # what is wrong here is said before anything is waited for
     deadline = time.monotonic() + wait
     with control_of(server, address) as control:
         while True:
@@ -179,7 +196,7 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(1)
-        keys = {site: read_public(server.public_key(site)) for site in server.sites}
+        keys = {site: key_of(server.public_key(site)) for site in server.sites}
         for key, node in known.items():
             if key not in keys.values():
                 control.unregister(node)

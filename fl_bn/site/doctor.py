@@ -54,7 +54,7 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
 
 
 def _policy(file: Path) -> Finding:
-    from fl_bn.flower.policy import Policy, PolicyError
+    from fl_bn.policy import Policy, PolicyError
 
     try:
         policy = Policy.read(file)

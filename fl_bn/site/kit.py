@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_bn.flower.policy import TEMPLATE
+from fl_bn.policy import TEMPLATE
 from fl_bn.site.certificates import alternative_name, make_authority, make_server, write_site_key
 from fl_bn.site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
 from fl_bn.site.guides import kit_readme, server_guide, site_guide

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -28,7 +29,8 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
     ``public_key``: of a key pair that the site made itself; None: ``output`` becomes its whole folder, which has to be empty.
 
     Raises:
-        KitError: the name is taken or no name, the key is another site's or cannot be read, or ``output`` holds files.
+        KitError: the name is taken or no name, the key is another site's or cannot be read, ``output`` holds files, or server.toml is to be
+            corrected by hand first. Nothing has changed then.
     """
     try:
         site_name(name)
@@ -36,6 +38,7 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
         raise KitError(str(error)) from error
     if name.casefold() in {site.casefold() for site in server.sites}:
         raise KitError(f"{server.path / server.file} names a site {name} already: choose another name, or `fl-bn kit renew` its key")
+    text = _renamed(server, [*server.sites, name])
     if public_key is None:
         if output.exists() and any(output.iterdir()):
             raise KitError(f"{output} holds files already, and keys are never overwritten: give another --output, or move it away first")
@@ -44,22 +47,22 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
         exchange = joined(server.exchange_host, server.exchange_port)
         write_site(output, name, joined(server.superlink, port), exchange, server.authority.read_bytes())
         public_key = output / "site.pub"
-    _admit(server, name, public_key)
-    return _rename(server, [*server.sites, name])
+    server.public_key(name).write_bytes(_checked(server, name, public_key))
+    return _written(server, text)
 
 
 def remove_site(server: ServerFolder, name: str) -> ServerFolder:
     """Take the site ``name`` out of server.toml and its key out of ``sites/``. Returns the server's folder as it is then.
 
     Raises:
-        KitError: there is no such site, or it is the last one.
+        KitError: there is no such site, it is the last one, or server.toml is to be corrected by hand first. Nothing has changed then.
     """
     if name not in server.sites:
         raise KitError(f"{server.path / server.file} names no site {name}; it names {', '.join(server.sites)}")
     if len(server.sites) == 1:
         raise KitError(f"{name} is the last site: a server without sites has nothing to do; stop it instead")
-    changed = _rename(server, [site for site in server.sites if site != name])
-    _retire(server.public_key(name))
+    changed = _written(server, _renamed(server, [site for site in server.sites if site != name]))
+    _retire_key(server, name)
     return changed
 
 
@@ -97,13 +100,14 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
     if public_key is None:
         if not (folder / SiteFolder.file).exists():
             raise KitError(f"{folder} has no {SiteFolder.file}: give the site's folder (--output), or the public key that it sent")
+        public_key = folder / "site.pub"
         for half in ("site.key", "site.pub"):
             if (folder / half).exists():
                 _retire(folder / half)
-        write_site_key(folder / "site.key", folder / "site.pub", name)
-        public_key = folder / "site.pub"
-    _retire(server.public_key(name))
-    _admit(server, name, public_key)
+        write_site_key(folder / "site.key", public_key, name)
+    key = _checked(server, name, public_key)
+    _retire_key(server, name)
+    server.public_key(name).write_bytes(key)
 
 
 def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
@@ -112,6 +116,12 @@ def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
     ends = {path: read_certificate(path).not_valid_after_utc for path in paths}
     first = min(paths, key=ends.__getitem__)
     return first, (ends[first] - datetime.now(UTC)).days
+
+
+def ago(days: int) -> str:
+    """Of ``days`` left, negative: ``3 days ago``, in whole days."""
+    whole = -days - 1
+    return "less than a day ago" if whole == 0 else f"{whole} day{'s' if whole > 1 else ''} ago"
 
 
 def check_expiry(folder: ServerFolder | SiteFolder) -> str:
@@ -128,7 +138,7 @@ def check_expiry(folder: ServerFolder | SiteFolder) -> str:
         else "ask the server's operator for a new kit"
     )
     if days < 0:
-        raise FolderError(f"{path} expired {-days} days ago, and nothing would connect: {renewal}")
+        raise FolderError(f"{path} expired {ago(days)}, and nothing would connect: {renewal}")
     return f"{path} expires in {days} days: {renewal}" if days < SOON else ""
 
 
@@ -141,26 +151,42 @@ def former_owner(server: ServerFolder, key: bytes) -> str:
     return ""
 
 
-def _admit(server: ServerFolder, name: str, public_key: Path) -> None:
-    """Copy a site's public key, unless another site has it."""
+def _checked(server: ServerFolder, name: str, public_key: Path) -> bytes:
+    """The content of ``public_key``, which becomes the site's. Raises KitError where it is no such key, or another site has it."""
     try:
-        key = read_public(public_key)
+        content, key = public_key.read_bytes(), read_public(public_key)
     except (OSError, ValueError) as error:
         raise KitError(f"{public_key} is no public key of a site: {error}") from error
     for other in server.sites:
         if other != name and server.public_key(other).exists() and read_public(server.public_key(other)) == key:
             raise KitError(f"{public_key} is the key of {other}: every site has a key of its own")
-    server.public_key(name).write_bytes(public_key.read_bytes())
+    return content
 
 
-def _rename(server: ServerFolder, sites: Sequence[str]) -> ServerFolder:
-    """server.toml with other ``sites``, all else as it was, its comments too."""
+def _renamed(server: ServerFolder, sites: Sequence[str]) -> str:
+    """server.toml with other ``sites``, all else as it is, its comments too. Raises KitError where that cannot be done."""
     path = server.path / server.file
-    text, count = re.subn(r"(?ms)^sites\s*=\s*\[.*?\]", lambda _: f"sites = {json.dumps(list(sites))}", path.read_text(encoding="utf-8"))
+    old = path.read_text(encoding="utf-8")
+    text, count = re.subn(r"(?ms)^sites\s*=\s*\[.*?\]", lambda _: f"sites = {json.dumps(list(sites))}", old)
     if count != 1:
         raise KitError(f"{path}: expected one line `sites = [...]`, but found {count}: correct it by hand")
+    with suppress(tomllib.TOMLDecodeError):
+        if tomllib.loads(text) == tomllib.loads(old) | {"sites": list(sites)}:
+            return text
+    raise KitError(f"{path}: the list of sites has a ] within, perhaps in a comment: correct it by hand to one line `sites = [...]`")
+
+
+def _written(server: ServerFolder, text: str) -> ServerFolder:
+    """The server's folder with ``text`` as its server.toml."""
+    path = server.path / server.file
     write(path, text.encode(), path.stat().st_mode & 0o777)
     return ServerFolder.read(server.path)
+
+
+def _retire_key(server: ServerFolder, name: str) -> None:
+    """Move the site's public key to the former ones, where there is one."""
+    if server.public_key(name).exists():
+        _retire(server.public_key(name))
 
 
 def _retire(path: Path) -> Path:

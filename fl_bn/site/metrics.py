@@ -17,6 +17,7 @@ from typing import Any
 from fl_bn import durable
 from fl_bn.site.control import ControlError
 from fl_bn.site.folders import FolderError, ServerFolder, host_port
+from fl_bn.site.membership import ago
 from fl_bn.site.queue import QueueError
 from fl_bn.site.status import Status, status
 
@@ -93,7 +94,7 @@ def health(found: Status | None, problem: str = "") -> dict[str, Any]:
     """``ok``: the SuperLink answers and its certificates are valid; ``problem``: why not; and the whole status."""
     if found is None:
         return {"ok": False, "problem": problem, "at": datetime.now().astimezone().isoformat(timespec="seconds")}
-    problem = f"a certificate ended {-found.expires} days ago" if found.expires < 0 else ""
+    problem = f"a certificate ended {ago(found.expires)}" if found.expires < 0 else ""
     return {"ok": not problem, "problem": problem, **asdict(found)}
 
 

@@ -36,11 +36,15 @@ def staged(project: Path) -> Iterator[Path]:
     which commit it is, since git does not travel.
 
     Raises:
-        FolderError: the list is none of texts.
+        FolderError: pyproject.toml cannot be read, the list is none of texts, or a file cannot be copied.
     """
-    listed = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8")).get("tool", {}).get("fl-bn", {}).get("not-sent", [])
+    file = project / "pyproject.toml"
+    try:
+        listed = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("fl-bn", {}).get("not-sent", [])
+    except (OSError, ValueError) as error:
+        raise FolderError(f"{file} cannot be read: {error}") from error
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        raise FolderError(f"{project / 'pyproject.toml'}: not-sent of [tool.fl-bn] must be a list of paths in quotes, but got {listed!r}")
+        raise FolderError(f"{file}: not-sent of [tool.fl-bn] must be a list of paths in quotes, but got {listed!r}")
     home = {project / name for name in listed}
 
     def others(folder: str, names: list[str]) -> list[str]:
@@ -52,7 +56,10 @@ def staged(project: Path) -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory(prefix="fl-bn-") as folder:
         made = Path(folder) / "app"
-        shutil.copytree(project, made, ignore=others, ignore_dangling_symlinks=True)
+        try:
+            shutil.copytree(project, made, ignore=others, ignore_dangling_symlinks=True)
+        except shutil.Error as error:
+            raise FolderError("; ".join(f"{source} cannot be copied: {why}" for source, _, why in error.args[0][:3])) from error
         if (made / "fl_bn").is_dir() and (commit := commit_of(project)):
             (made / "fl_bn" / COMMIT).write_text(f'commit = "{commit}"\n')
         yield made

@@ -10,6 +10,7 @@ import errno
 import json
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,16 +22,17 @@ from typing import Any
 from fl_bn import durable
 from fl_bn.locks import hold
 from fl_bn.pairs import Scalar, flower_config
-from fl_bn.site.control import Control, ControlError
+from fl_bn.site.control import ANSWER, Control, ControlError, NotRegistered
 from fl_bn.site.folders import FolderError, ServerFolder
 from fl_bn.site.project import project_of, staged
 from fl_bn.site.registered import Submitted
 
 WAITING, STARTING, STARTED, REFUSED = "waiting", "starting", "started", "refused"
 KEPT = 50  # files of runs that have been started
+LAST = "last"  # the file with the last number that was given
 ROOM = 1024  # MiB of this machine's memory that are free before a run starts beside another
 DISK = 32  # MiB of the state's disk that are free before a run starts
-PATIENCE = 60.0  # seconds that the lock is waited for
+PATIENCE = ANSWER + 60  # seconds that the lock is waited for: longer than one takes who starts a run
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 CHECKPOINT_EVERY = 5  # rounds, unless told otherwise: from there fl-bn resume goes on
 
@@ -114,7 +116,7 @@ class Queue:
                         f"another run here is called {name}: give another name, or go on with it: fl-bn resume {self.server.path} {name}"
                     )
                 name = free
-            number = 1 + max((entry.number for entry in entries), default=0)
+            number = self._next(entries)
             values = dict(config) | ({} if resumes else {"name": name})
             now = datetime.now().astimezone().isoformat(timespec="seconds")
             entry = Entry(number, resumes or name, values, parallel, now)
@@ -130,33 +132,22 @@ class Queue:
             return True
 
     def dispatch(self, control: Control) -> dict[int, str]:
-        """Start what may start. Returns, by number, why the others wait.
+        """Start what may start, as server.toml says now: sites come and go. Returns, by number, why the others wait.
 
         Raises:
             ControlError: the SuperLink does not answer.
+            FolderError: server.toml cannot be read.
             QueueError: the queue's files cannot be written; what was to start waits.
         """
-        with self._locked():
+        with self._locked() as lock:
+            self.server = ServerFolder.read(self.server.path)
             entries = [self._settled(entry, control) for entry in self.entries()]
             self._forget(entries)
             why: dict[int, str] = {}
             active = [run for run in control.runs() if not run.status.startswith("finished")]
             for entry in entries:
-                if entry.state != WAITING:
-                    continue
-                if not (reason := self._obstacle(entry, active)):
-                    try:
-                        active.append(self._start(entry, active, control))
-                        continue
-                    except (ControlError, FolderError) as error:
-                        control.runs()  # else it is the SuperLink that is gone, and the run waits
-                        if reason := self._full():  # of which the SuperLink does not tell
-                            why[entry.number] = reason
-                            continue
-                        reason = str(error)
-                        if self._settled(replace(entry, state=STARTING, before=self._known(entry)), control).state == WAITING:
-                            self._write(replace(entry, state=REFUSED, why=reason))
-                why[entry.number] = reason
+                if entry.state == WAITING and (reason := self._obstacle(entry, active) or self._start(entry, active, control, lock)):
+                    why[entry.number] = reason
             return why
 
     def completed(self, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -182,11 +173,15 @@ class Queue:
         return list(self.server.sites) if config["clients"] == len(self.server.sites) else []
 
     def submit(self, given: Mapping[str, Scalar], control: Control) -> str:
-        """Submit a run to the SuperLink now; Flower's id of it. Its clients are the sites, each with the node that has its key.
+        """Submit a run to the SuperLink now, without a queue; Flower's id of it.
 
         Raises:
             ControlError, FolderError: it could not be submitted.
         """
+        return self._sent(self._addressed(given, control), control)
+
+    def _addressed(self, given: Mapping[str, Scalar], control: Control) -> dict[str, Scalar]:
+        """The run config of ``given``: its clients are the sites, each with the node that has its key."""
         server, config = self.server, self.completed(given)
         names = self.sites(config)
         if gone := [name for name in names if name not in server.sites]:
@@ -194,22 +189,38 @@ class Queue:
         if names and not config.get("client-nodes"):
             config["client-nodes"] = ",".join(map(str, control.nodes([server.public_key(name) for name in names])))
             config["client-names"] = ",".join(names)
-        with staged(project_of(server)) as app:
-            return control.start_run(app, flower_config(config))
+        return config
 
-    def _start(self, entry: Entry, active: Sequence[Submitted], control: Control) -> Submitted:
+    def _sent(self, config: Mapping[str, Scalar], control: Control, lock: int | None = None) -> str:
+        with staged(project_of(self.server)) as app:
+            return control.start_run(app, flower_config(config), lock)
+
+    def _start(self, entry: Entry, active: list[Submitted], control: Control, lock: int) -> str:
+        """Start ``entry``, which is one of ``active`` then. Why it is refused or has to wait; empty: it is started."""
         given = dict(entry.config)
         if "exchange-port" not in given:
             given["exchange-port"] = self._port(active)
-        self._write(replace(entry, state=STARTING, before=tuple(run.id for run in control.runs())))
-        run = self.submit(given, control)
+        before, starting = tuple(run.id for run in control.runs()), entry
+        try:
+            config = self._addressed(given, control)
+            starting = replace(entry, state=STARTING, before=before)
+            self._write(starting)
+            run = self._sent(config, control, lock)
+        except NotRegistered as error:  # `fl-bn register` is on its way, say
+            return str(error)
+        except (ControlError, FolderError, OSError, ValueError) as error:
+            known = control.runs()  # else it is the SuperLink that is gone, and the run waits
+            if full := self._full():  # of which the SuperLink does not tell
+                return full
+            if (settled := self._settled(starting, control)).state == STARTED:
+                active.extend(run for run in known if str(run.id) == settled.run)
+                return ""
+            self._write(replace(entry, state=REFUSED, why=str(error)))
+            return str(error)
         with suppress(QueueError):  # then it is found by its name, the next time
             self._write(replace(entry, state=STARTED, run=run))
-        return Submitted(int(run), "pending", given, None, None)
-
-    def _known(self, entry: Entry) -> tuple[int, ...]:
-        found = self.find(entry.number)
-        return () if found is None else found.before
+        active.append(Submitted(int(run), "pending", given, None, None))
+        return ""
 
     def _settled(self, entry: Entry, control: Control) -> Entry:
         """What became of a run that was being started when whoever did it was stopped: it is started, or waits."""
@@ -237,9 +248,11 @@ class Queue:
         return ""
 
     def _full(self) -> str:
-        """What is missing on the disk of the queue and the SuperLink; empty: nothing."""
-        free = shutil.disk_usage(self.folder).free // 2**20
-        return f"{free} MiB are free on the disk of {self.server.state}, and a run takes {DISK}: make room there" if free < DISK else ""
+        """What is missing on the disk of the queue and the SuperLink, or of the copy that is sent; empty: nothing."""
+        for folder in (self.server.state, Path(tempfile.gettempdir())):
+            if (free := shutil.disk_usage(folder).free // 2**20) < DISK:
+                return f"{free} MiB are free on the disk of {folder}, and a run takes {DISK}: make room there"
+        return ""
 
     def _port(self, active: Sequence[Submitted]) -> int:
         """The first port of the exchange's range that no run has, and that nobody listens on here; 0: none."""
@@ -254,6 +267,20 @@ class Queue:
             number += 1
             free = f"{name}-{number}"
         return free
+
+    def _next(self, entries: Sequence[Entry]) -> int:
+        """A number that no run has had, also none that was taken out: somebody may wait for that one still."""
+        path = self.folder / LAST
+        try:
+            last = int(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            last = 0
+        except (OSError, ValueError) as error:
+            raise QueueError(f"{path} cannot be read ({error}): move it away") from error
+        number = 1 + max([last, *(entry.number for entry in entries)])
+        with self._as_queue_error():
+            durable.write(path, f"{number}\n".encode())
+        return number
 
     def _forget(self, entries: Sequence[Entry]) -> None:
         done = [entry for entry in entries if entry.state in (STARTED, REFUSED)]
@@ -274,12 +301,13 @@ class Queue:
         except OSError as error:
             kind = NoQueue if error.errno in READ_ONLY else QueueError
             raise kind(
-                f"the queue in {self.folder} cannot be written ({error.strerror or error}): make room on that disk, and submit the run "
-                "again. No run was lost: those that wait are there as before"
+                f"the queue in {self.folder} cannot be written ({error.strerror or error}): make room on that disk. No run was "
+                "lost: those that wait are there as before, and no other came in"
             ) from error
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[int]:
+        """Hold the queue; the descriptor of its lock, which a child that has it holds, too, for as long as it lives."""
         with self._as_queue_error():
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (self.folder / ".lock").open("a")
@@ -293,7 +321,7 @@ class Queue:
                     if time.monotonic() > end:
                         raise QueueError(f"{self.folder} is held by another fl-bn for {PATIENCE:.0f} s: see what hangs there") from error
                     time.sleep(0.05)
-            yield
+            yield lock.fileno()
 
 
 def run_name(run: Submitted) -> str:

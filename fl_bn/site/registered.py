@@ -1,18 +1,20 @@
 """What a SuperLink knows, asked through its Control API: whose key each node has, who is here, and its runs.
 
-Flower's own command ``flwr`` shows neither keys nor when a site was last seen.
+Flower's own command ``flwr`` shows neither keys nor when a site was last seen. And after a connection that failed it may never end, where
+gRPC's thread had the lock of a channel that nobody closed.
 """
 
 from __future__ import annotations
 
 import runpy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import grpc
 
+from fl_bn.loopback import direct
 from fl_bn.site.commands import COMPAT
 
 
@@ -77,9 +79,25 @@ def submitted_runs(address: str, authority: bytes, timeout: float = 30.0) -> lis
     return sorted(runs, key=lambda run: run.submitted or datetime.min.astimezone(), reverse=True)
 
 
+def run_log(address: str, authority: bytes, run: int, after: float, timeout: float = 60.0) -> Iterator[tuple[str, float]]:
+    """What the run's ServerApp printed after the time ``after`` (seconds; 0: all), as it comes, piece by piece with its time.
+
+    Ends with the run, or after ``timeout`` seconds. Raises ConnectionError where the connection breaks, or there is none.
+    """
+    find = runpy.run_path(str(COMPAT))["find"]
+    with grpc.secure_channel(address, grpc.ssl_channel_credentials(authority), direct(address)) as channel:
+        request = find("StreamLogsRequest")(run_id=run, after_timestamp=after)
+        try:
+            for piece in find("ControlStub")(channel).StreamLogs(request, timeout=timeout):
+                yield piece.log_output, piece.latest_timestamp
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise ConnectionError(f"the SuperLink at {address} does not answer: {error.details()}") from error
+
+
 def _asked(address: str, authority: bytes, what: str, request: str, timeout: float) -> Any:
     find = runpy.run_path(str(COMPAT))["find"]
-    with grpc.secure_channel(address, grpc.ssl_channel_credentials(authority)) as channel:
+    with grpc.secure_channel(address, grpc.ssl_channel_credentials(authority), direct(address)) as channel:
         try:
             return getattr(find("ControlStub")(channel), what)(find(request)(), timeout=timeout)
         except grpc.RpcError as error:

@@ -77,6 +77,7 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
         NoSuchRun: no run has that name or id.
         NotHere: its files are on another machine; the message says where.
         FileExistsError: there is something at the destination.
+        OSError: it could not be copied. Nothing of it is left at the destination.
     """
     source = server.results / name
     if not (source / "config.toml").exists():
@@ -90,7 +91,16 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
     target = destination / source.name
     if target.exists():
         raise FileExistsError(f"{target} exists already: give another folder, or remove it")
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns(".lock", ".unfinished-*"))
+    partial = destination / f".{source.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
+        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(".lock", ".unfinished-*"), copy_function=_copy_if_there)
+        partial.rename(target)
+    except shutil.Error as error:  # its text is a list of all files that could not be copied
+        file, _, why = error.args[0][0]
+        raise OSError(f"{file} could not be copied to {destination}: {why}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return str(target)
 
 
@@ -117,6 +127,15 @@ def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
 
 def to_json(runs: list[Listed]) -> str:
     return json.dumps([asdict(run) for run in runs], indent=1)
+
+
+def _copy_if_there(source: str, target: str) -> None:
+    """Copies a file, unless it has gone meanwhile, as the checkpoints do of a run that goes on."""
+    try:
+        shutil.copy2(source, target)
+    except FileNotFoundError:
+        if Path(source).exists():
+            raise
 
 
 def _listed(server: ServerFolder, run: Submitted) -> Listed:

@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Any
 
 from fl_bn.called import Called
-from fl_bn.site.certificates import public_in, read_public
-from fl_bn.site.control import control_of
+from fl_bn.site.certificates import public_in
+from fl_bn.site.control import control_of, key_of
 from fl_bn.site.folders import ServerFolder
 from fl_bn.site.membership import days_left
 from fl_bn.site.queue import Entry, Queue, run_name
@@ -68,13 +68,13 @@ class Status:
 
 
 def status(server: ServerFolder, address: str = "") -> Status:
-    """As it is now. Raises ControlError where no SuperLink answers, QueueError where the queue cannot be read."""
+    """As it is now. Raises ControlError where no SuperLink answers or a site has no key, QueueError where the queue cannot be read."""
     with control_of(server, address) as control:
         nodes, runs = control.all_nodes(), control.runs()
     keys = {public_in(node.key): node for node in nodes}
     sites = []
     for name in server.sites:
-        node = keys.get(read_public(server.public_key(name)))
+        node = keys.get(key_of(server.public_key(name)))
         if node is None:
             sites.append(SiteStatus(name, None, "not registered", ""))
         else:

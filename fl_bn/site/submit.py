@@ -13,12 +13,11 @@ from fl_bn.run.checkpoints import FOLDER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.resume import config_to_resume
-from fl_bn.site.control import Control, ControlError, control_of
-from fl_bn.site.folders import ServerFolder
+from fl_bn.site.control import SILENCE, Control, ControlError, control_of
+from fl_bn.site.folders import FolderError, ServerFolder
 from fl_bn.site.membership import check_expiry
-from fl_bn.site.queue import REFUSED, STARTED, Entry, NoQueue, Queue
+from fl_bn.site.queue import REFUSED, STARTED, Entry, NoQueue, Queue, QueueError
 
-SILENCE = 600.0  # seconds without an answer of the SuperLink after which a run counts as lost
 COMPLETED = "finished:completed"
 LOOK = 1.0  # seconds between looks at the queue
 OF_FOLDER = (
@@ -130,20 +129,24 @@ def _its_turn(queue: Queue, entry: Entry, control: Control, say: Say) -> str:
     """Flower's id of the run, once it was started; empty if it was taken out of the queue.
 
     Raises:
-        ControlError: the SuperLink refused it, or has not answered for long. QueueError: see ``Queue.dispatch``.
+        ControlError: the SuperLink refused it.
+        ControlError, FolderError, QueueError, OSError: nobody could look for long, as ``Queue.dispatch`` says; the run stays in the queue.
     """
     told, answered = "", time.monotonic()
     try:
         while True:
+            now: Entry | None = entry
+            ahead: list[str] = []
             try:
                 why = queue.dispatch(control).get(entry.number, "")
-            except ControlError as error:
+                now, ahead = queue.find(entry.number), [other.name for other in queue.waiting() if other.number < entry.number]
+            except (ControlError, FolderError, QueueError, OSError) as error:
                 if time.monotonic() - answered > SILENCE:
+                    _say_that_it_stays(queue, entry, say)
                     raise
                 why = f"{error}; trying again"
             else:
                 answered = time.monotonic()
-            now = queue.find(entry.number)
             if now is None:
                 say(f"{entry.name} was taken out of the queue")
                 return ""
@@ -152,25 +155,32 @@ def _its_turn(queue: Queue, entry: Entry, control: Control, say: Say) -> str:
             if now.state == REFUSED:
                 raise ControlError(f"{entry.name} was not started: {now.why}")
             if why and why != told:
-                ahead = [other.name for other in queue.waiting() if other.number < entry.number]
                 say(f"{entry.name} waits{f' behind {len(ahead)} others' if ahead else ''}: {why}")
                 told = why
             time.sleep(LOOK)
     except KeyboardInterrupt:
-        say(f"{entry.name} stays in the queue, and starts by itself as long as `fl-bn start` of the server runs. To take it out:")
-        say(f"  fl-bn abort {shlex.quote(str(queue.server.path))} {entry.name}")
+        _say_that_it_stays(queue, entry, say)
         raise
+
+
+def _say_that_it_stays(queue: Queue, entry: Entry, say: Say) -> None:
+    say(f"{entry.name} stays in the queue, and starts by itself as long as `fl-bn start` of the server runs. To take it out:")
+    say(f"  fl-bn abort {shlex.quote(str(queue.server.path))} {entry.name}")
 
 
 def _follow(control: Control, run: str, say: Say) -> str:
     """The run's last status; says each line of its log once, through restarts of the SuperLink."""
-    said, answered = 0, time.monotonic()
+    rest, seen, answered, status = "", 0.0, time.monotonic(), ""
     while True:
-        with control.log(run) as lines:
-            for place, line in enumerate(lines):
-                if place >= said:
-                    say(line.rstrip())
-                    said = place + 1
+        for text, time_of_it in control.log(run, seen):
+            seen = time_of_it
+            *lines, rest = (rest + text).split("\n")
+            for line in lines:
+                say(line.rstrip())
+        if status.startswith("finished"):
+            if rest.strip():
+                say(rest.rstrip())
+            return status
         try:
             status = control.status(run)
         except ControlError as error:
@@ -179,6 +189,4 @@ def _follow(control: Control, run: str, say: Say) -> str:
             say(f"{error}; trying again")
         else:
             answered = time.monotonic()
-            if status.startswith("finished"):
-                return status
-        time.sleep(1)
+        time.sleep(LOOK)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from io import TextIOWrapper
 from logging import Formatter, Logger, LogRecord
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -159,25 +160,25 @@ class Program:
         self._reader.start()
 
     def _copy(self, stream: IO[bytes]) -> None:
-        for line in stream:
-            text = line.decode("utf-8", "replace")
-            self._output.write(self._command.name, text)
-            for words, hint in self._command.hints.items():
-                general = words == UNREACHABLE and bool(self._hinted)  # what was said before says more
-                if words in text and words not in self._hinted and not general and not self.done:
-                    self._hinted.add(words)
-                    self._say(f"said {words!r}: {hint}")
+        with stream:  # closed here, since closing waits for whoever reads, and what outlives the program may keep it open
+            for line in stream:
+                text = line.decode("utf-8", "replace")
+                self._output.write(self._command.name, text)
+                for words, hint in self._command.hints.items():
+                    general = words == UNREACHABLE and bool(self._hinted)  # what was said before says more
+                    if words in text and words not in self._hinted and not general and not self.done:
+                        self._hinted.add(words)
+                        self._say(f"said {words!r}: {hint}")
 
     def _reap(self) -> None:
         """After its end: what it had started goes, too, and would else hold its ports."""
         assert self._process is not None
+        assert self._process.stdin is not None
         assert self._reader is not None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._reader.join(timeout=2)
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
+        self._process.stdin.close()
         self._process = None
 
     def _say(self, text: str) -> None:
@@ -191,6 +192,8 @@ def supervise(commands: Sequence[Command], logs: Path, patience: Patience | None
         AlreadyRunning: for the folder of ``logs``.
     """
     patience = patience or Patience()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a program may print what the terminal cannot show
     with _alone(logs), _signals() as received:
         output = Output(logs)
         programs = [Program(command, patience, output) for command in commands]

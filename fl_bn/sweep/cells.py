@@ -11,20 +11,23 @@ import signal
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from fl_bn import durable
+from fl_bn import durable, locks
 from fl_bn.federation.workers import cores
-from fl_bn.flower import run_in_process
+from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.log import LOGGER
 from fl_bn.options import Value
+from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.history import read_rows
 
 CENTRALISED = "centralised"  # a method's name here: training on the union of the data
 OUTCOME = "cell.json"
@@ -45,9 +48,8 @@ class Cell:
         return Path(self.config.output) / self.config.name
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rounds written so far."""
-        file = self.path / "rounds.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        """The rounds written so far, without one that a crash has torn."""
+        return read_rows(self.path / "rounds.jsonl")[0]
 
     def rounds_done(self) -> int:
         file = self.path / "rounds.jsonl"
@@ -59,15 +61,17 @@ class Cell:
         Raises:
             ConfigError: the folder holds a run with another config, which is not to be lost.
         """
-        file = self.path / "config.toml"
-        if not file.exists():
+        keys, said = _config(self.path / CONFIG), self.outcome()
+        if not keys:
             return False
-        there, here = ({k: v for k, v in keys.items() if k not in OWN} for keys in (_config(file), self.config.to_mapping()))
-        if differing := [f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in {**there, **here} if there.get(k) != here.get(k)]:
+        there = {**keys, CENTRALISED: said.get(CENTRALISED, self.centralised)}
+        here = {**self.config.to_mapping(), CENTRALISED: self.centralised}
+        deciding = [k for k in {**there, **here} if k not in OWN]
+        if differing := [f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in deciding if there.get(k) != here.get(k)]:
             raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove it")
-        if self.config.rounds == 0:  # re-calibration: as many passes as it took
-            return self.outcome().get("status") == "finished"
-        return len(self.rows()) == self.config.rounds and (self.path / "summary.md").exists()
+        if said.get("status") != "finished":
+            return False
+        return self.config.rounds == 0 or len(self.rows()) == self.config.rounds  # re-calibration: as many passes as it took
 
     def outcome(self) -> dict[str, Any]:
         """What cell.json says of it; empty: it never ended."""
@@ -83,6 +87,36 @@ class Cell:
         text = json.dumps({**said, "status": status, "seconds": round(seconds, 2), "error": error}, indent=1) + "\n"
         durable.write(self.path / OUTCOME, text.encode(), mode=0o666)
 
+    def remove_failed(self) -> None:
+        """Remove its folder, with checkpoints, if it failed; unless another process runs it."""
+        with suppress(RunFailed), self.held():
+            if self.outcome().get("status") == "failed":
+                shutil.rmtree(self.path)
+
+    @contextmanager
+    def held(self, patience: float = 0.0) -> Iterator[None]:
+        """Hold the cell against other processes, also those of other machines that share the disk, for ``patience`` seconds at first.
+
+        The lock lies beside the folder, which may be removed meanwhile.
+
+        Raises:
+            RunFailed: another process runs it.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file, end = self.path.parent / f".{self.path.name}.lock", time.monotonic() + patience
+        while True:
+            try:
+                lock = locks.take(file)  # on a disk without locks the run itself warns
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= end:
+                    raise RunFailed(f"another process runs {self.path}: give the same command again when that has ended") from error
+                time.sleep(PROGRESS)
+        try:
+            yield
+        finally:
+            locks.release(lock, file)
+
 
 def log_of(path: Path) -> Path:
     """The log of the run in the folder ``path``: beside it."""
@@ -90,21 +124,34 @@ def log_of(path: Path) -> Path:
 
 
 def run_cell(cell: Cell) -> None:
-    """In a worker process: one run, its log in ``<name>.log`` beside its folder.
+    """In a worker process: hold the cell and run it.
+
+    Raises:
+        RunFailed: another process runs it, which is no outcome of the cell.
+    """
+    with cell.held():
+        run_held(cell)
+
+
+def run_held(cell: Cell) -> None:
+    """One run, its log in ``<name>.log`` beside its folder. What another process has finished meanwhile is left as it is.
 
     An interrupted run of the same cell goes on from its last checkpoint, where it has one, and is begun anew where it has none.
+
+    Raises:
+        ConfigError: the folder holds another run by now.
     """
     from fl_bn.run.centralised import run_centralised
 
+    if cell.finished():
+        return
     begin, config = time.monotonic(), cell.config.to_mapping()
-    if not cell.centralised and any(cell.path.glob("checkpoints/round-*")):
+    if not cell.centralised and _config(cell.path / CONFIG) and any(cell.path.glob(f"{FOLDER}/round-*")):
         config["resume"] = cell.config.name
     else:
         shutil.rmtree(cell.path, ignore_errors=True)
-    cell.path.parent.mkdir(parents=True, exist_ok=True)
-    LOGGER.handlers.clear()
-    handler = logging.FileHandler(log_of(cell.path), mode="w")
-    LOGGER.addHandler(handler)
+    handler, before = logging.FileHandler(log_of(cell.path), mode="w"), LOGGER.handlers
+    LOGGER.handlers = [handler]
     try:
         if cell.centralised:
             run_centralised(cell.config)
@@ -113,6 +160,9 @@ def run_cell(cell: Cell) -> None:
     except Exception as error:
         cell.write_outcome("failed", time.monotonic() - begin, f"{type(error).__name__}: {error}")
         raise
+    finally:
+        LOGGER.handlers = before
+        handler.close()
     cell.write_outcome("finished", time.monotonic() - begin)
 
 
@@ -174,8 +224,12 @@ def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    """Keys that a newer version knows and the file does not have their default."""
-    return {**RunConfig().to_mapping(), **tomllib.loads(file.read_text())}
+    """Keys that a newer version knows and the file does not have their default. Empty: no run was begun, or its file did not get whole."""
+    try:
+        keys = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {**RunConfig().to_mapping(), **keys} if keys else {}
 
 
 def _end_with_parent() -> None:

@@ -7,6 +7,7 @@ In an experiment's file:
     paper = "77.3 against 68.4"                                   # in words, beside the numbers of [paper]
     differs = "a smaller network"                                 # settings that are not the paper's
     hours = 0.05                                                  # of one core that a cell takes, measured
+    resampled = 0.25                                              # seeds divide the same samples anew: test samples per training sample
     compare = [
         { left = ["FedBN", "average"], right = ["FedAvg", "average"] },                 # [row, column]: left is above right
         { left = ["FBN", "0.0"], right = ["centralised", "0.0"], within = 2.0 },        # left is within 2 points of right
@@ -27,20 +28,21 @@ In an experiment's file:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
 from fl_bn.names import unknown
 from fl_bn.report.layout import Layout
-from fl_bn.report.settings import SEED
+from fl_bn.report.settings import AVERAGE, SEED, Paper
 from fl_bn.run.config import ConfigError
 
 LEVEL = 0.05  # of the paired, two-sided t-test, and of the confidence intervals
 POWER = 0.8  # with which a difference is found that counts as detectable
+SEEDS = 3  # of which a verdict needs as many to say that nothing was found
 VARIANT = "evidence"  # of an experiment's file, which its claim is tested on
-KEYS = ("claim", "paper", "differs", "hours", "compare", "cause", "untestable", "runs", "why")
+KEYS = ("claim", "paper", "differs", "hours", "resampled", "compare", "cause", "untestable", "runs", "why")
 WHY = ("variant", "asks", "compare", "yes", "no", "measure")
 HELD, AGAINST, OPEN, MISSING = "held", "contradicted", "not separated", "not run"
 REPRODUCED, PARTLY, NOT, UNTESTABLE, NOT_RUN = "reproduced", "partly reproduced", "not reproduced", "not testable here", "not run yet"
@@ -81,12 +83,16 @@ class Why:
 
 @dataclass(frozen=True)
 class Claim:
-    """One experiment's claim; ``hours``: of one core per cell; ``runs``: the experiment whose runs it is about, empty: its own."""
+    """One experiment's claim; ``hours``: of one core per cell; ``runs``: the experiment whose runs it is about, empty: its own.
+
+    ``resampled``: where seeds divide the same samples anew, test samples per training sample; 0: the test samples are the same for all.
+    """
 
     claim: str
     paper: str = ""
     differs: str = ""
     hours: float = 0.0
+    resampled: float = 0.0
     compare: tuple[Comparison, ...] = ()
     cause: str = ""
     untestable: str = ""
@@ -101,14 +107,27 @@ class Claim:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``differences``: left less right in points, a value per seed that both have."""
+    """``differences``: left less right in points, a value per seed that both have; ``paper``: its own difference, None if not known.
+
+    ``resampled``: as in ``Claim``. Divisions of the same samples share most of their training samples, so they are no independent draws.
+
+    Reference: Nadeau, Bengio: Inference for the Generalization Error, Machine Learning 52, 2003, the corrected resampled t-test.
+    """
 
     comparison: Comparison
     differences: tuple[float, ...]
+    paper: float | None = None
+    resampled: float = 0.0
 
     @property
     def mean(self) -> float:
         return fmean(self.differences) if self.differences else math.nan
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean; NaN for fewer than two seeds."""
+        n = len(self.differences)
+        return stdev(self.differences) * math.sqrt(1 / n + self.resampled) if n > 1 else math.nan
 
     @property
     def p(self) -> float:
@@ -117,10 +136,9 @@ class Outcome:
 
         if len(self.differences) < 2:
             return math.nan
-        error = stdev(self.differences) / math.sqrt(len(self.differences))
-        if error == 0:
+        if self.error == 0:
             return 1.0 if self.mean == 0 else 0.0
-        return float(2 * stdtr(len(self.differences) - 1, -abs(self.mean) / error))
+        return float(2 * stdtr(len(self.differences) - 1, -abs(self.mean) / self.error))
 
     @property
     def half(self) -> float:
@@ -129,7 +147,7 @@ class Outcome:
 
         if len(self.differences) < 2:
             return math.nan
-        return float(stdtrit(len(self.differences) - 1, 1 - LEVEL / 2) * stdev(self.differences) / math.sqrt(len(self.differences)))
+        return float(stdtrit(len(self.differences) - 1, 1 - LEVEL / 2)) * self.error
 
     @property
     def detectable(self) -> float:
@@ -138,8 +156,8 @@ class Outcome:
 
         if len(self.differences) < 2:
             return math.nan
-        freedom, error = len(self.differences) - 1, stdev(self.differences) / math.sqrt(len(self.differences))
-        return float(nctdtrinc(freedom, 1 - POWER, stdtrit(freedom, 1 - LEVEL / 2))) * error
+        freedom = len(self.differences) - 1
+        return float(nctdtrinc(freedom, 1 - POWER, stdtrit(freedom, 1 - LEVEL / 2))) * self.error
 
     @property
     def state(self) -> str:
@@ -154,6 +172,13 @@ class Outcome:
             return HELD
         return AGAINST if abs(self.mean) - self.half > self.comparison.within else OPEN
 
+    @property
+    def too_coarse(self) -> bool:
+        """Whether the seeds differ too much to see what is claimed: the paper's own difference, or that there is none beyond ``within``."""
+        if self.comparison.within is not None:
+            return self.half > self.comparison.within
+        return self.paper is not None and self.detectable > abs(self.paper)
+
 
 def parse_claim(table: Mapping[str, Any], where: str) -> Claim:
     """From the table [evidence] of ``where``. Raises ConfigError for a key or a value that it should not have."""
@@ -161,15 +186,17 @@ def parse_claim(table: Mapping[str, Any], where: str) -> Claim:
         if key not in KEYS:
             raise ConfigError(f"{where}: {unknown('key', key, KEYS, ' in [evidence]')}")
     texts = {key: table.get(key, "") for key in ("claim", "paper", "differs", "cause", "untestable", "runs")}
-    hours, compare, whys = table.get("hours", 0.0), table.get("compare", []), table.get("why", [])
+    numbers, compare, whys = {key: table.get(key, 0.0) for key in ("hours", "resampled")}, table.get("compare", []), table.get("why", [])
     if not all(isinstance(text, str) for text in texts.values()) or not texts["claim"]:
         raise ConfigError(f"{where}: [evidence] needs a claim, and its other words are texts, but got {texts!r}")
-    if not isinstance(hours, int | float) or not isinstance(compare, list) or not isinstance(whys, list):
-        of = f"{hours!r}, {compare!r} and {whys!r}"
-        raise ConfigError(f"{where}: [evidence] takes hours as a number, compare and why as lists, but got {of}")
+    wrong = [key for key, value in numbers.items() if type(value) not in (int, float) or not 0 <= value < math.inf]
+    if wrong or not isinstance(compare, list) or not isinstance(whys, list):
+        of = f"{numbers!r}, {compare!r} and {whys!r}"
+        raise ConfigError(f"{where}: [evidence] takes hours and resampled as numbers from 0, compare and why as lists, but got {of}")
     return Claim(
         **texts,
-        hours=float(hours),
+        hours=float(numbers["hours"]),
+        resampled=float(numbers["resampled"]),
         compare=tuple(_comparison(one, where) for one in compare),
         why=tuple(_why(one, where) for one in whys),
     )
@@ -192,31 +219,71 @@ def _comparison(value: Any, where: str) -> Comparison:
     return Comparison(places[0], places[1], within)
 
 
-def outcome(comparison: Comparison, layout: Layout | None) -> Outcome:
-    """What the runs of ``layout`` say; None: there is none yet."""
+def outcome(comparison: Comparison, layout: Layout | None, paper: Paper, resampled: float) -> Outcome:
+    """What the runs of ``layout`` say, beside the numbers of ``paper``; None: there is no run yet. ``resampled``: as in ``Claim``."""
     left, right = (_by_seed(place, layout) if layout else {} for place in (comparison.left, comparison.right))
-    return Outcome(comparison, tuple(left[seed] - right[seed] for seed in left if seed in right))
+    return Outcome(comparison, tuple(left[seed] - right[seed] for seed in left if seed in right), of_paper(comparison, paper), resampled)
 
 
-def answer(why: Why, outcomes: list[Outcome]) -> str:
-    """``why.yes`` where every comparison held, ``why.no`` where none did; what is known while neither is."""
-    found = verdict(Claim(why.asks), outcomes)
-    return {REPRODUCED: why.yes, NOT: why.no, PARTLY: "In part.", UNDECIDED: "Undecided, with one seed.", NOT_RUN: "Not run yet."}[found]
+def of_paper(comparison: Comparison, paper: Paper) -> float | None:
+    """Left less right by the paper's own numbers, where it has both."""
+
+    def number(place: Place) -> float:
+        row, column = place
+        of = paper.numbers.get(row, {})
+        return fmean(map(float, of.values())) if column == AVERAGE and of and column not in of else float(of[column])
+
+    try:
+        return number(comparison.left) - number(comparison.right)
+    except (KeyError, ValueError):
+        return None
 
 
-def verdict(claim: Claim, outcomes: list[Outcome]) -> str:
-    """``REPRODUCED``: every comparison held; ``PARTLY``: some; ``NOT``: none, though some were run; ``UNDECIDED``: none has
-    two seeds; ``NOT_RUN``: none was run."""
+def answer(why: Why, outcomes: Sequence[Outcome], incomplete: bool = False) -> str:
+    """``why.yes`` where every comparison held, ``why.no`` where none did, else what is known; and what could not have been seen."""
+    found = verdict(Claim(why.asks), outcomes, incomplete)
+    partly = f"In part: {sum(one.state == HELD for one in outcomes)} of {len(outcomes)} comparisons held."
+    undecided = f"Undecided: {undecided_for(outcomes, incomplete)}."
+    said = {REPRODUCED: why.yes, NOT: why.no, PARTLY: partly, UNDECIDED: undecided, NOT_RUN: "Not run yet."}[found]
+    return f"{said} {unseen(outcomes)}".rstrip()
+
+
+def unseen(outcomes: Sequence[Outcome]) -> str:
+    """How large a difference the comparisons that are not separated would have missed, in words; empty where all are."""
+    missed = [one.detectable for one in outcomes if one.state == OPEN and one.comparison.within is None and len(one.differences) > 1]
+    if not missed:
+        return ""
+    low, high = (f"{value:.1f}" for value in (min(missed), max(missed)))
+    points = f"{low} points" if low == high else f"{low} to {high} points, by comparison,"
+    return f"Not separated: a difference below {points} would not reliably have been seen."
+
+
+def verdict(claim: Claim, outcomes: Sequence[Outcome], incomplete: bool = False) -> str:
+    """``REPRODUCED``: every comparison held; ``PARTLY``: some; ``UNDECIDED``: none, and ``undecided_for`` has a reason; ``NOT``: none else;
+    ``NOT_RUN``: none was run. ``incomplete``: cells are missing."""
     if claim.untestable:
         return UNTESTABLE
     states = [one.state for one in outcomes]
     if all(state == MISSING for state in states):
         return NOT_RUN
-    if all(len(one.differences) < 2 for one in outcomes):
-        return UNDECIDED
     if all(state == HELD for state in states):
         return REPRODUCED
-    return PARTLY if HELD in states else NOT
+    if HELD in states:
+        return PARTLY
+    return UNDECIDED if undecided_for(outcomes, incomplete) else NOT
+
+
+def undecided_for(outcomes: Sequence[Outcome], incomplete: bool = False) -> str:
+    """Why what has not been found may still be there, in words; empty where a comparison held or is contradicted, or no reason is known."""
+    if {HELD, AGAINST} & {one.state for one in outcomes}:
+        return ""
+    coarse = sum(one.too_coarse for one in outcomes)
+    reasons = {
+        f"fewer than {SEEDS} seeds": any(len(one.differences) < SEEDS for one in outcomes),
+        "cells are missing": incomplete,
+        f"what is claimed would not have been seen in {coarse} of {len(outcomes)} comparisons": coarse > 0,
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
 def _by_seed(place: Place, layout: Layout) -> dict[str, float]:

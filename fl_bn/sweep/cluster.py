@@ -24,11 +24,13 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from fl_bn.flower import RunFailed
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.sweep.cells import PROGRESS, Cell, log_of, run_cell
+from fl_bn.sweep.cells import PROGRESS, Cell, log_of, run_held
 
 LOG = "cluster.log"  # in the sweep's folder: which node ran what, and which were lost
+PATIENCE = 120.0  # seconds in which a lost node's process ends, or its lock on a shared disk
 TRIES = 2  # processes that one cell may cost
 DIED = "its process died twice (killed, or out of memory)"
 
@@ -241,9 +243,17 @@ def _gone(node: Node, patience: float = 10.0) -> bool:
 
 def on_node(cell: Cell, shared: str) -> Done:
     """In a process of a node: run the cell. ``shared``: a file that exists here if the sweep's folder is the one of the command."""
+    try:
+        with cell.held(PATIENCE):
+            return _done(cell, shared)
+    except RunFailed as busy:
+        return Done(f"{type(busy).__name__}: {busy}", b"")
+
+
+def _done(cell: Cell, shared: str) -> Done:
     error = ""
     try:
-        run_cell(cell)
+        run_held(cell)
     except Exception as problem:  # noqa: BLE001 - it fails this cell alone
         error = f"{type(problem).__name__}: {problem}"
     if Path(shared).exists():

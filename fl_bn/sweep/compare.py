@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 from fl_bn.run.assembly import task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
-from fl_bn.run.pictures import draw_comparison, in_words
+from fl_bn.run.pictures import best_first, draw_comparison, in_words
 from fl_bn.sweep.cells import CENTRALISED, Cell
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -66,7 +67,7 @@ def plan(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, A
 @dataclass(frozen=True)
 class Outcome:
     """``values``: label -> (seeds, evaluations) of the task's metric, in percent where it is a share, after ``rounds[label]``, of the runs
-    that finished; ``seeds``: how many runs each label should have."""
+    that finished; NaN where it was not finite. ``seeds``: how many runs each label should have."""
 
     rounds: dict[str, list[int]]
     values: dict[str, np.ndarray]
@@ -74,39 +75,46 @@ class Outcome:
     task: Task = CLASSIFICATION
 
     def of(self, label: str) -> tuple[np.ndarray, np.ndarray]:
-        """Of each seed the last value and the best one."""
+        """Of each seed the last value and the best one that is finite."""
         values = self.values[label]
-        return values[:, -1], values.max(1) if self.task.higher_is_better else values.min(1)
+        return values[:, -1], (np.fmax if self.task.higher_is_better else np.fmin).reduce(values, 1)
 
 
 def gather(cells: Sequence[Cell]) -> Outcome:
     """Read the finished cells' curves."""
     of = task(cells[0].config)
     metric, scale = of.metric, of.scale()
-    curves: dict[str, list[list[float]]] = {}
-    rounds: dict[str, list[int]] = {}
+    curves: dict[str, list[dict[int, float]]] = {}
     for cell in cells:
         if cell.finished():
-            evaluated = [row for row in cell.rows() if row[metric] is not None]
-            rounds[str(cell.axes["method"])] = [row["round"] for row in evaluated]
-            curves.setdefault(str(cell.axes["method"]), []).append([scale * row[metric] for row in evaluated])
+            evaluated = [row for row in cell.rows() if _evaluated(cell, row, metric)]
+            curve = {row["round"]: math.nan if row[metric] is None else scale * row[metric] for row in evaluated}
+            curves.setdefault(str(cell.axes["method"]), []).append(curve)
+    rounds = {label: sorted(set().union(*found)) for label, found in curves.items()}
+    values = {label: np.array([[curve.get(at, math.nan) for at in rounds[label]] for curve in found]) for label, found in curves.items()}
     seeds = Counter(str(cell.axes["method"]) for cell in cells)
-    return Outcome(rounds, {label: np.array(values) for label, values in curves.items()}, dict(seeds), of)
+    return Outcome(rounds, values, dict(seeds), of)
+
+
+def _evaluated(cell: Cell, row: Mapping[str, Any], metric: str) -> bool:
+    """Whether the round has ``metric``, or should have: a run that diverged has none to write."""
+    return row[metric] is not None or row["round"] % cell.config.evaluate_every == 0 or row["round"] == cell.config.rounds
 
 
 def table(outcome: Outcome) -> list[tuple[str, str, str, str]]:
     """Rows ``(label, metric after the last round, best over rounds, runs)``, best first; mean (standard deviation).
 
-    A label none of whose runs finished (they diverged, say) is there too.
+    A label with a run that is not finite stands after the others; one none of whose runs finished is there, too.
     """
 
     def mean_std(values: np.ndarray) -> str:
+        if not np.isfinite(values).all():
+            return "not finite"
         return f"{values.mean():{digits}}" + (f" ({values.std(ddof=1):{digits}})" if len(values) > 1 else "")
 
-    digits, sign = (".1f" if outcome.task.scale() == 100 else ".3g"), (-1 if outcome.task.higher_is_better else 1)
-    ranked = sorted(outcome.values, key=lambda label: sign * outcome.of(label)[0].mean())
+    digits = ".1f" if outcome.task.scale() == 100 else ".3g"
     rows = []
-    for label in ranked:
+    for label in best_first(outcome.values, outcome.task):
         (last, best), wanted = outcome.of(label), outcome.seeds[label]
         runs = str(wanted) if len(last) == wanted else f"{len(last)} of {wanted}, the others failed"
         rows.append((label, mean_std(last), mean_std(best), runs))

@@ -13,7 +13,20 @@ from fl_bn.report.settings import Settings, parse_settings
 from fl_bn.report.write import report_of
 from fl_bn.run.config import ConfigError
 from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.claims import MISSING, NOT_RUN, UNTESTABLE, VARIANT, Claim, Outcome, Why, answer, outcome, parse_claim, verdict
+from fl_bn.sweep.claims import (
+    MISSING,
+    NOT_RUN,
+    UNTESTABLE,
+    VARIANT,
+    Claim,
+    Outcome,
+    Why,
+    answer,
+    outcome,
+    parse_claim,
+    undecided_for,
+    verdict,
+)
 from fl_bn.sweep.experiments import Experiment, find, study
 from fl_bn.sweep.file import read
 from fl_bn.sweep.kept import ANY_DATA, WAY, Kept, cells_of, finished, in_ways, keep, load, measured
@@ -25,12 +38,14 @@ NOWHERE = Path("/nowhere")  # where no run is looked for
 
 @dataclass(frozen=True)
 class Runs:
-    """One variant of an experiment: what it ``defined``, and what of it was ``kept``. ``report``: None where no cell has been run."""
+    """One variant of an experiment: what it ``defined``, and what of it was ``kept``. ``report``: None where no cell has been run;
+    ``resampled``: as in ``Claim``."""
 
     defined: tuple[Cell, ...]
     kept: tuple[Kept, ...]
     settings: Settings
     report: Report | None
+    resampled: float = 0.0
 
     @property
     def missing(self) -> list[str]:
@@ -38,7 +53,7 @@ class Runs:
         return [cell.config.name for cell in self.defined if cell.config.name not in there]
 
     def outcomes(self, of: Claim | Why) -> list[Outcome]:
-        return [outcome(one, self.report.layout if self.report else None) for one in of.compare]
+        return [outcome(one, self.report.layout if self.report else None, self.settings.paper, self.resampled) for one in of.compare]
 
 
 @dataclass(frozen=True)
@@ -58,8 +73,13 @@ class Tested:
     @property
     def verdict(self) -> str:
         """With "so far" while cells are missing."""
-        found = verdict(self.claim, self.outcomes)
-        return found if found in (UNTESTABLE, NOT_RUN) or not (self.runs and self.runs.missing) else f"{found}, so far"
+        found = verdict(self.claim, self.outcomes, self._incomplete)
+        return found if found in (UNTESTABLE, NOT_RUN) or not self._incomplete else f"{found}, so far"
+
+    @property
+    def undecided_for(self) -> str:
+        """The reasons, where the verdict is that."""
+        return undecided_for(self.outcomes, self._incomplete) if self.was_run else ""
 
     @property
     def was_run(self) -> bool:
@@ -70,7 +90,11 @@ class Tested:
         return self.experiment.name.lower()
 
     def answer(self, why: Why, runs: Runs) -> str:
-        return answer(why, runs.outcomes(why)) if why.compare else ""
+        return answer(why, runs.outcomes(why), bool(runs.missing)) if why.compare else ""
+
+    @property
+    def _incomplete(self) -> bool:
+        return bool(self.runs and self.runs.missing)
 
 
 def gather(folder: Path, experiments: Sequence[Experiment] | None = None) -> list[Tested]:
@@ -84,8 +108,8 @@ def gather(folder: Path, experiments: Sequence[Experiment] | None = None) -> lis
         if (claim := claim_of(experiment)) is None:
             continue
         of = experiment if not claim.runs else find([claim.runs])[0]
-        runs = None if claim.untestable else runs_of(of, VARIANT, folder)
-        whys = tuple((why, runs_of(experiment, why.variant, folder, why.measure)) for why in claim.why)
+        runs = None if claim.untestable else replace(runs_of(of, VARIANT, folder), resampled=claim.resampled)
+        whys = tuple((why, replace(runs_of(experiment, why.variant, folder, why.measure), resampled=claim.resampled)) for why in claim.why)
         found.append(Tested(experiment, claim, runs, whys, gpu.get(experiment.name)))
     return found
 

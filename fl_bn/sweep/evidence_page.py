@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from fl_bn import durable
 from fl_bn.report.difference_pictures import Difference, differences
 from fl_bn.report.formats import to_markdown
 from fl_bn.report.page import Answered, Compared, Statement, claim_page
 from fl_bn.report.pictures import Picture
-from fl_bn.report.settings import AVERAGE, Paper
 from fl_bn.run.config import ConfigError
-from fl_bn.sweep.claims import AGAINST, HELD, MISSING, NOT, OPEN, VARIANT, Outcome, Place
+from fl_bn.sweep.claims import AGAINST, HELD, MISSING, NOT, OPEN, VARIANT, Outcome
 from fl_bn.sweep.evidence import Runs, Tested, gather
 from fl_bn.sweep.experiments import Experiment
 
@@ -27,10 +25,15 @@ HEAD = (
     "typed by hand, and a test compares both. A cell is one run. Differences are in points of test accuracy, paired by seed: the",
     "runs of a pair share the division of the data and the initial weights. A comparison *held* where a paired two-sided t-test has",
     "p < 0.05 in the claim's direction (where a distance is claimed: where the 95 % confidence interval lies within it). It is",
-    "*contradicted* where the same holds of the opposite, and *not separated* else, also with one seed. A claim is *reproduced* if",
-    "all its comparisons held, *partly reproduced* if some did, *not reproduced* if none did, *undecided* with a single seed. No",
-    "correction is made for the number of comparisons. *Detectable* is the smallest true difference that the test would find in four",
-    "of five such experiments. Where it is larger than the paper's own difference, *not separated* says nothing against the paper.",
+    "*contradicted* where the same holds of the opposite, and *not separated* else, also with one seed. *Detectable* is the smallest",
+    "true difference that the test would find in four of five such experiments. Where it is larger than the paper's own difference,",
+    "*not separated* says nothing against the paper. A claim is *reproduced* if all its comparisons held, and *partly reproduced* if",
+    "some did. Where none held and none is contradicted, it is *undecided* for as long as there are fewer than three seeds or cells",
+    "are missing. It is undecided, too, where a comparison would not have seen what is claimed. That is so where the paper's own",
+    "difference is not detectable, or half an interval is longer than a claimed distance. Else it is *not reproduced*. No correction",
+    "is made for the number of comparisons. Where seeds are divisions of the same subjects into training and test, the variance is",
+    "corrected for their overlap (Nadeau and Bengio 2003), and the claim's section says so. Elsewhere the test data are the same for",
+    "all seeds, so an interval is of training anew, not of other data.",
     "",
     "    python experiments/evidence_data.py SOURCE DATA     # its text says what SOURCE holds",
     "    fl-bn experiments run all --variant evidence --jobs 1 --data DATA --output RUNS     # resumable; `cause`: section Why",
@@ -89,8 +92,8 @@ def markdown(claims: Sequence[Tested]) -> str:
 
 
 def short(claims: Sequence[Tested], page: str) -> str:
-    """README's table: the claims that were tested; ``page``: EVIDENCE.md from there."""
-    lines = ["| claim | verdict | comparisons that held |", "|---|---|---:|"]
+    """How many claims were tested, and README's table of them; ``page``: EVIDENCE.md from there."""
+    lines = [_counted(claims), "", "| claim | verdict | comparisons that held |", "|---|---|---:|"]
     for one in claims:
         if one.was_run:
             lines.append(f"| [{one.experiment.name}]({page}#{one.anchor}) {one.claim.claim} | {one.verdict} | {_held(one)} |")
@@ -98,11 +101,20 @@ def short(claims: Sequence[Tested], page: str) -> str:
     return "\n".join(lines + (["", f"Not run yet, or not testable here: {', '.join(waiting)}."] if waiting else [])) + "\n"
 
 
+def _counted(claims: Sequence[Tested]) -> str:
+    seeds = [len(o.differences) for one in claims for o in one.outcomes if o.differences]
+    if not seeds:
+        return f"None of {len(claims)} claims has been run so far."
+    run, low, high = sum(one.was_run for one in claims), min(seeds), max(seeds)
+    over = f"{low} to {high} seeds" if low < high else f"{low} seed{'s' if low > 1 else ''}"
+    return f"Of {len(claims)} claims {run} {'have' if run > 1 else 'has'} been run so far, over {over}, and judged by a paired test."
+
+
 def statement(one: Tested) -> Statement:
     """The head of a claim's own page."""
     words = [(title, text) for title, text in _words(one) if text]
-    whys = [Answered(why.asks, one.answer(why, runs), tuple(_compared(o, runs) for o in runs.outcomes(why))) for why, runs in one.whys]
-    said = f"{one.verdict}. {_verdict(one)}"
+    whys = [Answered(why.asks, one.answer(why, runs), tuple(_compared(o) for o in runs.outcomes(why))) for why, runs in one.whys]
+    said = f"{_decided(one)}. {_verdict(one)}"
     return Statement(one.claim.claim, one.experiment.paper, said, tuple(words), _all_compared(one), tuple(whys))
 
 
@@ -120,7 +132,7 @@ def picture(claims: Sequence[Tested]) -> Picture | None:
 
 def _section(one: Tested) -> list[str]:
     lines = [f"## {one.experiment.name}", "", f"{one.claim.claim}. {one.experiment.paper}."]
-    lines += ["", f"**Verdict: {one.verdict}.** {_verdict(one)}".rstrip()]
+    lines += ["", f"**Verdict: {_decided(one)}.** {_verdict(one)}".rstrip()]
     for title, text in _words(one):
         lines += ["", f"{title}: {text}"] if text else []
     if one.runs and not one.claim.runs:
@@ -141,13 +153,15 @@ def _whys(one: Tested) -> list[str]:
         source = (why.variant, why.measure)
         if source not in ((VARIANT, ""), last):
             lines += [*_table(runs), *_cells(runs, 0.0, why.variant)]
-        lines += _comparisons([_compared(o, runs) for o in runs.outcomes(why)])
+        lines += _comparisons([_compared(o) for o in runs.outcomes(why)])
         last = source
     return lines
 
 
 def _table(runs: Runs) -> list[str]:
-    return ["", *to_markdown(runs.report.table).rstrip().split("\n")[2:]] if runs.report else []
+    if not runs.report:
+        return []
+    return ["", *to_markdown(runs.report.table).rstrip().split("\n")[2:], *(["", runs.settings.notes] if runs.settings.notes else [])]
 
 
 def _comparisons(rows: Sequence[Compared]) -> list[str]:
@@ -175,45 +189,38 @@ def _words(one: Tested) -> tuple[tuple[str, str], ...]:
     return ("The paper's numbers", claim.paper), ("What differs from the paper", claim.differs), ("Cause", claim.cause)
 
 
+def _decided(one: Tested) -> str:
+    """The verdict, and what keeps it open if it is undecided."""
+    return f"{one.verdict}: {one.undecided_for}" if one.undecided_for else one.verdict
+
+
 def _verdict(one: Tested) -> str:
     """The verdict in words: what became of the comparisons, and whose runs they are."""
     if one.claim.untestable:
         return one.claim.untestable
     states = [o.state for o in one.outcomes]
     counts = ", ".join(f"{states.count(state)} {state}" for state in (HELD, AGAINST, OPEN, MISSING) if state in states)
-    said = f"Comparisons: {counts}." if one.was_run else ""
-    return f"{said} {f'The runs are those of {one.claim.runs}.' if one.claim.runs else ''}".strip()
+    said = [f"Comparisons: {counts}."] if one.was_run else []
+    said += [f"The runs are those of {one.claim.runs}."] if one.claim.runs else []
+    ratio = one.claim.resampled
+    said += [f"Seeds divide the same samples anew, {ratio:g} for testing to 1 for training, so variances are corrected."] if ratio else []
+    return " ".join(said)
 
 
 def _all_compared(one: Tested) -> tuple[Compared, ...]:
-    return tuple(_compared(o, one.runs) for o in one.outcomes) if one.runs else ()
+    return tuple(_compared(o) for o in one.outcomes) if one.runs else ()
 
 
-def _compared(one: Outcome, runs: Runs) -> Compared:
-    paper = _of_paper(one, runs.settings.paper)
+def _compared(one: Outcome) -> Compared:
     return Compared(
         str(one.comparison),
         _difference(one),
-        "–" if paper is None else f"{paper:+.1f}",
+        "–" if one.paper is None else f"{one.paper:+.1f}",
         "–" if math.isnan(one.detectable) else f"{one.detectable:.1f}",
         str(len(one.differences)),
         "–" if math.isnan(one.p) else "< 0.001" if one.p < 0.001 else f"{one.p:.3f}",
         one.state,
     )
-
-
-def _of_paper(one: Outcome, paper: Paper) -> float | None:
-    """Left less right by the paper's own numbers, where it has both."""
-
-    def number(place: Place) -> float:
-        row, column = place
-        of = paper.numbers.get(row, {})
-        return fmean(map(float, of.values())) if column == AVERAGE and of and column not in of else float(of[column])
-
-    try:
-        return number(one.comparison.left) - number(one.comparison.right)
-    except (KeyError, ValueError):
-        return None
 
 
 def _held(one: Tested) -> str:

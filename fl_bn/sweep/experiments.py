@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fl_bn.data.dataset import DataNotFound
 from fl_bn.own_code import OWN, Modules, function
 from fl_bn.run.assembly import limit_threads
 from fl_bn.run.config import ConfigError
@@ -71,7 +72,7 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
     Unless its result is there.
 
     Raises:
-        ConfigError: the variant is unknown.
+        ConfigError: the variant is unknown, the data are not there, or a file cannot be read or written.
     """
     if not experiment.has(variant):
         raise ConfigError(f"{experiment.name} has no variant {variant!r}; it has: {', '.join(experiment.variants)}")
@@ -83,7 +84,10 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
     folder.mkdir(parents=True, exist_ok=True)
     limit_threads(1)  # small matrices: more threads wait for each other
     known: dict[str, Any] = {"small": variant == "small", "variant": variant, "data": data, "jobs": jobs}
-    called(folder, **{name: value for name, value in known.items() if name in inspect.signature(called).parameters})
+    try:
+        called(folder, **{name: value for name, value in known.items() if name in inspect.signature(called).parameters})
+    except (DataNotFound, OSError) as error:
+        raise ConfigError(f"{experiment.name}: {error}") from error
     write_program_report(folder, experiment.file)
 
 

@@ -153,17 +153,18 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     keys = {key: value for key, value in run.items() if key not in listed}
     if taken := [key for key in (*keys, *listed, *(k for a in axes.values() for v in a.values() for k in v)) if key in DECIDED]:
         raise ConfigError(f"{taken[0]} is for the sweep to decide: leave it out")
-    axes = {
-        axis: {label: {k: v for k, v in value.items() if k not in overrides} for label, value in values.items()}
-        for axis, values in axes.items()
-    }
+    axes = {axis: _overridden(axis, values, overrides) for axis, values in axes.items()}
     if empty := [axis for axis, values in axes.items() if not values]:
         raise ConfigError(f"axis {empty[0]} has no value")
     keys, axes = _filled(keys, DATA, data), {a: {n: _filled(v, DATA, data) for n, v in values.items()} for a, values in axes.items()}
     shown = {**tables, **{key: chosen[key] for key in ("report", "paper", "notes") if key in chosen}}
     shown["report"] = {**_table(tables, "report"), **_table(chosen, "report")}
     _check_report(shown, name, axes)
-    return Sweep(str(tables.get("title", name)), keys, axes, tuple(chosen.get("skip", tables.get("skip", ()))), shown)
+    skip = tuple(chosen.get("skip", tables.get("skip", ())))
+    for name_ in (name_ for left in skip for name_ in left):
+        if name_ not in {*axes, *_table(tables, "axes"), *run}:  # an axis may be a single value in this variant
+            raise ConfigError(unknown("axis in skip:", name_, list(axes)))
+    return Sweep(str(tables.get("title", name)), keys, axes, skip, shown)
 
 
 def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]) -> None:
@@ -206,6 +207,17 @@ def _kept(axis: str, values: Axis, labels: list[Any]) -> Axis:
     if unknown := [label for label in labels if label not in values]:
         raise ConfigError(f"the variant keeps {unknown[0]!r} of [axes.{axis}], which has {', '.join(values) or 'no values'}")
     return {label: values[label] for label in labels}
+
+
+def _overridden(axis: str, values: Axis, overrides: Mapping[str, Any]) -> Axis:
+    """The axis without the keys that count more than its own."""
+    left = {label: {key: value for key, value in keys.items() if key not in overrides} for label, keys in values.items()}
+    for one, other in itertools.combinations(values, 2):
+        varied = [key for key in overrides if values[one].get(key) != values[other].get(key)]
+        if axis in varied or (varied and left[one] == left[other]):
+            key = axis if axis in varied else varied[0]
+            raise ConfigError(f"{key} is what [axes.{axis}] varies, so it cannot be given for {one!r} and {other!r} alike: leave it out")
+    return left
 
 
 def _filled(keys: Mapping[str, Any], name: str, said: str) -> dict[str, Any]:

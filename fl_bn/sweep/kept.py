@@ -24,6 +24,7 @@ from fl_bn.task import CLASSIFICATION
 ANY_DATA = "{data}"  # for --data: leaves the paths of a sweep file as they stand there
 CURVE = ("round", "loss", "per-domain", "drift", "min-var", *sorted(EVALUATION))
 DIGITS = 6
+ROUNDS_OTHERWISE = {"memory-format"}  # keys that change last digits, so that results with either stand beside each other
 WAY = "statistics"  # the axis of a program's ways to measure a run
 
 
@@ -114,7 +115,7 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
         here = known.get(kept.name)
         if here is None:
             raise ConfigError(f"{file}, line {number}: {kept.name} is no cell of the experiment any more: remove the line")
-        if differing := [key for key in {**here, **kept.config} if here.get(key) != kept.config.get(key)]:
+        if differing := [key for key in {**here, **kept.config}.keys() - ROUNDS_OTHERWISE if here.get(key) != kept.config.get(key)]:
             of = ", ".join(f"{key} {kept.config.get(key)!r} there, {here.get(key)!r} in the experiment's file" for key in differing)
             raise ConfigError(f"{file}, line {number}: {kept.name} ran with other settings ({of}): remove the line, or run it again")
         found.append(kept)

@@ -12,7 +12,7 @@ from fl_bn.names import expected
 from fl_bn.run import assembly
 from fl_bn.run.config import ConfigError
 from fl_bn.run.run_directory import diagnostics_of
-from fl_bn.sweep.cells import OUTCOME, Cell, run_cells
+from fl_bn.sweep.cells import Cell, run_cells
 from fl_bn.sweep.file import Sweep
 
 FILE = "sweep.toml"
@@ -110,8 +110,8 @@ def run(
     """Run what is to be done; the errors of the cells that failed, now or before, by name. ``sweep.toml`` in ``output``: as run."""
     output.mkdir(parents=True, exist_ok=True)
     (output / FILE).write_text(sweep.to_toml(), encoding="utf-8")
-    for cell in chosen.todo:  # what failed before counts no more, as it is begun anew
-        (cell.path / OUTCOME).unlink(missing_ok=True)
+    for cell in chosen.todo:
+        cell.remove_failed()
     for cell in chosen.cells:  # where it stands may have been renamed since
         if cell.finished() and cell.outcome().get("axes") != dict(cell.axes):
             cell.write_outcome("finished", float(cell.outcome().get("seconds", 0.0)))

@@ -156,6 +156,22 @@ def test_rows_of_one_subject_stay_together(tmp_path: Path) -> None:
     assert len(places) == 2
 
 
+def test_two_scans_of_one_person_are_on_one_side(tmp_path: Path) -> None:
+    """No window that is tested on has a near-twin in training. Control: without ``subject`` many have one."""
+    scans = np.stack([series(i // 2) + 1e-6 * series(100 + i) for i in range(40)])
+    arrays = {"series": scans, "y": np.repeat(np.arange(20) % 2, 2), "subject": np.repeat(np.arange(20), 2)}
+    site(tmp_path, "here", **arrays)
+    data = load("abide", str(tmp_path))
+    assert (len(data.x_train), len(data.x_test)) == (16 * 2 * 4, 4 * 2 * 4)
+    assert float(torch.cdist(data.x_test.flatten(1), data.x_train.flatten(1)).min()) > 0.02
+    assert data.y_test.bincount().tolist() == [16, 16]
+    del arrays["subject"]
+    (tmp_path / "control").mkdir()
+    site(tmp_path / "control", "here", **arrays)
+    data = load("abide", str(tmp_path / "control"))
+    assert float(torch.cdist(data.x_test.flatten(1), data.x_train.flatten(1)).min()) < 0.002
+
+
 def test_csv(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(10, 6))
     np.savetxt(tmp_path / "here.csv", np.column_stack([Y, x]), delimiter=",")
@@ -175,6 +191,7 @@ def test_csv(tmp_path: Path) -> None:
         ({"x": np.full((10, 6), np.inf), "y": Y}, "expected finite numbers"),
         ({"x": np.zeros((10, 6)), "y": Y, "subject": np.arange(3)}, "subject must have an entry for each of the 10 rows"),
         ({"x": np.zeros((10, 6)), "y": Y, "subject": np.arange(10) // 2}, "the rows of one subject must have one label"),
+        ({"series": np.ones((10, 9, 4)), "y": Y, "subject": np.arange(10) // 2}, "the rows of one subject must have one label"),
         ({"x": np.zeros((10, 6)), "y": np.array([0, None] * 5, dtype=object)}, "expected a .npz archive of numbers"),
         ({"x": np.zeros((1, 6)), "y": Y[:1]}, "site here has 1 subjects, too few"),
         ({"series": np.zeros((10, 9, 1)), "y": Y}, "must have one length of at least 1, but got here: 0"),

@@ -50,7 +50,7 @@ def certificate_expires(case: Case) -> Outcome:
     """The server's certificate ends at a random moment of a run; it is renewed, either in mid-run (and the run resumed) or after it."""
     federation, method = case.federation, ("fedbn", "hbn")[case.repetition % 2]
     server = federation.kit / "server"
-    config = case.config(method, name=f"expired-{case.repetition}", rounds=30)
+    config = case.config(method, name=f"expired-{case.repetition}", rounds=30, **{"checkpoint-every": 1})
     federation.stop("server")
     lasts = case.rng.uniform(60.0, 90.0)
     reissue(federation.kit, ["127.0.0.1"], ends=lasts / 86400)
@@ -72,6 +72,7 @@ def certificate_expires(case: Case) -> Outcome:
         outcome.expect("a start is refused", "expired" in _command("start", str(server)))
         if case.rng.random() < 0.5:
             outcome.what = "renewed in mid-run, server started again, run resumed"
+            wait_until("the first round", lambda: rounds_done(case, config) > 0, 120)  # else there is nothing to go on from
             time.sleep(case.rng.uniform(0.0, 5.0))
         else:
             wait_until("the last round", lambda: (federation.result(config["name"]) / "model.safetensors").exists(), 300)
@@ -194,7 +195,7 @@ def clock_skew(case: Case) -> Outcome:
 
 def old_version(case: Case) -> Outcome:
     """A site comes back in mid-run with an old version of fl-bn: it is refused by name; with the server's version it is let in again."""
-    config = case.config("fedbn", name=f"version-{case.repetition}", rounds=8, **{"retry-timeout": 40.0})
+    config = case.config("fedbn", name=f"version-{case.repetition}", rounds=20, **{"retry-timeout": 40.0})  # until the site is back
     site, federation = case.rng.choice(case.federation.sites), case.federation
     packages = case.folder / "old-version"
     (packages / "fl_bn-0.0.9.dist-info").mkdir(parents=True, exist_ok=True)

@@ -215,6 +215,10 @@ def with_gaps(gaps: dict[tuple[int, int], bool]) -> ClientApp:
     def evaluate(message: Message, context: Context) -> Message:
         return CLIENT_APP(message, context)
 
+    @app.query("statistics")
+    def statistics(message: Message, context: Context) -> Message:
+        return CLIENT_APP(message, context)
+
     @app.query("hello")
     def hello(message: Message, context: Context) -> Message:
         return CLIENT_APP(message, context)

@@ -2,6 +2,7 @@
 
     python -m tests.deployment.seconds --methods fedbn,hbn,fedtan --rounds 8
     python -m tests.deployment.seconds --methods hbn --evaluate-every 1,100      # what the evaluation's messages cost
+    python -m tests.deployment.seconds --compose                                 # the containers of docker-compose.yml
 
 The message's way is read from the SuperNodes' logs: from ``Receiving`` to ``Sending`` (the site's own work: process, imports, training),
 the rest of the round is polling, the server, and the wire. Each model must be, bit for bit, that of the same run in one process.
@@ -17,14 +18,17 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
+from fl_bn.pairs import flower_config
+from tests.deployment.docker_federation import SITES, DockerFederation
 from tests.deployment.federation import SMALL, Federation, differing, in_process
 
+CONTAINER = re.compile(r"(?m)^supernode[^|]*\| +(\S+)T(\d\d:\d\d:\d\d)\.(\d{1,6})\d*Z")  # what compose puts before a line
 EVENT = re.compile(r"^(\S+ \S+) .*(Receiving|Sending): (\S+) message")
 
 
@@ -37,13 +41,13 @@ class Visit:
     end: float
 
 
-def visits(log: str, since: float) -> Iterator[Visit]:
-    """The messages of a SuperNode's log that came at ``since`` or later, in order."""
+def visits(log: str, since: float, zone: tzinfo | None = None) -> Iterator[Visit]:
+    """The messages of a SuperNode's log that came at ``since`` or later, in order. ``zone``: of its times; None: this machine's."""
     begin: tuple[str, float] | None = None
     for line in log.splitlines():
         if not (found := EVENT.match(line)):
             continue
-        at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").replace(tzinfo=zone).timestamp()
         if found[2] == "Receiving":
             begin = (found[3], at)
         elif begin is not None:
@@ -52,29 +56,55 @@ def visits(log: str, since: float) -> Iterator[Visit]:
             begin = None
 
 
-def measure(federation: Federation, config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One row: medians over rounds 2, 3, ... of the run ``config``."""
-    started = time.time()
-    federation.run(config)
-    seconds = [time.time() - started]
-    lines = (federation.result(config["name"]) / "rounds.jsonl").read_text().splitlines()
+Rows = Iterator[dict[str, Any]]
+
+
+def by_kit(configs: Iterable[dict[str, Any]], folder: Path) -> Rows:
+    with Federation(folder, ("a", "b", "c")) as federation:
+        federation.start_all()
+        for config in configs:
+            started = time.time()
+            federation.run(config)
+            whole = time.time() - started
+            logs = [federation.log(f"sites/{site}", "supernode") for site in federation.sites]
+            yield measured(config, federation.result(config["name"]), whole, [list(visits(log, started)) for log in logs], folder)
+
+
+def by_compose(configs: Iterable[dict[str, Any]], folder: Path) -> Rows:
+    with DockerFederation() as federation:
+        for step in (federation.build, federation.up):
+            begin = time.monotonic()
+            step()
+            print(f"{step.__name__}: {time.monotonic() - begin:.0f} s", flush=True)
+        for config in configs:
+            started = time.time()
+            federation.run(flower_config(config))
+            whole = time.time() - started
+            logs = [federation.compose("logs", "--no-color", "--timestamps", f"supernode-{i + 1}") for i in range(len(SITES))]
+            logs = [CONTAINER.sub(r"\1 \2,\3", log) for log in logs]
+            fetched = federation.fetch(folder / "fetched") / config["name"]
+            yield measured(config, fetched, whole, [list(visits(log, started, UTC)) for log in logs], folder)
+
+
+def measured(config: dict[str, Any], run: Path, whole: float, by_site: Sequence[Sequence[Visit]], folder: Path) -> dict[str, Any]:
+    """One row: medians over rounds 2, 3, ... of the run ``config`` in its folder ``run``."""
+    lines = (run / "rounds.jsonl").read_text().splitlines()
     times = [record["seconds"] for record in map(json.loads, lines) if "seconds" in record and "client" not in record]
     times = times[:-1] if config["evaluate-every"] > len(times) > 2 else times  # the last round is evaluated in any case
-    reference = in_process(config, folder / "reference")
-    wrong = differing(federation.result(config["name"]) / "model.safetensors", reference / "model.safetensors")
-    by_site = [list(visits(federation.log(f"sites/{site}", "supernode"), started)) for site in federation.sites]
+    load = round(os.getloadavg()[0])
+    wrong = differing(run / "model.safetensors", in_process(config, folder / "reference") / "model.safetensors")
     rounds = config["rounds"]
     each = [visit.end - visit.begin for site in by_site for visit in site]
     return {
         "method": config["method"],
         "evaluate-every": config["evaluate-every"],
-        "load": round(os.getloadavg()[0]),
+        "load": load,
         "seconds a round": statistics.median(times[1:] or times),
         "slowest": max(times[1:] or times),
         "messages a round": len(by_site[0]) / rounds,
         "at the site, a message": statistics.median(each),
         "at the site, a round": statistics.median(each) * len(by_site[0]) / rounds,
-        "whole run": seconds[0],
+        "whole run": whole,
         "same bits": not wrong,
     }
 
@@ -84,17 +114,20 @@ def main() -> None:
     parser.add_argument("--methods", default="fedbn,hbn,fedtan")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--evaluate-every", default="1", help="one or more numbers, separated by commas")
+    parser.add_argument("--compose", action="store_true", help="as docker-compose.yml has it, not as processes of a kit")
     parser.add_argument("--folder", type=Path, help="where the kit and the results stay; default: a folder that is removed")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = given.folder or Path(made)
+        cases = itertools.product(given.methods.split(","), map(int, given.evaluate_every.split(",")))
+        configs = [
+            {**SMALL, "method": method, "rounds": given.rounds, "evaluate-every": every, "name": f"{method}-{every}"}
+            for method, every in cases
+        ]
         rows = []
-        with Federation(folder, ("a", "b", "c")) as federation:
-            federation.start_all()
-            for method, every in itertools.product(given.methods.split(","), map(int, given.evaluate_every.split(","))):
-                config = {**SMALL, "method": method, "rounds": given.rounds, "evaluate-every": every, "name": f"{method}-{every}"}
-                rows.append(measure(federation, config, folder))
-                print(json.dumps(rows[-1]), flush=True)
+        for row in (by_compose if given.compose else by_kit)(configs, folder):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     columns = list(rows[0])
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for row in rows:

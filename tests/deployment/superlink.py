@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
 from fl_bn.pairs import Scalar
 from fl_bn.run.overrides import parse_overrides
-from fl_bn.site.control import ControlError
+from fl_bn.site import control
+from fl_bn.site.control import ControlError, NotRegistered, key_of
 from fl_bn.site.queue import Queue
 from fl_bn.site.registered import Submitted
 
@@ -26,6 +28,7 @@ class SuperLink:
         self.known: list[Submitted] = []
         self.refuses = ""
         self.away = False
+        self.unknown: set[bytes] = set()
         self.killed_at: str = ""
 
     def runs(self) -> list[Submitted]:
@@ -34,9 +37,12 @@ class SuperLink:
         return list(reversed(self.known))
 
     def nodes(self, sites: list[Path]) -> list[int]:
+        for site in sites:
+            if key_of(site) in self.unknown:
+                raise NotRegistered(f"does not know the key {site}")
         return [100 + ord(site.stem[0]) for site in sites]
 
-    def start_run(self, app: Path, config: str) -> str:
+    def start_run(self, app: Path, config: str, lock: int | None = None) -> str:
         if self.killed_at == "before":
             raise KeyboardInterrupt
         if self.refuses:
@@ -56,13 +62,21 @@ class SuperLink:
     def status(self, run: str) -> str:
         return self.known[int(run) - 1].status
 
-    @contextmanager
-    def log(self, run: str) -> Iterator[Iterator[str]]:
+    def log(self, run: str, after: float) -> Iterator[tuple[str, float]]:
         self.end(int(run))
-        yield iter(["a line"])
+        if not after:
+            yield "a line\n", 1.0
 
     def going(self) -> list[str]:
         return [str(run.config["name"]) for run in self.known if not run.status.startswith("finished")]
+
+
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """``flwr``, as a shell script in ``folder``."""
+    path = folder / "flwr"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(control, "program", lambda name: str(path))
 
 
 def named(name: str, **more: Scalar) -> dict[str, Scalar]:

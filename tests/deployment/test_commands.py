@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +16,8 @@ from typing import Any
 
 import pytest
 import tomli
+from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from flwr.cli.build import build_fab_from_disk, build_fab_from_files
 from flwr.cli.config_utils import load_and_validate, validate_certificate_in_federation_config, validate_federation_in_project_config
 from flwr.common.args import try_obtain_root_certificates, try_obtain_server_certificates
@@ -20,7 +25,9 @@ from flwr.common.config import parse_config_args
 from flwr.server.app import _parse_args_run_superlink
 from flwr.supercore.cli.flower_superexec import _parse_args as parse_superexec
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_setup_client_authentication
+from typer.testing import CliRunner
 
+from fl_bn.cli.main import app as cli
 from fl_bn.flower.app_host import parser
 from fl_bn.flower.supernode import own_options
 from fl_bn.pairs import flower_config
@@ -30,12 +37,13 @@ from fl_bn.site import control as control_module
 from fl_bn.site import submit as submit_module
 from fl_bn.site.certificates import read_public, write_site_key
 from fl_bn.site.commands import APP_HOST, SUPERLINK, SUPERNODE, WATCHED, commands, environment, local, node_config, prepare, superlink
-from fl_bn.site.control import Control, ControlError, control_of, register_sites
+from fl_bn.site.control import Control, ControlError, NotRegistered, control_of, register_sites
 from fl_bn.site.folders import FolderError, ServerFolder, SiteFolder
 from fl_bn.site.kit import Plan, create
 from fl_bn.site.project import project_of, staged
 from fl_bn.site.registered import Submitted
 from fl_bn.site.submit import COMPLETED, run_config, submit
+from tests.deployment.superlink import stand_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,7 +198,7 @@ def test_what_is_sent_of_this_project_has_no_tests_and_says_of_which_commit_it_i
         sent = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app)))
         names = set(sent.namelist())
         told = sent.read("fl_bn/commit.toml").decode() if (ROOT / ".git").exists() else ""
-    assert {"fl_bn/apps/client.py", "fl_bn/flower/policy.py", "client_app/app.py", "server_app/app.py"} <= names
+    assert {"fl_bn/apps/client.py", "fl_bn/policy.py", "client_app/app.py", "server_app/app.py"} <= names
     assert {name.partition("/")[0] for name in names} <= {"fl_bn", "client_app", "server_app", ".info", "pyproject.toml"} | {
         path.name for path in ROOT.iterdir() if path.is_file()
     }
@@ -224,14 +232,6 @@ def test_which_project_is_submitted(tmp_path: Path, server: ServerFolder) -> Non
         project_of(ServerFolder.read(server.path))
 
 
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """``flwr``, as a shell script."""
-    path = tmp_path / "flwr"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    monkeypatch.setattr(control_module, "program", lambda name: str(path))
-
-
 def test_registration_waits_for_the_superlink_and_may_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ServerFolder
 ) -> None:
@@ -254,9 +254,50 @@ def test_registration_waits_for_the_superlink_and_may_be_repeated(
     assert [words[2] for words in asked[:2]] == ["5", "6"]
     with pytest.raises(ControlError, match=r"127\.0\.0\.1:9093.*unavailable"):
         list(register_sites(server, wait=-1))
-    server.public_key("B").unlink()
-    with pytest.raises(FileNotFoundError, match=r"B\.pub is missing"):
+
+
+def rsa(path: Path) -> None:
+    public = generate_private_key(65537, 2048).public_key()
+    path.write_bytes(public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+
+
+BROKEN = {
+    "it is missing": Path.unlink,
+    "Invalid format": lambda path: path.write_text("ecdsa-sha2-nistp384 garbled"),
+    "expected an elliptic curve key": rsa,
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_a_key_that_cannot_be_read_is_named_at_once(server: ServerFolder, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    BROKEN[reason](server.public_key("B"))
+    monkeypatch.setattr(Control, "registered", lambda self: {})
+    told = rf"sites/B\.pub: {reason}.* server\.toml names the site B, so its public key belongs there"
+    with pytest.raises(ControlError, match=told):
+        Control("h:1", server.authority, server.path).nodes([server.public_key("A"), server.public_key("B")])
+    with pytest.raises(ControlError, match=told):
         list(register_sites(server))
+    shown = CliRunner().invoke(cli, ["register", str(server.path)])
+    assert (shown.exit_code, "sites/B.pub: " in shown.output) == (1, True), shown.output
+
+
+def test_a_site_that_is_not_registered_is_told_from_other_refusals(server: ServerFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Control, "registered", lambda self: {read_public(server.public_key("A")): 7})
+    control = Control("h:1", server.authority, server.path)
+    assert control.nodes([server.public_key("A")]) == [7]
+    with pytest.raises(NotRegistered, match=r"does not know the key .*B\.pub: `fl-bn register` tells it"):
+        control.nodes([server.public_key("A"), server.public_key("B")])
+
+
+def test_a_project_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
+    project = tmp_path / "pyproject.toml"
+    project.write_text("[tool.fl-bn\n")
+    with pytest.raises(FolderError, match=r"pyproject\.toml cannot be read: .*line 1"), staged(tmp_path):
+        pass
+    project.write_text("")
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(FolderError, match=r"pipe\.py cannot be copied: .*named pipe"), staged(tmp_path):
+        pass
 
 
 def test_an_answer_that_is_no_json_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,13 +306,27 @@ def test_an_answer_that_is_no_json_is_quoted(tmp_path: Path, monkeypatch: pytest
         Control("h:1", tmp_path, tmp_path).ask("ls")
 
 
-def test_a_log_is_the_run_s_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ServerFolder) -> None:
-    preamble = ["Loading project configuration... ", "Success", "Creating a new `.gitignore` with `.credentials` entry..."]
-    own = ["one", "", "Success"]
-    (tmp_path / "out").write_text("".join(f"{line}\n" for line in preamble + own))
-    stand_in(tmp_path, monkeypatch, f'cat "{tmp_path}/out"; echo Connection lost >&2')
-    with control_of(server) as control, control.log("7") as said:
-        assert [line.rstrip("\n") for line in said] == own
+def test_a_flwr_that_answered_and_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Flower 1.25's may: gRPC waits for a lock when Python ends."""
+    monkeypatch.setattr(control_module, "ANSWER", 1.0)
+    stand_in(tmp_path, monkeypatch, """echo '{"success": true, "run-id": 7}'; exec sleep 60""")
+    begin = time.monotonic()
+    assert Control("h:1", tmp_path, tmp_path).ask("run")["run-id"] == 7
+    assert time.monotonic() - begin < 30
+    stand_in(tmp_path, monkeypatch, "exec sleep 60")
+    with pytest.raises(ControlError, match="`flwr run` ended with -9 and said nothing"):
+        Control("h:1", tmp_path, tmp_path).ask("run")
+
+
+def test_a_flwr_that_holds_a_lock_ends_by_itself_where_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that never ends would hold up the queue for ever after whoever started it was killed."""
+    monkeypatch.setattr(control_module, "ANSWER", -29.0)  # so that it may take a second
+    monkeypatch.setattr(control_module.subprocess.Popen, "communicate", lambda self, timeout=None: (self.wait(), ("", ""))[1])
+    stand_in(tmp_path, monkeypatch, "exec sleep 60")
+    begin = time.monotonic()
+    with (tmp_path / ".lock").open("a") as lock, pytest.raises(ControlError, match=f"ended with -{signal.SIGALRM:d}"):
+        Control("h:1", tmp_path, tmp_path).start_run(tmp_path, "", lock.fileno())
+    assert time.monotonic() - begin < 30
 
 
 def said(answer: Any) -> Any:
@@ -286,12 +341,13 @@ class Breaking:
     address = "h:1"
 
     def __init__(self, last: str) -> None:
-        self.logs = iter([["a", "b"], ["a", "b", "c"], ["a", "b", "c"]])
+        self.logs = iter([[("a\nb", 1.0)], [("\n", 2.0)], [("c\n", 3.0), ("d", 4.0)], [("", 5.0)]])
+        self.asked = iter([0.0, 1.0, 2.0, 4.0])
         self.answers: Iterator[Any] = iter([ControlError("away"), "running", last])
 
-    @contextmanager
-    def log(self, run: str) -> Iterator[Iterator[str]]:
-        yield iter(next(self.logs))
+    def log(self, run: str, after: float) -> Iterator[tuple[str, float]]:
+        assert after == next(self.asked)
+        return iter(next(self.logs))
 
     def status(self, run: str) -> str:
         return str(said(next(self.answers)))
@@ -303,7 +359,7 @@ class Breaking:
         assert [path.name for path in sites] == ["A.pub", "B.pub"]
         return [2**64 - 1, 7]
 
-    def start_run(self, app: Path, config: str) -> str:
+    def start_run(self, app: Path, config: str, lock: int | None = None) -> str:
         assert (app / "client_app/app.py").exists()
         sent = parse_config_args([config])
         assert (sent["clients"], sent["client-nodes"]) == (2, "18446744073709551615,7")
@@ -320,6 +376,6 @@ def test_submit_says_each_line_once_and_how_the_run_ended(server: ServerFolder, 
     monkeypatch.setattr(submit_module.time, "sleep", lambda seconds: None)
     said: list[str] = []
     assert submit(server, "rounds=1 name='x'", say=said.append) is (last == COMPLETED)
-    told = ["run 7 is submitted to h:1 as x, for sites A, B", "a", "b", "away; trying again", "c", f"run 7: {last}"]
+    told = ["run 7 is submitted to h:1 as x, for sites A, B", "a", "away; trying again", "b", "c", "d", f"run 7: {last}"]
     assert said[: len(told)] == told
     assert all(line.startswith("it has no checkpoint to go on from") for line in said[len(told) :])

@@ -17,6 +17,7 @@ import torch
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.finding import Finding
+from fl_bn.loopback import EXCEPTIONS
 from fl_bn.run.config import RunConfig
 from fl_bn.site.checks import experiment, machine, network
 from fl_bn.site.checks.finding import guarded
@@ -230,21 +231,27 @@ def test_what_answers_what_refuses_and_what_is_silent(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("variables", "status"),
+    ("variables", "status", "advice"),
     [
-        ({}, "ok"),
-        ({"https_proxy": "http://me:secret@proxy:3128"}, "warn"),
-        ({"https_proxy": "http://proxy:3128", "no_proxy": "a.org, .example.org"}, "ok"),
-        ({"https_proxy": "http://proxy:3128", "no_proxy": "ample.org"}, "warn"),
+        ({}, "ok", ""),
+        ({"https_proxy": "http://me:secret@proxy:3128"}, "warn", "export no_proxy=fl.example.org"),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": "a.org, .example.org"}, "ok", ""),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": "ample.org"}, "warn", "export no_proxy=ample.org,fl.example.org"),
+        (
+            {"https_proxy": "http://proxy:3128", "no_grpc_proxy": "a.org", "no_proxy": "fl.example.org"},
+            "warn",
+            "export no_grpc_proxy=a.org,fl.example.org",
+        ),
     ],
 )
-def test_proxies_of_grpc(variables: dict[str, str], status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*network.PROXIES, *network.NO_PROXIES):
+def test_proxies_of_grpc(variables: dict[str, str], status: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*network.PROXIES, *EXCEPTIONS):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = network.proxy("fl.example.org")
-    assert (found.status, "secret" in str(found)) == (status, False)
+    assert (found.status, "secret" in str(found), found.do.endswith(advice)) == (status, False, True)
+    assert network.proxy("127.0.0.1").status == network.proxy("localhost").status == "ok", "fl-bn excepts this machine itself"
 
 
 @pytest.mark.parametrize(("state", "status", "words"), [(0, "ok", "to 12 ms at worst"), (5, "warn", "no time service")])

@@ -98,6 +98,29 @@ def test_a_site_that_goes_is_out_and_its_key_is_kept_as_a_former_one(kit: Path, 
         remove_site(changed, "B")
 
 
+@pytest.mark.parametrize(
+    ("lines", "fits"),
+    [
+        ('sites = [\n    "A",  # since [May]\n    "B",\n]', False),
+        ('sites = [\n    "A",  # since May\n    "B",\n]', True),
+    ],
+)
+def test_a_list_of_sites_that_cannot_be_changed_leaves_all_as_it_was(kit: Path, server: ServerFolder, lines: str, fits: bool) -> None:
+    path = kit / "server/server.toml"
+    path.write_text(path.read_text().replace('sites = ["A", "B"]', lines))
+    if fits:  # control
+        assert add_site(server, "east", None, kit / "sites/east").sites == ("A", "B", "east")
+        assert remove_site(ServerFolder.read(kit / "server"), "A").sites == ("B", "east")
+        assert failures(kit) == []
+        return
+    before = contents(kit)
+    with pytest.raises(KitError, match="correct it by hand"):
+        add_site(server, "east", None, kit / "sites/east")
+    with pytest.raises(KitError, match="correct it by hand"):
+        remove_site(server, "A")
+    assert contents(kit) == before
+
+
 def test_a_renewed_certificate_is_for_the_same_names_and_reaches_no_site(kit: Path, server: ServerFolder) -> None:
     sites, old = contents(kit / "sites"), read_certificate(server.certificate)
     former = renew_server(server, kit / "authority", 400)
@@ -129,6 +152,31 @@ def test_a_renewed_site_has_another_key(kit: Path, server: ServerFolder) -> None
     assert contents(kit / "sites/B") == other
     with pytest.raises(KitError, match="names no site C"):
         renew_site(server, "C", None, kit / "sites/A")
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("nowhere.pub", "is no public key of a site"),
+        ("kit/sites/B/site.key", "is no public key of a site"),
+        ("kit/sites/B/site.pub", "is the key of B"),
+    ],
+)
+def test_a_key_that_cannot_be_renewed_leaves_all_as_it_was(kit: Path, server: ServerFolder, tmp_path: Path, key: str, said: str) -> None:
+    before = contents(kit)
+    with pytest.raises(KitError, match=said):
+        renew_site(server, "A", tmp_path / key, kit / "sites/A")
+    assert contents(kit) == before
+    assert failures(kit) == []
+
+
+def test_a_site_whose_key_is_gone_can_be_renewed_and_removed(kit: Path, server: ServerFolder) -> None:
+    server.public_key("A").unlink()
+    renew_site(server, "A", kit / "sites/A/site.pub", kit / "sites/A")
+    assert failures(kit) == []
+    server.public_key("A").unlink()
+    assert remove_site(server, "A").sites == ("B",)
+    assert failures(kit) == []
 
 
 @pytest.fixture

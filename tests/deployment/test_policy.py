@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fl_bn.flower.policy import TEMPLATE, NotAllowed, Policy, PolicyError
+from fl_bn.policy import TEMPLATE, NotAllowed, Policy, PolicyError
 from fl_bn.site.doctor import _policy
 
 RUN: dict[str, Any] = {"method": "hbn", "batch-size": 16, "hbn-stat-samples": 0, "dataset": "digits", "model": "mlp", "rounds": 3}

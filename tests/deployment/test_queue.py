@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from fl_bn.site import queue as module
+from fl_bn.site.control import ANSWER
 from fl_bn.site.folders import FolderError, ServerFolder
-from fl_bn.site.queue import STARTED, NameTaken, Queue
+from fl_bn.site.queue import STARTED, NameTaken, Queue, QueueError
 from tests.deployment.superlink import named, states
 
 
@@ -73,6 +74,23 @@ def test_names_are_not_given_twice(server: ServerFolder) -> None:
     assert [queue.add(named(name)).name for name in ("x", "x", "old", "x")] == ["x", "x-2", "old-2", "x-3"]
     with pytest.raises(NameTaken, match="another run here is called old: give another name, or go on with it: fl-bn resume"):
         queue.add(named("old"), rename=False)
+
+
+def test_numbers_are_not_given_twice(server: ServerFolder) -> None:
+    queue = Queue(server)
+    mine = [queue.add(named(name)) for name in ("x", "y")][-1]
+    assert queue.remove(mine)
+    assert queue.add(named("y")).number == 3
+    assert (queue.find(mine.number), queue.remove(mine)) == (None, False)
+    (queue.folder / module.LAST).unlink()  # as in a queue of an earlier version
+    assert queue.add(named("z")).number == 4
+    (queue.folder / module.LAST).write_text("four")
+    with pytest.raises(QueueError, match="last cannot be read .*'four'.*: move it away"):
+        queue.add(named("z"))
+
+
+def test_the_lock_is_waited_for_longer_than_a_start_takes() -> None:
+    assert module.PATIENCE > ANSWER + 30, "a flwr whose parent was killed ends by then"
 
 
 def add_one(folder: Path, place: int, barrier: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -97,6 +98,41 @@ def test_fetch_copies_a_run_or_says_where_it_is(server: ServerFolder, superlink:
     superlink.known.append(Submitted(2, "finished:completed", {"name": "far", "output": "/elsewhere"}, THEN, THEN))
     with pytest.raises(NotHere, match="/elsewhere/far is not on this machine"):
         fetch(server, "far", None)
+
+
+def test_fetch_of_a_run_that_goes_on_leaves_out_what_vanishes(
+    server: ServerFolder, superlink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real = interrupted_run(server, superlink), shutil.copy2
+    (folder / "checkpoints/round-000006.safetensors").write_bytes(b"")
+
+    def copy(source: str, target: str) -> Any:
+        (folder / "checkpoints/round-000004.safetensors").unlink(missing_ok=True)
+        return real(source, target)
+
+    monkeypatch.setattr(shutil, "copy2", copy)
+    copied = Path(fetch(server, "died", tmp_path / "here"))
+    assert [path.name for path in (copied / "checkpoints").iterdir()] == ["round-000006.safetensors"]
+    assert list((tmp_path / "here").iterdir()) == [copied]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_fetch_that_fails_leaves_nothing_and_can_be_tried_again(
+    server: ServerFolder, superlink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    interrupted_run(server, superlink)
+    (tmp_path / "here/.died.partial").mkdir(parents=True)  # of one that was killed
+
+    def fail(source: str, target: str) -> None:
+        Path(target).write_text("half")
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copy2", fail)
+        with pytest.raises(type(error), match=r"^$|could not be copied to .*here: .*No space left on device$"):
+            fetch(server, "died", tmp_path / "here")
+    assert list((tmp_path / "here").iterdir()) == []
+    assert fetch(server, "died", tmp_path / "here") == str(tmp_path / "here/died")
 
 
 def test_runs_of_a_server_that_moved_are_found_where_they_are_now(server: ServerFolder, superlink: Any) -> None:

@@ -15,6 +15,7 @@ from fl_bn.cli.main import app
 from fl_bn.site.control import Control, ControlError
 from fl_bn.site.folders import ServerFolder
 from fl_bn.site.kit import Plan, create
+from fl_bn.site.membership import remove_site
 from fl_bn.site.registered import Node, Submitted
 from fl_bn.site.status import status
 
@@ -71,6 +72,42 @@ def test_what_people_and_programs_read(server: ServerFolder) -> None:
     assert all(word in shown.output for word in ("north", "not registered", "4 / 10", "2 of 2", "12 s"))
     told = CliRunner().invoke(app, ["status", str(server.path), "--json"])
     assert json.loads(told.output)["runs"][0]["round"] == 4
+
+
+@pytest.mark.parametrize("as_json", [["--json"], []])
+def test_watching_notices_sites_that_come_and_go_and_what_is_wrong_for_a_while(
+    server: ServerFolder, monkeypatch: pytest.MonkeyPatch, as_json: list[str]
+) -> None:
+    file = server.path / "server.toml"
+    whole = file.read_text()
+
+    def broken() -> None:
+        file.write_text(whole + "sights = 1\n")
+
+    def changed() -> None:
+        file.write_text(whole)
+        remove_site(server, "south")
+
+    steps = [broken, changed]
+
+    def sleep(seconds: float) -> None:
+        if not steps:
+            raise KeyboardInterrupt
+        steps.pop(0)()
+
+    monkeypatch.setattr("fl_bn.cli.site.time.sleep", sleep)
+    shown = CliRunner().invoke(app, ["status", str(server.path), "--watch", *as_json], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    if as_json:
+        first, wrong, last = shown.output.splitlines()
+        assert [[site["name"] for site in json.loads(line)["sites"]] for line in (first, last)] == [
+            ["north", "south", "east"],
+            ["north", "east"],
+        ]
+        assert "sights" in wrong
+        assert wrong.endswith("; trying again")
+    else:
+        assert ("north" in shown.output, "south" in shown.output) == (True, False)
 
 
 def test_no_superlink_is_said(server: ServerFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from fl_bn import durable
+from fl_bn.cli.main import app
 from fl_bn.site import submit as submit_module
-from fl_bn.site.folders import ServerFolder
-from fl_bn.site.queue import WAITING, NameTaken, NoQueue, Queue
+from fl_bn.site.folders import FolderError, ServerFolder
+from fl_bn.site.membership import add_site, remove_site
+from fl_bn.site.queue import WAITING, NameTaken, NoQueue, Queue, QueueError
 from fl_bn.site.registered import Submitted
 from fl_bn.site.runs import abort, listed
 from fl_bn.site.submit import submit
@@ -49,6 +52,71 @@ def test_a_submit_that_is_interrupted_leaves_its_run_in_the_queue(
     assert [(run.name, run.state) for run in listed(server)] == [("mine", WAITING), ("other", "running")]
     assert abort(server, "mine") == "mine is no more in the queue; it had not begun"
     assert [run.name for run in listed(server)] == ["other"]
+
+
+@pytest.mark.parametrize("where", ["dispatch", "find", "waiting"])
+@pytest.mark.parametrize("error", [QueueError("held by another fl-bn"), FolderError("server.toml: cut short"), OSError("no such disk")])
+def test_a_submit_that_cannot_look_for_a_while_waits_on(
+    server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+) -> None:
+    look, errors = getattr(Queue, where), [error, error]
+
+    def fails(queue: Queue, *args: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return look(queue, *args)
+
+    monkeypatch.setattr(Queue, where, fails)
+    said: list[str] = []
+    assert submit(server, "name='mine' rounds=1", say=said.append)
+    assert said[:2] == [f"mine waits: {error}; trying again", "run 1 is submitted to h:1 as mine, for sites a, b"]
+
+
+def test_a_submit_that_cannot_look_for_long_says_that_its_run_stays(
+    server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held(queue: Queue, control: Any) -> None:
+        raise QueueError("held by another fl-bn")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(submit_module, "SILENCE", -1.0)
+        patch.setattr(Queue, "dispatch", held)
+        shown = CliRunner().invoke(app, ["submit", str(server.path), "--run-config", "name='mine' rounds=1"])
+    assert shown.exit_code == 1
+    assert "mine stays in the queue, and starts by itself" in shown.output
+    assert "held by another fl-bn" in shown.output
+    Queue(server).dispatch(superlink)
+    assert superlink.going() == ["mine"]
+
+
+def test_a_waiting_submit_notices_sites_that_come_and_go(
+    server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    superlink.known = [Submitted(1, "running", {"name": "other"}, THEN, None)]
+
+    def changed(seconds: float) -> None:
+        if superlink.going() == ["other"]:
+            add_site(remove_site(server, "a"), "c", None, tmp_path / "c")
+        superlink.end(1)
+
+    monkeypatch.setattr("fl_bn.site.submit.time.sleep", changed)
+    said: list[str] = []
+    assert submit(server, "name='mine' rounds=1", say=said.append)
+    assert said[1] == "run 2 is submitted to h:1 as mine, for sites b, c"
+    assert superlink.known[1].config["client-names"] == "b,c"
+
+
+def test_a_submit_whose_run_was_taken_out_follows_no_other(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    superlink.known = [Submitted(1, "running", {"name": "other"}, THEN, None)]
+
+    def another(seconds: float) -> None:
+        abort(server, "mine")
+        Queue(server).add(named("another"))
+
+    monkeypatch.setattr("fl_bn.site.submit.time.sleep", another)
+    said: list[str] = []
+    assert not submit(server, "name='mine' rounds=1", say=said.append)
+    assert said == ["mine waits: other is going on, and 1 may at a time", "mine was taken out of the queue"]
 
 
 def test_a_folder_that_may_not_be_written_to_has_no_queue(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from fl_bn.flower.superlink import tells
 from fl_bn.site.commands import Command, program
 from fl_bn.site.folders import SiteFolder
 from fl_bn.site.kit import Plan, create
-from fl_bn.site.supervisor import AlreadyRunning, Daily, Patience, supervise
+from fl_bn.site.supervisor import AlreadyRunning, Daily, Output, Patience, Program, supervise
 
 QUICK = Patience(first=0.2, longest=0.8, grace=1.0)
 
@@ -165,6 +165,40 @@ def test_what_a_program_has_left_behind_ends_before_it_starts_again(tmp_path: Pa
     code = f"import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, file=open({str(pids)!r}, 'a')); raise SystemExit(1)"
     supervised([command("parent", code, tmp_path)], tmp_path, lambda: len(lines(pids)) >= 2)
     until(lambda: not any(running(int(pid)) for pid in lines(pids)), 5)
+
+
+def test_what_keeps_a_program_s_output_open_holds_nothing_up(tmp_path: Path) -> None:
+    """In a session of its own it is not killed, as what the kernel does not let end is not."""
+    output = Output(tmp_path)
+    program = Program(Command("left", ("sh", "-c", "setsid sleep 12 & exit 3"), {}, tmp_path), QUICK, output)
+    longest, end = 0.0, time.monotonic() + 8
+    while time.monotonic() < end and sum("left started" in line for line in lines(tmp_path / "fl-bn.log")) < 2:
+        begin = time.monotonic()
+        program.look(begin)
+        longest = max(longest, time.monotonic() - begin)
+        time.sleep(0.02)
+    assert "left ended with exit code 3" in "".join(lines(tmp_path / "fl-bn.log"))
+    assert longest < 4
+    program.kill()
+    output.close()
+
+
+def test_a_character_that_the_terminal_cannot_show_stops_no_output(tmp_path: Path) -> None:
+    code = "import sys, time; sys.stdout.buffer.write('\\U0001f600\\nafter\\n'.encode()); sys.stdout.flush(); time.sleep(60)"
+    script = (
+        "import sys; from pathlib import Path; from fl_bn.site.commands import Command;"
+        "from fl_bn.site.supervisor import supervise;"
+        f"supervise([Command('smiling', (sys.executable, '-S', '-c', {code!r}), {{}}, Path({str(tmp_path)!r}))], Path({str(tmp_path)!r}))"
+    )
+    argv, terminal = [sys.executable, "-c", script], os.environ | {"PYTHONIOENCODING": "ascii"}
+    with subprocess.Popen(argv, env=terminal, stdout=subprocess.PIPE) as supervisor:
+        try:
+            until(lambda: len(lines(tmp_path / "smiling.log")) == 2, 30)
+        finally:
+            supervisor.terminate()
+            shown = supervisor.communicate()[0].decode("ascii").splitlines()
+    assert [line[24:] for line in lines(tmp_path / "smiling.log")] == ["\U0001f600", "after"]
+    assert {"smiling   | ?", "smiling   | after"} <= set(shown)
 
 
 def test_a_program_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -47,8 +47,7 @@ def create(t: Terminal) -> None:
     t.type("fl-bn doctor kit/server", keep=r"^(warn|fail)|\d ok")
     t.start("fl-bn start kit/server", "server")
     t.sites = ["A", "B", "C"]
-    for site in t.sites:
-        t.start(f"fl-bn start kit/sites/{site}", f"sites/{site}", t.folder / "sites-copy")
+    start_sites(t)
     t.online()
     t.type("fl-bn status kit/server")
 
@@ -59,8 +58,7 @@ def again(t: Terminal) -> None:
     t.sites = list(ServerFolder.read(t.folder / t.server).sites)
     t.spare, t.metrics = free_ports(2)
     t.start(f"fl-bn start {t.server}", "server")
-    for site in t.sites:
-        t.start(f"fl-bn start kit/sites/{site}", f"sites/{site}", t.folder / "sites-copy")
+    start_sites(t)
     t.online()
     t.taken()
 
@@ -115,11 +113,22 @@ def remove(t: Terminal) -> None:
     t.sites.remove("B")
 
 
+def start_sites(t: Terminal) -> None:
+    for site in t.sites:
+        t.start(f"fl-bn start kit/sites/{site}", f"sites/{site}", t.folder / "sites-copy")
+
+
+def begun(t: Terminal, name: str) -> str:
+    """The config of a run of eight rounds, of which two are done."""
+    config = f"{RUN} rounds=8 name='{name}'"
+    t.start(f'fl-bn submit kit/server --run-config "{config}"', name)
+    t.until("two rounds are done", lambda: t.rounds(name) >= 2)
+    return config
+
+
 def abort(t: Terminal) -> None:
     t.say("Guide: [Run a server day by day](operate.md).")
-    config = f"{RUN} rounds=8 name='stopped'"
-    t.start(f'fl-bn submit kit/server --run-config "{config}"', "stopped")
-    t.until("two rounds are done", lambda: t.rounds("stopped") >= 2)
+    config = begun(t, "stopped")
     t.type("fl-bn abort kit/server stopped")
     t.ended("stopped", r"run \d+: |go on with it", code=1)
     t.type("fl-bn runs kit/server")
@@ -129,9 +138,7 @@ def abort(t: Terminal) -> None:
 
 def death(t: Terminal) -> None:
     t.say("Guide: [A run that ended early](operate.md#a-run-that-ended-early).")
-    config = f"{RUN} rounds=8 name='died'"
-    t.start(f'fl-bn submit kit/server --run-config "{config}"', "died")
-    t.until("two rounds are done", lambda: t.rounds("died") >= 2)
+    config = begun(t, "died")
     t.stop("server", kill=True)
     submit = t.started.pop("died")
     submit.terminate()
@@ -224,9 +231,7 @@ def restore(t: Terminal) -> None:
         "other ports of its own. The address by which sites reach the server leads to it. The old folder is moved away first. "
         "A run is left unfinished, to go on there."
     )
-    config = f"{RUN} rounds=8 name='moved'"
-    t.start(f'fl-bn submit kit/server --run-config "{config}"', "moved")
-    t.until("two rounds are done", lambda: t.rounds("moved") >= 2)
+    config = begun(t, "moved")
     t.type("fl-bn abort kit/server moved")
     t.ended("moved", r"run \d+: ", code=1)
     t.stop("server")
@@ -263,8 +268,7 @@ def upgrade(t: Terminal) -> None:
     for site in t.sites:
         t.stop(f"sites/{site}")
     t.type(f"cd sites-copy; {upgraded}", keep="^$", copy=t.folder / "sites-copy")
-    for site in t.sites:
-        t.start(f"fl-bn start kit/sites/{site}", f"sites/{site}", t.folder / "sites-copy")
+    start_sites(t)
     time.sleep(5)  # the server counts them as here until they have gone
     t.online()
     t.type(submit, keep=r"\[round|run \d")

@@ -80,7 +80,9 @@ def test_what_a_client_raises_is_raised_here_with_its_name() -> None:
     fed = Federation(net(), methods.fixbn(), [*seeded()[:2], Fails()], workers=2, progress=False)
     with pytest.raises(OSError, match="the disk is gone") as told:
         list(fed.run(1))
-    assert told.value.__notes__ == ["in the worker process of client 2"]
+    trace, where = told.value.__notes__
+    assert 'raise OSError("the disk is gone")' in trace
+    assert where == "in the worker process of client 2"
 
 
 SCRIPT = """

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from fl_bn import convert, local_round, methods, server_round, server_state
@@ -17,7 +18,7 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
 from fl_bn.methods import Method
 from fl_bn.moments import channel_moments
-from fl_bn.objectives import FedProx, FedSAM, Objective, Scaffold
+from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
 from tests.doors.doors import ALL, DOORS, apart, session_of, through, wide
 from tests.federation import random_samples
 from tests.methods.centralised import rough_network
@@ -283,3 +284,89 @@ def test_mixed_precision_and_a_scaler_leave_float32() -> None:
     assert reply.steps == 3
     assert {t.dtype for section in reply.sections.values() for t in section.values()} <= {torch.float32, torch.float64, torch.int64}
     assert server_round(state, [reply])[1].aggregated
+
+
+def clone(model: nn.Module) -> None:
+    model._apply(torch.clone)
+
+
+def there_and_back(model: nn.Module) -> None:
+    model.double().float()
+
+
+def moved_round(method: Method, move: Any, objective: Objective = PLAIN) -> tuple[Reply, Kept]:
+    """A round of four steps in float32, before the first and the third of which the loop moves the model."""
+    net = rough_network("plain", dtype=torch.float32)
+    model, x, y = convert(net, method), CLIENTS[0].x.float(), CLIENTS[0].y
+    asked = server_state(net, method, rounds=3, clients=3, objective=objective).instruction()
+    with local_round(model, method, asked, objective=objective) as round:
+        optimizer = sgd(model)
+        for step in range(4):
+            if step % 2 == 0:
+                move(model)
+            optimizer.zero_grad()
+            round.backward(lambda: F.cross_entropy(model(x), y), x)
+            optimizer.step()
+    return round.reply(8, client=0)
+
+
+@pytest.mark.parametrize("objective", [PLAIN, FedSAM(0.05)], ids=lambda objective: objective.name)
+@pytest.mark.parametrize("move", [there_and_back, clone])
+@pytest.mark.parametrize("method", [methods.fixbn(), methods.fedbn(), methods.silobn(), FBN], ids=lambda method: method.name)
+def test_a_model_that_moves_inside_the_block_replies_the_same(method: Method, move: Any, objective: Objective) -> None:
+    """``model.to(device)`` puts new tensors in the place of buffers."""
+    (found, kept), (want, keeps) = moved_round(method, move, objective), moved_round(method, lambda model: None, objective)
+    assert found.sections.keys() == want.sections.keys()
+    assert kept.sections.keys() == keeps.sections.keys()
+    ours, theirs = ([*reply.sections.values(), *home.sections.values()] for reply, home in ((found, kept), (want, keeps)))
+    assert apart(ours, theirs) == 0
+    assert (found.updates, found.steps) == (want.updates, want.steps) == ((), 4)
+    before = convert(rough_network("plain", dtype=torch.float32), method).state_dict()
+    moved = [not torch.equal(t, before[name]) for of in theirs for name, t in of.items() if "running" in name]
+    assert all(moved)  # control: statistics move
+    assert bool(moved) == (method is not FBN)
+
+
+class Level(nn.Module):
+    """Its forward pass reassigns a buffer."""
+
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.zeros(()))
+        self.norm, self.head = nn.BatchNorm1d(2), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.level = 0.5 * self.level + x.mean()
+        return self.head(self.norm(x))
+
+
+def test_a_buffer_that_the_forward_pass_reassigns_travels() -> None:
+    method, model = methods.fixbn(), convert(Level(), methods.fixbn())
+    with local_round(model, method, server_state(Level(), method, rounds=2).instruction()) as round:
+        optimizer = sgd(model)
+        for _ in range(2):
+            model(torch.ones(4, 2) + torch.eye(4, 2)).square().mean().backward()
+            optimizer.step()
+    assert float(round.reply(4)[0].sections["weights"]["level"]) == 1.5 * 1.25
+
+
+def test_passes_with_other_tensors_in_place_are_not_counted_even_where_the_model_moves() -> None:
+    """``functional_call`` takes its own tensors for the model's, and puts these back."""
+    net, method = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), methods.fixbn()
+    told = []
+    for calls in (0, 3):
+        model = convert(net, method)
+        with local_round(model, method, server_state(net, method, rounds=2).instruction()) as round:
+            clone(model)
+            for _ in range(calls):
+                functional_call(model, {name: t.detach().clone() for name, t in model.state_dict().items()}, torch.rand(4, 2))
+            for _ in range(3):  # two of them more than steps
+                model(torch.rand(4, 2)).square().mean().backward()
+            sgd(model).step()
+            for _ in range(calls):
+                functional_call(model, {name: t.detach().clone() for name, t in model.state_dict().items()}, torch.rand(4, 2))
+        told.append(round.reply(4)[0].updates)
+    assert told == [(3,), (3,)]

@@ -97,6 +97,15 @@ def test_rounds_of_several_steps_equal_the_application_s(name: str, door: str, r
     assert not apart(shared, common) < EXACT
 
 
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", METHODS_HERE)
+def test_a_network_in_channels_last_is_the_same_up_to_the_order_of_sums(name: str, door: str, reference: Callable[[str], Rounds]) -> None:
+    want, model = reference(name), rough_network().to(memory_format=torch.channels_last)
+    assert any(not p.is_contiguous() for p in model.parameters())
+    rounds = through(DOORS[door], model, METHODS_HERE[name], clients_of(name), defence=defence_of(name))
+    assert 0 < apart(rounds, want) < 10 * EXACT, "0: it was computed as a contiguous one"
+
+
 @pytest.mark.parametrize("door", ["federation", "flower"])
 @pytest.mark.parametrize("method", [METHODS["hbn"](lam=1.0, lower_layers="shared"), METHODS["fbn"]()], ids=lambda method: method.name)
 def test_statistics_only_exchanges_are_the_application_s(method: Method, door: str) -> None:

@@ -54,12 +54,13 @@ def test_the_plan_completes_one_seed_after_the_other(tmp_path: Path) -> None:
 
 
 def finish(cell: Cell, accuracies: list[float | None]) -> None:
-    """What a run that reached these accuracies leaves behind."""
+    """What a run that reached these accuracies leaves behind; one of too few rounds was killed."""
     cell.path.mkdir(parents=True, exist_ok=True)
     (cell.path / "config.toml").write_text(to_toml(cell.config.to_mapping()))
     lines = [json.dumps({"round": number, "accuracy": value}) + "\n" for number, value in enumerate(accuracies, 1)]
     (cell.path / "rounds.jsonl").write_text("".join(lines))
-    (cell.path / "summary.md").write_text("done")
+    if len(accuracies) == cell.config.rounds:
+        cell.write_outcome("finished", 1.0)
 
 
 def cells(folder: Path, *variants: str, seeds: int = 2, rounds: int = 3) -> list[Cell]:
@@ -75,7 +76,7 @@ def test_what_counts_as_finished(tmp_path: Path) -> None:
     assert cell.finished()
     with pytest.raises(ConfigError, match=r"fbn-seed0 holds another run \(rounds is 3 there, 4 here\): give another output folder"):
         cells(tmp_path, "fbn", seeds=1, rounds=4)
-    (cell.path / "summary.md").unlink()
+    (cell.path / "cell.json").unlink()
     assert not cell.finished()
 
 
@@ -91,8 +92,6 @@ def test_the_rest_of_an_interrupted_run_is_gone(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(LOGGER, "handlers", [])
     monkeypatch.setattr(cells_module, "run_in_process", lambda config: found.append(cell.path.exists()))
     run_cell(cell)
-    for handler in LOGGER.handlers:
-        handler.close()
     assert found == [False]
     assert (tmp_path / "fbn-seed0.log").exists()
 
@@ -122,12 +121,12 @@ def test_finished_cells_are_not_repeated_and_failing_ones_are_reported(tmp_path:
 
 def test_the_table_by_hand(tmp_path: Path) -> None:
     planned = cells(tmp_path, "fbn", "fedavg", "hbn")
-    values = {("fbn", 0): [0.2, 0.9, 0.7], ("fbn", 1): [0.2, 0.6, 0.8], ("fedavg", 0): [0.5, None, 0.9], ("fedavg", 1): [0.1, None, 0.8]}
+    values = {("fbn", 0): [0.2, 0.9, 0.7], ("fbn", 1): [0.2, 0.6, 0.8], ("fedavg", 0): [None, 0.5, 0.9], ("fedavg", 1): [None, 0.1, 0.8]}
     for cell in planned:
         if (key := (cell.config.method, cell.config.seed)) in values:
             finish(cell, values[key])  # type: ignore[arg-type]
     outcome = gather(planned)
-    assert outcome.rounds == {"fbn": [1, 2, 3], "fedavg": [1, 3]}
+    assert outcome.rounds == {"fbn": [1, 2, 3], "fedavg": [2, 3]}
     assert np.allclose(outcome.values["fbn"], [[20, 90, 70], [20, 60, 80]])
     # fbn: last 70, 80: mean 75, std 7.07; best 90, 80: mean 85, std 7.07. fedavg: 90, 80
     assert table(outcome) == [
@@ -146,6 +145,24 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     with (tmp_path / "curves.csv").open() as file:
         assert list(csv.reader(file))[1:4] == [["fbn", "0", "1", "20.000"], ["fbn", "0", "2", "90.000"], ["fbn", "0", "3", "70.000"]]
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
+
+
+def test_a_run_that_diverged_is_not_ranked_by_what_it_had_before(tmp_path: Path) -> None:
+    planned = cells(tmp_path, "fbn", "fedavg", "hbn")
+    values = {"fbn": ([None, 0.9, None], [None, 0.8, 0.7]), "fedavg": ([None, 0.6, 0.5], [None, 0.6, 0.6]), "hbn": ([None] * 3, [None] * 3)}
+    for cell in planned:
+        finish(cell, values[cell.config.method][cell.config.seed])
+    outcome = gather(planned)
+    assert outcome.rounds == {"fbn": [2, 3], "fedavg": [2, 3], "hbn": [2, 3]}
+    assert table(outcome) == [
+        ("fedavg", "55.0 (7.1)", "60.0 (0.0)", "2"),  # control: finite
+        ("fbn", "not finite", "85.0 (7.1)", "2"),
+        ("hbn", "not finite", "not finite", "2"),
+    ]
+    write(outcome, "two that diverged", tmp_path)
+    assert "| fbn | not finite | 85.0 (7.1) | 2 |" in (tmp_path / "table.md").read_text()
+    with (tmp_path / "curves.csv").open() as file:
+        assert ["fbn", "0", "3", "nan"] in list(csv.reader(file))
 
 
 def test_one_seed_has_no_standard_deviation_and_no_run_no_picture(tmp_path: Path) -> None:

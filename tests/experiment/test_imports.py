@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fl_bn.cli.imports import quick
+from fl_bn.imports import quick
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib.image
 import pytest
 
+from fl_bn import durable
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.clipping import PATH
 from fl_bn.federation.record import ClientRecord, RoundRecord
@@ -95,6 +96,21 @@ def test_lines_are_there_as_soon_as_they_are_known(tmp_path: Path) -> None:
             assert len((tmp_path / "x" / "rounds.jsonl").read_text().splitlines()) == number
             assert len((tmp_path / "x" / "rounds.csv").read_text().splitlines()) == number + 1
     assert '"no reply, before the deadline"' in (tmp_path / "x" / "clients.csv").read_text()
+
+
+def test_what_says_which_run_it_was_is_whole_or_absent_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable_write, names = durable.write, set[str]()
+
+    def noted(path: Path, data: bytes, mode: int = 0o600) -> None:
+        names.add(path.name)
+        durable_write(path, data, mode)
+
+    monkeypatch.setattr(durable, "write", noted)
+    path = written(tmp_path).path
+    assert path is not None
+    assert {"config.toml", "environment.json", "summary.md"} <= names
+    assert "rounds.csv" not in names  # control: it grows
+    assert oct((path / "config.toml").stat().st_mode) == oct((path / "rounds.csv").stat().st_mode)
 
 
 def test_folders_without_a_name_never_collide(tmp_path: Path) -> None:

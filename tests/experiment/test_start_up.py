@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ def test_the_command_line_imports_neither_torch_nor_flower() -> None:
     assert loaded("import torch", HEAVY)[:1] == ["torch"]  # control
 
 
+@pytest.mark.parametrize("what", ["kit", "membership", "supervisor", "status", "queue", "runs", "control", "doctor", "verify", "metrics"])
+def test_what_an_operator_types_imports_neither_torch_nor_flower(what: str) -> None:
+    """A server's `fl-bn start` and its queue stay in memory for months: 60 MB each, where torch would make it 600."""
+    assert loaded(f"import fl_bn.site.{what}", ("torch", "flwr")) == []
+
+
 def test_a_run_imports_nothing_that_its_rounds_do_not_need() -> None:
     unneeded = ("torch._dynamo", "sklearn", "matplotlib", "ray", "torchvision", "pandas", "scipy.stats", "tensorboard")
     run = f"from fl_bn.cli.main import run\nrun({ROUND_1!r})"
@@ -42,6 +49,7 @@ def test_a_run_imports_nothing_that_its_rounds_do_not_need() -> None:
 MAKERS: list[tuple[Callable[..., Any], Callable[..., Any], dict[str, float]]] = [
     (eager.SGD, optim.SGD, {"lr": 0.1}),
     (eager.SGD, optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),
+    (partial(eager.SGD, foreach=True), optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),  # as clients make it
     (eager.Adam, optim.Adam, {"lr": 0.01, "weight_decay": 1e-3}),
 ]
 

@@ -1,4 +1,4 @@
-"""The repairs of Flower 1.25's SuperLink: that a message's tensors are not there yet is no error, and equal tensors may come at once."""
+"""The repairs of Flower 1.25's SuperLink: a message's tensors may come late, equal ones at once, a reply's never."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from flwr.app import ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 import fl_bn.flower
 from fl_bn.flower.compat import find
@@ -85,6 +87,67 @@ def test_equal_tensors_of_two_sites_may_come_at_the_same_moment(tmp_path: Path, 
     runpy.run_path(str(SCRIPT))["one_at_a_time"](kind)
     kind(str(tmp_path / "repaired.db")).initialize()
     assert failures_of_equal_tensors(tmp_path / "repaired.db", 15) == []
+
+
+class Asked:
+    """A SuperLink's state with a run, and a node that has been asked something and has begun to reply."""
+
+    def __init__(self) -> None:
+        from flwr.common.constant import SUPERLINK_NODE_ID
+        from flwr.common.inflatable import get_all_nested_objects, get_object_tree
+        from flwr.server.superlink.linkstate import LinkStateFactory
+        from flwr.supercore.constant import NOOP_FEDERATION
+        from flwr.supercore.object_store import ObjectStoreFactory
+        from flwr.superlink.federation import NoOpFederationManager
+
+        self.state = LinkStateFactory("state.db", NoOpFederationManager(), ObjectStoreFactory("state.db")).state()
+        run = self.state.create_run("id", "0.1", "0" * 64, {}, NOOP_FEDERATION, ConfigRecord(), None)
+        self.node = self.state.create_node("owner", "name", b"key", 30.0)
+        assert self.state.activate_node(self.node, 30.0)
+        asked = Message(RecordDict({"a": ArrayRecord({"w": Array(np.ones(3))})}), self.node, "train")
+        asked.metadata.__dict__.update(_run_id=run, _src_node_id=SUPERLINK_NODE_ID, _message_id=asked.object_id)
+        assert self.state.store_message_ins(asked)
+        assert self.state.get_message_ins(self.node, limit=None)
+        reply = Message(RecordDict({"a": ArrayRecord({"w": Array(np.zeros(3))})}), reply_to=asked)
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        assert self.state.store_message_res(reply)
+        self.state.object_store.preregister(run, get_object_tree(reply))
+        self.id, self.parts = asked.metadata.message_id, {key: part.deflate() for key, part in get_all_nested_objects(reply).items()}
+
+    def reply(self) -> list[str]:
+        """What the ServerApp is handed over: the content of replies, or the reason of errors."""
+        found = self.state.get_message_res({self.id})
+        return [message.error.reason or "error" if message.has_error() else "whole" for message in found]
+
+
+@pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
+def test_a_reply_is_handed_over_when_all_of_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Asked().reply() == ["whole"], "control: Flower 1.25.0 hands over what it does not have"
+    kind = find("SqliteLinkState")
+    monkeypatch.setattr(kind, "get_message_res", kind.get_message_res)  # undone at the end
+    runpy.run_path(str(SCRIPT))["whole_replies"](kind)
+    Path("state.db").unlink()
+    asked = Asked()
+    for key, part in asked.parts.items():
+        assert asked.reply() == []
+        asked.state.object_store.put(key, part)
+    assert asked.reply() == ["whole"]
+    assert asked.reply() == [], "once"
+
+
+@pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
+def test_of_a_site_that_left_in_the_midst_of_its_reply_the_server_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind = find("SqliteLinkState")
+    monkeypatch.setattr(kind, "get_message_res", kind.get_message_res)
+    runpy.run_path(str(SCRIPT))["whole_replies"](kind)
+    asked = Asked()
+    assert asked.reply() == []
+    assert asked.state.deactivate_node(asked.node)
+    time.sleep(0.01)
+    (reason,) = asked.reply()
+    assert "Node Unavailable" in reason
 
 
 @pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from fl_bn.federation.workers import WorkerDied, Workers
 from fl_bn.flower import run_in_process
+from fl_bn.wire import WireError
 from tests.integration.runs import TINY, own
 
 
@@ -60,27 +61,76 @@ def perish(x: int, marker: str) -> int:
 def test_results_errors_and_logs_come_in_order(caplog: pytest.LogCaptureFixture) -> None:
     workers = Workers(2)
     with caplog.at_level(logging.WARNING, "flwr"):
-        done = workers.run(double, [(x,) for x in range(5)])
+        done = list(workers.run(double, [(x,) for x in range(5)]))
     workers.close()
     assert [d.value for d in done] == [0, 2, 4, None, 8]
     assert str(done[3].error) == "not three"
     assert [r.getMessage() for r in caplog.records if "doubling" in r.getMessage()] == [f"doubling {x}" for x in range(5)]
 
 
+class Odd(Exception):
+    """Cannot be unpickled: it takes more than it hands on."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+def stumble(x: int, folder: str) -> int:
+    Path(folder, f"{x} {time.monotonic_ns()}").touch()
+    if x == 1:
+        raise Odd(7, "no such file")
+    if x == 2:
+        raise WireError("weights", "0.bias" * 50, "is missing")
+    return x
+
+
+def test_an_error_that_cannot_be_unpickled_comes_by_name_and_ends_no_process(tmp_path: Path) -> None:
+    workers = Workers(2)
+    done = list(workers.run(stumble, [(x, str(tmp_path)) for x in range(4)]))
+    workers.close()
+    assert [d.value for d in done] == [0, None, None, 3]
+    odd, wire = done[1].error, done[2].error
+    assert (type(odd), str(odd)) == (RuntimeError, "Odd: 7: no such file")
+    assert isinstance(wire, WireError)  # control: it can
+    assert str(wire) == str(WireError("weights", "0.bias" * 50, "is missing"))
+    assert (wire.section, wire.problem) == ("weights", "is missing")
+    for error, line in ((odd, 'raise Odd(7, "no such file")'), (wire, 'raise WireError("weights"')):
+        assert line in error.__notes__[0]  # type: ignore[union-attr]
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == list("0123")  # each task ran once
+
+
 def test_a_worker_that_dies_fails_its_own_task_alone(tmp_path: Path) -> None:
     workers = Workers(2)
-    done = workers.run(perish, [(x, str(tmp_path / str(x))) for x in range(4)])
-    again = workers.run(double, [(1,)])
+    done = list(workers.run(perish, [(x, str(tmp_path / str(x))) for x in range(4)]))
+    again = list(workers.run(double, [(1,)]))
     workers.close()
     assert [d.value for d in done] == [0, None, 2, 3]
     assert isinstance(done[1].error, WorkerDied)
     assert again[0].value == 2
 
 
+def test_a_result_comes_while_later_tasks_still_run_and_may_be_the_last_that_is_taken() -> None:
+    workers = Workers(2)
+    list(workers.run(double, [(1,), (2,)]))  # the processes are there
+    begin = time.monotonic()
+    first = next(results := workers.run(slept, [(0.01,), (8.0,), (8.0,)]))
+    assert (first.value, time.monotonic() - begin < 5) == (0.01, True)
+    results.close()
+    workers.close()
+    assert [d.value for d in workers.run(double, [(1,), (2,)])] == [2, 4]
+    assert time.monotonic() - begin < 15
+    workers.close()
+
+
+def slept(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
 def test_workers_see_large_arrays_once_and_cannot_change_them() -> None:
     big = np.ones((600, 600))
     workers = Workers(2)
-    done = workers.run(kind_of, [(big,), (big,)])
+    done = list(workers.run(kind_of, [(big,), (big,)]))
     workers.close()
     assert [d.value for d in done] == [("memmap", False)] * 2
 
@@ -100,7 +150,7 @@ def test_workers_load_a_module_before_their_first_task(tmp_path: Path, monkeypat
         workers = Workers(2)
         if load:
             workers.load("slow_to_load")
-        done = workers.run(has_loaded, [("slow_to_load",)] * 2)
+        done = list(workers.run(has_loaded, [("slow_to_load",)] * 2))
         workers.close()
         assert [d.value for d in done] == [load, load]
 

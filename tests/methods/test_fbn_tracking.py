@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -16,6 +17,7 @@ from fl_bn.layers import observe
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.hbn import hbn
 from fl_bn.methods.method import LayerReports
+from fl_bn.methods.tracking import LIMIT, slowdown
 from fl_bn.moments import Moments, Running
 from tests.federation import ONE_STEP
 from tests.in_process import run
@@ -85,6 +87,19 @@ def test_tracking_stops_where_the_scale_has_grown() -> None:
         for paper in (fbn(momentum=0.2), hbn(lam=0.2)):  # Algorithm 2, and HBN's equation 11, know no limit
             assert float(paper.combine(reports).mean[0]) == pytest.approx(0.2)
     assert moved == pytest.approx({0.1: 0.2, 1.0: 0.2, 1.5**0.5: 0.1, 1.5: 0.0, 9.0: 0.0})
+
+
+@pytest.mark.parametrize("dead", [0.0, 1e-38])
+def test_a_dead_channel_does_not_release_the_brake(dead: float) -> None:
+    for deviation, speed in ((1.0, 1.0), (1.5**0.5, 0.5), (9.0, 0.0)):
+        var = torch.full((16,), deviation**2, dtype=torch.float64)
+        healthy = slowdown(Running(torch.zeros(16), var))
+        assert healthy == min(1.0, max(0.0, 1 - float(var.log().mean()) / 2 / math.log(LIMIT)))  # to the bit
+        assert healthy == pytest.approx(speed, abs=1e-12)
+        var[3] = dead
+        assert slowdown(Running(torch.zeros(16), var)) == pytest.approx(speed, abs=1e-12)
+    assert slowdown(Running(torch.zeros(2), torch.tensor([9.0, 1e-6]))) == 1.0  # control: small, but alive
+    assert slowdown(Running(torch.zeros(16), torch.zeros(16))) == 1.0
 
 
 def test_a_run_tracks_as_its_learning_rate_says(tiny_clients: Clients) -> None:

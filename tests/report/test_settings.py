@@ -71,6 +71,7 @@ def test_everything_said(tmp_path: Path) -> None:
         ("[report]\nmetrik = 'accuracy'", "unknown key 'metrik' in .report.: did you mean 'metric'"),
         ("[report]\nat = 'first'", "at must be one of last, best, but got 'first'"),
         ("[report]\nx = ['rounds']", "did you mean 'round'"),
+        ("[report]\napart = 3", "apart must be a list of texts, but got 3"),
         ("[report]\nx = 3", "x must be a list of texts, but got 3"),
         ("[report]\nrows = ['method']", "rows must be a text"),
         ("[report]\nboxplot = 1", "boxplot must be true or false"),

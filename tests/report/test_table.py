@@ -45,6 +45,19 @@ def test_means_and_standard_deviations_by_hand(tmp_path: Path) -> None:
     assert table.best == {("FixBN", "IID"), ("FixBN", "1 class")}
 
 
+def test_a_row_that_stands_apart_is_best_of_nothing_and_compares_with_nothing(tmp_path: Path) -> None:
+    """Control: without the key it is the best."""
+    for method, accuracy in (("known", 0.9), ("a", 0.5), ("b", 0.4)):
+        run(tmp_path, {"method": method}, rounds([accuracy]))
+    sweep(tmp_path, "[report]\napart = ['known']")
+    assert {row for row, _ in table_of(tmp_path).best} == {"a"}
+    assert table_of(tmp_path).entries["known"]["accuracy"].mean == pytest.approx(90)
+    sweep(tmp_path, "[report]\napart = ['known', 'b']")
+    assert table_of(tmp_path).best == set()
+    sweep(tmp_path, "[report]")
+    assert {row for row, _ in table_of(tmp_path).best} == {"known"}
+
+
 def test_the_best_round_instead_of_the_last(tmp_path: Path) -> None:
     sweep(tmp_path, "[report]\nat = 'best'")
     run(tmp_path, {"method": "a", "seed": 0}, rounds([0.2, 0.9, 0.5], test_loss=[3, 1, 2]))

@@ -1,12 +1,37 @@
-"""How many cells of a sweep run at a time."""
+"""Cells of a sweep: how many run at a time, by whom, and what counts as finished."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from fl_bn.run.config import RunConfig
+from fl_bn.flower import RunFailed
+from fl_bn.flower.log import LOGGER
+from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep import cells
-from fl_bn.sweep.cells import Cell, at_a_time
+from fl_bn.sweep.cells import Cell, at_a_time, run_cell
+from tests.experiment.test_compare import finish
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The configs of runs that were begun; each leaves a finished folder."""
+    begun: list[dict[str, Any]] = []
+
+    def run(config: dict[str, Any]) -> None:
+        begun.append(config)
+        finish(Cell(RunConfig.from_mapping({**config, "resume": ""})), [0.5, 0.6])
+
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    monkeypatch.setattr(cells, "run_in_process", run)
+    return begun
+
+
+def a_cell(folder: Path, **keys: Any) -> Cell:
+    return Cell(RunConfig.from_mapping({"output": str(folder), "name": "a", "rounds": 2, **keys}))
 
 
 @pytest.mark.parametrize(
@@ -18,3 +43,96 @@ def test_cells_with_workers_take_no_more_than_the_cores(
     monkeypatch.setattr(cells, "cores", lambda: cores)
     some = [Cell(RunConfig(name="a", output="x", workers=number)) for number in (1, workers)]
     assert at_a_time(jobs, some) == expected
+
+
+def test_a_cell_that_another_process_runs_is_left_alone(tmp_path: Path, ran: list[dict[str, Any]]) -> None:
+    cell = a_cell(tmp_path)
+    finish(cell, [0.5])  # so far
+    (tmp_path / "a.log").write_text("the other's")
+    with cell.held(), pytest.raises(RunFailed, match="another process runs .*a: give the same command again when that has ended"):
+        run_cell(cell)
+    assert ran == []
+    assert len(cell.rows()) == 1
+    assert cell.outcome() == {}
+    assert (tmp_path / "a.log").read_text() == "the other's"
+    run_cell(cell)  # control: held by nobody
+    assert len(ran) == 1
+    assert cell.outcome()["status"] == "finished"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.log"]
+
+
+def test_a_cell_that_another_process_has_finished_meanwhile_is_not_run_again(tmp_path: Path, ran: list[dict[str, Any]]) -> None:
+    cell = a_cell(tmp_path)
+    for _ in range(2):
+        run_cell(cell)
+    assert len(ran) == 1
+
+
+def test_a_run_that_failed_after_its_last_round_is_not_finished(tmp_path: Path) -> None:
+    cell = a_cell(tmp_path)
+    finish(cell, [0.5, 0.6])
+    assert cell.finished()  # control
+    cell.write_outcome("failed", 1.0, "RunFailed: its results could not be written")
+    assert not cell.finished()
+
+
+def test_a_centralised_run_is_not_taken_for_a_federated_one(tmp_path: Path) -> None:
+    federated = a_cell(tmp_path)
+    centralised = replace(federated, centralised=True)
+    finish(centralised, [0.5, 0.6])
+    assert centralised.finished()
+    with pytest.raises(ConfigError, match=r"holds another run \(centralised is True there, False here\): give another output folder"):
+        federated.finished()
+    finish(federated, [0.5, 0.6])
+    assert federated.finished()
+    with pytest.raises(ConfigError, match=r"centralised is False there, True here"):
+        centralised.finished()
+
+
+def test_a_row_that_a_crash_has_torn_is_left_out(tmp_path: Path) -> None:
+    cell = a_cell(tmp_path)
+    finish(cell, [0.5, 0.6])
+    whole = (cell.path / "rounds.jsonl").read_text()
+    (cell.path / "rounds.jsonl").write_text(whole[:-5])
+    assert [row["round"] for row in cell.rows()] == [1]
+    assert not cell.finished()
+    (cell.path / "rounds.jsonl").write_text(whole)
+    assert cell.finished()  # control
+
+
+@pytest.mark.parametrize("left", [b"", b"rounds = ", b"\xff"])
+def test_a_config_that_a_crash_has_emptied_is_no_other_run(left: bytes, tmp_path: Path, ran: list[dict[str, Any]]) -> None:
+    cell = a_cell(tmp_path)
+    finish(cell, [0.5])
+    (cell.path / "config.toml").write_bytes(left)
+    (cell.path / "checkpoints").mkdir()
+    (cell.path / "checkpoints" / "round-000001.safetensors").touch()
+    assert not cell.finished()
+    run_cell(cell)
+    assert [config["resume"] for config in ran] == [""]  # not gone on with, as its config is unknown
+    finish(replace(cell, config=replace(cell.config, rounds=3)), [0.5])
+    with pytest.raises(ConfigError, match="holds another run"):  # control
+        cell.finished()
+
+
+def test_what_is_retried_is_begun_anew_and_not_from_its_checkpoint(tmp_path: Path, ran: list[dict[str, Any]]) -> None:
+    for name, status in (("failed", "failed"), ("interrupted", "")):
+        cell = a_cell(tmp_path, name=name)
+        finish(cell, [0.5])
+        (cell.path / "checkpoints").mkdir()
+        (cell.path / "checkpoints" / "round-000001.safetensors").touch()
+        if status:
+            cell.write_outcome(status, 1.0)
+        cell.remove_failed()
+        run_cell(cell)
+    assert [config["resume"] for config in ran] == ["", "interrupted"]
+
+
+def test_a_failed_cell_that_another_process_runs_again_keeps_its_folder(tmp_path: Path) -> None:
+    cell = a_cell(tmp_path)
+    cell.write_outcome("failed", 1.0)
+    with cell.held():
+        cell.remove_failed()
+    assert cell.path.exists()
+    cell.remove_failed()
+    assert not cell.path.exists()  # control

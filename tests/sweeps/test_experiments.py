@@ -8,11 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from fl_bn.run.config import ConfigError
+from fl_bn.cli import experiments as cli_experiments
+from fl_bn.cli.main import app
+from fl_bn.data.dataset import DataNotFound
+from fl_bn.experiments.programs import recalibration_study
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.sweep import experiments as sweep_experiments
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.experiments import FOLDER, Log, find, made, perform_program, program_of
 from fl_bn.sweep.file import read
+from tests.integration.runs import TINY, tiny
 
 EXPECTED = {
     "000": "T1 T2 T3 T4 T5 TH TI F2 F3 FD FI",
@@ -100,6 +107,47 @@ def test_a_program_gets_what_it_asks_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert called == [("shared", "here", 3)]
 
 
+@pytest.mark.parametrize("error", [DataNotFound("no digits in nowhere"), PermissionError("no digits in nowhere")])
+def test_a_program_whose_data_are_not_there_is_refused_in_a_sentence(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(folder: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("fl_bn.experiments.programs.unseen_domain"), "run", run)
+    result = CliRunner().invoke(app, ["experiments", "run", "001-G", "--variant", "small", "--output", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "ConfigError: 001-G: no digits in nowhere" in result.output
+    assert not isinstance(result.exception, type(error))  # no traceback
+
+
+@pytest.mark.parametrize(
+    "given", [("--run-config", "rounds=1"), ("--only", "*seed0"), ("--results", "experiments"), ("--retry",), ("--engine", "ray")]
+)
+def test_options_of_sweeps_are_refused_for_a_program(given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(sweep_experiments, "perform_program", lambda experiment, *others: ran.append(experiment.name))
+    command = ["experiments", "run", "001-G", "--variant", "small", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, [*command, *given])
+    assert result.exit_code == 2
+    said = f"ConfigError: {given[0]}: for sweeps, not for experiments that are programs (001-G): leave it out"
+    assert said in " ".join(result.output.split())
+    assert ran == []
+    assert CliRunner().invoke(app, [*command, "--engine", "in-process"]).exit_code == 0  # control: the default, written out
+    assert ran == ["001-G"]
+
+
+def test_among_several_experiments_programs_run_without_the_options_of_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(sweep_experiments, "perform_program", lambda experiment, *others: ran.append(experiment.name))
+    monkeypatch.setattr(cli_experiments, "perform", lambda file, *others, **more: ran.append(file.stem) or {})
+    names = ["001-G", "001-T11"]
+    result = CliRunner().invoke(app, ["experiments", "run", *names, "--variant", "small", "--output", str(tmp_path), "--only", "*seed0"])
+    assert result.exit_code == 0, result.output
+    assert "--only: for sweeps, not for experiments that are programs; these run without: 001-G" in " ".join(result.output.split())
+    assert sorted(ran) == names
+
+
 def test_made_data_are_made_once_and_whole(tmp_path: Path) -> None:
     folder = made("fl_bn.data.made:abide", tmp_path / "data")
     files = sorted(folder.rglob("*.npz"))
@@ -128,3 +176,20 @@ def test_the_log_says_what_was_run(tmp_path: Path) -> None:
     with (tmp_path / "log.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["experiment"], row["variant"], row["seconds"], row["failed"]) for row in rows] == [("000-T1", "small", "12", "1")] * 2
+
+
+def test_a_recalibration_that_was_interrupted_is_done_anew(tmp_path: Path) -> None:
+    source = tiny(tmp_path, "fedavg", rounds=1)
+    cell = Cell(RunConfig.from_mapping({**TINY, "rounds": 1, "output": str(tmp_path), "name": source.name}), {"split": "IID", "seed": 0})
+    whole = recalibration_study.recalibrated(cell)
+    assert len(whole) > 1
+    again = tmp_path / "fedavg-recalibrated"
+    rounds, ended = again / "rounds.jsonl", (again / "cell.json").stat().st_mtime_ns
+    assert recalibration_study.recalibrated(cell) == whole
+    assert (again / "cell.json").stat().st_mtime_ns == ended  # control: it is not repeated
+    for summary in (True, False):  # Ctrl-C writes one, a power cut does not
+        rounds.write_text(rounds.read_text().splitlines(keepends=True)[0])
+        (again / "cell.json").unlink()
+        if not summary:
+            (again / "summary.md").unlink()
+        assert recalibration_study.recalibrated(cell) == whole

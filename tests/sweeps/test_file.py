@@ -137,3 +137,21 @@ def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text("a = = b")
     with pytest.raises(ConfigError, match="is no TOML: "):
         read(tmp_path / "x.toml")
+
+
+def test_an_override_that_makes_an_axis_one_run_is_refused() -> None:
+    alike = r"^method is what \[axes.method\] varies, so it cannot be given for 'BN' and 'Fix' alike: leave it out"
+    with pytest.raises(ConfigError, match=alike):
+        sweep(method="fbn")
+    with pytest.raises(ConfigError, match=r"^partition-parameter is what \[axes.split\] varies"):
+        sweep(TEXT.replace('{ partition = "iid" }', '{ partition = "dirichlet", partition-parameter = 9.0 }'), partition_parameter=1.0)
+    assert sweep(freeze_after=1).axes["method"]["Fix"] == {"method": "fixbn"}  # control: they still differ
+    assert "seed" not in sweep(seed=3).axes  # nor is a list of [run], whose values are their labels
+
+
+def test_a_misspelt_axis_in_skip_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown axis in skip: 'methd': did you mean 'method'\?"):
+        sweep(TEXT.replace("skip = [{ method", "skip = [{ methd"))
+    with pytest.raises(ConfigError, match=r"unknown axis in skip: 'q' \(known: method, split, seed\)"):
+        sweep(TEXT.replace("skip = [{ method", "skip = [{ q"))
+    assert len(sweep(TEXT.replace('skip = [{ method = "BN"', "skip = [{ seed = 0"), "small").skip) == 1  # control: one seed in this variant

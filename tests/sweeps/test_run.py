@@ -57,10 +57,14 @@ def test_a_failed_cell_is_left_until_a_retry(tmp_path: Path, monkeypatch: pytest
         return run.run(made, run.plan(made, tmp_path, retry=retry), tmp_path, run.Place(jobs=1), lambda done, total: None)
 
     assert again() == {"GN": "ValueError: the disk is full"}
+    (checkpoint := tmp_path / "runs" / "GN" / "checkpoints" / "round-000001.safetensors").parent.mkdir()
+    checkpoint.touch()
     assert again() == {"GN": "ValueError: the disk is full"}
+    assert checkpoint.exists()
     assert ran == ["BN", "GN"]  # neither what finished nor what failed is done again
     assert again(retry=True) == {}
     assert ran == ["BN", "GN", "GN"]
+    assert not checkpoint.exists()
     assert json.loads((tmp_path / "runs" / "GN" / "cell.json").read_text())["axes"] == {"method": "GN"}
     assert run.plan(made, tmp_path).todo == []
 

@@ -83,7 +83,15 @@ def add_attribute(model: nn.Module) -> None:
     model.new = 1
 
 
-@pytest.mark.parametrize("change", [grow, extend, replace_parameter, replace_module, add_attribute])
+def hook(model: nn.Module) -> None:
+    model.norm.register_forward_pre_hook(lambda module, args: None)  # type: ignore[union-attr]
+
+
+def replace_buffers(model: nn.Module) -> None:
+    model._apply(torch.clone)
+
+
+@pytest.mark.parametrize("change", [grow, extend, replace_parameter, replace_module, add_attribute, hook, replace_buffers])
 def test_what_cannot_be_put_back_is_not_lent_again(change: Callable[[nn.Module], None]) -> None:
     of = network()
     with of.lend() as lent:

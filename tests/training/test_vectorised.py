@@ -19,7 +19,7 @@ from fl_bn.conversion import convert
 from fl_bn.federation.auxiliary import has_auxiliary
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.training import client_round
+from fl_bn.federation.training import client_round, drawn
 from fl_bn.federation.vectorised import CannotVectorise, vectorised_round
 from fl_bn.methods import METHODS, NORMALISERS, Method, Phase, fbn, fedavg, fedavg_alg2, fedbn, fedtan, freeze, hbn
 from fl_bn.objectives import FedProx, FedSAM, Moon, Scaffold
@@ -115,6 +115,45 @@ def test_gradients_in_the_place_of_weights(name: str) -> None:
 
     cohort = Cohort(METHODS[name](), settings, UNEQUAL, kept=kept)
     assert_equal(cohort, replace(cohort, kept=lambda client: kept(client + 1)))
+
+
+class Tied(nn.Module):
+    """Two linear layers, and two BatchNorm layers, with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(192, 192), nn.Linear(192, 192), nn.Linear(192, 4)
+        self.norm, self.other = nn.BatchNorm1d(192), nn.BatchNorm1d(192)
+        self.second.weight, self.other.weight = self.first.weight, self.norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.other(self.second(torch.relu(self.norm(self.first(x.flatten(1)))))))
+
+
+def tied() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Tied().double()
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbn"])
+def test_gradients_of_tied_weights(name: str) -> None:
+    """Each of their names has the one gradient; what stays at home is stepped once."""
+    settings = LocalTraining(batch_size=6, steps=1, momentum=0.9, update="gradients")
+    cohort = Cohort(METHODS[name](), settings, UNEQUAL, network=tied)
+    assert_equal(cohort, replace(cohort, seed=1))
+    for round, samples, (reply, kept) in zip(cohort.rounds(), cohort.samples(), cohort.one_by_one(), strict=True):
+        found, start = reply.sections["gradients"], round.model
+        batches = drawn(round, samples, cohort.seed, reply.client)
+        (x, y), start = next(iter(batches)), start.train()
+        F.cross_entropy(start(x), y).backward()
+        want = {n: 0.1 * p.grad for n, p in start.named_parameters(remove_duplicate=False) if p.grad is not None}
+        assert {"first.weight", "second.weight"} <= found.keys() <= want.keys()
+        assert max(float((g - want[n]).abs().max()) for n, g in found.items()) < EQUAL
+        if name == "fedbn":
+            local = kept.sections["local"]["norm.weight"]
+            assert torch.equal(local, kept.sections["local"]["other.weight"])
+            assert float((local - (start.get_parameter("norm.weight").detach() - 0.1 * want["norm.weight"])).abs().max()) < EQUAL
 
 
 @pytest.mark.parametrize("maintain", ["local", "global"])

@@ -14,6 +14,7 @@ from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc import exchange_pb2_grpc
 from fl_bn.exchange.grpc.service import TOKEN
 from fl_bn.exchange.grpc.wire import decode_answer, encode_request
+from fl_bn.loopback import direct
 
 
 class GrpcExchange:
@@ -35,6 +36,7 @@ class GrpcExchange:
             ("grpc.keepalive_timeout_ms", max(1000, milliseconds // 2)),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.enable_retries", 0),
+            *direct(address),
         ]
         if authority:
             self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority), options)

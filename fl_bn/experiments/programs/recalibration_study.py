@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 
-from fl_bn.flower import run_in_process
 from fl_bn.run.config import RunConfig
 from fl_bn.run.palette import STYLE
 from fl_bn.run.recalibrate import planned, rows
-from fl_bn.sweep.cells import Cell, run_cells
+from fl_bn.sweep.cells import Cell, run_cell, run_cells
 
 SPLITS = {"1 class each": ("classes", 1.0), "2 classes each": ("classes", 2.0), "IID": ("iid", 1.0)}
 SEEDS = range(3)
@@ -74,8 +73,8 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
 def recalibrated(cell: Cell) -> list[Result]:
     """Return the accuracies of a finished run, pass by pass."""
     again = Cell(planned(cell.path, {}))
-    if not (again.path / "summary.md").exists():
-        run_in_process(again.config.to_mapping())
+    if again.outcome().get("status") != "finished":
+        run_cell(again)
     return [Result(str(cell.axes["split"]), cell.config.seed, row.number, row.metric or 0.0) for row in rows(again.path)]
 
 

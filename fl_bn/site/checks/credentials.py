@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from fl_bn.site.certificates import read_certificate, read_public
 from fl_bn.site.checks.finding import reason
 from fl_bn.site.checks.tls import SOON, Clock, now
 from fl_bn.site.folders import ServerFolder
+from fl_bn.site.membership import ago
 from fl_bn.site.verify import verify
 
 
@@ -30,7 +32,7 @@ def expiry(certificates: Iterable[Path], clock: Clock = now) -> Finding:
     first = min(ends, key=ends.__getitem__)
     text = f"{first} is the first to expire, in {ends[first]:.0f} days"
     if ends[first] <= 0:
-        return Finding("fail", "expiry", f"{first} expired {-ends[first]:.0f} days ago", "have it renewed: nothing connects until then")
+        return Finding("fail", "expiry", f"{first} expired {ago(math.floor(ends[first]))}", "have it renewed: nothing connects until then")
     if ends[first] < SOON.days:
         return Finding("warn", "expiry", text, "have it renewed before: nothing connects after that")
     return Finding("ok", "expiry", text)

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fl_bn.finding import Finding
+from fl_bn.loopback import EXCEPTIONS, excepted, is_loopback
 from fl_bn.site.folders import ServerFolder, host_port
 
 TIMEOUT = 5.0  # seconds
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC's, in its order, lower case only
-NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 TIME_ERROR = 5  # adjtimex: no time service keeps this clock
 
 
@@ -141,23 +141,21 @@ def reachable(host: str, port: int) -> Finding:
 
 def proxy(host: str) -> Finding:
     """gRPC would go through a proxy that these variables name, which Python's sockets, and so the other checks, do not."""
-    exceptions = next((os.environ[name] for name in NO_PROXIES if name in os.environ), "")
-    excepted = [part.strip().lstrip(".") for part in exceptions.split(",")]
+    parts = [part.lstrip(".") for part in excepted(os.environ)]
     named = [name for name in PROXIES if os.environ.get(name)]
-    if named and not any(part and (host == part or host.endswith(f".{part}")) for part in excepted):
+    if named and not is_loopback(host) and not any(part and (host == part or host.endswith(f".{part}")) for part in parts):
+        read = next((name for name in EXCEPTIONS if name in os.environ), EXCEPTIONS[-1])
         return Finding(
             "warn",
             "proxy",
             f"{named[0]} is set, so gRPC connects to {host} through {os.environ[named[0]].rpartition('@')[2]}",
-            f"unless that proxy passes gRPC on: export no_proxy={host}",
+            f"unless that proxy passes gRPC on: export {read}={','.join([*excepted(os.environ), host])}",
         )
     return Finding("ok", "proxy", f"none between here and {host}" if not named else f"{host} is excepted from {named[0]}")
 
 
 def exposure(server: ServerFolder) -> Finding:
     """Whether those who must reach an address of the server can, and nobody else."""
-    from fl_bn.exchange.settings import is_loopback
-
     fleet, control, serverappio = (host_port(address)[0] for address in (server.fleet, server.control, server.serverappio))
     if is_loopback(fleet) and not is_loopback(server.superlink):
         what = f"fleet = {server.fleet} is this machine only, so no site reaches it"

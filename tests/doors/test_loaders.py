@@ -1,0 +1,90 @@
+"""Door 1: what a loader draws is what its client counts for, and what it is measured in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+from fl_bn import Federation, SeededBatches, methods
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.record import RoundRecord
+from tests.doors.test_federation import TEST, made, net
+
+ALL = TensorDataset(*made(0, 1000))
+
+
+def drawing(first: int, last: int, **options: object) -> DataLoader[tuple[Tensor, ...]]:
+    """Of one data set that all clients have, the samples ``first`` .. ``last``."""
+    return DataLoader(ALL, sampler=SubsetRandomSampler(range(first, last)), **options)  # type: ignore[arg-type]
+
+
+def after(*loaders: object) -> dict[str, Tensor]:
+    fed = Federation(net(), methods.fedavg(), loaders, local_epochs=2, progress=False)  # type: ignore[arg-type]
+    list(fed.run(1))
+    return {name: tensor for name, tensor in fed.model.state_dict().items() if tensor.is_floating_point()}
+
+
+def test_a_client_counts_by_what_its_sampler_drew() -> None:
+    few, many = drawing(0, 20, batch_size=1000), drawing(20, 1000, batch_size=1000)
+    fed = Federation(net(), methods.fedavg(), [few, many], local_epochs=2, progress=False)
+    (record,) = fed.run(1)
+    assert [client.samples for client in record.clients] == [20, 980]
+    both, one, other = after(few, many), after(few), after(many)
+    for name, tensor in both.items():
+        assert torch.allclose(tensor, (20 * one[name] + 980 * other[name]) / 1000, atol=1e-6), name
+    alike = {name for name, tensor in both.items() if torch.allclose(tensor, (one[name] + other[name]) / 2, atol=1e-4)}
+    assert alike == {"0.bias"}  # control: BatchNorm cancels it
+
+
+@pytest.mark.parametrize(("drop", "samples"), [(True, 32), (False, 42)])
+def test_samples_that_a_loader_drops_do_not_count(drop: bool, samples: int) -> None:
+    (record,) = Federation(net(), methods.fedavg(), [drawing(0, 42, batch_size=16, drop_last=drop)], progress=False).run(1)
+    assert [client.samples for client in record.clients] == [samples]
+
+
+@pytest.mark.parametrize(("n", "sizes"), [(5, [2, 3]), (3, [3]), (6, [2, 2, 2]), (2, [2]), (1, [1])])
+def test_seeded_batches_in_order_have_two_samples_or_more(n: int, sizes: list[int]) -> None:
+    batches = SeededBatches(*made(0, n), 2)
+    assert [len(y) for _, y in batches] == sizes
+    assert len(batches) == len(sizes)
+    assert torch.equal(torch.cat([x for x, _ in batches]), made(0, n)[0])
+
+
+def test_hbn_measures_five_samples_in_batches_of_two() -> None:
+    """Its pass normalises as training does, where a single sample has no variance."""
+    fed = Federation(net(), methods.hbn(), [SeededBatches(*made(client, 5), 2) for client in range(2)], test=TEST, progress=False)
+    (record,) = fed.run(1)
+    assert record.aggregated
+    assert [client.samples for client in record.clients] == [5, 5]
+
+
+def round_of(*loaders: object, method: str = "fbn", defence: Defence = NO_DEFENCE) -> tuple[RoundRecord, dict[str, Tensor]]:
+    fed = Federation(net(), methods.METHODS[method](), loaders, defence=defence, progress=False)  # type: ignore[arg-type]
+    (record,) = fed.run(1)
+    return record, fed.model.state_dict()
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fixbn", "fbn", "hbn", "fedtan", "fedbn"])
+@pytest.mark.parametrize("empty", [[1], [0, 1, 2]])
+def test_a_client_that_drew_no_batch_is_left_out_and_a_round_of_such_clients_fails(method: str, empty: list[int]) -> None:
+    record, _ = round_of(*([] if client in empty else [made(client)] for client in range(3)), method=method)
+    assert record.aggregated == (len(empty) == 1)
+    assert {c.client: c.refused for c in record.clients if c.refused} == dict.fromkeys(
+        empty, "metrics/samples: 0: the client trained on nothing this round"
+    )
+    record, _ = round_of(*([made(client)] for client in range(3)), method=method)
+    assert len(record.accepted) == 3  # control
+
+
+def test_a_client_that_drew_no_batch_has_no_vote_and_leaves_the_liars_as_many() -> None:
+    """The median of four and of five differ; were it counted among the liars, the mean of all would do."""
+    defence, full = Defence(1, "median", "median"), [[made(client)] for client in range(4)]
+    record, with_empty = round_of(*full, [], defence=defence)
+    assert record.aggregated
+    without = round_of(*full, defence=defence)[1]
+    assert all(torch.equal(tensor, without[name]) for name, tensor in with_empty.items())
+    assert not torch.equal(with_empty["0.weight"], round_of(*full, [made(4)], defence=defence)[1]["0.weight"])  # control
+    few, _ = round_of(*full[:2], [], defence=defence)
+    assert not few.aggregated  # two, of whom one may lie

@@ -1,0 +1,19 @@
+"""The experiment of ``evidence_runs``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fl_bn.sweep.claims import VARIANT
+from fl_bn.sweep.experiments import Experiment
+from tests.sweeps.evidence_runs import DEFINITION
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Experiment:
+    file = tmp_path / "defined" / "X-1.toml"
+    file.parent.mkdir()
+    file.write_text(DEFINITION)
+    return Experiment("X-1", file, "Nobody's", "Two methods", (VARIANT, "cause"))

@@ -1,0 +1,80 @@
+"""An experiment of six cells, and what they leave, with accuracies that a test chooses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fl_bn.sweep.claims import (
+    VARIANT,
+    Comparison,
+)
+from fl_bn.sweep.evidence import compact
+from fl_bn.sweep.experiments import Experiment
+from fl_bn.sweep.file import read
+
+DEFINITION = """
+title = "Two methods"
+[experiment]
+paper = "Nobody's"
+[evidence]
+claim = "FedBN is ahead of FedAvg"
+hours = 0.5
+compare = [{ left = ["FedBN", "accuracy"], right = ["FedAvg", "accuracy"] }]
+[run]
+dataset = "npz"
+data-path = "{data}/x.npz"
+rounds = 2
+seed = [0, 1, 2]
+[axes.method]
+FedAvg = { method = "fedavg" }
+FedBN = { method = "fedbn" }
+[report]
+rows = "method"
+[variants.evidence.run]
+rounds = 4
+[variants.cause.run]
+rounds = 4
+learning-rate = 0.5
+"""
+WHY = """
+[[evidence.why]]
+variant = "cause"
+asks = "Is it the rate?"
+compare = [{ left = ["FedBN", "accuracy"], right = ["FedAvg", "accuracy"] }]
+yes = "It is."
+no = "It is not."
+"""
+
+
+def runs(experiment: Experiment, folder: Path, data: str, accuracy: dict[str, float], variant: str = VARIANT) -> None:
+    """What finished cells leave; ``accuracy`` by cell."""
+    for cell in read(experiment.file, variant, data).cells(folder):
+        if cell.config.name not in accuracy:
+            continue
+        cell.path.mkdir(parents=True)
+        values = {key: value for key, value in cell.config.to_mapping().items() if key != "name"}
+        (cell.path / "config.toml").write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items()))
+        rows = [
+            {"round": n, "loss": 1.0 / n, "accuracy": accuracy[cell.config.name] if n == 4 else None, "seconds": 10.0} for n in range(1, 5)
+        ]
+        (cell.path / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (cell.path / "summary.md").write_text("done")
+        (cell.path / "environment.json").write_text('{"commit": "abc1234"}')
+        cell.write_outcome("finished", 33.0)
+
+
+def kept(experiment: Experiment, tmp_path: Path, accuracy: dict[str, float], out: str = "out", variant: str = VARIANT) -> Path:
+    """The folder with these results, compacted."""
+    place = tmp_path / f"runs-{out}-{variant}"
+    runs(experiment, place, "/somewhere", accuracy, variant)
+    compact(experiment, variant, place, "/somewhere", tmp_path / out)
+    return tmp_path / out
+
+
+ABOVE = Comparison(("A", "x"), ("B", "x"))
+ALL = {
+    f"{method}-seed{seed}": value
+    for method, values in {"FedAvg": (0.5, 0.52, 0.51), "FedBN": (0.6, 0.63, 0.61)}.items()
+    for seed, value in enumerate(values)
+}

@@ -1,0 +1,106 @@
+"""With a proxy in the environment, what this machine says to itself does not go through it: a listening socket stands in for the proxy."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from fl_bn.exchange.call import ExchangeFailed
+from fl_bn.exchange.grpc import client
+from fl_bn.exchange.grpc.client import GrpcExchange
+from fl_bn.loopback import EXCEPTIONS, direct, with_exceptions
+from fl_bn.site import registered
+from fl_bn.site.commands import environment
+from tests.exchange.certificates import make_certificates
+
+NOBODY = "127.0.0.1:9"  # nothing listens there
+Asked = Callable[[], bool]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    """Whether the proxy that the environment names has a connection."""
+    for name in ("grpc_proxy", "http_proxy", *EXCEPTIONS):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(0.5)
+        monkeypatch.setenv("https_proxy", "http://{}:{}".format(*listening.getsockname()))
+
+        def accepted() -> bool:
+            try:
+                listening.accept()[0].close()
+            except TimeoutError:
+                return False
+            return True
+
+        yield accepted
+
+
+def ask_for_runs(authority: bytes) -> None:
+    with suppress(ConnectionError):
+        registered.submitted_runs(NOBODY, authority, timeout=1)
+
+
+def ask_for_a_log(authority: bytes) -> None:
+    with suppress(ConnectionError):
+        list(registered.run_log(NOBODY, authority, 1, 0.0, timeout=1))
+
+
+def join_an_exchange(authority: bytes) -> None:
+    with suppress(ExchangeFailed):
+        GrpcExchange(NOBODY, "token", 1, authority, timeout=1)
+
+
+@pytest.mark.parametrize(("call", "module"), [(ask_for_runs, registered), (ask_for_a_log, registered), (join_an_exchange, client)])
+def test_fl_bn_reaches_this_machine_without_the_proxy(
+    call: Callable[[bytes], None], module: Any, asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = make_certificates(tmp_path).authority.read_bytes()
+    call(authority)
+    assert not asked()
+    monkeypatch.setattr(module, "direct", lambda address: [])
+    call(authority)
+    assert asked(), "control: gRPC excepts no host by itself"
+
+
+@pytest.mark.parametrize("address", [NOBODY, "localhost:9", "[::1]:9", "127.0.0.53:9"])
+def test_programs_that_fl_bn_starts_reach_this_machine_without_the_proxy(
+    address: str, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def knock() -> None:
+        with grpc.insecure_channel(address) as channel, suppress(grpc.FutureTimeoutError):
+            grpc.channel_ready_future(channel).result(timeout=1)
+
+    monkeypatch.setenv("no_proxy", "a.example")
+    knock()
+    assert asked(), "control"
+    for name in EXCEPTIONS:
+        monkeypatch.setenv(name, environment({}).get(name, ""))
+    knock()
+    assert not asked()
+
+
+@pytest.mark.parametrize("address", ["fl.example.org:9093", "10.1.2.3:9093", "[2001:db8::1]:9093"])
+def test_other_machines_are_reached_as_the_environment_says(address: str) -> None:
+    assert direct(address) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "hosts"),
+    [
+        ({}, ""),
+        ({"no_proxy": "a.example, b.example"}, "a.example,b.example,"),
+        ({"no_grpc_proxy": "a.example", "no_proxy": "b.example"}, "a.example,"),
+        ({"no_grpc_proxy": "", "no_proxy": "b.example"}, ""),
+    ],
+)
+def test_what_was_excepted_stays_so_for_grpc_and_for_all_others(variables: Mapping[str, str], hosts: str) -> None:
+    made = with_exceptions(variables)
+    assert made == {"no_grpc_proxy": f"{hosts}127.0.0.0/8,::1,localhost"}
+    assert with_exceptions({**variables, **made}) == made

@@ -1,0 +1,40 @@
+"""What another side sent, made fit for a log."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from fl_bn.wire import REASON, Absent, WireError, check_samples, reason
+
+
+@pytest.mark.parametrize(
+    ("came", "said"),
+    [
+        ("<class 'fl_bn.flower.versions.OtherVersion'>:<'this site has fl-bn 0.1.0'>", "OtherVersion: this site has fl-bn 0.1.0"),
+        ("<class 'ZeroDivisionError'>:<'division\nby zero'>", "ZeroDivisionError: division by zero"),
+        ("<class 'ValueError'>:<'it's > 0, and ends like <'this'>'>", "ValueError: it's > 0, and ends like <'this'>"),
+        ("<class 'a.B'>:<'cut", "B: cut"),
+        ("<class 'a.B'> of something else", "<class 'a.B'> of something else"),
+        ("Error: Node Unavailable", "Error: Node Unavailable"),
+        ("<class '" + "a" * 10**6, "<class '" + "a" * (REASON - 8) + " ..."),
+        ("\x1b[31mred", " [31mred"),
+        (None, ""),
+    ],
+)
+def test_another_side_s_error_is_one_line_in_its_own_words(came: str | None, said: str) -> None:
+    assert reason(came) == said
+
+
+def test_an_error_is_read_again_as_it_was() -> None:
+    for error in (WireError("weights", "0.bias" * 50, "is missing"), WireError("weights", "", "is missing"), Absent("a", "b", "c")):
+        error.add_note("of client 3")
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+def test_a_client_that_trained_on_nothing_is_absent() -> None:
+    check_samples(1)
+    with pytest.raises(Absent, match="metrics/samples: 0: the client trained on nothing this round"):
+        check_samples(0)
