@@ -3,9 +3,8 @@
     python benchmarks/recalibration.py
 
 Deployed: a kit of fl-bn's on loopback, with TLS; SuperLink, SuperNodes, the ServerApp and a ClientApp per message are processes of their
-own. In process: the same run by the in-process engine. Weights and images are random, and nobody trains. The network starts with the
-statistics of other images, as a trained one has them: passes through one without any, where a layer's are wrong for as long as those
-before it are, grow beyond what float32 holds. The last line compares float64 statistics with those of one process that has all data.
+own. In process: the same run by the in-process engine. The network has random weights, the images are random, too, and nobody trains. The
+last line compares float64 statistics with those of one process that has all data.
 """
 
 from __future__ import annotations
@@ -76,14 +75,6 @@ def union(model: nn.Module, samples: Samples) -> dict[str, tuple[Tensor, Tensor]
     return found
 
 
-def calibrated(path: Path, size: int) -> None:
-    """Write a ResNet-50 with the statistics of images of its own into ``path``."""
-    model = build("resnet50", classes=10, channels=3, image_size=size, seed=0).double()
-    rng = np.random.default_rng(1)
-    union(model, Samples(torch.from_numpy(rng.integers(0, 256, (64, 3, size, size), dtype=np.uint8)), torch.zeros(64, dtype=torch.int64)))
-    torch.save(model.float().state_dict(), path)
-
-
 def deviation(samples: Samples, clients: int, size: int) -> float:
     """Largest of a float64 exchange's statistics from those of the union: of means in standard deviations, of variances relative."""
 
@@ -120,10 +111,8 @@ def main(clients: int = 3, samples: int = 32, size: int = 32, output: Path | Non
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = images(folder / "images.npz", clients * samples, size)
-        calibrated(folder / "start.pt", size)
         config: Line = {
-            "method": "fedavg", "model": "resnet50", "model-weights": str(folder / "start.pt"),
-            "dataset": "npz", "data-path": str(folder / "images.npz"), "clients": clients,
+            "method": "fedavg", "model": "resnet50", "dataset": "npz", "data-path": str(folder / "images.npz"), "clients": clients,
             "partition": "iid", "rounds": 0, "calibrate": -1, "evaluate-every": 1000, "pictures": False, "device": "cpu",
             "wait-timeout": 900.0, "round-timeout": 900.0, "exchange-join-timeout": 300.0,
         }  # fmt: skip

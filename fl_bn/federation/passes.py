@@ -11,13 +11,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.narrow import EXACT
 from fl_bn.federation.payload import Named, count_tensors
-from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons
+from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, through, unreached
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.rounds import AS_METHOD, UNTIL_STILL
 from fl_bn.federation.server import Server
@@ -60,7 +61,7 @@ class Measured:
     tensors: Named
     outcome: Pass
     record: RoundRecord
-    last: bool
+    last: bool = False
 
 
 class Passes:
@@ -90,11 +91,10 @@ class Passes:
             TooFewMeasured: they were not there.
         """
         shared, policy = self.server.shared, self.server.policy
-        most, tolerance, least = self.calibration(rounds), 0.0, 0
-        if most == UNTIL_STILL:
-            most, tolerance = len(shared.statistics()), TOLERANCE
+        most, least = self.calibration(rounds), 0
+        tolerance = TOLERANCE if most == UNTIL_STILL else 0.0
         if rounds == 0:
-            show(Measured(tensors, Pass(0, (), 0, False), RoundRecord(0, Phase.MEASURE.value, 0.0), False))
+            show(Measured(tensors, Pass(0, (), 0, False), RoundRecord(0, Phase.MEASURE.value, 0.0)))
             least = max(1, policy.min_cohort, math.ceil(policy.min_replies * policy.clients))
         for measured in self._passes(0, tensors, most, tolerance):
             if measured.outcome.clients < least:
@@ -106,7 +106,7 @@ class Passes:
             self.outcomes.append(measured.outcome)
             if rounds == 0:
                 show(measured)
-        if policy.unit_scale and rounds > 0 and most != 0 and self.server.method.uses_shared(rounds):
+        if policy.unit_scale and rounds > 0 and self.outcomes and self.server.method.uses_shared(rounds):
             shared.load(tensors)
             shared.to_unit_scale()
             tensors = shared.tensors()
@@ -115,7 +115,7 @@ class Passes:
     def refreshed(self, round: int, tensors: Named) -> Named:
         """``tensors`` with statistics of its weights, as the method wants them evaluated: exact, or as training normalises."""
         refresh, made = self.server.method.refresh, 0
-        most, what = (1, NORMALISERS) if refresh is Refresh.HYBRID else (len(self.server.shared.layers), INPUTS)
+        most, what = (1, NORMALISERS) if refresh is Refresh.HYBRID else (UNTIL_STILL, INPUTS)
         for measured in self._passes(round, tensors, most, measured=what):
             tensors, made = measured.tensors, measured.record.exchanges or measured.outcome.number
         said = "round %s: statistics for the evaluation: %s, by %d exchange%s with all clients"
@@ -123,26 +123,31 @@ class Passes:
         return tensors
 
     def _passes(self, round: int, tensors: Named, most: int, tolerance: float = 0.0, measured: str = INPUTS) -> Iterator[Measured]:
-        """``most`` exchanges, fewer where one moves nothing by more than ``tolerance``: with 0 not a bit, so that more would not, either.
+        """``most`` exchanges, or UNTIL_STILL; fewer where one moves nothing by more than ``tolerance``: with 0 not a bit, so that more
+        would not, either.
 
         Each measures under the statistics that the one before found; ``tensors`` itself is not touched. As many as make all layers exact
         are one that goes layer by layer, if possible.
         """
-        if measured == INPUTS and most >= len(self.server.shared.statistics()) > 1:
-            made = self._pass(1, round, tensors, tolerance, True, measured, self._layer_by_layer)
+        layers = len(self.server.shared.statistics())
+        most = layers if most == UNTIL_STILL and self.private else most  # what moves may be noise, and each costs privacy
+        whole = measured == INPUTS and (most == UNTIL_STILL or most >= layers)
+        if whole and layers > 1:
+            made = self._pass(1, round, tensors, tolerance, measured, self._layer_by_layer)
             if made is not None:
-                yield made
+                yield replace(made, last=True)
                 return
-        for number in range(1, most + 1):
-            made = self._pass(number, round, tensors, tolerance, number == most, measured, self._exchange)
+        for number in count(1) if (layers if most == UNTIL_STILL else most) else ():
+            made = self._pass(number, round, tensors, tolerance, measured, self._exchange, whole)
             assert made is not None
-            yield made
-            if made.last:
+            last = made.outcome.settled or number == most or (most == UNTIL_STILL and through(layers, made.outcome))
+            yield replace(made, last=last)
+            if last:
                 return
             tensors = made.tensors
 
     def _pass(
-        self, number: int, round: int, tensors: Named, tolerance: float, last: bool, measured: str, exchange: LayerByLayer
+        self, number: int, round: int, tensors: Named, tolerance: float, measured: str, exchange: LayerByLayer, from_below: bool = False
     ) -> Measured | None:
         begin, shared = time.perf_counter(), self.server.shared
         shared.load(tensors)
@@ -155,6 +160,8 @@ class Passes:
         after = shared.statistics()
         exchanges = 0 if done.session is None else done.session.exchanges
         outcome = Pass.between(number, done.clients, before, after, epsilons(shared.model), tolerance, exchanges)
+        if from_below:
+            shared.store({name: before[name] for name in unreached(list(before), number)})
         bytes_down = EXACT.nbytes(asked.sections)
         record = RoundRecord(number, Phase.MEASURE.value, 0.0, tensors_down=count_tensors(asked.sections), bytes_down=bytes_down)
         record.exchanges, record.carrier = exchanges, done.carrier
@@ -172,5 +179,6 @@ class Passes:
         if traffic:
             record.bytes_down |= {"exchange": max(t.down for t in traffic.values())}
             record.bytes_up |= {"exchange": max(t.up for t in traffic.values())}
-        record.aggregated, record.drift, record.seconds = done.clients > 0, Drift.between(before, after), time.perf_counter() - begin
-        return Measured(shared.tensors(), outcome, record, last or outcome.settled)
+        record.aggregated, record.drift = done.clients > 0, Drift.between(before, shared.statistics())
+        record.seconds = time.perf_counter() - begin
+        return Measured(shared.tensors(), outcome, record)

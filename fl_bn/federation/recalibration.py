@@ -2,8 +2,9 @@
 
 PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3) without its batches, and federated. In evaluation mode every
 client normalises with the same constants, so the pooled moments of a layer's input are those of the union of all data *under the
-statistics of the layers below*. These are exact after the pass before: pass p makes layers 1..p exact, and L passes all L of them. A
-network whose layers stand side by side (a residual network's shortcuts) is through earlier; a pass that moves nothing has found all exact.
+statistics of the layers below*. These are exact after the pass before: pass p makes layers 1..p exact, and L passes all L of them. A pass
+that moves nothing has found all exact. Passes that go on until then change the layers from below (``unreached``); a given, smaller number
+of passes changes all layers each time, so that none keeps what is known to be wrong.
 
 Works for any torch network, converted or not, trained in a federation or not; weights are never touched.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple, cast
 
 import torch
@@ -46,7 +48,8 @@ class Movement(NamedTuple):
 class Pass:
     """One pass. ``number``: from 1; ``clients``: that were measured; ``settled``: it moved nothing, so that another would not, either.
 
-    ``exchanges``: of one that went layer by layer, after which all layers are exact; else 0.
+    ``in_order``: of all layers, only the last that the network registers moved, if any. ``exchanges``: of one that went layer by layer,
+    after which all layers are exact; else 0.
     """
 
     number: int
@@ -54,6 +57,7 @@ class Pass:
     clients: int
     settled: bool
     exchanges: int = 0
+    in_order: bool = True
 
     @classmethod
     def between(
@@ -68,7 +72,9 @@ class Pass:
     ) -> Pass:
         """From the statistics before and after it, both as the model holds them. Where nobody was measured, nothing is settled."""
         settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
-        return cls(number, tuple(_movement(name, old[name], new[name], eps[name]) for name in new), clients, settled, exchanges)
+        in_order = all(_still(old[name], new[name], eps[name], TOLERANCE) for name in list(new)[:-1])
+        movements = tuple(_movement(name, old[name], new[name], eps[name]) for name in new)
+        return cls(number, movements, clients, settled, exchanges, in_order)
 
     @property
     def largest(self) -> Movement:
@@ -76,30 +82,51 @@ class Pass:
         return max(self.movements, key=lambda movement: (movement.mean != movement.mean, movement.mean))
 
 
+def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
+    """Those of ``layers`` that pass ``number`` leaves as they were, where passes go on until all layers are exact.
+
+    It changes the layers that it makes exact and one more, in the order in which the network registers them. Each pass that changed all
+    layers would measure each under wrong statistics of those before it. In a deep network such errors multiply: those of ResNet-50
+    overflow float32 in the seventh pass.
+    """
+    return layers[number + 1 :]
+
+
+def through(layers: int, made: Pass) -> bool:
+    """Whether ``made`` is the last of passes that go on until all ``layers`` are exact.
+
+    As a rule, that is the pass with their number. A network may call its layers in another order than that in which it registers them.
+    Then something below the last layer still moves, and as many passes again, which change all layers, are enough for any order.
+    """
+    return made.settled or made.number >= 2 * layers or (made.number >= layers and made.in_order)
+
+
 def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
     """Change the running statistics of ``model`` to those of the union of the clients' data (variance unbiased); the passes made.
 
-    At most ``passes`` (0: one per BatchNorm layer), fewer where one moves nothing by more than ``tolerance`` (see ``TOLERANCE``). What a
-    client measures is rounded to the model's dtype, as on the wire: a federated run with the same clients has the same bits. A layer
-    that the network uses at two depths depends on itself: its statistics then converge, if at all, and are not exact after L passes.
+    At most ``passes`` (0: as many as make all layers exact), fewer where one moves nothing by more than ``tolerance`` (see ``TOLERANCE``).
+    What a client measures is rounded to the model's dtype, as on the wire: a federated run with the same clients has the same bits. A
+    layer that the network uses at two depths depends on itself: its statistics then converge, if at all, and are not exact at the end.
 
     Raises:
         ValueError: there is no data, or a BatchNorm layer keeps no running statistics.
     """
     if passes < 0 or tolerance < 0:
-        raise ValueError(f"passes (0: one per BatchNorm layer) and tolerance must be >= 0, but got {passes} and {tolerance}")
+        raise ValueError(f"passes (0: until all layers are exact) and tolerance must be >= 0, but got {passes} and {tolerance}")
     if reason := without_statistics(model):
         raise ValueError(reason)
     clients = [samples for samples in clients if len(samples)]
     if not clients:
         raise ValueError("re-calibration needs data to measure: no client has a sample")
     layers, dtype, made = batch_norms(model), next(model.parameters()).dtype, list[Pass]()
-    for number in range(1, (passes or len(layers)) + 1):
+    for number in count(1):
         before = running_statistics(model)
         reports = [_as_sent(statistics_pass(model, samples, StatisticsPass.asked(INPUTS), seeded(0)), dtype) for samples in clients]
         _store(model, combine(replace_by_pooled, before, reports, [1] * len(reports), layers))
         made.append(Pass.between(number, len(clients), before, running_statistics(model), epsilons(model), tolerance))
-        if made[-1].settled:
+        if not passes or passes >= len(layers):
+            _store(model, {name: before[name] for name in unreached(list(layers), number)})
+        if number == passes or made[-1].settled or (not passes and through(len(layers), made[-1])):
             break
     return made
 
@@ -143,11 +170,13 @@ def _as_sent(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Mo
 
 @torch.no_grad()
 def _store(model: nn.Module, statistics: Mapping[str, Running]) -> None:
-    for name, layer in batch_norms(model).items():
-        assert layer.running_mean is not None
-        assert layer.running_var is not None
-        layer.running_mean.copy_(statistics[name].mean)
-        layer.running_var.copy_(statistics[name].var)
+    layers = batch_norms(model)
+    for name, running in statistics.items():
+        mean, var = layers[name].running_mean, layers[name].running_var
+        assert mean is not None
+        assert var is not None
+        mean.copy_(running.mean)
+        var.copy_(running.var)
 
 
 def _movement(name: str, old: Running, new: Running, eps: float) -> Movement:

@@ -1,4 +1,4 @@
-"""Re-calibration in plain torch: all layers exact after L passes, layers 1..p after pass p and no more, an end where nothing moves."""
+"""Re-calibration in plain torch: all layers exact after L passes, layers 1..p after pass p and no more, however deep the network is."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.local import Samples
 from fl_bn.federation.recalibration import TOLERANCE, Pass, recalibrate, why_not
 from fl_bn.methods import METHODS
+from fl_bn.models import build
 from fl_bn.moments import Running
 from fl_bn.roles import batch_norms
 from tests.federation import random_samples, union
@@ -24,7 +25,6 @@ from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
 EXACT = 1e-11  # relative to a layer's scale, in float64
-DEPTH = {"chain": 4, "resnet": 3}  # BatchNorm layers on the longest way through
 LAYERS = {"chain": 4, "resnet": 5}
 
 
@@ -133,14 +133,51 @@ def test_pass_p_makes_layers_1_to_p_exact_and_no_further(passes: int, clients: l
         assert moved[one.number - 1] > 0.0
 
 
-def test_a_branching_network_stops_before_it_has_made_one_pass_per_layer(clients: list[Samples]) -> None:
-    model = network("resnet")
+def test_one_pass_per_layer_is_enough(clients: list[Samples]) -> None:
+    for name, layers in LAYERS.items():
+        made = recalibrate(network(name), clients)
+        assert [one.number for one in made] == list(range(1, layers + 1))
+        assert all(one.settled == (name == "resnet" and one.number == layers) for one in made)  # the last two stand side by side there
+
+
+class Backwards(nn.Module):
+    """A chain that registers its layers from the last to the first, the worst order for passes that go by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, layer in reversed(list(enumerate(chain()))):
+            self.add_module(str(number), layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(len(self._modules)):
+            x = getattr(self, str(number))(x)
+        return x
+
+
+def test_a_network_that_registers_its_layers_in_another_order_takes_more_passes(clients: list[Samples]) -> None:
+    model = Backwards().double()
+    true = reference(model, union(clients))
     made = recalibrate(model, clients)
-    assert len(made) == DEPTH["resnet"] + 1 < LAYERS["resnet"]
-    assert [one.settled for one in made] == [False] * DEPTH["resnet"] + [True]
-    assert all(movement == (movement.layer, 0.0, 1.0) for movement in made[-1].movements)
-    straight = recalibrate(network("chain"), clients)
-    assert [one.settled for one in straight] == [False] * 4  # control: a chain needs them all
+    assert LAYERS["chain"] < len(made) <= 2 * LAYERS["chain"]
+    assert max(off(running_statistics(model), true).values()) < EXACT
+    fewer = Backwards().double()
+    recalibrate(fewer, clients, LAYERS["chain"])
+    assert max(off(running_statistics(fewer), true).values()) > 1e-4  # control: as many as in order are not enough
+
+
+def test_the_errors_of_a_deep_network_do_not_multiply() -> None:
+    """ResNet-50, fresh: where each pass changes all layers, float32 overflows on the way."""
+    model = build("resnet50", classes=10, channels=3, image_size=16, seed=0)
+    every = copy.deepcopy(model)
+    clients = [random_samples(8, size=16, seed=seed) for seed in range(2)]
+    assert len(recalibrate(model, clients)) == len(batch_norms(model)) == 53
+    true = reference(model.double(), union(clients))
+    assert max(off(running_statistics(model), true).values()) < 1e-2  # float32
+    largest = 0.0
+    for _ in range(10):  # control
+        recalibrate(every, clients, 1)
+        largest = max(largest, *(float(one.mean.abs().nan_to_num(torch.inf).max()) for one in running_statistics(every).values()))
+    assert largest > 1e18
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
