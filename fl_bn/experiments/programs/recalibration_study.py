@@ -42,8 +42,8 @@ class Result(NamedTuple):
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[Result]:
     """The study, written to ``folder``: ``recalibration.csv`` and ``.png``, and all runs below ``runs``.
 
-    ``variant``: ``small``, digits, 10 rounds; ``evidence``, the subset of CIFAR-10 in ``data``; else digits, 100 rounds. Runs that are
-    finished are not repeated.
+    ``variant``: ``small``, digits, 10 rounds; ``evidence``, the subset of CIFAR-10 in ``data``; ``cause``, the same and each run again
+    with one local step in a round; else digits, 100 rounds. Runs that are finished are not repeated.
 
     Raises:
         RuntimeError: runs failed.
@@ -59,14 +59,18 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
 
 
 def plan(folder: Path, variant: str, data: str) -> list[Cell]:
-    """One run per seed and split."""
-    keys = {"small": DIGITS, "evidence": {**CIFAR, "data-path": f"{data}/cifar10.npz"}}.get(variant, {**DIGITS, "rounds": 100})
+    """One run per seed and split; of ``cause`` a second one with as many local steps in all, each in a round of its own."""
+    cifar = {**CIFAR, "data-path": f"{data}/cifar10.npz"}
+    keys = {"small": DIGITS, "evidence": cifar, "cause": cifar}.get(variant, {**DIGITS, "rounds": 100})
+    single = {"local-steps": 1, "rounds": CIFAR["rounds"] * CIFAR["local-steps"]}
     cells = []
     for seed in SEEDS:
         for split, (kind, parameter) in SPLITS.items():
-            own = {"method": "fedavg", "partition": kind, "partition-parameter": parameter, "seed": seed, "pictures": False}
-            place = {"output": str((folder / "runs").resolve()), "name": f"{split.replace(' ', '-')}-seed{seed}"}
-            cells.append(Cell(RunConfig.from_mapping({**keys, **own, **place}), {"split": split, "seed": seed}))
+            for said, changed in {"": {}, ", single steps": single}.items() if variant == "cause" else [("", {})]:
+                own = {"method": "fedavg", "partition": kind, "partition-parameter": parameter, "seed": seed, "pictures": False}
+                name = f"{split}{said}".replace(",", "").replace(" ", "-")
+                place = {"output": str((folder / "runs").resolve()), "name": f"{name}-seed{seed}"}
+                cells.append(Cell(RunConfig.from_mapping({**keys, **changed, **own, **place}), {"split": split + said, "seed": seed}))
     return cells
 
 
