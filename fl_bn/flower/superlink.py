@@ -1,4 +1,4 @@
-"""``python -P superlink.py ARGUMENT...``: Flower 1.25's ``flower-superlink``, with three repairs.
+"""``python -P superlink.py ARGUMENT...``: Flower 1.25's ``flower-superlink``, with four repairs.
 
 A ServerApp sends a message in two steps, first the message, then its tensors. A SuperNode that asks in between is told to wait for them,
 but Flower 1.25.0 counts the traffic of that answer, 0 bytes, as an error: the SuperNode then gives the message up and hangs for ever. It
@@ -11,13 +11,18 @@ A reply comes in two steps, too. A site that ends between them leaves a reply wh
 which waits for them more than an hour, whatever the round's deadline. Here a reply is handed over when all of it is there. If its site
 has gone by then, the ServerApp is told so, and asks again.
 
+A full disk under its database fails whatever is to be entered: a site's reply, a run's next message. Flower's ServerApp and SuperNode take
+that for their end. Here what finds the disk full waits for room on it, and begins again.
+
 Its log leaves out the line that every question of a site for messages would make, twice a second and site.
 
 Run by its path, and so is ``compat``, since the package around them would import torch.
 """
 
+import inspect
 import logging
 import runpy
+import sqlite3
 import sys
 import threading
 import time
@@ -27,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 POLL = "[Fleet.PullMessages]"
+FULL = "disk is full"  # of SQLite's "database or disk is full"
+PATIENCE, PAUSE = 600.0, 1.0  # seconds that something waits for room on the disk, and between its tries
 UNDELIVERED = """
     SELECT message_res.message_id AS reply, reply_to_message_id AS asked FROM message_res JOIN node ON node_id = src_node_id
     WHERE reply_to_message_id IN ({marks}) AND delivered_at = '' AND online_until >= ?
@@ -77,6 +84,39 @@ def one_at_a_time(kind: Any) -> None:
         setattr(kind, name, locked(getattr(kind, name)))
 
 
+def wait_for_room(*kinds: Any) -> None:
+    """Let the methods of ``kinds`` that find the disk full wait for room. Each is one transaction, so it can begin again; one that another
+    calls fails, and the other begins again."""
+    within = threading.local()
+
+    def patient(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if getattr(within, "another", False):
+                return method(*args, **kwargs)
+            within.another, end, told = True, time.monotonic() + PATIENCE, False
+            try:
+                while True:
+                    try:
+                        return method(*args, **kwargs)
+                    except sqlite3.OperationalError as error:
+                        if FULL not in str(error) or time.monotonic() > end:
+                            raise
+                    if not told:
+                        logging.getLogger("flwr").warning("the disk of the SuperLink's state is full: make room on it; trying again")
+                    told = True
+                    time.sleep(PAUSE)
+            finally:
+                within.another = False
+
+        return call
+
+    for kind in kinds:
+        for name, method in list(vars(kind).items()):
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(kind, name, patient(method))
+
+
 def tells(record: logging.LogRecord) -> bool:
     """Whether a line of the log tells more than that a site asks for messages."""
     return POLL not in str(record.msg)
@@ -93,6 +133,7 @@ def main() -> None:
         repair(kind)
     whole_replies(find("SqliteLinkState"))
     one_at_a_time(find("SqliteObjectStore"))
+    wait_for_room(find("SqliteLinkState"), find("SqliteObjectStore"))
     logging.getLogger("flwr").addFilter(tells)
     find("run_superlink")()
 
