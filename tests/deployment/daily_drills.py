@@ -50,7 +50,7 @@ def certificate_expires(case: Case) -> Outcome:
     """The server's certificate ends at a random moment of a run; it is renewed, either in mid-run (and the run resumed) or after it."""
     federation, method = case.federation, ("fedbn", "hbn")[case.repetition % 2]
     server = federation.kit / "server"
-    config = case.config(method, name=f"expired-{case.repetition}", rounds=30, **{"checkpoint-every": 1})
+    config = case.config(method, name=f"expired-{case.repetition}", rounds=50, **{"checkpoint-every": 1})
     federation.stop("server")
     lasts = case.rng.uniform(60.0, 90.0)
     reissue(federation.kit, ["127.0.0.1"], ends=lasts / 86400)
