@@ -159,9 +159,9 @@ class Passes:
             LOGGER.warning("%s's statistics are missing from the exchange: %s", self.server.policy.called.client(index), reason)
         after = shared.statistics()
         exchanges = 0 if done.session is None else done.session.exchanges
-        outcome = Pass.between(number, done.clients, before, after, epsilons(shared.model), tolerance, exchanges)
-        if from_below:
-            shared.store({name: before[name] for name in unreached(list(before), number)})
+        left = unreached(list(before), number) if from_below else ()
+        outcome = Pass.between(number, done.clients, before, after, epsilons(shared.model), tolerance, exchanges, left)
+        shared.store({name: before[name] for name in left})
         bytes_down = EXACT.nbytes(asked.sections)
         record = RoundRecord(number, Phase.MEASURE.value, 0.0, tensors_down=count_tensors(asked.sections), bytes_down=bytes_down)
         record.exchanges, record.carrier = exchanges, done.carrier

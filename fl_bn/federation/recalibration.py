@@ -11,7 +11,7 @@ Works for any torch network, converted or not, trained in a federation or not; w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, cast
@@ -69,11 +69,15 @@ class Pass:
         eps: Mapping[str, float],
         tolerance: float = TOLERANCE,
         exchanges: int = 0,
+        left: Collection[str] = (),
     ) -> Pass:
-        """From the statistics before and after it, both as the model holds them. Where nobody was measured, nothing is settled."""
+        """From the statistics before it and those that were measured, both as the model holds them; the layers of ``left`` keep theirs.
+
+        Where nobody was measured, nothing is settled.
+        """
         settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
         in_order = all(_still(old[name], new[name], eps[name], TOLERANCE) for name in list(new)[:-1])
-        movements = tuple(_movement(name, old[name], new[name], eps[name]) for name in new)
+        movements = tuple(_movement(name, old[name], (old if name in left else new)[name], eps[name]) for name in new)
         return cls(number, movements, clients, settled, exchanges, in_order)
 
     @property
@@ -123,9 +127,10 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
         before = running_statistics(model)
         reports = [_as_sent(statistics_pass(model, samples, StatisticsPass.asked(INPUTS), seeded(0)), dtype) for samples in clients]
         _store(model, combine(replace_by_pooled, before, reports, [1] * len(reports), layers))
-        made.append(Pass.between(number, len(clients), before, running_statistics(model), epsilons(model), tolerance))
-        if not passes or passes >= len(layers):
-            _store(model, {name: before[name] for name in unreached(list(layers), number)})
+        left = unreached(list(layers), number) if not passes or passes >= len(layers) else ()
+        after = running_statistics(model)
+        made.append(Pass.between(number, len(clients), before, after, epsilons(model), tolerance, left=left))
+        _store(model, {name: before[name] for name in left})
         if number == passes or made[-1].settled or (not passes and through(len(layers), made[-1])):
             break
     return made
