@@ -11,7 +11,7 @@ from fl_bn.federation.aggregation import Drift
 from fl_bn.robust.view import FAR
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a run keeps those of all rounds
 class ClientRecord:
     """One client's part in a round. ``refused``: why its reply was not used, empty if it was. Bytes are of arrays alone.
 
@@ -31,7 +31,7 @@ class ClientRecord:
     refused: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Disclosure:
     """What left one client in one message (FedTAN's exchange: in one round): ``tensors`` of a ``section``, ``nbytes`` of arrays alone.
 

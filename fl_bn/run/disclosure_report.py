@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fl_bn.called import UNNAMED, Called
@@ -40,30 +40,30 @@ class Kind:
         return self.least is not None and self.least.samples < FEW
 
 
-def kinds(records: Iterable[RoundRecord], label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
-    """By client, section and what it is. ``label_counts``: of the clients that told theirs when they introduced themselves.
+class Left:
+    """What has left the clients so far, by client, section and what it is; as large after a thousand rounds as after one."""
 
-    The exchanges before round 1 (``calibrate``) count to round 1.
-    """
-    found: dict[tuple[int, str, str], list[tuple[int, Disclosure]]] = {}
-    for record in records:
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str, str], Kind] = {}
+        self._last: dict[tuple[int, str, str], int] = {}
+
+    def add(self, record: RoundRecord) -> None:
+        """One round more, or the same again. The exchanges before round 1 (``calibrate``) are in the record of round 1."""
         for disclosure in record.disclosures:
-            found.setdefault((disclosure.client, disclosure.section, disclosure.what), []).append((record.round, disclosure))
-    result = {key: _kind(entries) for key, entries in found.items()}
-    for client, counts in label_counts.items():
-        if counts:
-            result[client, "introduction", "samples per class"] = Kind(1, 1, 1, len(json.dumps(list(counts))))
-    return dict(sorted(result.items()))
+            key = disclosure.client, disclosure.section, disclosure.what
+            before = self._found.get(key, Kind(0, 0, 0, 0))
+            least, round = before.least, before.least_round
+            if disclosure.samples and (least is None or disclosure.samples < least.samples):
+                least, round = disclosure, record.round
+            rounds = before.rounds + (self._last.get(key) != record.round)
+            tensors, nbytes = max(before.tensors, disclosure.tensors), before.nbytes + disclosure.nbytes
+            self._found[key], self._last[key] = Kind(tensors, before.messages + 1, rounds, nbytes, least, round), record.round
 
-
-def _kind(entries: Sequence[tuple[int, Disclosure]]) -> Kind:
-    rounds = {round for round, _ in entries}
-    nbytes, tensors = sum(d.nbytes for _, d in entries), max(d.tensors for _, d in entries)
-    behind = [(d.samples, round, d) for round, d in entries if d.samples]
-    if not behind:
-        return Kind(tensors, len(entries), len(rounds), nbytes)
-    _, round, least = min(behind, key=lambda entry: entry[:2])
-    return Kind(tensors, len(entries), len(rounds), nbytes, least, round)
+    def kinds(self, label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
+        """In order. ``label_counts``: of the clients that told theirs when they introduced themselves."""
+        told = {client: len(json.dumps(list(counts))) for client, counts in label_counts.items() if counts}
+        introductions = {(client, "introduction", "samples per class"): Kind(1, 1, 1, nbytes) for client, nbytes in told.items()}
+        return dict(sorted({**self._found, **introductions}.items()))
 
 
 def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: Called = UNNAMED) -> str:

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +32,7 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.console import LogFile
 from fl_bn.run.diagnostics import Diagnostics
 from fl_bn.run.disclosure_report import FILE as DISCLOSURE
-from fl_bn.run.disclosure_report import disclosure_csv, disclosure_table, kinds
+from fl_bn.run.disclosure_report import Left, disclosure_csv, disclosure_table
 from fl_bn.run.environment import environment
 from fl_bn.run.history import History
 from fl_bn.run.interrupts import held
@@ -55,6 +56,7 @@ class RunDirectory(Callback):
     def __init__(self, config: RunConfig, path: Path | None, *, goes_on: bool = False) -> None:
         self.config, self.path, self._goes_on = config, path, goes_on
         self.records: list[RoundRecord] = []
+        self._left = Left()
         self.strategy: BatchNormStrategy | None = None
         self.resumed: Checkpoint | None = None
         self._diagnostics = None if path is None else diagnostics_of(config)
@@ -108,7 +110,8 @@ class RunDirectory(Callback):
                 self.resumed = self._checkpoints.newest()
                 if self.resumed is None:
                     raise ConfigError(f"{self.path}: none of its checkpoints is whole: start the run anew")
-                self.records = self._history.cut(self.resumed.history)
+                for record in self._history.cut(self.resumed.history):
+                    self._keep(record)
             else:
                 durable.write(self.path / CONFIG, to_toml(self.config.to_mapping()).encode(), mode=0o666)
                 self._history.begin()
@@ -134,7 +137,7 @@ class RunDirectory(Callback):
     def on_round(self, record: RoundRecord, rounds: int) -> None:
         """Append one round to every file that grows; Ctrl-C waits until it is in all of them."""
         with held():
-            self.records.append(record)
+            self._keep(record)
             if len(self.records) == 1:  # those before round 1 are over, and a run that is resumed makes none
                 self._write_passes()
             if self._history is not None:
@@ -178,6 +181,11 @@ class RunDirectory(Callback):
             release(self._lock, path / LOCK)
             self._lock = None
 
+    def _keep(self, record: RoundRecord) -> None:
+        """What left the clients, most of a record, is summed up."""
+        self.records.append(replace(record, disclosures=[]))
+        self._left.add(record)
+
     def _finish(self, path: Path, error: BaseException | None) -> None:
         assert self._history is not None
         counts: dict[int, tuple[int, ...]] = {}
@@ -186,7 +194,7 @@ class RunDirectory(Callback):
             population = self.strategy.population
             counts = {c.index: c.label_counts for c in population.everyone()} if population else {}
         passes = [] if self.strategy is None else self.strategy.statistics.outcomes
-        left = kinds(self.records, counts)
+        left = self._left.kinds(counts)
         (path / DISCLOSURE).write_text(disclosure_csv(left, self.config.called), newline="")
         accountant = self.strategy.secure.accountant if self.strategy and self.strategy.secure else None
         privacy = "" if accountant is None else accountant.statement()

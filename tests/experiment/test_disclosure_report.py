@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fl_bn.federation.record import Disclosure, RoundRecord
-from fl_bn.run.disclosure_report import COLUMNS, disclosure_csv, disclosure_table, kinds
+from fl_bn.run.disclosure_report import COLUMNS, Kind, Left, disclosure_csv, disclosure_table
 from tests.experiment.resuming import run, small_run
 from tests.integration.runs import table
 
 
 def record(round: int, *disclosures: Disclosure) -> RoundRecord:
     return RoundRecord(round, "train", 0.1, disclosures=list(disclosures))
+
+
+def kinds(records: Sequence[RoundRecord], label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
+    left = Left()
+    for one in records:
+        left.add(one)
+    return left.kinds(label_counts)
 
 
 def test_kinds_add_up_and_keep_the_smallest() -> None:
