@@ -19,7 +19,7 @@ RECALIBRATIONS = ("auto", "passes", "exchange")
 can be there at once; else by passes. ``auto``: as ``exchange``, but by passes in a simulation, where they mostly cannot.
 """
 MEMORY = 2**30
-UNTIL_STILL = -1  # of ``calibrate``: one exchange per BatchNorm layer, or until nothing moves
+UNTIL_STILL = -1  # of ``calibrate``: as many as make the statistics of all layers exact
 AS_METHOD = -2  # the same where the method wants it, else none
 
 
@@ -97,7 +97,7 @@ class Rounds:
                 f"min_cohort must be 1..{self.clients} and checkpoint_every >= 0, but got {self.min_cohort} and {self.checkpoint_every}"
             )
         if self.calibrate < AS_METHOD:
-            raise ValueError(f"calibrate must be >= 0, -1 (until nothing moves) or -2 (as the method wants), but got {self.calibrate}")
+            raise ValueError(f"calibrate must be >= 0, -1 (all layers exact) or -2 (as the method wants), but got {self.calibrate}")
         if self.memory < 0:
             raise ValueError(f"memory must be >= 0 bytes, but got {self.memory}")
         if self.timeout <= 0 or self.wait < 0 or self.retry < 0:

@@ -78,7 +78,7 @@ class RunConfig(RunKeys):
         if self.rounds == 0 and self.calibrate in (0, AS_METHOD):
             raise ConfigError(
                 "rounds must be >= 1, but got 0: a run that does not train measures statistics alone (re-calibration), and needs "
-                "calibrate=-1, one exchange per BatchNorm layer or until nothing moves, and model-weights, the network they are of"
+                "calibrate=-1, as many exchanges as make all layers exact, and model-weights, the network they are of"
             )
         if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")

@@ -47,7 +47,7 @@ def check(config: RunConfig) -> None:
 def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output: Path | None = None) -> RunConfig:
     """The statistics-only run for a finished run's folder or a file of weights: same data, same clients, no training.
 
-    ``passes`` 0: one per BatchNorm layer, or until nothing moves. ``output``: the folder to make; by default beside ``source``.
+    ``passes`` 0: as many as make all layers exact. ``output``: the folder to make; by default beside ``source``.
 
     Raises:
         ConfigError: there is no such run or file, its method shares no running statistics, or a key is wrong or not for here.

@@ -119,7 +119,7 @@ class RunKeys:
     )
     calibrate: int = option(
         -2,
-        "statistics-only exchanges before round 1; -1: one per BatchNorm layer, or until nothing moves; -2: so for hbn, fbn and "
+        "statistics-only exchanges before round 1; -1: as many as make all layers exact; -2: so for hbn, fbn and "
         "freeze-after=0, else none (and none with dp-noise)",
         ">= -2",
     )
