@@ -1,4 +1,4 @@
-"""What is called as a run goes on: displays, files, trackers. One mechanism for all of them."""
+"""Callbacks are called as a run goes on. Displays, files and trackers all hear of its rounds this way."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Callbacks(Callback):
             callback.on_evaluation(record, rounds)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Of a round that was evaluated ``on_evaluation`` first."""
+        """Call ``on_evaluation`` first if the round was evaluated."""
         if record.evaluation:
             self.on_evaluation(record, rounds)
         for callback in self.all:

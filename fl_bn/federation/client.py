@@ -42,7 +42,7 @@ Connect = Callable[[int], Exchange]
 
 
 def trainable(model: nn.Module, method: Method, phase: Phase, role: Mapping[str, Role] | None = None) -> dict[str, nn.Parameter]:
-    """What an optimiser of this phase steps, by name: all that learns, but what the method freezes."""
+    """Return the parameters that an optimiser steps in this phase, by name: those that learn, without those that the method freezes."""
     role = roles(model) if role is None else role
     fixed = method.frozen if phase is Phase.FROZEN else frozenset()
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and role[name] not in fixed}
@@ -88,7 +88,7 @@ class LocalRound:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What an optimiser of this round steps, by name."""
+        """The parameters that an optimiser steps in this round, by name."""
         return trainable(self.model, self.method, self.phase, self.network.role)
 
     @property
@@ -138,7 +138,7 @@ class LocalRound:
             freeze_statistics(model)
 
     def saw(self, updates: Mapping[str, int], observed: Mapping[str, list[Moments]]) -> None:
-        """What hooks would have seen inside ``open``, where the model trained as one of a stack (``federation.vectorised``)."""
+        """Take over what hooks would have seen inside ``open``: the model trained as one of a stack (``federation.vectorised``)."""
         self._moved.update(updates)
         self._observed = dict(observed)
 

@@ -91,7 +91,7 @@ def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
 
     It changes the layers that it makes exact and one more, in the order in which the network registers them. Each pass that changed all
     layers would measure each under wrong statistics of those before it. In a deep network such errors multiply: those of ResNet-50
-    overflow float32 in the seventh pass.
+    overflow float32 within ten passes.
     """
     return layers[number + 1 :]
 

@@ -41,14 +41,14 @@ class Kind:
 
 
 class Left:
-    """What has left the clients so far, by client, section and what it is; as large after a thousand rounds as after one."""
+    """Sums up what has left the clients so far, by client, section and what it is. It grows with the clients, not with the rounds."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, str, str], Kind] = {}
         self._last: dict[tuple[int, str, str], int] = {}
 
     def add(self, record: RoundRecord) -> None:
-        """One round more, or the same again. The exchanges before round 1 (``calibrate``) are in the record of round 1."""
+        """Add one round. The exchanges before round 1 (``calibrate``) are in the record of round 1."""
         for disclosure in record.disclosures:
             key = disclosure.client, disclosure.section, disclosure.what
             before = self._found.get(key, Kind(0, 0, 0, 0))
@@ -60,7 +60,7 @@ class Left:
             self._found[key], self._last[key] = Kind(tensors, before.messages + 1, rounds, nbytes, least, round), record.round
 
     def kinds(self, label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
-        """In order. ``label_counts``: of the clients that told theirs when they introduced themselves."""
+        """Return the kinds in order. ``label_counts``: of the clients that told theirs when they introduced themselves."""
         told = {client: len(json.dumps(list(counts))) for client, counts in label_counts.items() if counts}
         introductions = {(client, "introduction", "samples per class"): Kind(1, 1, 1, nbytes) for client, nbytes in told.items()}
         return dict(sorted({**self._found, **introductions}.items()))
