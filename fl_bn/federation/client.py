@@ -20,15 +20,14 @@ from fl_bn.federation.aggregation import Drift, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.layer_by_layer import Forward, Inputs, Look, called, layer_by_layer
+from fl_bn.federation.measuring import measured
 from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, to_kept
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import Named, Sections, encode_moments, to_numpy
-from fl_bn.federation.pooling import quick_pooling
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
-from fl_bn.layers import HybridBatchNorm, count_updates, freeze_statistics, normalisers, observe, pooled
-from fl_bn.layers import inputs as inputs_of
+from fl_bn.layers import count_updates, freeze_statistics, observe, pooled
 from fl_bn.methods import NORMALISERS, Method, Phase, Report, StatisticsPass
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.moments import Moments
@@ -364,39 +363,6 @@ def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:
             f"{objective.name}'s control variates are means of the gradients that plain SGD stepped along: take torch.optim.SGD without "
             "momentum"
         )
-
-
-@torch.no_grad()
-def measured(
-    model: nn.Module,
-    inputs: Iterable[Any],
-    how: StatisticsPass,
-    forward: Forward = called,
-) -> dict[str, Moments]:
-    """Moments that ``how`` asks for, of every BatchNorm layer over batches of ``inputs``, in evaluation mode.
-
-    Changes nothing: no gradient, no random number, no statistic, the mode of every module as before.
-    """
-    with measuring(model, how) as observed:
-        for x in inputs:
-            forward(model, x)
-    return pooled(observed)
-
-
-@contextmanager
-def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
-    """Inside, ``model`` is in the modes of the pass ``how``, and each of its forward passes adds what that asks for, by BatchNorm layer."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    if how.lower_layers == "hybrid":
-        for layer in model.modules():
-            layer.training = isinstance(layer, HybridBatchNorm)
-    try:
-        with quick_pooling(model), observe(model, normalisers if how.measured == NORMALISERS else inputs_of) as observed:
-            yield observed
-    finally:
-        for module, mode in training.items():
-            module.training = mode
 
 
 def _no_full_gradient() -> dict[str, Tensor]:

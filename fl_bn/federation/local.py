@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fl_bn.data.augment import Augment
 from fl_bn.data.dataset import to_input
-from fl_bn.federation.client import measured
 from fl_bn.federation.layer_by_layer import Inputs
+from fl_bn.federation.measuring import measured
 from fl_bn.federation.pooling import quick_pooling
 from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.moments import Moments

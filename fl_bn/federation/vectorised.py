@@ -24,9 +24,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_bn.data.dataset import to_input
 from fl_bn.exchange.call import Exchange, ExchangeFailed
 from fl_bn.federation import eager
-from fl_bn.federation.client import LocalRound, measuring
+from fl_bn.federation.client import LocalRound
 from fl_bn.federation.clipping import clip_rows, norm_in_round
 from fl_bn.federation.local import Samples, pieces
+from fl_bn.federation.measuring import measuring
 from fl_bn.federation.momentum import SECTIONS, buffers_of
 from fl_bn.federation.stack import Seen, Stack, groups
 from fl_bn.federation.training import IndexBatches, Trained, drawn, how_measured, loss_of

@@ -1,0 +1,49 @@
+"""What a network's normalisation layers see in a forward pass over data, in evaluation mode and without a trace in the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fl_bn.federation.layer_by_layer import Forward, called
+from fl_bn.federation.pooling import quick_pooling
+from fl_bn.layers import HybridBatchNorm, inputs, normalisers, observe, pooled
+from fl_bn.methods import NORMALISERS, StatisticsPass
+from fl_bn.moments import Moments
+
+
+@torch.no_grad()
+def measured(
+    model: nn.Module,
+    batches: Iterable[Any],
+    how: StatisticsPass,
+    forward: Forward = called,
+) -> dict[str, Moments]:
+    """Moments that ``how`` asks for, of every BatchNorm layer over ``batches`` of inputs, in evaluation mode.
+
+    Changes nothing: no gradient, no random number, no statistic, the mode of every module as before.
+    """
+    with measuring(model, how) as observed:
+        for x in batches:
+            forward(model, x)
+    return pooled(observed)
+
+
+@contextmanager
+def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
+    """Inside, ``model`` is in the modes of the pass ``how``, and each of its forward passes adds what that asks for, by BatchNorm layer."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    if how.lower_layers == "hybrid":
+        for layer in model.modules():
+            layer.training = isinstance(layer, HybridBatchNorm)
+    try:
+        with quick_pooling(model), observe(model, normalisers if how.measured == NORMALISERS else inputs) as observed:
+            yield observed
+    finally:
+        for module, mode in training.items():
+            module.training = mode
