@@ -154,12 +154,12 @@ def compact(experiment: Experiment, variant: str, place: Path, data: str, folder
         ConfigError: ``place`` or the file holds runs of other settings.
     """
     defined, _ = definition(experiment, variant, measure)
+    file = results_of(experiment, variant, folder, measure)
     if experiment.program or measure:
         of = study(experiment, measure)
-        found = measured(of.plan(place, variant, data), defined, of.ways, of.measured)
+        found = measured(of.plan(place, variant, data), defined, of.ways, of.measured, load(file, defined))
     else:
         found = finished(read(experiment.file, variant, data).cells(place), defined)
-    file = results_of(experiment, variant, folder, measure)
     return file, keep(found, defined, file), len(defined)
 
 

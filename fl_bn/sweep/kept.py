@@ -74,17 +74,30 @@ def finished(ran: Sequence[Cell], defined: Sequence[Cell]) -> Iterator[Kept]:
 
 
 def measured(
-    ran: Sequence[Cell], defined: Sequence[Cell], ways: Sequence[str], measure: Callable[[Cell], Mapping[str, float]]
+    ran: Sequence[Cell],
+    defined: Sequence[Cell],
+    ways: Sequence[str],
+    measure: Callable[[Cell], Mapping[str, float]],
+    there: Iterable[Kept] = (),
 ) -> Iterator[Kept]:
-    """The same of a program's runs, each of which is a line per way of ``ways`` to measure it; ``defined``: as ``in_ways`` makes them."""
+    """The same of a program's runs, each of which is a line per way of ``ways`` to measure it; ``defined``: as ``in_ways`` makes them.
+
+    ``there``: results of before; a run that they are of, by its commit and seconds, is not measured again.
+    """
+    before = {kept.name: kept for kept in there}
     for n, cell in enumerate(ran):
         if cell.finished():
+            mine = defined[n * len(ways) : (n + 1) * len(ways)]
             commit, seconds = _origin(cell)
+            seconds = round(seconds / len(ways), 1)
+            known = [kept for one in mine if (kept := before.get(one.config.name)) and (kept.commit, kept.seconds) == (commit, seconds)]
+            if len(known) == len(ways):
+                yield from known
+                continue
             values = measure(cell)
-            for definition, way in zip(defined[n * len(ways) :], ways, strict=False):
+            for definition, way in zip(mine, ways, strict=True):
                 row = {"round": cell.config.rounds, CLASSIFICATION.metric: _short(values[way])}
-                seconds_each = round(seconds / len(ways), 1)
-                yield Kept(definition.config.name, dict(definition.axes), own_config(definition.config), commit, seconds_each, (row,))
+                yield Kept(definition.config.name, dict(definition.axes), own_config(definition.config), commit, seconds, (row,))
 
 
 def in_ways(cells: Sequence[Cell], ways: Sequence[str]) -> list[Cell]:

@@ -1,18 +1,13 @@
-"""Evidence: results that are committed, comparisons of paired seeds, verdicts, and a page that says what the files say."""
+"""Evidence: results that are committed, and what the repository's own say."""
 
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import replace
 from pathlib import Path
-from statistics import stdev
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import t as student  # type: ignore[import-untyped]
-from scipy.stats import ttest_1samp, ttest_rel
 from torch import nn
 
 from fl_bn.cli import experiments as commands
@@ -21,26 +16,8 @@ from fl_bn.report.cells import Cell as Shown
 from fl_bn.report.write import report_of
 from fl_bn.run.config import ConfigError
 from fl_bn.sweep import run
-from fl_bn.sweep.claims import (
-    AGAINST,
-    HELD,
-    LEVEL,
-    NOT,
-    NOT_RUN,
-    OPEN,
-    PARTLY,
-    POWER,
-    REPRODUCED,
-    UNDECIDED,
-    UNTESTABLE,
-    VARIANT,
-    Claim,
-    Comparison,
-    Outcome,
-    parse_claim,
-    undecided_for,
-    verdict,
-)
+from fl_bn.sweep.cells import Cell
+from fl_bn.sweep.claims import HELD, OPEN, VARIANT, Outcome
 from fl_bn.sweep.evidence import RESULTS, Runs, compact, definition, gather, results_of, runs_of
 from fl_bn.sweep.evidence import Tested as OneClaim  # pytest would take a name in Test... for tests
 from fl_bn.sweep.evidence_page import markdown
@@ -48,83 +25,16 @@ from fl_bn.sweep.experiments import FOLDER, Experiment, find, study
 from fl_bn.sweep.file import read
 from fl_bn.sweep.kept import ANY_DATA, cells_of, keep, load, measured, own_config
 from fl_bn.sweep.run import Place
-from tests.sweeps.evidence_runs import ABOVE, ALL, DEFINITION, WHY, kept
+from tests.sweeps.evidence_runs import ALL, DEFINITION, WHY, kept
 
 ROOT = Path(__file__).parents[2]
 MEASURE = "programs/own_statistics.py:measured"
-NEAR = Comparison(("A", "x"), ("B", "x"), 2.0)
 
 
 @pytest.fixture(scope="module")
 def ours() -> list[OneClaim]:
     """What the repository has."""
     return gather(ROOT / "experiments")
-
-
-def test_p_values_and_intervals_are_those_of_scipy() -> None:
-    left, right = [61.0, 63.5, 60.2, 64.0], [60.0, 60.5, 61.0, 61.1]
-    one = Outcome(ABOVE, tuple(a - b for a, b in zip(left, right, strict=True)))
-    expected = ttest_rel(left, right)
-    interval = expected.confidence_interval()
-    assert one.p == pytest.approx(expected.pvalue, rel=1e-12)
-    assert (one.mean - one.half, one.mean + one.half) == pytest.approx((interval.low, interval.high), rel=1e-12)
-    assert one.p != pytest.approx(ttest_rel(left, right[::-1]).pvalue, rel=1e-3)  # pairs matter
-
-
-@pytest.mark.parametrize(
-    ("comparison", "differences", "state"),
-    [
-        (ABOVE, (3.0, 3.1, 2.9), HELD),
-        (ABOVE, (-3.0, -3.1, -2.9), AGAINST),
-        (ABOVE, (3.0, -2.0, 1.0), OPEN),
-        (ABOVE, (30.0,), OPEN),
-        (ABOVE, (0.0, 0.0), OPEN),
-        (NEAR, (0.1, -0.1, 0.2), HELD),
-        (NEAR, (5.0, 5.1, 4.9), AGAINST),
-        (NEAR, (1.9, 2.3, 1.7), OPEN),
-        (NEAR, (-1.0, -1.0), HELD),
-    ],
-)
-def test_what_seeds_decide(comparison: Comparison, differences: tuple[float, ...], state: str) -> None:
-    assert Outcome(comparison, differences).state == state
-
-
-def test_verdicts() -> None:
-    held, against, open_, single, none = (Outcome(ABOVE, d) for d in ((3.0, 3.1), (-3.0, -3.1), (9.0, -9.0), (9.0,), ()))
-    claim = Claim("A is ahead", compare=(ABOVE, ABOVE))
-    pairs = ((held, held), (held, against), (held, none), (open_, against), (single, none), (none, none))
-    assert [verdict(claim, list(pair)) for pair in pairs] == [
-        REPRODUCED, PARTLY, PARTLY, NOT, UNDECIDED, NOT_RUN,
-    ]  # fmt: skip
-    assert verdict(replace(claim, untestable="no data"), [held]) == UNTESTABLE
-    assert math.isnan(single.p)
-
-
-def test_a_claim_is_not_reproduced_only_where_its_effect_would_have_been_seen() -> None:
-    """Two seeds, cells that are missing, or a paper's difference that is too small to be found. Control: three seeds that would have."""
-    found = Outcome(ABOVE, (1.0, -1.0, 0.5), paper=9.0)
-    claim = Claim("A is ahead", compare=(ABOVE,))
-    assert 1 < found.detectable < 9
-    assert verdict(claim, [found]) == verdict(claim, [replace(found, paper=None)]) == NOT
-    assert verdict(claim, [replace(found, differences=(1.0, -1.0))]) == UNDECIDED
-    assert verdict(claim, [found], incomplete=True) == UNDECIDED
-    assert verdict(claim, [found, replace(found, paper=1.0)]) == UNDECIDED
-    assert undecided_for([found, replace(found, paper=1.0)]) == "what is claimed would not have been seen in 1 of 2 comparisons"
-    assert undecided_for([found]) == ""
-
-
-def test_a_distance_that_no_seeds_like_these_could_have_shown_is_undecided() -> None:
-    """Control: seeds that differ less, around the bound itself."""
-    claim = Claim("A is near B", compare=(NEAR,))
-    assert verdict(claim, [Outcome(NEAR, (9.0, -9.0, 0.0))]) == UNDECIDED
-    assert verdict(claim, [Outcome(NEAR, (1.9, 2.3, 1.7))]) == NOT
-
-
-def test_a_contradicted_claim_is_not_reproduced_whatever_else_is_open() -> None:
-    claim = Claim("A is ahead", compare=(ABOVE, ABOVE))
-    against, coarse = Outcome(ABOVE, (-3.0, -3.1)), Outcome(ABOVE, (9.0, -9.0), paper=1.0)
-    assert verdict(claim, [against, coarse], incomplete=True) == NOT
-    assert verdict(claim, [coarse, coarse], incomplete=True) == UNDECIDED
 
 
 def test_finished_cells_are_kept_without_the_machine_s_paths(experiment: Experiment, tmp_path: Path) -> None:
@@ -182,74 +92,6 @@ def test_results_of_another_definition_are_refused(experiment: Experiment, tmp_p
         gather(folder, [experiment])
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"claim": "c", "compared": []}, "key 'compared'"),
-        ({"claim": ""}, "needs a claim"),
-        ({"claim": "c", "hours": "two"}, "hours and resampled as numbers"),
-        ({"claim": "c", "resampled": -0.25}, "hours and resampled as numbers"),
-        ({"claim": "c", "resampled": True}, "hours and resampled as numbers"),
-        ({"claim": "c", "compare": [{"left": ["A"], "right": ["B", "x"]}]}, "a comparison is"),
-        ({"claim": "c", "compare": [{"left": ["A", "x"], "right": ["B", "x"], "within": "2"}]}, "a comparison is"),
-        ({"claim": "c", "compare": [{"left": ["A", "x"], "right": ["B", "x"], "than": 2}]}, "a comparison is"),
-        ({"claim": "c", "why": [{"asks": "why?"}]}, "needs the first two"),
-        ({"claim": "c", "why": [{"variant": "v", "asks": "why?", "perhaps": "who knows"}]}, "needs the first two"),
-    ],
-)
-def test_a_wrong_table_is_named(table: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_claim(table, "X-1.toml")
-
-
-def test_a_difference_that_is_detectable_is_found_as_often_as_said() -> None:
-    """By simulation. Control: half of it is found less often."""
-    rng = np.random.default_rng(0)
-    draws = rng.standard_normal((4000, 10))
-    spread = Outcome(ABOVE, tuple(np.tile([-1.0, 1.0], 5) * math.sqrt(9 / 10)))  # a standard deviation of 1
-    assert np.std(spread.differences, ddof=1) == pytest.approx(1)
-    found = [float((ttest_1samp(draws + shift, 0, axis=1).pvalue < 0.05).mean()) for shift in (spread.detectable, spread.detectable / 2)]
-    assert found[0] == pytest.approx(POWER, abs=0.02)
-    assert found[1] < 0.5
-
-
-def test_seeds_that_divide_the_same_samples_have_the_variance_of_nadeau_and_bengio() -> None:
-    """The closed form: stdev * sqrt(1 / n + test / train). Control: 0, which is the test of scipy."""
-    values = (1.0, 4.5, 2.5, 3.0, -1.0)
-    plain, one = Outcome(ABOVE, values), Outcome(ABOVE, values, resampled=0.25)
-    error, quantile = stdev(values) * math.sqrt(1 / 5 + 0.25), student.ppf(0.975, 4)
-    assert one.p == pytest.approx(2 * student.sf(2.0 / error, 4), rel=1e-9)
-    assert one.half == pytest.approx(quantile * error, rel=1e-9)
-    assert one.detectable == pytest.approx(plain.detectable * 1.5, rel=1e-9)  # sqrt(0.45 / 0.2)
-    assert plain.p == pytest.approx(ttest_1samp(values, 0).pvalue, rel=1e-9)
-    assert (plain.half, one.half) == pytest.approx((quantile * stdev(values) / math.sqrt(5), 1.5 * plain.half), rel=1e-9)
-
-
-def test_divisions_of_the_same_subjects_find_a_difference_that_is_none_as_rarely_as_said() -> None:
-    """By simulation: two nearest-mean classifiers that read different noise of 100 people, ten divisions 4 : 1, 400 draws of people.
-    Control: the test that takes divisions for independent draws finds one too often."""
-    rng = np.random.default_rng(0)
-
-    def wrongly_found(resampled: float, draws: list[tuple[float, ...]]) -> float:
-        return sum(Outcome(ABOVE, d, resampled=resampled).p < LEVEL for d in draws) / len(draws)
-
-    draws = [divisions(rng) for _ in range(400)]
-    assert wrongly_found(0.25, draws) <= LEVEL + 0.025
-    assert wrongly_found(0.0, draws) > 3 * LEVEL
-
-
-def divisions(rng: np.random.Generator) -> tuple[float, ...]:
-    """Points by which one classifier is ahead of the other, in each of ten divisions of the same people."""
-    y = np.repeat([-1, 1], 50)
-    views = y[:, None] * 0.3 + rng.standard_normal((2, 100, 5))
-    found = []
-    for _ in range(10):
-        train, test = np.split(rng.permutation(100), [80])
-        right = [(np.sign(x[test] @ (y[train] @ x[train])) == y[test]).mean() for x in views]
-        found.append(100 * float(right[0] - right[1]))
-    return tuple(found)
-
-
 def test_every_claim_whose_seeds_divide_the_data_says_so(ours: list[OneClaim]) -> None:
     """Of the repository: where every seed has data of its own, ``held_out`` divides them 4 : 1. It is so of one claim alone."""
     divided = []
@@ -278,7 +120,20 @@ def test_a_program_s_runs_are_kept_in_every_way_of_measuring(name: str, tmp_path
     assert [one.curve[0]["accuracy"] for one in found] == [n / 10 for n in range(len(of.ways))]
     assert all("/somewhere" not in str(one.config) and str(tmp_path) not in str(one.config) for one in found)
     assert keep(found, defined, tmp_path / "kept.jsonl") == len(of.ways)
-    assert [one.axes for one in load(tmp_path / "kept.jsonl", defined)] == [one.axes for one in found]
+    there = load(tmp_path / "kept.jsonl", defined)
+    assert [one.axes for one in there] == [one.axes for one in found]
+
+    calls: list[str] = []
+
+    def again(cell: Cell) -> dict[str, float]:
+        calls.append(cell.config.name)
+        return dict.fromkeys(of.ways, 0.5)
+
+    assert list(measured(planned, defined, of.ways, again, there)) == there
+    assert calls == []  # the run of before
+    planned[1].write_outcome("finished", 13.0)
+    assert {one.curve[0]["accuracy"] for one in measured(planned, defined, of.ways, again, there)} == {0.5}
+    assert calls == [planned[1].config.name]  # another run of the same cell
 
 
 def test_what_001_t15_says_of_its_cause_is_what_its_runs_say(ours: list[OneClaim]) -> None:
