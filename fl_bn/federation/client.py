@@ -214,8 +214,8 @@ class LocalRound:
         return measured(self.model, inputs(), self.asked, forward)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
-        """What ``measure`` goes through of whole batches, until there are as many samples as are asked for. Normalisers need batches of
-        two samples or more."""
+        """Yield the inputs of whole batches, until there are as many samples as the round asks for. Normalisers need batches of two samples
+        or more: smaller ones are left out."""
         device, most = next(self.model.parameters()).device, self.asked.samples
         self.measured_samples = 0
         for batch in batches:
@@ -252,7 +252,7 @@ class LocalRound:
             self.buffers = buffers_of(optimizer, self.parameters, SECTIONS[self.settings.optimizer])
 
     def report(self) -> dict[str, Moments]:
-        """What was measured or observed of the BatchNorm layers so far, by layer."""
+        """Return the moments that were measured or observed so far, by BatchNorm layer."""
         return self.moments or pooled(self._observed)
 
     def reply(
@@ -264,7 +264,7 @@ class LocalRound:
         metrics: Mapping[str, float] | None = None,
         tells_drift: bool = False,
     ) -> tuple[Reply, Kept]:
-        """What goes to the server, and what the client keeps for its next round.
+        """Return the message to the server, and what the client keeps for its next round.
 
         ``samples``: different ones that it trained on, the client's weight in averages. ``loss``: mean over the batches. ``metrics``: of
         one's own, for the record. ``tells_drift``: how far statistics that stay at home moved is told.
@@ -294,13 +294,13 @@ class LocalRound:
         return seen.pop() if len(seen) == 1 else sum(self.rates) / len(self.rates)
 
     def _complete(self, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
-        """Of every layer, with count 0 where it did not run."""
+        """Return the moments of every layer, with count 0 for a layer that did not run."""
         unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(self.model).items()}
         complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
         return encode_moments(complete, next(self.model.parameters()).dtype)
 
     def _sections(self, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
-        """Of what travels beside the weights, what this round did not train goes back as it came, and a control variate unchanged."""
+        """Return the tensors that travel, by section. What this round did not train goes back as it came; a control variate does not change."""
         state, settings = self._copy.state, self.settings
         expected = self.network.reply(self.phase, settings.update, self.auxiliary).sections
         sources: dict[str, Named] = {"weights": state, "statistics": state, "gradients": gradients}

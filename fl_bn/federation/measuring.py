@@ -1,4 +1,4 @@
-"""What a network's normalisation layers see in a forward pass over data, in evaluation mode and without a trace in the network."""
+"""The statistics pass: it measures what normalisation layers see of data, and leaves the network as it was."""
 
 from __future__ import annotations
 
