@@ -300,7 +300,7 @@ class LocalRound:
         return encode_moments(complete, next(self.model.parameters()).dtype)
 
     def _sections(self, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
-        """Return the tensors that travel, by section. What this round did not train goes back as it came; a control variate does not change."""
+        """Return the tensors that travel, by section. What this round did not train goes back as it came; a control variate stays."""
         state, settings = self._copy.state, self.settings
         expected = self.network.reply(self.phase, settings.update, self.auxiliary).sections
         sources: dict[str, Named] = {"weights": state, "statistics": state, "gradients": gradients}
