@@ -6,7 +6,6 @@ In an experiment's file:
     claim = "FedBN is ahead of FedAvg where the features differ"
     paper = "77.3 against 68.4"                                   # in words, beside the numbers of [paper]
     differs = "a smaller network"                                 # settings that are not the paper's
-    hours = 0.05                                                  # of one core that a cell takes, measured
     resampled = 0.25                                              # seeds divide the same samples anew: test samples per training sample
     compare = [
         { left = ["FedBN", "average"], right = ["FedAvg", "average"] },                 # [row, column]: left is above right
@@ -42,7 +41,7 @@ LEVEL = 0.05  # of the paired, two-sided t-test, and of the confidence intervals
 POWER = 0.8  # with which a difference is found that counts as detectable
 SEEDS = 3  # of which a verdict needs as many to say that nothing was found
 VARIANT = "evidence"  # of an experiment's file, which its claim is tested on
-KEYS = ("claim", "paper", "differs", "hours", "resampled", "compare", "cause", "untestable", "runs", "why")
+KEYS = ("claim", "paper", "differs", "resampled", "compare", "cause", "untestable", "runs", "why")
 WHY = ("variant", "asks", "compare", "yes", "no", "measure")
 HELD, AGAINST, OPEN, MISSING = "held", "contradicted", "not separated", "not run"
 REPRODUCED, PARTLY, NOT, UNTESTABLE, NOT_RUN = "reproduced", "partly reproduced", "not reproduced", "not testable here", "not run yet"
@@ -83,7 +82,7 @@ class Why:
 
 @dataclass(frozen=True)
 class Claim:
-    """One experiment's claim; ``hours``: of one core per cell; ``runs``: the experiment whose runs it is about, empty: its own.
+    """One experiment's claim; ``runs``: the experiment whose runs it is about, empty: its own.
 
     ``resampled``: where seeds divide the same samples anew, test samples per training sample; 0: the test samples are the same for all.
     """
@@ -91,7 +90,6 @@ class Claim:
     claim: str
     paper: str = ""
     differs: str = ""
-    hours: float = 0.0
     resampled: float = 0.0
     compare: tuple[Comparison, ...] = ()
     cause: str = ""
@@ -186,17 +184,16 @@ def parse_claim(table: Mapping[str, Any], where: str) -> Claim:
         if key not in KEYS:
             raise ConfigError(f"{where}: {unknown('key', key, KEYS, ' in [evidence]')}")
     texts = {key: table.get(key, "") for key in ("claim", "paper", "differs", "cause", "untestable", "runs")}
-    numbers, compare, whys = {key: table.get(key, 0.0) for key in ("hours", "resampled")}, table.get("compare", []), table.get("why", [])
+    resampled, compare, whys = table.get("resampled", 0.0), table.get("compare", []), table.get("why", [])
     if not all(isinstance(text, str) for text in texts.values()) or not texts["claim"]:
         raise ConfigError(f"{where}: [evidence] needs a claim, and its other words are texts, but got {texts!r}")
-    wrong = [key for key, value in numbers.items() if type(value) not in (int, float) or not 0 <= value < math.inf]
-    if wrong or not isinstance(compare, list) or not isinstance(whys, list):
-        of = f"{numbers!r}, {compare!r} and {whys!r}"
-        raise ConfigError(f"{where}: [evidence] takes hours and resampled as numbers from 0, compare and why as lists, but got {of}")
+    number = type(resampled) in (int, float) and 0 <= resampled < math.inf
+    if not number or not isinstance(compare, list) or not isinstance(whys, list):
+        of = f"{resampled!r}, {compare!r} and {whys!r}"
+        raise ConfigError(f"{where}: [evidence] takes resampled as a number from 0, compare and why as lists, but got {of}")
     return Claim(
         **texts,
-        hours=float(numbers["hours"]),
-        resampled=float(numbers["resampled"]),
+        resampled=float(resampled),
         compare=tuple(_comparison(one, where) for one in compare),
         why=tuple(_why(one, where) for one in whys),
     )

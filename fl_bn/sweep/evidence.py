@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
+from fl_bn.options import Value
 from fl_bn.report.page import Report
-from fl_bn.report.settings import Settings, parse_settings
+from fl_bn.report.settings import SEED, Settings, parse_settings
 from fl_bn.report.write import report_of
 from fl_bn.run.config import ConfigError
 from fl_bn.sweep.cells import Cell
@@ -51,6 +55,18 @@ class Runs:
     def missing(self) -> list[str]:
         there = {kept.name for kept in self.kept}
         return [cell.config.name for cell in self.defined if cell.config.name not in there]
+
+    @property
+    def hours_missing(self) -> float:
+        """Of one core, for the missing cells, by the clock: each as long as the median of the same settings with other seeds, else as that
+        of all. NaN where none has run."""
+        of: dict[tuple[object, ...], list[float]] = defaultdict(list)
+        for kept in self.kept:
+            of[_without_seed(kept.axes)].append(kept.seconds)
+        there = {kept.name for kept in self.kept}
+        usual = median(kept.seconds for kept in self.kept) if self.kept else math.nan
+        waiting = [_without_seed(cell.axes) for cell in self.defined if cell.config.name not in there]
+        return sum(median(of[settings]) if settings in of else usual for settings in waiting) / 3600
 
     def outcomes(self, of: Claim | Why) -> list[Outcome]:
         return [outcome(one, self.report.layout if self.report else None, self.settings.paper, self.resampled) for one in of.compare]
@@ -128,6 +144,10 @@ def runs_of(experiment: Experiment, variant: str, folder: Path, measure: str = "
         settings = replace(settings, columns=(*(settings.columns or ()), WAY))
     report = report_of(settings, [one.shown() for one in kept], experiment.name) if kept else None
     return Runs(tuple(defined), tuple(kept), settings, report)
+
+
+def _without_seed(axes: Mapping[str, Value]) -> tuple[object, ...]:
+    return tuple(value for axis, value in axes.items() if axis != SEED)
 
 
 def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple[list[Cell], str]:

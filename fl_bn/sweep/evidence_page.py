@@ -83,7 +83,7 @@ def markdown(claims: Sequence[Tested]) -> str:
         cells = f"as {one.claim.runs}" if one.claim.runs else f"{len(own.kept)} of {len(own.defined)}" if own else "–"
         gpu = "–" if one.gpu_hours is None else f"{one.gpu_hours:.1f}"
         name = f"[{one.experiment.name}](#{one.anchor})"
-        lines.append(f"| {name}: {one.claim.claim} | {one.verdict} | {_held(one)} | {cells} | {_hours(one, own)} | {gpu} |")
+        lines.append(f"| {name}: {one.claim.claim} | {one.verdict} | {_held(one)} | {cells} | {_hours(own)} | {gpu} |")
     if any(o.differences for one in claims for o in one.outcomes):
         lines += ["", f"![differences of every comparison]({PICTURE}.png)"]
     for one in claims:
@@ -139,7 +139,7 @@ def _section(one: Tested) -> list[str]:
         lines += _table(one.runs)
     lines += _comparisons(_all_compared(one))
     if one.runs and not one.claim.runs:
-        lines += _cells(one.runs, one.claim.hours)
+        lines += _cells(one.runs)
     return lines + _whys(one)
 
 
@@ -152,7 +152,7 @@ def _whys(one: Tested) -> list[str]:
         lines += ["", f"**{why.asks}** {one.answer(why, runs)}".rstrip()]
         source = (why.variant, why.measure)
         if source not in ((VARIANT, ""), last):
-            lines += [*_table(runs), *_cells(runs, 0.0, why.variant)]
+            lines += [*_table(runs), *_cells(runs, why.variant)]
         lines += _comparisons([_compared(o) for o in runs.outcomes(why)])
         last = source
     return lines
@@ -171,7 +171,7 @@ def _comparisons(rows: Sequence[Compared]) -> list[str]:
     return ["", *head, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _cells(runs: Runs, hours: float, variant: str = "") -> list[str]:
+def _cells(runs: Runs, variant: str = "") -> list[str]:
     lines, of = [], f" of the variant `{variant}`" if variant else ""
     if runs.kept:
         commits = ", ".join(f"{len([k for k in runs.kept if k.commit == c])} on {c}" for c in dict.fromkeys(k.commit for k in runs.kept))
@@ -179,7 +179,7 @@ def _cells(runs: Runs, hours: float, variant: str = "") -> list[str]:
         count = f"{len(runs.kept)} of {len(runs.defined)}"
         lines += ["", f"Cells run{of}: {count} ({commits}), {clock:.1f} hours of the clock, beside other work."]
     if runs.missing:
-        rate = f", {hours:g} core hours each as measured on one core" if hours else ""
+        rate = f", {runs.hours_missing:.1f} core hours by the clock of those that ran" if runs.kept else ""
         lines += ["", f"Missing{of}: {len(runs.missing)} cells{rate}. {_few(runs.missing)}"]
     return lines
 
@@ -231,9 +231,10 @@ def _few(names: Sequence[str]) -> str:
     return f"`{'`, `'.join(names[:4])}`{f' and {len(names) - 4} more' if len(names) > 4 else ''}."
 
 
-def _hours(one: Tested, runs: Runs | None) -> str:
-    missing = runs.missing if runs else []
-    return f"{len(missing) * one.claim.hours:.1f}" if missing and one.claim.hours else "?" if missing else "–"
+def _hours(runs: Runs | None) -> str:
+    if runs is None or not runs.missing:
+        return "–"
+    return f"{runs.hours_missing:.1f}" if runs.kept else "?"
 
 
 def _difference(one: Outcome) -> str:

@@ -19,7 +19,6 @@ title = "Two methods"
 paper = "Nobody's"
 [evidence]
 claim = "FedBN is ahead of FedAvg"
-hours = 0.5
 compare = [{ left = ["FedBN", "accuracy"], right = ["FedAvg", "accuracy"] }]
 [run]
 dataset = "npz"

@@ -107,9 +107,9 @@ def test_a_contradicted_claim_is_not_reproduced_whatever_else_is_open() -> None:
     [
         ({"claim": "c", "compared": []}, "key 'compared'"),
         ({"claim": ""}, "needs a claim"),
-        ({"claim": "c", "hours": "two"}, "hours and resampled as numbers"),
-        ({"claim": "c", "resampled": -0.25}, "hours and resampled as numbers"),
-        ({"claim": "c", "resampled": True}, "hours and resampled as numbers"),
+        ({"claim": "c", "resampled": "two"}, "resampled as a number"),
+        ({"claim": "c", "resampled": -0.25}, "resampled as a number"),
+        ({"claim": "c", "resampled": True}, "resampled as a number"),
         ({"claim": "c", "compare": [{"left": ["A"], "right": ["B", "x"]}]}, "a comparison is"),
         ({"claim": "c", "compare": [{"left": ["A", "x"], "right": ["B", "x"], "within": "2"}]}, "a comparison is"),
         ({"claim": "c", "compare": [{"left": ["A", "x"], "right": ["B", "x"], "than": 2}]}, "a comparison is"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,14 +55,22 @@ def test_finished_cells_are_kept_without_the_machine_s_paths(experiment: Experim
 def test_cells_come_bit_by_bit(experiment: Experiment, tmp_path: Path) -> None:
     folder = kept(experiment, tmp_path, {"FedAvg-seed0": 0.5, "FedBN-seed0": 0.6})
     page = markdown(gather(folder, [experiment]))
-    assert "| undecided, so far | 0 of 1 | 2 of 6 | 2.0 | – |" in page
-    assert "Missing: 4 cells, 0.5 core hours each" in page
+    assert "| undecided, so far | 0 of 1 | 2 of 6 | 0.0 | – |" in page
     kept(experiment, tmp_path, {name: value for name, value in ALL.items() if "seed0" not in name}, "more")
     assert compact(experiment, VARIANT, tmp_path / "runs-more-evidence", "/somewhere", folder)[1:] == (6, 6)
     page = markdown(gather(folder, [experiment]))
     assert "| reproduced | 1 of 1 | 6 of 6 | – | – |" in page
     assert "| FedBN > FedAvg (accuracy) | +10.3 (+8.9 to +11.8) | – | 1.9 | 3 | 0.001 | held |" in page
     assert "6 on abc1234" in page
+
+
+def test_missing_cells_take_as_long_as_the_same_settings_with_other_seeds(experiment: Experiment, tmp_path: Path) -> None:
+    folder = kept(experiment, tmp_path, {"FedAvg-seed0": 0.5, "FedAvg-seed1": 0.5, "FedBN-seed0": 0.6})
+    file = results_of(experiment, VARIANT, folder)
+    file.write_text(re.sub(r'("name": "FedBN-seed0".*"seconds": )40.0', r"\g<1>7200.0", file.read_text()))
+    page = markdown(gather(folder, [experiment]))
+    assert "Missing: 3 cells, 4.0 core hours by the clock of those that ran" in page  # 40 s and twice 2 h; three of the mean are 2.0 h
+    assert "| undecided, so far | 0 of 1 | 3 of 6 | 4.0 | – |" in page
 
 
 def test_cells_with_a_result_are_not_run_again(
