@@ -114,6 +114,8 @@ def statement(one: Tested) -> Statement:
     """The head of a claim's own page."""
     words = [(title, text) for title, text in _words(one) if text]
     whys = [Answered(why.asks, one.answer(why, runs), tuple(_compared(o) for o in runs.outcomes(why))) for why, runs in one.whys]
+    cells = [line.partition(": ")[::2] for line in (_cells(one.runs) if one.runs and not one.claim.runs else []) if line]
+    words += [(title, text.replace("`", "")) for title, text in cells]
     said = f"{_decided(one)}. {_verdict(one)}"
     return Statement(one.claim.claim, one.experiment.paper, said, tuple(words), _all_compared(one), tuple(whys))
 
