@@ -39,7 +39,7 @@ from fl_bn.run.config import ConfigError
 
 LEVEL = 0.05  # of the paired, two-sided t-test, and of the confidence intervals
 POWER = 0.8  # with which a difference is found that counts as detectable
-SEEDS = 3  # of which a verdict needs as many to say that nothing was found
+SEEDS = 3  # of which a comparison needs as many to be decided, and a verdict to say that nothing was found
 VARIANT = "evidence"  # of an experiment's file, which its claim is tested on
 KEYS = ("claim", "paper", "differs", "resampled", "compare", "cause", "untestable", "runs", "why")
 WHY = ("variant", "asks", "compare", "yes", "no", "measure")
@@ -159,10 +159,11 @@ class Outcome:
 
     @property
     def state(self) -> str:
-        """``HELD``, ``AGAINST``, or ``OPEN`` where the seeds do not decide; a single seed decides nothing."""
+        """``HELD``, ``AGAINST``, or ``OPEN`` where the seeds do not decide. Fewer than ``SEEDS`` decide nothing: they come one by one, and
+        a test after each of the first would soon find something."""
         if not self.differences:
             return MISSING
-        if len(self.differences) < 2:
+        if len(self.differences) < SEEDS:
             return OPEN
         if self.comparison.within is None:
             return OPEN if self.p >= LEVEL else HELD if self.mean > 0 else AGAINST

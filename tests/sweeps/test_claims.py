@@ -53,11 +53,13 @@ def test_p_values_and_intervals_are_those_of_scipy() -> None:
         (ABOVE, (-3.0, -3.1, -2.9), AGAINST),
         (ABOVE, (3.0, -2.0, 1.0), OPEN),
         (ABOVE, (30.0,), OPEN),
-        (ABOVE, (0.0, 0.0), OPEN),
+        (ABOVE, (3.0, 3.1), OPEN),
+        (ABOVE, (0.0, 0.0, 0.0), OPEN),
         (NEAR, (0.1, -0.1, 0.2), HELD),
         (NEAR, (5.0, 5.1, 4.9), AGAINST),
         (NEAR, (1.9, 2.3, 1.7), OPEN),
-        (NEAR, (-1.0, -1.0), HELD),
+        (NEAR, (-1.0, -1.0, -1.0), HELD),
+        (NEAR, (-1.0, -1.0), OPEN),
     ],
 )
 def test_what_seeds_decide(comparison: Comparison, differences: tuple[float, ...], state: str) -> None:
@@ -65,7 +67,7 @@ def test_what_seeds_decide(comparison: Comparison, differences: tuple[float, ...
 
 
 def test_verdicts() -> None:
-    held, against, open_, single, none = (Outcome(ABOVE, d) for d in ((3.0, 3.1), (-3.0, -3.1), (9.0, -9.0), (9.0,), ()))
+    held, against, open_, single, none = (Outcome(ABOVE, d) for d in ((3.0, 3.1, 2.9), (-3.0, -3.1, -2.9), (9.0, -9.0, 0.0), (9.0,), ()))
     claim = Claim("A is ahead", compare=(ABOVE, ABOVE))
     pairs = ((held, held), (held, against), (held, none), (open_, against), (single, none), (none, none))
     assert [verdict(claim, list(pair)) for pair in pairs] == [
@@ -97,7 +99,7 @@ def test_a_distance_that_no_seeds_like_these_could_have_shown_is_undecided() -> 
 
 def test_a_contradicted_claim_is_not_reproduced_whatever_else_is_open() -> None:
     claim = Claim("A is ahead", compare=(ABOVE, ABOVE))
-    against, coarse = Outcome(ABOVE, (-3.0, -3.1)), Outcome(ABOVE, (9.0, -9.0), paper=1.0)
+    against, coarse = Outcome(ABOVE, (-3.0, -3.1, -2.9)), Outcome(ABOVE, (9.0, -9.0, 0.0), paper=1.0)
     assert verdict(claim, [against, coarse], incomplete=True) == NOT
     assert verdict(claim, [coarse, coarse], incomplete=True) == UNDECIDED
 
