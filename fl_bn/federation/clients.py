@@ -36,7 +36,7 @@ Value = TypeVar("Value", Instruction, Kept, Reply)
 
 @dataclass
 class Clients:
-    """What all clients of a federation have in common, and each one's loader.
+    """Holds what all clients of a federation have in common, and each one's loader.
 
     ``model``: converted for ``method``, not changed. ``rounds``: of the run, for ``schedule``.
     """
@@ -121,7 +121,7 @@ class InWorkers:
         self._path.write_bytes(pickle.dumps(wrap_non_picklable_objects(clients, keep_wrapper=False)))
 
     def work(self, asked: Instruction, clients: Sequence[int], kept: Sequence[Kept]) -> list[tuple[Reply, Kept]]:
-        """Of each client what it replies and keeps, in order. Raises what the first of them raised that did not come to its end."""
+        """Return what each client replies and keeps, in order. Raises the error of the first client that failed."""
         packed, same = _packed(asked), (torch.get_num_threads(), torch.get_default_dtype())
         states = [[one.get_state().numpy() for one in generators(self._clients.loaders[client])] for client in clients]
         tasks = [(str(self._path), same, packed, *one) for one in zip(clients, map(_packed, kept), states, strict=True)]

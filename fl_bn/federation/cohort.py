@@ -52,7 +52,7 @@ class Cohort:
 
     @classmethod
     def current(cls) -> Cohort | None:
-        """That of the calling thread's task."""
+        """The cohort of the task that the calling thread runs; None outside one."""
         return getattr(cls._here, "cohort", None)
 
     def round(self, job: _Job) -> tuple[Reply, Kept]:

@@ -120,7 +120,7 @@ def _serves(rule: str | Rule, n: int, f: int) -> bool:
 
 
 def variance_floor(shared: Tensor, momentum: float, steps: int) -> Tensor:
-    """What ``steps`` batches leave of a running variance at least, in float64; 0 where its own precision has no number so small."""
+    """The least running variance that ``steps`` batches can leave, in float64; 0 where its own precision has no number so small."""
     floor = (1 - momentum) ** steps * shared.double()
     return floor.where(floor > torch.finfo(shared.dtype).tiny, torch.zeros_like(floor))
 

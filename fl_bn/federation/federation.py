@@ -317,7 +317,7 @@ class Federation:
             return self._replies(rounds, loaders, clients)
 
     def _replies(self, rounds: Sequence[LocalRound], loaders: Sequence[SeededBatches], clients: Sequence[int]) -> list[tuple[Reply, Kept]]:
-        """Of one program, whose stack alone is on the device."""
+        """Replies of clients that are computed as one program; only its stack is on the device."""
         asked = rounds[0].instruction
         check_cohort(rounds, [loader.samples for loader in loaders], self.task)
         if self.method.reports(asked.phase) is Report.PASS:

@@ -52,20 +52,19 @@ class Runs:
     resampled: float = 0.0
 
     @property
-    def missing(self) -> list[str]:
+    def missing(self) -> list[Cell]:
         there = {kept.name for kept in self.kept}
-        return [cell.config.name for cell in self.defined if cell.config.name not in there]
+        return [cell for cell in self.defined if cell.config.name not in there]
 
     @property
     def hours_missing(self) -> float:
-        """Of one core, for the missing cells, by the clock: each as long as the median of the same settings with other seeds, else as that
-        of all. NaN where none has run."""
+        """Hours of one core that the missing cells need, by the clock of those that ran: of each the median of the same settings with
+        other seeds, else of all. NaN where none has run."""
         of: dict[tuple[object, ...], list[float]] = defaultdict(list)
         for kept in self.kept:
             of[_without_seed(kept.axes)].append(kept.seconds)
-        there = {kept.name for kept in self.kept}
         usual = median(kept.seconds for kept in self.kept) if self.kept else math.nan
-        waiting = [_without_seed(cell.axes) for cell in self.defined if cell.config.name not in there]
+        waiting = [_without_seed(cell.axes) for cell in self.missing]
         return sum(median(of[settings]) if settings in of else usual for settings in waiting) / 3600
 
     def outcomes(self, of: Claim | Why) -> list[Outcome]:

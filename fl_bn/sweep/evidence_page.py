@@ -112,10 +112,8 @@ def _counted(claims: Sequence[Tested]) -> str:
 
 def statement(one: Tested) -> Statement:
     """The head of a claim's own page."""
-    words = [(title, text) for title, text in _words(one) if text]
+    words = [(title, text) for title, text in (*_words(one), *_cells_of(one)) if text]
     whys = [Answered(why.asks, one.answer(why, runs), tuple(_compared(o) for o in runs.outcomes(why))) for why, runs in one.whys]
-    cells = [line.partition(": ")[::2] for line in (_cells(one.runs) if one.runs and not one.claim.runs else []) if line]
-    words += [(title, text.replace("`", "")) for title, text in cells]
     said = f"{_decided(one)}. {_verdict(one)}"
     return Statement(one.claim.claim, one.experiment.paper, said, tuple(words), _all_compared(one), tuple(whys))
 
@@ -140,8 +138,8 @@ def _section(one: Tested) -> list[str]:
     if one.runs and not one.claim.runs:
         lines += _table(one.runs)
     lines += _comparisons(_all_compared(one))
-    if one.runs and not one.claim.runs:
-        lines += _cells(one.runs)
+    for title, text in _cells_of(one):
+        lines += ["", f"{title}: {text}"]
     return lines + _whys(one)
 
 
@@ -154,7 +152,9 @@ def _whys(one: Tested) -> list[str]:
         lines += ["", f"**{why.asks}** {one.answer(why, runs)}".rstrip()]
         source = (why.variant, why.measure)
         if source not in ((VARIANT, ""), last):
-            lines += [*_table(runs), *_cells(runs, why.variant)]
+            lines += _table(runs)
+            for title, text in _cells(runs, f" of the variant `{why.variant}`"):
+                lines += ["", f"{title}: {text}"]
         lines += _comparisons([_compared(o) for o in runs.outcomes(why)])
         last = source
     return lines
@@ -173,17 +173,25 @@ def _comparisons(rows: Sequence[Compared]) -> list[str]:
     return ["", *head, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _cells(runs: Runs, variant: str = "") -> list[str]:
-    lines, of = [], f" of the variant `{variant}`" if variant else ""
+def _cells(runs: Runs, of: str = "") -> list[tuple[str, str]]:
+    """Titles and texts: what was run, and what is missing. ``of``: which variant, for the titles."""
+    found = []
     if runs.kept:
         commits = ", ".join(f"{len([k for k in runs.kept if k.commit == c])} on {c}" for c in dict.fromkeys(k.commit for k in runs.kept))
         clock = sum(kept.seconds for kept in runs.kept) / 3600
         count = f"{len(runs.kept)} of {len(runs.defined)}"
-        lines += ["", f"Cells run{of}: {count} ({commits}), {clock:.1f} hours of the clock, beside other work."]
+        found.append((f"Cells run{of}", f"{count} ({commits}), {clock:.1f} hours of the clock, beside other work."))
     if runs.missing:
         rate = f", {runs.hours_missing:.1f} core hours by the clock of those that ran" if runs.kept else ""
-        lines += ["", f"Missing{of}: {len(runs.missing)} cells{rate}. {_few(runs.missing)}"]
-    return lines
+        names, more = [cell.config.name for cell in runs.missing[:4]], len(runs.missing) - 4
+        few = ", ".join(names) + (f" and {more} more" if more > 0 else "")
+        found.append((f"Missing{of}", f"{len(runs.missing)} cells{rate}. {few}."))
+    return found
+
+
+def _cells_of(one: Tested) -> list[tuple[str, str]]:
+    """The same of a claim's own runs; nothing where they are another's."""
+    return _cells(one.runs) if one.runs and not one.claim.runs else []
 
 
 def _words(one: Tested) -> tuple[tuple[str, str], ...]:
@@ -227,10 +235,6 @@ def _compared(one: Outcome) -> Compared:
 
 def _held(one: Tested) -> str:
     return f"{sum(o.state == HELD for o in one.outcomes)} of {len(one.outcomes)}" if one.outcomes else "–"
-
-
-def _few(names: Sequence[str]) -> str:
-    return f"`{'`, `'.join(names[:4])}`{f' and {len(names) - 4} more' if len(names) > 4 else ''}."
 
 
 def _hours(runs: Runs | None) -> str:

@@ -181,5 +181,6 @@ def test_a_claim_s_page_begins_with_its_verdict(experiment: Experiment, tmp_path
     write_evidence(kept(experiment, tmp_path, ALL), tmp_path / "pages", [experiment])
     page = (tmp_path / "pages" / "X-1.html").read_text()
     said = ("FedBN is ahead of FedAvg", "reproduced", "+10.3 (+8.9 to +11.8)", "Is it the rate?", 'id="results"')
+    assert "6 of 6 (6 on abc1234)" in page
     told = [page.index(text) for text in said]
     assert told == sorted(told)
