@@ -9,11 +9,11 @@ SOURCE holds archives as docs/data.md describes them (``cifar10.npz``, ``digits_
 TARGET gets the archives that a run reads as they are, and
 
     office-caltech10/SITE.npz       one archive per domain, the split as in the source
-    office-caltech10-grid/SITE.npz  the training part alone, divided 4 : 1 anew: for choosing learning rates
     abide/N/SITE.npz                N = 0..9: all subjects of a site in an order of their own, so that the fifth that is tested on differs
-    abide-grid/SITE.npz             the training subjects of order 0 alone, for choosing learning rates
     abide-shift/HOW/N/SITE.npz      as abide/N, the sites' means moved: HOW is "removed" or "4-fold"
     abide-which/LABELS/N/both.npz   the two largest sites in one archive; LABELS is "site", which of the two, or "shuffled"
+    rates/...                       for trying learning rates: the same archives of the training part alone, divided 4 : 1 anew by class; of
+                                    ABIDE the training subjects of order 0
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fl_bn.data.connectomes import held_out
 
 ORDERS = 10
 SHIFTS = {"abide": 1.0, "abide-shift/removed": 0.0, "abide-shift/4-fold": 4.0}  # folder -> a site's distance from the mean of all
-GRID_SHARE = 0.2  # of the training samples, to compare learning rates on
+HELD_OUT = 0.2  # of the training samples, to try learning rates on
 AS_THEY_ARE = ("cifar10.npz", "cifar10_full.npz", "digits_*.npz")
 Arrays = dict[str, NDArray[Any]]
 
@@ -41,14 +41,16 @@ def main(source: Path, target: Path) -> None:
         for file in sorted(source.glob(pattern)):
             if not (target / file.name).exists():
                 shutil.copyfile(file, target / file.name)
+            if not (rates := target / "rates" / file.name).exists():
+                save(rates, held_out_of_training(read(file), 0))
     if (office := source / "office_caltech10_64.npz").exists():
-        by_domain(office, target / "office-caltech10", target / "office-caltech10-grid")
+        by_domain(office, target)
     if (abide := source / "abide_4sites.npz").exists():
         by_site(abide, target)
 
 
-def by_domain(file: Path, whole: Path, grid: Path) -> None:
-    """One archive per domain; ``grid``: the training part divided anew, by class."""
+def by_domain(file: Path, target: Path) -> None:
+    """One archive per domain."""
     arrays = read(file)
     for number, name in enumerate(arrays["domain_names"].tolist()):
         mine = {
@@ -56,18 +58,22 @@ def by_domain(file: Path, whole: Path, grid: Path) -> None:
             for letter in "xy"
             for split in ("train", "test")
         }
-        save(whole / f"{name}.npz", mine)
-        rng, y = np.random.default_rng(number), mine["y_train"]
-        tested = np.zeros(len(y), bool)
-        for label in np.unique(y):
-            of = rng.permutation(np.flatnonzero(y == label))
-            tested[of[: max(1, round(GRID_SHARE * len(of)))]] = True
-        x = mine["x_train"]
-        save(grid / f"{name}.npz", {"x_train": x[~tested], "y_train": y[~tested], "x_test": x[tested], "y_test": y[tested]})
+        save(target / "office-caltech10" / f"{name}.npz", mine)
+        save(target / "rates" / "office-caltech10" / f"{name}.npz", held_out_of_training(mine, number))
+
+
+def held_out_of_training(arrays: Arrays, seed: int) -> Arrays:
+    """The training part alone, of which a fifth of every class is to be tested on."""
+    rng, x, y = np.random.default_rng(seed), arrays["x_train"], arrays["y_train"]
+    tested = np.zeros(len(y), bool)
+    for label in np.unique(y):
+        of = rng.permutation(np.flatnonzero(y == label))
+        tested[of[: max(1, round(HELD_OUT * len(of)))]] = True
+    return {"x_train": x[~tested], "y_train": y[~tested], "x_test": x[tested], "y_test": y[tested]}
 
 
 def by_site(file: Path, target: Path) -> None:
-    """All subjects of every site in ten orders, with the sites' means as they are and moved; ``abide-grid``: those that order 0 trains on.
+    """All subjects of every site in ten orders, with the sites' means as they are and moved; ``rates``: those that order 0 trains on.
 
     A site's mean is that of all its subjects. No label has a part in it.
     """
@@ -86,7 +92,7 @@ def by_site(file: Path, target: Path) -> None:
             if order == 0:
                 place = sorted(names).index(name)  # files are read in the order of their names
                 kept = np.array([row for n, row in enumerate(rows) if n not in held_out(y[rows].tolist(), place)])
-                save(target / "abide-grid" / f"{name}.npz", {"x": x[kept], "y": y[kept], "subject": subject[kept]})
+                save(target / "rates" / "abide" / f"{name}.npz", {"x": x[kept], "y": y[kept], "subject": subject[kept]})
     which_site(sites, target / "abide-which")
 
 

@@ -14,6 +14,7 @@ In an experiment's file:
     cause = "why it is not reproduced, as far as it was found"
     untestable = "why it cannot be tested here at all"            # in the place of comparisons
     runs = "004-T1"                                               # the comparisons are of that experiment's table
+    rates = "rates"                                               # the variant that tries learning rates, on samples held out of training
 
     [[evidence.why]]                                              # a controlled experiment that looks for the cause
     variant = "cause"                                             # of this file; "evidence": the claim's own runs
@@ -41,7 +42,7 @@ LEVEL = 0.05  # of the paired, two-sided t-test, and of the confidence intervals
 POWER = 0.8  # with which a difference is found that counts as detectable
 SEEDS = 3  # of which a comparison needs as many to be decided, and a verdict to say that nothing was found
 VARIANT = "evidence"  # of an experiment's file, which its claim is tested on
-KEYS = ("claim", "paper", "differs", "resampled", "compare", "cause", "untestable", "runs", "why")
+KEYS = ("claim", "paper", "differs", "resampled", "compare", "cause", "untestable", "runs", "rates", "why")
 WHY = ("variant", "asks", "compare", "yes", "no", "measure")
 HELD, AGAINST, OPEN, MISSING = "held", "contradicted", "not separated", "not run"
 REPRODUCED, PARTLY, NOT, UNTESTABLE, NOT_RUN = "reproduced", "partly reproduced", "not reproduced", "not testable here", "not run yet"
@@ -82,7 +83,8 @@ class Why:
 
 @dataclass(frozen=True)
 class Claim:
-    """One experiment's claim; ``runs``: the experiment whose runs it is about, empty: its own.
+    """One experiment's claim; ``runs``: the experiment whose runs it is about, empty: its own; ``rates``: the variant of its own file that
+    tries learning rates (axis "rate").
 
     ``resampled``: where seeds divide the same samples anew, test samples per training sample; 0: the test samples are the same for all.
     """
@@ -95,12 +97,14 @@ class Claim:
     cause: str = ""
     untestable: str = ""
     runs: str = ""
+    rates: str = ""
     why: tuple[Why, ...] = ()
 
     @property
     def sources(self) -> tuple[tuple[str, str], ...]:
         """The variants of the experiment's file that it needs runs of, each with the program that measures them, if one does."""
-        return tuple(dict.fromkeys(((VARIANT, ""), *((one.variant, one.measure) for one in self.why))))
+        rates = [(self.rates, "")] if self.rates else []
+        return tuple(dict.fromkeys(((VARIANT, ""), *rates, *((one.variant, one.measure) for one in self.why))))
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ def parse_claim(table: Mapping[str, Any], where: str) -> Claim:
     for key in table:
         if key not in KEYS:
             raise ConfigError(f"{where}: {unknown('key', key, KEYS, ' in [evidence]')}")
-    texts = {key: table.get(key, "") for key in ("claim", "paper", "differs", "cause", "untestable", "runs")}
+    texts = {key: table.get(key, "") for key in ("claim", "paper", "differs", "cause", "untestable", "runs", "rates")}
     resampled, compare, whys = table.get("resampled", 0.0), table.get("compare", []), table.get("why", [])
     if not all(isinstance(text, str) for text in texts.values()) or not texts["claim"]:
         raise ConfigError(f"{where}: [evidence] needs a claim, and its other words are texts, but got {texts!r}")

@@ -73,11 +73,13 @@ class Runs:
 
 @dataclass(frozen=True)
 class Tested:
-    """One claim and all that is known of it. ``runs``: None where there are none to be had; ``whys``: every question with its runs."""
+    """One claim and all that is known of it. ``runs``: None where there are none to be had; ``rates``: None where no other learning rates
+    were to be tried; ``whys``: every question with its runs."""
 
     experiment: Experiment
     claim: Claim
     runs: Runs | None
+    rates: Runs | None = None
     whys: tuple[tuple[Why, Runs], ...] = ()
     gpu_hours: float | None = None
 
@@ -125,7 +127,8 @@ def gather(folder: Path, experiments: Sequence[Experiment] | None = None) -> lis
         of = experiment if not claim.runs else find([claim.runs])[0]
         runs = None if claim.untestable else replace(runs_of(of, VARIANT, folder), resampled=claim.resampled)
         whys = tuple((why, replace(runs_of(experiment, why.variant, folder, why.measure), resampled=claim.resampled)) for why in claim.why)
-        found.append(Tested(experiment, claim, runs, whys, gpu.get(experiment.name)))
+        rates = runs_of(experiment, claim.rates, folder) if claim.rates else None
+        found.append(Tested(experiment, claim, runs, rates, whys, gpu.get(experiment.name)))
     return found
 
 

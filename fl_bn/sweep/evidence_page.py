@@ -15,6 +15,7 @@ from fl_bn.run.config import ConfigError
 from fl_bn.sweep.claims import AGAINST, HELD, MISSING, NOT, OPEN, VARIANT, Outcome
 from fl_bn.sweep.evidence import Runs, Tested, gather
 from fl_bn.sweep.experiments import Experiment
+from fl_bn.sweep.rates import in_words, tried
 
 PAGE, PICTURE = "EVIDENCE.md", "evidence"
 BEGIN, END = "<!-- evidence -->\n", "<!-- end -->"  # in README, around the table
@@ -36,7 +37,7 @@ HEAD = (
     "all seeds, so an interval is of training anew, not of other data.",
     "",
     "    python experiments/evidence_data.py SOURCE DATA     # its text says what SOURCE holds",
-    "    fl-bn experiments run all --variant evidence --jobs 1 --data DATA --output RUNS     # resumable; `cause`: section Why",
+    "    fl-bn experiments run all --variant evidence --jobs 1 --data DATA --output RUNS     # resumable; so are `cause` and `rates`",
     "    fl-bn experiments compact RUNS --data DATA     # finished cells, into experiments/results",
     "    fl-bn experiments evidence --readme README.md     # this page, and README's table; --pages FOLDER: one per claim",
     "    python benchmarks/gpu.py     # on a machine with a GPU: the hours of `--variant paper`, the papers' own settings",
@@ -140,7 +141,28 @@ def _section(one: Tested) -> list[str]:
     lines += _comparisons(_all_compared(one))
     for title, text in _cells_of(one):
         lines += ["", f"{title}: {text}"]
-    return lines + _whys(one)
+    return lines + _rates(one) + _whys(one)
+
+
+def _rates(one: Tested) -> list[str]:
+    """Every method at the learning rates that were tried, and what the claim's runs have."""
+    if not one.runs or not one.rates:
+        return []
+    lines = ["", f"### {one.experiment.name}: learning rates"]
+    if methods := tried(one.runs, one.rates):
+        rates = sorted({rate for method in methods for rate in method.accuracies})
+        lines += ["", f"Tried on samples held out of the training part, never on test data: {in_words(methods)}."]
+        head = " | ".join(["method \\\\ rate", *(f"{rate:g}" for rate in rates), "the claim's"])
+        lines += ["", f"| {head} |", f"|---|{'---:|' * (len(rates) + 1)}"]
+        for method in methods:
+            claimed = "–" if math.isnan(method.claimed) else f"{method.claimed:g}"
+            lines.append(f"| {method.name} | {' | '.join(map(method.shown, rates))} | {claimed} |")
+        rounds = {cell.config.rounds for cell in one.rates.defined}
+        seeds = {cell.config.seed for cell in one.rates.defined}
+        lines += ["", f"Accuracy (%) on those samples after {', '.join(map(str, sorted(rounds)))} rounds; seeds: {len(seeds)}."]
+    for title, text in _cells(one.rates, f" of the variant `{one.claim.rates}`"):
+        lines += ["", f"{title}: {text}"]
+    return lines
 
 
 def _whys(one: Tested) -> list[str]:

@@ -36,6 +36,16 @@ rounds = 4
 rounds = 4
 learning-rate = 0.5
 """
+RATES = """
+[variants.rates.run]
+rounds = 4
+seed = [7, 8]
+[variants.rates.axes.rate]
+"0.01" = { learning-rate = 0.01 }
+"0.1" = { learning-rate = 0.1 }
+[variants.rates.report]
+columns = ["rate"]
+"""
 WHY = """
 [[evidence.why]]
 variant = "cause"
@@ -54,9 +64,8 @@ def runs(experiment: Experiment, folder: Path, data: str, accuracy: dict[str, fl
         cell.path.mkdir(parents=True)
         values = {key: value for key, value in cell.config.to_mapping().items() if key != "name"}
         (cell.path / "config.toml").write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items()))
-        rows = [
-            {"round": n, "loss": 1.0 / n, "accuracy": accuracy[cell.config.name] if n == 4 else None, "seconds": 10.0} for n in range(1, 5)
-        ]
+        reached, last = accuracy[cell.config.name], cell.config.rounds
+        rows = [{"round": n, "loss": 1.0 / n, "accuracy": reached if n == last else None, "seconds": 10.0} for n in range(1, last + 1)]
         (cell.path / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (cell.path / "summary.md").write_text("done")
         (cell.path / "environment.json").write_text('{"commit": "abc1234"}')
