@@ -1,0 +1,85 @@
+"""A training step of each network where freed memory is kept for the next step, and where the C library gives it back to the system.
+
+    python benchmarks/freed_memory.py
+
+Every turn is a process of its own, since what an allocator does depends on what it did before; the two take turns. One thread.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from torch.nn import functional as F
+
+from fl_bn.federation.eager import SGD
+from fl_bn.models import build
+from fl_bn.process import keep_freed_memory
+
+CASES = (
+    ("digits-cnn-small", 16, 16),
+    ("simple-cnn", 4, 32),
+    ("simple-cnn", 50, 32),
+    ("simple-cnn", 128, 32),
+    ("resnet20", 32, 16),
+    ("alexnet-bn-small", 32, 64),
+)
+
+
+def turn(name: str, size: int, pixels: int, keep: bool) -> tuple[float, float, float]:
+    """Of one process: ms of processor time and page faults per step, and MB of memory at its peak."""
+    if keep and not keep_freed_memory():
+        sys.exit("this system's C library keeps no freed memory on request, or the environment has settings of its own")
+    torch.set_num_threads(1)
+    model = build(name, classes=10, channels=3, image_size=pixels, seed=0).train().to(memory_format=torch.channels_last)
+    x, y = torch.randn(size, 3, pixels, pixels), torch.randint(0, 10, (size,))
+    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+    steps, begin, faults = max(20, 1000 // size), 0.0, 0
+    for step in range(-10, steps):
+        if step == 0:
+            begin, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return 1000 * (time.process_time() - begin) / steps, (usage.ru_minflt - faults) / steps, usage.ru_maxrss / 1024
+
+
+def main(
+    turns: Annotated[int, typer.Option(help="processes of each kind and network; medians count")] = 5,
+    results: Path = Path(__file__).parent / "results" / "freed-memory.md",
+    only: Annotated[str, typer.Option(hidden=True, help="one turn: NAME,SIZE,PIXELS,KEEP")] = "",
+) -> None:
+    if only:
+        name, size, pixels, keep = only.split(",")
+        print(*turn(name, int(size), int(pixels), keep == "True"))
+        return
+    text = f"Medians of {turns} processes, one thread; torch {torch.__version__}, {platform.machine()}, "
+    text += f"{' '.join(platform.libc_ver())}.\n\n"
+    text += "| network | batch | pixels | ms per step: given back | kept | times as fast | page faults per step: given back | kept "
+    text += f"| MB at the peak: given back | kept |\n|---|{'---:|' * 9}\n"
+    for name, size, pixels in CASES:
+        found: dict[bool, list[list[float]]] = {False: [], True: []}
+        for _ in range(turns):
+            for keep, of in found.items():
+                command = [sys.executable, __file__, "--only", f"{name},{size},{pixels},{keep}"]
+                said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                of.append([float(value) for value in said.split()])
+        (ms, faults, peak), (kept, fewer, more) = ([median(values) for values in zip(*of, strict=True)] for of in found.values())
+        text += f"| {name} | {size} | {pixels} | {ms:.2f} | {kept:.2f} | {ms / kept:.2f} | {faults:.0f} | {fewer:.0f} "
+        text += f"| {peak:.0f} | {more:.0f} |\n"
+    results.write_text(text)
+    Console().print(text, markup=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)
