@@ -10,6 +10,7 @@ In an experiment's file:
     compare = [
         { left = ["FedBN", "average"], right = ["FedAvg", "average"] },                 # [row, column]: left is above right
         { left = ["FBN", "0.0"], right = ["centralised", "0.0"], within = 2.0 },        # left is within 2 points of right
+        { left = ["BN", "0.0"], right = ["FixBN", "0.0"], metric = "drift" },           # of another column of rounds.csv, in its last row
     ]
     cause = "why it is not reproduced, as far as it was found"
     untestable = "why it cannot be tested here at all"            # in the place of comparisons
@@ -34,6 +35,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fl_bn.names import unknown
+from fl_bn.report.cells import title
 from fl_bn.report.layout import Layout
 from fl_bn.report.settings import AVERAGE, SEED, Paper
 from fl_bn.run.config import ConfigError
@@ -52,18 +54,21 @@ Place = tuple[str, str]  # row and column of the table
 
 @dataclass(frozen=True)
 class Comparison:
-    """``left`` is above ``right``, or, with ``within``, at most so many points from it."""
+    """``left`` is above ``right``, or, with ``within``, at most so many points from it. ``metric``: empty is the table's own; another is
+    compared as it is after the last round."""
 
     left: Place
     right: Place
     within: float | None = None
+    metric: str = ""
 
     def __str__(self) -> str:
         """Says a column once where both sides have it."""
         same = self.left[1] == self.right[1]
         left, right = (row if same else f"{row} ({column})" for row, column in (self.left, self.right))
         sign = ">" if self.within is None else f"within {self.within:g} of"
-        return f"{left} {sign} {right}{f' ({self.left[1]})' if same else ''}"
+        of = f"{title(self.metric)}: " if self.metric else ""
+        return f"{of}{left} {sign} {right}{f' ({self.left[1]})' if same else ''}"
 
 
 @dataclass(frozen=True)
@@ -212,19 +217,20 @@ def _why(value: Any, where: str) -> Why:
 
 def _comparison(value: Any, where: str) -> Comparison:
     wrong = ConfigError(f'{where}: a comparison is {{ left = ["ROW", "COLUMN"], right = ["ROW", "COLUMN"] }}, but got {value!r}')
-    if not isinstance(value, dict) or set(value) - {"left", "right", "within"}:
+    if not isinstance(value, dict) or set(value) - {"left", "right", "within", "metric"}:
         raise wrong
-    sides, within = [value.get("left"), value.get("right")], value.get("within")
+    sides, within, metric = [value.get("left"), value.get("right")], value.get("within"), value.get("metric", "")
     places = [(side[0], side[1]) for side in sides if isinstance(side, list) and len(side) == 2 and all(isinstance(n, str) for n in side)]
-    if len(places) < 2 or not isinstance(within, int | float | None):
+    if len(places) < 2 or not isinstance(within, int | float | None) or not isinstance(metric, str):
         raise wrong
-    return Comparison(places[0], places[1], within)
+    return Comparison(places[0], places[1], within, metric)
 
 
 def outcome(comparison: Comparison, layout: Layout | None, paper: Paper, resampled: float) -> Outcome:
     """What the runs of ``layout`` say, beside the numbers of ``paper``; None: there is no run yet. ``resampled``: as in ``Claim``."""
-    left, right = (_by_seed(place, layout) if layout else {} for place in (comparison.left, comparison.right))
-    return Outcome(comparison, tuple(left[seed] - right[seed] for seed in left if seed in right), of_paper(comparison, paper), resampled)
+    left, right = (_by_seed(place, layout, comparison.metric) if layout else {} for place in (comparison.left, comparison.right))
+    own = None if comparison.metric else of_paper(comparison, paper)
+    return Outcome(comparison, tuple(left[seed] - right[seed] for seed in left if seed in right), own, resampled)
 
 
 def of_paper(comparison: Comparison, paper: Paper) -> float | None:
@@ -252,12 +258,13 @@ def answer(why: Why, outcomes: Sequence[Outcome], incomplete: bool = False) -> s
 
 def unseen(outcomes: Sequence[Outcome]) -> str:
     """How large a difference the comparisons that are not separated would have missed, in words; empty where all are."""
-    missed = [one.detectable for one in outcomes if one.state == OPEN and one.comparison.within is None and len(one.differences) > 1]
+    points = [one for one in outcomes if one.comparison.within is None and not one.comparison.metric]
+    missed = [one.detectable for one in points if one.state == OPEN and len(one.differences) > 1]
     if not missed:
         return ""
     low, high = (f"{value:.1f}" for value in (min(missed), max(missed)))
-    points = f"{low} points" if low == high else f"{low} to {high} points, by comparison,"
-    return f"Not separated: a difference below {points} would not reliably have been seen."
+    size = f"{low} points" if low == high else f"{low} to {high} points, by comparison,"
+    return f"Not separated: a difference below {size} would not reliably have been seen."
 
 
 def verdict(claim: Claim, outcomes: Sequence[Outcome], incomplete: bool = False) -> str:
@@ -288,10 +295,10 @@ def undecided_for(outcomes: Sequence[Outcome], incomplete: bool = False) -> str:
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
-def _by_seed(place: Place, layout: Layout) -> dict[str, float]:
+def _by_seed(place: Place, layout: Layout, metric: str) -> dict[str, float]:
     found = {}
     for cell in layout.groups.get(place, ()):
-        point = cell.measured(layout.metric, layout.settings.at)
+        point = cell.last(metric) if metric else cell.measured(layout.metric, layout.settings.at)
         if point is not None and math.isfinite(point[1]):
             found[cell.at(SEED)] = point[1]
     return found

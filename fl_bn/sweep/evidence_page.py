@@ -24,7 +24,8 @@ HEAD = (
     "",
     "One section per claim of a paper. Written by `fl-bn experiments evidence` from the files in `results`. No number is",
     "typed by hand, and a test compares both. A cell is one run. Differences are in points of test accuracy, paired by seed: the",
-    "runs of a pair share the division of the data and the initial weights. A comparison *held* where a paired two-sided t-test has",
+    "runs of a pair share the division of the data and the initial weights. Where a comparison begins with another measurement, they",
+    "are of that. A comparison *held* where a paired two-sided t-test has",
     "p < 0.05 in the claim's direction (where a distance is claimed: where the 95 % confidence interval lies within it). It is",
     "*contradicted* where the same holds of the opposite, and *not separated* else, and with fewer than three seeds. *Detectable* is",
     "the smallest true difference that the test would find in four of five such experiments. Where it is larger than the paper's own,",
@@ -120,10 +121,12 @@ def statement(one: Tested) -> Statement:
 
 
 def picture(claims: Sequence[Tested]) -> Picture | None:
-    """Every comparison's difference with its confidence interval, claim by claim; None: there is none."""
+    """Every comparison's difference in accuracy with its confidence interval, claim by claim; None: there is none."""
     groups = {
         f"{one.experiment.name}: {one.claim.claim}": [
-            Difference(str(o.comparison), o.mean, o.half, o.state, o.comparison.within) for o in one.outcomes if o.state != MISSING
+            Difference(str(o.comparison), o.mean, o.half, o.state, o.comparison.within)
+            for o in one.outcomes
+            if o.state != MISSING and not o.comparison.metric
         ]
         for one in claims
         if one.was_run
@@ -248,7 +251,7 @@ def _compared(one: Outcome) -> Compared:
         str(one.comparison),
         _difference(one),
         "–" if one.paper is None else f"{one.paper:+.1f}",
-        "–" if math.isnan(one.detectable) else f"{one.detectable:.1f}",
+        "–" if math.isnan(one.detectable) else f"{one.detectable:.{_digits(one)}f}",
         str(len(one.differences)),
         "–" if math.isnan(one.p) else "< 0.001" if one.p < 0.001 else f"{one.p:.3f}",
         one.state,
@@ -268,4 +271,10 @@ def _hours(runs: Runs | None) -> str:
 def _difference(one: Outcome) -> str:
     if not one.differences:
         return "–"
-    return f"{one.mean:+.1f}" + ("" if math.isnan(one.half) else f" ({one.mean - one.half:+.1f} to {one.mean + one.half:+.1f})")
+    mean, low, high = (f"{value:+.{_digits(one)}f}" for value in (one.mean, one.mean - one.half, one.mean + one.half))
+    return mean if math.isnan(one.half) else f"{mean} ({low} to {high})"
+
+
+def _digits(one: Outcome) -> int:
+    """After the point: of points of accuracy, or of a metric that the comparison names."""
+    return 3 if one.comparison.metric else 1

@@ -114,6 +114,7 @@ def test_a_contradicted_claim_is_not_reproduced_whatever_else_is_open() -> None:
         ({"claim": "c", "resampled": True}, "resampled as a number"),
         ({"claim": "c", "compare": [{"left": ["A"], "right": ["B", "x"]}]}, "a comparison is"),
         ({"claim": "c", "compare": [{"left": ["A", "x"], "right": ["B", "x"], "within": "2"}]}, "a comparison is"),
+        ({"claim": "c", "compare": [{"left": ["A", "x"], "right": ["B", "x"], "metric": 2}]}, "a comparison is"),
         ({"claim": "c", "compare": [{"left": ["A", "x"], "right": ["B", "x"], "than": 2}]}, "a comparison is"),
         ({"claim": "c", "why": [{"asks": "why?"}]}, "needs the first two"),
         ({"claim": "c", "why": [{"variant": "v", "asks": "why?", "perhaps": "who knows"}]}, "needs the first two"),

@@ -109,6 +109,19 @@ def test_the_paper_s_own_difference_is_beside_ours(experiment: Experiment, tmp_p
     assert "| +10.3 (+8.9 to +11.8) | +10.5 | 1.9 |" in page
 
 
+def test_another_measurement_is_compared_as_it_is_after_the_last_round(experiment: Experiment, tmp_path: Path) -> None:
+    """The loss, of which round 4 has 0.25 everywhere. Controls: the accuracies beside it differ; a column that no run has is not run."""
+    more = '{ left = ["FedBN", "accuracy"], right = ["FedAvg", "accuracy"], metric = "METRIC" }]'
+    with_loss = DEFINITION.replace('"accuracy"] }]', f'"accuracy"] }}, {more}', 1)
+    experiment.file.write_text(with_loss.replace("METRIC", "loss"))
+    page = markdown(gather(kept(experiment, tmp_path, ALL), [experiment]))
+    assert "| FedBN > FedAvg (accuracy) | +10.3 (+8.9 to +11.8) |" in page
+    assert "| loss: FedBN > FedAvg (accuracy) | +0.000 (+0.000 to +0.000) | – | 0.000 | 3 | 1.000 | not separated |" in page
+    experiment.file.write_text(with_loss.replace("METRIC", "drift"))
+    page = markdown(gather(tmp_path / "out", [experiment]))
+    assert "| largest drift of a mean (sd): FedBN > FedAvg (accuracy) | – | – | – | 0 | – | not run |" in page
+
+
 def test_an_undecided_claim_says_what_keeps_it_open(experiment: Experiment, tmp_path: Path) -> None:
     """The paper's difference is too small to be found. Control: one that is not."""
     even = {name: 0.5 + 0.01 * (n % 4) for n, name in enumerate(ALL)}
