@@ -15,7 +15,7 @@ from fl_bn.run.config import ConfigError
 from fl_bn.sweep.claims import AGAINST, HELD, MISSING, NOT, OPEN, VARIANT, Outcome
 from fl_bn.sweep.evidence import Runs, Tested, gather
 from fl_bn.sweep.experiments import Experiment
-from fl_bn.sweep.rates import in_words, tried
+from fl_bn.sweep.rates import Tried, in_words, tried
 
 PAGE, PICTURE = "EVIDENCE.md", "evidence"
 BEGIN, END = "<!-- evidence -->\n", "<!-- end -->"  # in README, around the table
@@ -114,7 +114,8 @@ def _counted(claims: Sequence[Tested]) -> str:
 
 def statement(one: Tested) -> Statement:
     """The head of a claim's own page."""
-    words = [(title, text) for title, text in (*_words(one), *_cells_of(one)) if text]
+    rates = ("Learning rates, on samples held out of the training part", in_words(_tried(one)))
+    words = [(title, text) for title, text in (*_words(one), rates, *_cells_of(one)) if text]
     whys = [Answered(why.asks, one.answer(why, runs), tuple(_compared(o) for o in runs.outcomes(why))) for why, runs in one.whys]
     said = f"{_decided(one)}. {_verdict(one)}"
     return Statement(one.claim.claim, one.experiment.paper, said, tuple(words), _all_compared(one), tuple(whys))
@@ -149,10 +150,10 @@ def _section(one: Tested) -> list[str]:
 
 def _rates(one: Tested) -> list[str]:
     """Every method at the learning rates that were tried, and what the claim's runs have."""
-    if not one.runs or not one.rates:
+    if not one.rates:
         return []
     lines = ["", f"### {one.experiment.name}: learning rates"]
-    if methods := tried(one.runs, one.rates):
+    if methods := _tried(one):
         rates = sorted({rate for method in methods for rate in method.accuracies})
         lines += ["", f"Tried on samples held out of the training part, never on test data: {in_words(methods)}."]
         head = " | ".join(["method \\\\ rate", *(f"{rate:g}" for rate in rates), "the claim's"])
@@ -166,6 +167,10 @@ def _rates(one: Tested) -> list[str]:
     for title, text in _cells(one.rates, f" of the variant `{one.claim.rates}`"):
         lines += ["", f"{title}: {text}"]
     return lines
+
+
+def _tried(one: Tested) -> list[Tried]:
+    return tried(one.runs, one.rates) if one.runs and one.rates else []
 
 
 def _whys(one: Tested) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from fl_bn.report.settings import SEED
 from fl_bn.run.config import ConfigError
 from fl_bn.sweep.evidence import claim_of, definition, gather
-from fl_bn.sweep.evidence_page import markdown
+from fl_bn.sweep.evidence_page import markdown, write_evidence
 from fl_bn.sweep.experiments import Experiment, find
 from fl_bn.sweep.rates import Tried, in_words, tried
 from tests.sweeps.evidence_runs import ALL, DEFINITION, RATES, kept
@@ -44,6 +44,8 @@ def test_the_page_has_every_rate_and_says_where_another_was_better(rated: Experi
     assert "| FedBN | 50.5 (0.7) | **55.5** (0.7) | 0.01 |" in text
     assert "the claim's rate is the best that was tried for FedAvg; another was better, by so many points, for FedBN (0.1, by 5.0)." in text
     assert "after 4 rounds; seeds: 2." in text
+    write_evidence(tmp_path / "out", tmp_path / "pages", [rated])
+    assert "another was better, by so many points, for FedBN (0.1, by 5.0)" in (tmp_path / "pages" / "X-1.html").read_text()
     assert "Cells run of the variant `rates`: 8 of 8" in text
 
 
