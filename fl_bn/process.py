@@ -27,7 +27,7 @@ def keep_freed_memory() -> bool:
     """Whether this process keeps the memory that it frees, for its next training step.
 
     Linux's C library gives large blocks back to the system once they are freed. A step that asks for them again then costs thousands of
-    page faults, up to half of its time (benchmarks/freed_memory.py). Other systems, and an environment with settings of its own, are left
+    page faults, up to a third of its time (benchmarks/freed_memory.py). Other systems, and an environment with settings of its own, are left
     as they are.
     """
     if sys.platform != "linux" or any(name in os.environ for name in THEIRS):
