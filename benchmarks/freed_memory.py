@@ -1,4 +1,4 @@
-"""A training step of each network where freed memory is kept for the next step, and where the C library gives it back to the system.
+"""A training step of each network where Linux's C library keeps freed memory for the next step, and where it gives it back to the system.
 
     python benchmarks/freed_memory.py
 
@@ -7,6 +7,7 @@ Every turn is a process of its own, since what an allocator does depends on what
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import subprocess
@@ -23,8 +24,8 @@ from torch.nn import functional as F
 
 from fl_bn.federation.eager import SGD
 from fl_bn.models import build
-from fl_bn.process import keep_freed_memory
 
+KEPT = {"MALLOC_MMAP_THRESHOLD_": 32 << 20, "MALLOC_TRIM_THRESHOLD_": 96 << 20, "MALLOC_TOP_PAD_": 1 << 20}  # bytes
 CASES = (
     ("digits-cnn-small", 16, 16),
     ("simple-cnn", 4, 32),
@@ -35,10 +36,8 @@ CASES = (
 )
 
 
-def turn(name: str, size: int, pixels: int, keep: bool) -> tuple[float, float, float]:
+def turn(name: str, size: int, pixels: int) -> tuple[float, float, float]:
     """Of one process: ms of processor time and page faults per step, and MB of memory at its peak."""
-    if keep and not keep_freed_memory():
-        sys.exit("this system's C library keeps no freed memory on request, or the environment has settings of its own")
     torch.set_num_threads(1)
     model = build(name, classes=10, channels=3, image_size=pixels, seed=0).train().to(memory_format=torch.channels_last)
     x, y = torch.randn(size, 3, pixels, pixels), torch.randint(0, 10, (size,))
@@ -57,11 +56,11 @@ def turn(name: str, size: int, pixels: int, keep: bool) -> tuple[float, float, f
 def main(
     turns: Annotated[int, typer.Option(help="processes of each kind and network; medians count")] = 5,
     results: Path = Path(__file__).parent / "results" / "freed-memory.md",
-    only: Annotated[str, typer.Option(hidden=True, help="one turn: NAME,SIZE,PIXELS,KEEP")] = "",
+    only: Annotated[str, typer.Option(hidden=True, help="one turn: NAME,SIZE,PIXELS")] = "",
 ) -> None:
     if only:
-        name, size, pixels, keep = only.split(",")
-        print(*turn(name, int(size), int(pixels), keep == "True"))
+        network, batch, edge = only.split(",")
+        print(*turn(network, int(batch), int(edge)))
         return
     text = f"Medians of {turns} processes, one thread; torch {torch.__version__}, {platform.machine()}, "
     text += f"{' '.join(platform.libc_ver())}.\n\n"
@@ -71,8 +70,9 @@ def main(
         found: dict[bool, list[list[float]]] = {False: [], True: []}
         for _ in range(turns):
             for keep, of in found.items():
-                command = [sys.executable, __file__, "--only", f"{name},{size},{pixels},{keep}"]
-                said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                command = [sys.executable, __file__, "--only", f"{name},{size},{pixels}"]
+                environment = {**os.environ, **({key: str(value) for key, value in KEPT.items()} if keep else {})}
+                said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
                 of.append([float(value) for value in said.split()])
         (ms, faults, peak), (kept, fewer, more) = ([median(values) for values in zip(*of, strict=True)] for of in found.values())
         text += f"| {name} | {size} | {pixels} | {ms:.2f} | {kept:.2f} | {ms / kept:.2f} | {faults:.0f} | {fewer:.0f} "

@@ -58,13 +58,12 @@ def cell(data: str, method: str, steps: int, rate: float, folder: str) -> dict[s
     from fl_bn.federation.aggregation import running_statistics
     from fl_bn.federation.recalibration import epsilons
     from fl_bn.flower import BatchNormStrategy, InProcessGrid, RunFailed
-    from fl_bn.process import set_up
-    from fl_bn.run.assembly import source_model
+    from fl_bn.run.assembly import limit_threads, source_model
     from fl_bn.run.config import RunConfig
     from fl_bn.run.testing import test_metrics
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    set_up(1)
+    limit_threads(1)
     rounds, every = ROUNDS[steps]
     keys = {key: str(value).format(data=folder) if key == "data-path" else value for key, value in DATA[data].items()}
     axes = {"method": method, "local-steps": steps, "learning-rate": rate, "rounds": rounds, "evaluate-every": every}

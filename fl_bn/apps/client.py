@@ -7,13 +7,13 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 
 from fl_bn.flower import BatchNormClient, Site, make_client_app
-from fl_bn.process import set_up
 from fl_bn.run.assembly import (
     OwnData,
     allow_modules,
     client_samples,
     device,
     known,
+    limit_threads,
     network,
     partition_of,
     task,
@@ -29,7 +29,7 @@ def build_client(context: Context, folder: Path | None = None) -> BatchNormClien
     node = context.node_config
     allow_modules(folder, node)
     config = known(context.run_config)
-    set_up(config.threads)
+    limit_threads(config.threads)
     index, where = partition_of(node, config, context.node_id), device(config, node)
     train, test, counts = client_samples(config, index, OwnData.of(node, config))
     kept = Path(str(node["state-dir"])) if "state-dir" in node else Path(config.output) if config.output else None

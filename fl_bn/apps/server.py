@@ -6,8 +6,7 @@ from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.flower import BatchNormStrategy, RunFailed
-from fl_bn.process import set_up
-from fl_bn.run.assembly import allow_modules, device, own_callbacks, source_model
+from fl_bn.run.assembly import allow_modules, device, limit_threads, own_callbacks, source_model
 from fl_bn.run.config import RunConfig
 from fl_bn.run.console import bars, shown
 from fl_bn.run.preflight import check
@@ -31,7 +30,7 @@ def make_app(folder: Path | None = None) -> ServerApp:
 
 def run(grid: Grid, context: Context, folder: Path | None) -> None:
     config = RunConfig.from_mapping(context.run_config)
-    set_up(config.threads)
+    limit_threads(config.threads)
     allow_modules(folder, context.node_config)
     check(config)
     model, target = source_model(config), device(config)

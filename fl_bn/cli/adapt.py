@@ -29,13 +29,12 @@ def adapt(
 ) -> None:
     """A finished run's model for a client that it did not have: BatchNorm fitted to its unlabelled data, metrics before and after."""
     from fl_bn.federation.adaptation import HOW
-    from fl_bn.process import set_up
     from fl_bn.run import adapt as adapting
-    from fl_bn.run.assembly import device, task
+    from fl_bn.run.assembly import device, limit_threads, task
 
     try:
         config = adapting.read_config(model)
-        set_up(config.threads)
+        limit_threads(config.threads)
         run = adapting.read_run(model)
         chosen = adapting.ways(run, how)
         client = adapting.newcomer(config, domain, data).drawn(samples, seed)

@@ -20,7 +20,6 @@ from joblib import Parallel, delayed
 from joblib.externals.loky.backend.reduction import dumps
 
 from fl_bn.imports import quick
-from fl_bn.process import keep_freed_memory
 
 MOST_WORKERS = 1024  # processes of one machine
 LOGGER = logging.getLogger("flwr")
@@ -123,7 +122,6 @@ def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]
     """In a worker: what became of a task, and what it logged. Ctrl-C is the parent's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = path
-    keep_freed_memory()
     with _collected() as records:
         try:
             return Done(function(*task)), records

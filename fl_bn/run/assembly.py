@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
@@ -325,6 +326,17 @@ def forget() -> None:
     """Let go of the data and networks of this process's runs."""
     for cached in (_dataset, _without, source_model, client_model, network, partitions, client_samples):
         cached.cache_clear()
+
+
+def limit_threads(threads: int) -> None:
+    """CPU threads of this process: torch's, and those of the linear algebra under NumPy (robust rules)."""
+    torch.set_num_threads(threads)
+    _limit_blas(threads)
+
+
+@lru_cache(maxsize=1)
+def _limit_blas(threads: int) -> None:  # takes milliseconds to find the library
+    threadpool_limits(threads, user_api="blas")
 
 
 def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.device:

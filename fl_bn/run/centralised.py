@@ -16,7 +16,6 @@ from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import IndexBatches, alone, train
 from fl_bn.methods import METHODS, Phase
-from fl_bn.process import keep_freed_memory
 from fl_bn.run.assembly import dataset, device, source_model, task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.run_directory import RunDirectory
@@ -45,7 +44,6 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     rate, method = config.schedule(), METHODS["fedavg"]()
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
-    keep_freed_memory()
     try:
         with RunDirectory.create(config) as directory:
             callbacks = Callbacks([directory])

@@ -24,7 +24,7 @@ from typing import Any
 
 from fl_bn.data.dataset import DataNotFound
 from fl_bn.own_code import OWN, Modules, function
-from fl_bn.process import set_up
+from fl_bn.run.assembly import limit_threads
 from fl_bn.run.config import ConfigError
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import PAPER, read
@@ -82,7 +82,7 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
 
     called = program_of(experiment)
     folder.mkdir(parents=True, exist_ok=True)
-    set_up(1)  # small matrices: more threads wait for each other
+    limit_threads(1)  # small matrices: more threads wait for each other
     known: dict[str, Any] = {"small": variant == "small", "variant": variant, "data": data, "jobs": jobs}
     try:
         called(folder, **{name: value for name, value in known.items() if name in inspect.signature(called).parameters})
