@@ -46,7 +46,7 @@ def called(model: nn.Module, x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Look:
-    """What a forward pass over two samples shows of a network.
+    """Holds what a forward pass over two samples has shown of a network.
 
     ``problem``: why its layers cannot be measured one after the other; empty where they can. ``held``: bytes that a forward pass holds
     while it waits, per element of its input.

@@ -29,7 +29,7 @@ def fits(task: Task, name: str, value: float) -> bool:
 
 
 def over_clients(task: Task, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What the metrics of several clients say together, each client counted once.
+    """Return the metrics of several clients taken together, each client counted once.
 
     Of the task's own metric, all of which must be in its range: mean, standard deviation, and the worst (``accuracy``, ``accuracy-std``,
     ``accuracy-min``). Of ``loss`` the mean. Of every other metric the mean over the clients that have it: a value out of its range

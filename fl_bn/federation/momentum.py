@@ -40,7 +40,7 @@ def buffers_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], kin
 
 
 def to_kept(buffers: Buffers) -> dict[str, Tensor]:
-    """As one section of what a client keeps: ``buffer/parameter``."""
+    """Return ``buffers`` as one section of what a client keeps, with names ``buffer/parameter``."""
     return {f"{key}/{name}": tensor for key, of in buffers.items() for name, tensor in of.items()}
 
 

@@ -59,7 +59,7 @@ class Rounding:
         return payload if self.dtype == AS_THE_MODEL else self._each(payload, partial(self._narrowed, overflows))
 
     def widen(self, payload: Payload) -> Payload:
-        """What came, in the model's own dtypes. A tensor of another shape or name is for the schema to refuse.
+        """Return ``payload`` in the model's own dtypes. A tensor of another shape or name is for the schema to refuse.
 
         Raises:
             WireError: a tensor came in another type than the message was to have.

@@ -57,7 +57,7 @@ class Network:
                 self._back.append((lent, pristine))
 
     def keep(self, most: int) -> None:
-        """Of the copies that came back, let go of all but ``most``."""
+        """Let go of all copies that came back but ``most``."""
         del self._back[most:]
 
     @cached_property
