@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ COLUMNS = (
     "warning",
 )  # fmt: skip
 SHOWN = 10  # warnings in summary.md
+BATCHES = re.compile(r"(?<=after )\d+(?= batches)")  # in what a disclosure is
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: Called = 
 
 
 def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: Called = UNNAMED) -> list[str]:
-    """Markdown, one line per kind over all clients, and the warnings, one per client."""
+    """Markdown, one line per kind over all clients, whatever their number of batches, and the warnings, one per client."""
     if not found:
         return []
     lines = [
@@ -89,13 +91,20 @@ def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: Called 
         "| section | what | clients | tensors | bytes per client, at most | rounds, at most | fewest samples behind a statistic |",
         "|---|---|---|---|---|---|---|",
     ]
-    groups: dict[tuple[str, str], list[Kind]] = {}
-    for (_, section, what), kind in found.items():
-        groups.setdefault((section, what), []).append(kind)
-    for (section, what), of in groups.items():
+    groups: dict[tuple[str, str], dict[int, list[Kind]]] = {}
+    batches: dict[tuple[str, str], set[int]] = {}
+    for (client, section, what), kind in found.items():
+        group = section, BATCHES.sub("N", what)
+        groups.setdefault(group, {}).setdefault(client, []).append(kind)
+        batches.setdefault(group, set()).update(map(int, BATCHES.findall(what)))
+    for (section, alike), by_client in groups.items():
+        what = alike.replace("after N batches", f"after {_spanned(batches[section, alike])} batches")
+        of = [kind for kinds in by_client.values() for kind in kinds]
+        nbytes = max(sum(kind.nbytes for kind in kinds) for kinds in by_client.values())
+        rounds = max(sum(kind.rounds for kind in kinds) for kinds in by_client.values())
         least = min(((k.least.samples, k.least.client, k.least_round) for k in of if k.least), default=None)
         fewest = "" if least is None else f"{least[0]} ({called.client(least[1])}, round {least[2]})"
-        cells = (section, what, len(of), max(k.tensors for k in of), size(max(k.nbytes for k in of)), max(k.rounds for k in of), fewest)
+        cells = (section, what, len(by_client), max(k.tensors for k in of), size(nbytes), rounds, fewest)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     worst: dict[int, Kind] = {}
     for (client, _, _), kind in found.items():
@@ -105,3 +114,10 @@ def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: Called 
     if len(worst) > SHOWN:
         lines.append(f"- and {len(worst) - SHOWN} more clients: see {FILE}")
     return [*lines, ""] if worst else lines
+
+
+def _spanned(numbers: set[int]) -> str:
+    if not numbers:
+        return ""
+    low, high = min(numbers), max(numbers)
+    return f"{low} to {high}" if low < high else f"{low}"

@@ -43,6 +43,25 @@ def test_kinds_add_up_and_keep_the_smallest() -> None:
     assert "client 0: statistics of 5 samples left it in round 2" in text
 
 
+def test_what_differs_in_the_number_of_batches_alone_is_one_line() -> None:
+    def weights(client: int, batches: str) -> Disclosure:
+        return Disclosure(client, "weights", f"the model's weights after {batches}", 3, 10)
+
+    found = kinds(
+        [
+            record(1, weights(0, "58 batches"), weights(1, "101 batches"), weights(2, "1 batch, whose gradient can be computed back")),
+            record(2, weights(0, "58 batches"), weights(1, "7 batches")),
+        ],
+        {},
+    )
+    assert len(found) == 4, "each is told apart in disclosure.csv"
+    lines = [line for line in disclosure_table(found) if line.startswith("| weights")]
+    assert lines == [
+        "| weights | the model's weights after 7 to 101 batches | 2 | 3 | 20 B | 2 |  |",
+        "| weights | the model's weights after 1 batch, whose gradient can be computed back | 1 | 3 | 10 B | 1 |  |",
+    ]
+
+
 def test_nothing_left_is_no_table_and_many_warnings_are_cut() -> None:
     assert disclosure_table(kinds([record(1)], {})) == []
     many = disclosure_table(kinds([record(1, *(Disclosure(c, "moments", "m", 3, 10, 2) for c in range(14)))], {}))
