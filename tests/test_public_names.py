@@ -48,4 +48,3 @@ def test_all_names_are_there_and_few() -> None:
     assert [name for name in NAMES if getattr(fl_bn, name) is None] == []
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fl_bn.nothing
-

@@ -90,7 +90,7 @@ class Population:
                 raise RunFailed(
                     f"only {here} of {needed} clients came within {wait:.0f} s (missing: {missing}). Start the others, or lower {keys} "
                     "(in simulation: --federation-config 'options.num-supernodes=...'). If they are slow to start, as Ray's processes "
-                    f"are on a busy machine, wait longer: --run-config \"wait-timeout={max(600.0, 5 * wait):.0f}\""
+                    f'are on a busy machine, wait longer: --run-config "wait-timeout={max(600.0, 5 * wait):.0f}"'
                 )
             time.sleep(0.2)
         self._joined = {client.index for client in self.everyone()}

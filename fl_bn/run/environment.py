@@ -25,5 +25,3 @@ def environment() -> dict[str, Any]:
         "packages": {name: version_of(name) for name in PACKAGES},
         "commit": commit(),
     }
-
-

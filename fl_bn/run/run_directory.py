@@ -271,6 +271,7 @@ def diagnostics_of(config: RunConfig) -> Diagnostics | None:
 
 def _locked(path: Path) -> IO[str]:
     """Hold the run's folder against a second process, as long as this one lives. Raises RunFailed where another holds it."""
+
     def warn() -> None:
         LOGGER.warning("%s cannot be locked: see to it that no second process goes on with the same run", path)
 

@@ -225,9 +225,7 @@ def test_the_average_it_is_given_is_used_for_every_quantity(quantity: Quantity) 
     robust, plain = exchange(sent, average=median)[0].values, exchange(sent)[0].values
     assert torch.equal(robust, want)
     assert not torch.allclose(plain, want)  # control
-    assert weights == [[3.0, 1.0, 4.0] if quantity is GRADIENTS else [12.0, 3.0, 8.0]] * (
-        2 if quantity in (MOMENTS, STATISTICS) else 1
-    )
+    assert weights == [[3.0, 1.0, 4.0] if quantity is GRADIENTS else [12.0, 3.0, 8.0]] * (2 if quantity in (MOMENTS, STATISTICS) else 1)
 
 
 def test_nobody_is_answered_before_the_last_has_sent() -> None:

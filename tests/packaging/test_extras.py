@@ -71,9 +71,7 @@ def test_another_missing_module_is_no_matter_of_extras(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_a_run_ends_without_pictures_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_ends_without_pictures_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     assert said("run", "--run-config", RUN)[0] == 0
     folder = tmp_path / "runs/first"

@@ -245,9 +245,7 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize(("form", "key"), [("tuple", None), ("dict", None), ("named", "mine"), ("tuple", 0)])
-def test_networks_with_several_inputs_that_answer_in_tuples_or_dicts(
-    form: str, key: str | int | None, rng: np.random.Generator
-) -> None:
+def test_networks_with_several_inputs_that_answer_in_tuples_or_dicts(form: str, key: str | int | None, rng: np.random.Generator) -> None:
     x, y = torch.from_numpy(rng.normal(size=(9, 3))).float(), torch.from_numpy(rng.integers(0, 4, 9))
     task, model = Classification(output_key=key), Several(form)
     want = evaluate(model.net, Samples(x + 1, y)).result()
