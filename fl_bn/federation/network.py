@@ -66,7 +66,7 @@ class Network:
 
     @cached_property
     def role(self) -> dict[str, Role]:
-        """Of every tensor, by its name."""
+        """Return each tensor's role, by the tensor's name."""
         return roles(self.original)
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:

@@ -24,7 +24,7 @@ from fl_bn.options import Options, option, takes
 
 Named = Mapping[str, Tensor]
 Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]
-"""Of a weight, in float64, made of a tensor that it may change, and of the dtype in which the weight is stored."""
+"""Takes a weight in float64, a tensor that it may change, and the weight's stored dtype; returns the weight's gradient, in float64."""
 
 
 class FedOpt(Eager):
@@ -130,7 +130,10 @@ class ServerOptimizer:
         return self._optimizer
 
     def buffers(self) -> dict[str, Tensor]:
-        """What it remembers between steps (momentum, moments, counts), by ``buffer/weight``; empty for plain SGD and before the first."""
+        """Return what the optimiser remembers between steps (momentum, moments, counts), by ``buffer/weight``.
+
+        It is empty for plain SGD, and before the first step.
+        """
         if self._optimizer is None:
             return {}
         state = {name: self._optimizer.state[parameter] for name, parameter in self._parameters.items()}
@@ -171,7 +174,7 @@ def _adaptivity() -> Any:
 
 @dataclass(frozen=True)
 class ServerOptions(Options):
-    """What every server optimiser here takes; fedavg and fedacg refuse what they cannot do."""
+    """The options of every server optimiser here; fedavg and fedacg refuse those that they cannot follow."""
 
     learning_rate: float = option(1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", key=RATE)
 

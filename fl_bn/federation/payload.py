@@ -1,4 +1,4 @@
-"""What travels between server and clients: named tensors by section, as tensors here and as NumPy arrays on the wire."""
+"""A payload is what travels between server and clients: named tensors by section, as tensors here and as NumPy arrays on the wire."""
 
 from __future__ import annotations
 
