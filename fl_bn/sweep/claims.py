@@ -23,7 +23,7 @@ In an experiment's file:
     compare = [{ left = ["FedBN", "4-fold"], right = ["FedAvg", "4-fold"] }]
     yes = "what it means if all comparisons held"
     no = "what it means if none held"
-    measure = "programs/own_statistics.py:measured"               # every run of the variant in several ways, on the axis "statistics"
+    measure = "programs/own_statistics.py:measured"               # every run of the variant in several ways
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from fl_bn.sweep.claims import (
 )
 from fl_bn.sweep.experiments import Experiment, find, study
 from fl_bn.sweep.file import read
-from fl_bn.sweep.kept import ANY_DATA, WAY, Kept, cells_of, finished, in_ways, keep, load, measured
+from fl_bn.sweep.kept import ANY_DATA, Kept, cells_of, finished, in_ways, keep, load, measured
 
 RESULTS = "results"  # folder of the JSON lines
 HOURS = "gpu.json"  # in it: what benchmarks/gpu.py has measured
@@ -143,7 +143,7 @@ def runs_of(experiment: Experiment, variant: str, folder: Path, measure: str = "
     kept = load(results_of(experiment, variant, folder, measure), defined)
     settings = parse_settings(tomllib.loads(text), experiment.name, text)
     if measure:
-        settings = replace(settings, columns=(*(settings.columns or ()), WAY))
+        settings = replace(settings, columns=(*(settings.columns or ()), study(experiment, measure).axis))
     report = report_of(settings, [one.shown() for one in kept], experiment.name) if kept else None
     return Runs(tuple(defined), tuple(kept), settings, report)
 
@@ -160,7 +160,7 @@ def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple
     text = experiment.file.read_text(encoding="utf-8") if experiment.program else read(experiment.file, variant, ANY_DATA).to_toml()
     if experiment.program or measure:
         of = study(experiment, measure)
-        return in_ways(of.plan(NOWHERE, variant, ANY_DATA), of.ways), text
+        return in_ways(of.plan(NOWHERE, variant, ANY_DATA), of.axis, of.ways), text
     return cells_of(read(experiment.file, variant, ANY_DATA)), text
 
 

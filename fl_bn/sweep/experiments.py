@@ -105,15 +105,16 @@ def made(maker: str, folder: Path) -> Path:
 @dataclass(frozen=True)
 class Study:
     """A program whose runs are cells. ``plan(folder, variant, data)`` makes them, or the experiment's sweep; ``measured(cell)``: what a
-    finished one has, by way."""
+    finished one has, by way. ``axis``: the name of what the ways differ in."""
 
     plan: Callable[[Path, str, str], list[Cell]]
+    axis: str
     ways: Sequence[str]
     measured: Callable[[Cell], Mapping[str, float]]
 
 
 def study(experiment: Experiment, measure: str = "") -> Study:
-    """Of the experiment's program: ``plan``, ``WAYS`` and ``measured`` in its file; or of the program ``measure`` on its sweep's runs.
+    """Of the experiment's program: ``plan``, ``AXIS``, ``WAYS``, ``measured`` in its file; or of the program ``measure`` on its own runs.
 
     Raises:
         ConfigError: the file has none of these.
@@ -124,7 +125,7 @@ def study(experiment: Experiment, measure: str = "") -> Study:
         return read(experiment.file, variant, data).cells(folder)
 
     try:
-        return Study(module.plan if experiment.program else swept, module.WAYS, module.measured)
+        return Study(module.plan if experiment.program else swept, module.AXIS, module.WAYS, module.measured)
     except AttributeError as error:
         raise ConfigError(f"{experiment.file}: its program keeps no results to commit: {error}") from error
 

@@ -25,7 +25,6 @@ ANY_DATA = "{data}"  # for --data: leaves the paths of a sweep file as they stan
 CURVE = ("round", "loss", "per-domain", "drift", "min-var", *sorted(EVALUATION))
 DIGITS = 6
 ROUNDS_OTHERWISE = {"memory-format"}  # keys that change last digits, so that results with either stand beside each other
-WAY = "statistics"  # the axis of a program's ways to measure a run
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,10 @@ def measured(
                 yield Kept(definition.config.name, dict(definition.axes), own_config(definition.config), commit, seconds, (row,))
 
 
-def in_ways(cells: Sequence[Cell], ways: Sequence[str]) -> list[Cell]:
-    """``cells``, each once per way in which it is measured: on the axis ``WAY``."""
+def in_ways(cells: Sequence[Cell], axis: str, ways: Sequence[str]) -> list[Cell]:
+    """``cells``, each once per way in which it is measured: on ``axis``."""
     return [
-        Cell(replace(cell.config, name=f"{cell.config.name}-{way.replace(' ', '_')}"), {**cell.axes, WAY: way})
+        Cell(replace(cell.config, name=f"{cell.config.name}-{way.replace(' ', '_')}"), {**cell.axes, axis: way})
         for cell in cells
         for way in ways
     ]

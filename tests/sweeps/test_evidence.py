@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 from torch import nn
 
 from fl_bn.cli import experiments as commands
+from fl_bn.experiments.programs import class_accuracy
 from fl_bn.experiments.programs.own_statistics import measure
 from fl_bn.report.cells import Cell as Shown
 from fl_bn.report.write import report_of
-from fl_bn.run.config import ConfigError
+from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep import run
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.claims import HELD, OPEN, VARIANT, Outcome
@@ -210,3 +212,17 @@ def test_exact_statistics_are_those_of_all_samples_in_every_layer() -> None:
     assert torch.allclose(second.running_mean, inputs.mean(0))
     assert not torch.allclose(second.running_mean, net[3](hidden.relu()).mean(0))
     assert (first.momentum, second.momentum) == (0.1, 0.1)
+
+
+def test_classes_known_least_are_told_from_the_others(tmp_path: Path) -> None:
+    """Of the last round. Control: the round before, in which other classes are the least known, gives other values."""
+    rounds = [
+        json.dumps({"round": n, "per-class": accuracies})
+        for n, accuracies in enumerate(([0.0, 0.1, 0.2, 0.9, 0.9], [0.9, 0.8, 0.3, 0.0, 0.0]))
+    ]
+    cell = Cell(RunConfig(output=str(tmp_path), name="one"))
+    cell.path.mkdir()
+    (cell.path / "rounds.jsonl").write_text("\n".join(rounds) + "\n")
+    assert class_accuracy.measured(cell) == pytest.approx({"all": 0.4, "three known least": 0.1, "the others": 0.85})
+    (cell.path / "rounds.jsonl").write_text(rounds[0] + "\n")
+    assert class_accuracy.measured(cell) == pytest.approx({"all": 0.42, "three known least": 0.1, "the others": 0.9})

@@ -18,6 +18,7 @@ from fl_bn.roles import Role, batch_norms
 from fl_bn.run import assembly
 from fl_bn.sweep.cells import Cell
 
+AXIS = "statistics"
 WAYS = ("as kept", "measured anew")
 
 

@@ -22,6 +22,7 @@ from fl_bn.sweep.cells import Cell, run_cell, run_cells
 
 SPLITS = {"1 class each": ("classes", 1.0), "2 classes each": ("classes", 2.0), "IID": ("iid", 1.0)}
 SEEDS = range(3)
+AXIS = "statistics"
 WAYS = ("averaged", "exact")
 DIGITS: dict[str, Any] = {"rounds": 10, "evaluate-every": 10}
 CIFAR: dict[str, Any] = {

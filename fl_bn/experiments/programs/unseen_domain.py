@@ -42,6 +42,7 @@ SMALL = {
     "batch-size": 16, "evaluate-every": 8,
 }  # fmt: skip
 BEFORE, KNOWN = "before", "known domains"
+AXIS = "statistics"
 WAYS = (KNOWN, BEFORE, *HOW)
 
 

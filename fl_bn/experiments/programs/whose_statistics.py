@@ -12,7 +12,8 @@ from fl_bn.federation.recalibration import recalibrate
 from fl_bn.run import assembly
 from fl_bn.sweep.cells import Cell
 
-__all__ = ["WAYS", "measured", "plan"]
+__all__ = ["AXIS", "WAYS", "measured", "plan"]
+AXIS = "statistics"
 WAYS = ("one client's", "averaged", "exact")
 
 
