@@ -107,7 +107,10 @@ class Tested:
         return self.experiment.name.lower()
 
     def answer(self, why: Why, runs: Runs) -> str:
-        return answer(why, runs.outcomes(why), bool(runs.missing)) if why.compare else ""
+        """In words; empty where the runs' table is the answer. Missing cells keep it open only where a comparison lacks seeds."""
+        outcomes, seeds = runs.outcomes(why), len({cell.config.seed for cell in runs.defined})
+        lacking = any(len(one.differences) < seeds for one in outcomes)
+        return answer(why, outcomes, bool(runs.missing) and lacking) if why.compare else ""
 
     @property
     def _incomplete(self) -> bool:

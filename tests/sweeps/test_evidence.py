@@ -196,6 +196,18 @@ def test_a_sweep_s_runs_are_measured_in_another_way(experiment: Experiment, tmp_
     assert "| FedBN | 50.0 (0.0) | 51.0 (1.0) |" in page.replace("**", "")
 
 
+def test_cells_that_no_comparison_needs_keep_no_question_open(experiment: Experiment, tmp_path: Path) -> None:
+    """A third method was not run. Control: where a seed of a compared one is missing, too, the answer is open."""
+    why = WHY.replace('"cause"', '"evidence"')
+    experiment.file.write_text(DEFINITION.replace("[run]", f"{why}[run]", 1).replace("[report]", 'HBN = { method = "hbn" }\n[report]'))
+    alike = list({**ALL, "FedBN-seed0": 0.49, "FedBN-seed1": 0.53, "FedBN-seed2": 0.51}.items())
+    whole, lacking = (kept(experiment, tmp_path, dict(alike[:cells]), str(cells)) for cells in (6, 5))
+    (one,), (other,) = gather(whole, [experiment]), gather(lacking, [experiment])
+    assert len(one.whys[0][1].missing) == 3
+    assert one.answer(*one.whys[0]).startswith("It is not.")
+    assert other.answer(*other.whys[0]).startswith("Undecided: fewer than 3 seeds; cells are missing.")
+
+
 def test_exact_statistics_are_those_of_all_samples_in_every_layer() -> None:
     """Beside float64 by hand. Control: those of the first layer alone do not fit the second."""
     torch.manual_seed(0)
