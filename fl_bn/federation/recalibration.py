@@ -87,9 +87,9 @@ class Pass:
 
 
 def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
-    """Those of ``layers`` that pass ``number`` leaves as they were, where passes go on until all layers are exact.
+    """Returns those of ``layers`` that pass ``number`` leaves as they were, where passes go on until all layers are exact.
 
-    It changes the layers that it makes exact and one more, in the order in which the network registers them. Each pass that changed all
+    A pass changes the layers that it makes exact and one more, in the order in which the network registers them. Each pass that changed all
     layers would measure each under wrong statistics of those before it. In a deep network such errors multiply: those of ResNet-50
     overflow float32 within ten passes.
     """
@@ -165,7 +165,7 @@ def without_statistics(model: nn.Module) -> str:
 
 
 def epsilons(model: nn.Module) -> dict[str, float]:
-    """What each BatchNorm layer adds to its variance."""
+    """Returns epsilon by layer: what BatchNorm adds to the variance."""
     return {name: cast(float, layer.eps) for name, layer in batch_norms(model).items()}
 
 

@@ -1,4 +1,4 @@
-"""What one round was like: the facts that the log, the CSV, TensorBoard and the pictures all show."""
+"""Records of one round: the facts that the log, the CSV, TensorBoard and the pictures all show."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class ClientRecord:
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """What left one client in one message (FedTAN's exchange: in one round): ``tensors`` of a ``section``, ``nbytes`` of arrays alone.
+    """One kind of content that left one client in one message (in FedTAN's exchange: in one round).
 
-    ``what`` it is, in words. ``samples``: different ones that one statistic in it summarises, 0 if it holds none; ``values``: activations
-    per channel in the layer with the fewest, 0 if unknown.
+    ``section`` has ``tensors`` arrays of ``nbytes`` in all. ``what`` says in words what they are. ``samples``: different ones that one
+    statistic in it summarises, 0 if it holds none; ``values``: activations per channel in the layer with the fewest, 0 if unknown.
     """
 
     client: int

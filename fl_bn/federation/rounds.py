@@ -120,7 +120,7 @@ class Rounds:
 
     @property
     def called(self) -> Called:
-        """What the clients, and their nodes, are called."""
+        """The names of the clients and of their nodes."""
         return Called(self.names, self.nodes)
 
     def pace(self, learning_rate: float, rounds: int) -> float:
