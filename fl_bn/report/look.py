@@ -31,6 +31,7 @@ tbody th { position: sticky; left: 0; background: var(--paper); max-width: 18rem
 thead .of { text-align: center; font-weight: 400; color: var(--soft); }
 .text td { white-space: normal; min-width: 5rem; vertical-align: top; }
 .text th { vertical-align: top; }
+.compared td { white-space: nowrap; }
 tbody tr:hover > * { background: var(--tint); }
 .std, .count { color: var(--soft); font-size: 13px; line-height: 1; }
 .paper { color: var(--soft); font-style: italic; }

@@ -160,13 +160,14 @@ class Answered:
 
 @dataclass(frozen=True)
 class Statement:
-    """What stands above a claim's report; ``words``: titles and texts."""
+    """What stands above a claim's report. ``words``: titles and texts. ``commands``: what makes its runs, and the page."""
 
     claim: str
     paper: str
     verdict: str
     words: tuple[tuple[str, str], ...]
     compared: tuple[Compared, ...]
+    commands: tuple[str, ...]
     whys: tuple[Answered, ...] = ()
 
 

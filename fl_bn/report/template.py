@@ -55,7 +55,7 @@ PARTS = """
 
 {% macro compared(rows) %}
 {% if rows %}<div class="wide" tabindex="0" role="region" aria-label="Comparisons">
-<table class="text"><thead><tr>
+<table class="text compared"><thead><tr>
 {% for name in ("comparison", "difference (95 % interval)", "the paper's", "detectable", "seeds", "p", "") -%}
 <th scope="col">{{ name }}</th>{% endfor %}</tr></thead>
 <tbody>{% for row in rows %}<tr>{% for value in row -%}
@@ -136,7 +136,7 @@ REPORT = (
     + """
 <header>
 <h1>{{ title }}</h1>
-<p class="meta">{{ report.state }}</p>
+{% if not statement %}<p class="meta">{{ report.state }}</p>{% endif %}
 {% if report.settings.notes %}<p class="notes">{{ report.settings.notes }}</p>{% endif %}
 <nav aria-label="Contents"><ul>{% for id, name in contents %}<li><a href="#{{ id }}">{{ name }}</a></li>{% endfor %}</ul></nav>
 </header>
@@ -179,7 +179,7 @@ REPORT = (
 {% endfor %}</tbody></table></div></details>{% endif %}
 </section>
 <section aria-labelledby="again"><h2 id="again">To do it again</h2>
-<pre><code>{{ report.commands|join("\n") }}</code></pre>
+<pre><code>{{ (statement or report).commands|join("\n") }}</code></pre>
 <details><summary>sweep.toml</summary><pre><code>{{ report.settings.text }}</code></pre></details>
 </section>
 </main>

@@ -118,7 +118,13 @@ def statement(one: Tested) -> Statement:
     words = [(title, text) for title, text in (*_words(one), rates, *_cells_of(one)) if text]
     whys = [Answered(why.asks, one.answer(why, runs), tuple(_compared(o) for o in runs.outcomes(why))) for why, runs in one.whys]
     said = f"{_decided(one)}. {_verdict(one)}"
-    return Statement(one.claim.claim, one.experiment.paper, said, tuple(words), _all_compared(one), tuple(whys))
+    name = one.claim.runs or one.experiment.name
+    commands = (
+        f"fl-bn experiments run {name} --variant {VARIANT} --jobs 1 --data DATA --output RUNS",
+        "fl-bn experiments compact RUNS --data DATA",
+        "fl-bn experiments evidence --pages PAGES",
+    )
+    return Statement(one.claim.claim, one.experiment.paper, said, tuple(words), _all_compared(one), commands, tuple(whys))
 
 
 def picture(claims: Sequence[Tested]) -> Picture | None:

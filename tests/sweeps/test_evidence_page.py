@@ -55,6 +55,15 @@ def test_pages_and_the_picture(experiment: Experiment, tmp_path: Path) -> None:
     assert "not run yet" in (folder / PAGE).read_text()
 
 
+def test_a_claims_page_counts_all_cells_and_names_its_own_commands(experiment: Experiment, tmp_path: Path) -> None:
+    folder = kept(experiment, tmp_path, dict(list(ALL.items())[:2]))
+    write_evidence(folder, tmp_path / "pages", [experiment])
+    page = (tmp_path / "pages" / "X-1.html").read_text()
+    assert "fl-bn experiments run X-1 --variant evidence" in page
+    assert "fl-bn sweep" not in page  # there is no folder of a sweep
+    assert "2 of 6" in page and "runs finished" not in page  # not "2 of 2 runs finished": the other four are missing
+
+
 def test_a_question_is_answered_by_its_runs(experiment: Experiment, tmp_path: Path) -> None:
     experiment.file.write_text(DEFINITION.replace("[run]", f"{WHY}[run]", 1))
     folder = kept(experiment, tmp_path, ALL)
