@@ -12,6 +12,8 @@ from fl_bn.report.cells import MEGABYTES, Cell, scale, title
 from fl_bn.report.settings import SEED, Settings, check_axis
 from fl_bn.task import CLASSIFICATION
 
+NOT_RUN, LEFT_OUT = "not run", "left out"  # what stands for a number where there is no run; LEFT_OUT: the sweep file's ``skip`` says so
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -19,7 +21,7 @@ class Entry:
 
     values: tuple[float, ...] = ()
     runs: int = 0
-    instead: str = "not run"
+    instead: str = NOT_RUN
     paper: str = ""
 
     @property
@@ -83,7 +85,7 @@ class Layout:
         """The number that ``cells``, alike but for the seed, have made."""
         values = [point[1] for cell in cells if cell.finished and (point := cell.measured(self.metric, self.settings.at)) is not None]
         kept = tuple(value for value in values if math.isfinite(value))
-        instead = "not finite" if values else "not measured" if any(c.finished for c in cells) else cells[0].status if cells else "not run"
+        instead = "not finite" if values else "not measured" if any(c.finished for c in cells) else cells[0].status if cells else NOT_RUN
         return Entry(kept, len(cells), instead)
 
     def by(self, axes: Sequence[str], cells: Sequence[Cell] | None = None) -> dict[tuple[str, ...], list[Cell]]:
@@ -94,6 +96,12 @@ class Layout:
         for cell in cells:
             found.setdefault(tuple(cell.at(axis) for axis in axes), []).append(cell)
         return {key: found[key] for key in sorted(found, key=lambda key: [places[a][v] for a, v in zip(axes, key, strict=True)])}
+
+    def leaves_out(self, row: str, column: str) -> bool:
+        """Whether the sweep file leaves the runs of ``row`` and ``column`` out."""
+        of = [cell for (_, there), cells in self.groups.items() if there == column for cell in cells]
+        where = {axis: of[0].at(axis) for axis in _axes(of) if len(self.values(axis, of)) == 1}
+        return self.settings.leaves_out({**where, self.row_axis: row})
 
     def values(self, axis: str, cells: Sequence[Cell] | None = None) -> list[str]:
         return _values(axis, self.cells if cells is None else cells, self.settings)
@@ -172,8 +180,9 @@ def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
     for row in layout.rows:
         for column in layout.columns:
             made = layout.entry(layout.groups.get((row, column), ()))
+            instead = LEFT_OUT if not made.runs and layout.leaves_out(row, column) else made.instead
             paper = numbers.get(row, {}).get(column, "")
-            entries.setdefault(row, {})[column] = Entry(made.values, made.runs, made.instead, paper)
+            entries.setdefault(row, {})[column] = replace(made, instead=instead, paper=paper)
     best = {(row, column) for column in layout.columns for row in _best(entries, column, layout)}
     elsewhere = tuple(
         f"{row}, {column}: {number}"

@@ -36,6 +36,7 @@ tbody tr:hover > * { background: var(--tint); }
 .std, .count { color: var(--soft); font-size: 13px; line-height: 1; }
 .paper { color: var(--soft); font-style: italic; }
 .none { color: var(--bad); }
+.left-out { color: var(--soft); }
 td strong { font-weight: 750; }
 th button { all: unset; cursor: pointer; }
 th button:focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }

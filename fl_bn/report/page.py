@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from fl_bn.report.cells import Cell
 from fl_bn.report.formats import number, problem_text
-from fl_bn.report.layout import Layout, Table
+from fl_bn.report.layout import LEFT_OUT, Layout, Table
 from fl_bn.report.look import CSS, SCRIPT
 from fl_bn.report.pictures import Picture
 from fl_bn.report.program import Program
@@ -81,7 +81,8 @@ class Report:
                 mean, std, count = number(self.table, entry)
                 value = f"{entry.mean:.6g}" if entry.values else ""
                 best = (row, column) in self.table.best
-                cells.append({"mean": mean, "std": std, "count": count, "value": value, "best": best, "paper": entry.paper})
+                kind = "left-out" if entry.instead == LEFT_OUT else "none"
+                cells.append({"mean": mean, "std": std, "count": count, "value": value, "best": best, "paper": entry.paper, "kind": kind})
             made.append({"row": row, "cells": cells})
         return made
 

@@ -43,7 +43,8 @@ class Paper:
 class Settings:
     """``columns`` None: every axis that is not ``rows``. ``domains``: ``EACH`` and the mean, the ``AVERAGE`` alone, or empty: the
     run's own metric. ``apart``: rows that are measured otherwise than the rest, and best of nothing. ``metric`` empty: that of the
-    runs' task. ``order``: axis -> its values as in the sweep file; ``text``: that file."""
+    runs' task. ``order``: axis -> its values as in the sweep file; ``skip``: combinations of values that it leaves out; ``text``: that
+    file."""
 
     title: str
     rows: str = ""
@@ -61,7 +62,12 @@ class Settings:
     paper: Paper = Paper()
     notes: str = ""
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    skip: tuple[Mapping[str, str], ...] = ()
     text: str = ""
+
+    def leaves_out(self, where: Mapping[str, str]) -> bool:
+        """Whether the sweep has no run at ``where``, the values on some axes, as shown."""
+        return any(left.items() <= where.items() for left in self.skip)
 
 
 def read_settings(folder: Path) -> Settings:
@@ -108,6 +114,7 @@ def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
         paper=Paper(_text(paper, "source"), _text(paper, "note"), _numbers(paper.get("numbers", {}))),
         notes=_text(notes, "text"),
         order=_order(tables),
+        skip=_skip(tables.get("skip", [])),
         text=text,
     )
 
@@ -129,6 +136,12 @@ def _order(tables: Mapping[str, Any]) -> dict[str, list[str]]:
                 known = found.setdefault(axis, [])
                 known += [name for name in map(label, values) if name not in known]
     return found
+
+
+def _skip(value: Any) -> tuple[dict[str, str], ...]:
+    if not isinstance(value, list) or not all(isinstance(left, dict) and left for left in value):
+        raise ConfigError(f"skip must be a list of tables as in [{{ AXIS = VALUE }}], but got {value!r}")
+    return tuple({axis: label(at) for axis, at in left.items()} for left in value)
 
 
 def _heat(value: Any) -> Heat:

@@ -22,7 +22,7 @@ PARTS = """
 <td data-value="{{ cell.value }}">
 {%- if cell.best %}<strong>{{ cell.mean }}</strong>
 {%- elif cell.value %}{{ cell.mean }}
-{%- else %}<span class="none">{{ cell.mean }}</span>
+{%- else %}<span class="{{ cell.kind }}">{{ cell.mean }}</span>
 {%- endif %}
 {%- if cell.std %} <span class="std">{{ cell.std }}</span>{% endif %}
 {%- if cell.count %} <span class="count">{{ cell.count }}</span>{% endif %}

@@ -202,6 +202,26 @@ numbers = { FixBN = { "1 class" = "54.2" }, HBN = { IID = "77" } }
 """
 
 
+def test_what_the_sweep_leaves_out_is_not_called_not_run(tmp_path: Path) -> None:
+    """GN has no run with one class. Controls: the file without ``skip``, and one that leaves out another combination."""
+    skips = {"{ method = 'GN', split = '1 class' }": "left out", "{ method = 'GN', split = 'IID' }": "not run", "": "not run"}
+    for skip, said in skips.items():
+        folder = comparison(tmp_path / said / str(len(skip)))
+        file = folder / "sweep.toml"
+        file.write_text(f"skip = [{skip}]\n{file.read_text()}")
+        table = table_of(folder)
+        assert table.entries["GN"]["1 class"].instead == said
+        assert f"| GN | 71.0 (1.4) | {said} |" in to_markdown(table)
+
+
+def test_a_skip_that_is_no_list_of_tables_is_refused(tmp_path: Path) -> None:
+    folder = comparison(tmp_path)
+    for skip in ("'GN'", "['GN']", "[{}]"):
+        (folder / "sweep.toml").write_text(f"skip = {skip}")
+        with pytest.raises(ConfigError, match="skip must be a list of tables"):
+            read_settings(folder)
+
+
 def test_the_formats_by_hand(tmp_path: Path) -> None:
     table = table_of(comparison(tmp_path, PAPER))
     assert lines_of(to_csv(table)) == [
