@@ -39,7 +39,8 @@ def corrupt(
     """Rewrite the Byzantine clients' replies in place, as ``adversary`` says. ``sent``: what all clients got; ``momentum``: by layer;
     ``rounding``: how both carry weights and gradients.
 
-    The Byzantine ones are the last ``adversary.f`` of ``population`` clients. An error, or a reply that cannot be read, stays.
+    The Byzantine ones are the last ``adversary.f`` of ``population`` clients. An error, or a reply that cannot be read, stays. Honest
+    replies that are not finite will be refused, so no lie follows from them; with no other, the lies stay as they came.
     """
     if adversary.flips_labels:
         return
@@ -53,8 +54,12 @@ def corrupt(
             payload = rounding.widen(from_records(reply.content)[0])
         except WireError:
             continue
-        if payload:
-            (liars if client >= population - adversary.f else honest).append((client, reply, payload))
+        if not payload:
+            continue
+        if client >= population - adversary.f:
+            liars.append((client, reply, payload))
+        elif _finite(payload):
+            honest.append((client, reply, payload))
     if not honest or not liars:
         return
     honest.sort(key=lambda entry: entry[0])
@@ -72,6 +77,10 @@ def corrupt(
             continue
         for (_, reply, _), lie in zip(liars, lies, strict=True):
             reply.content[section] = to_record(rounding.narrow({section: lie[section]}, overflows=True)[section])
+
+
+def _finite(payload: Payload) -> bool:
+    return all(np.isfinite(array).all() for section in payload.values() for array in section.values() if array.dtype.kind == "f")
 
 
 def _steps(reply: Message) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -83,6 +84,32 @@ def test_a_lie_is_told_where_it_is_said_to_be(name: str, on: str) -> None:
     section, other = ("statistics", "weights") if on == "statistics" else ("weights", "statistics")
     assert identical(getattr(lied, section), getattr(whole, section))
     assert not identical(getattr(lied, other), getattr(whole, other))
+
+
+def not_finite(*clients: int) -> Callable[[int, Reply], None]:
+    """What training sends that has diverged."""
+
+    def spoil(client: int, reply: Reply) -> None:
+        if client in clients:
+            reply.payload["weights"] = {name: np.full_like(array, np.inf) for name, array in reply.payload["weights"].items()}
+
+    return spoil
+
+
+@pytest.mark.parametrize("attack", sorted(name for name in ATTACKS if name != LABEL_FLIP))
+def test_an_attack_is_no_error_where_training_has_diverged(attack: str) -> None:
+    """All are refused by name, as they are without an attack. It was an error that ended the run (met with a searched attack)."""
+    lied = one_round("fbn").served(both(F, "nnm+median"), attack, F, spoil=not_finite(*range(CLIENTS)))
+    assert lied.refused.keys() >= set(range(CLIENTS - F))
+    assert identical(lied.tensors, one_round("fbn").served(both(F, "nnm+median"), spoil=not_finite(*range(CLIENTS))).tensors)
+
+
+@pytest.mark.parametrize("attack", ["foe", "alie", "alie-optimised", "sign-flip"])
+def test_lies_follow_from_the_honest_replies_that_are_finite(attack: str) -> None:
+    """So they are not refused themselves. Control: those of the others are."""
+    lied = one_round("fbn").served(both(F, "nnm+median"), attack, F, spoil=not_finite(0))
+    assert set(lied.refused) == {0}
+    assert set(one_round("fbn").served(both(F, "nnm+median"), "nan", F, spoil=not_finite(0)).refused) == {0, *LIARS}
 
 
 # Claims
