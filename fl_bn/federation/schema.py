@@ -1,4 +1,4 @@
-"""What a payload must look like, derived from the receiver's own model, method and phase; anything else is refused by name."""
+"""A schema says what a payload must hold. The receiver derives it from its own model, method and phase, and refuses anything else by name."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.BUFFER)
 
 
 def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
-    """What goes down: weights, the shared statistics unless they stay home, and what accompanies the weights when clients train."""
+    """Describe what the server sends: weights, statistics that are shared, and, for training, what accompanies the weights."""
     return Schema(_shared(model, method, True, _spec) | _auxiliary(model, method, auxiliary))
 
 
 def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> Schema:
-    """What comes up in ``phase``: weights or gradients, what accompanies them, and what the method reports of its statistics."""
+    """Describe what a client sends in ``phase``: weights or gradients, what accompanies them, and its report of statistics."""
     report = method.reports(phase)
     sections: dict[str, dict[str, Spec]] = {}
     if phase is not Phase.MEASURE:
@@ -142,7 +142,7 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
 
 
 def kept_layers(model: nn.Module, method: Method) -> Schema:
-    """What a client tells, where it is asked, of the layers that stay at home: scale, shift and statistics that ``method`` leaves there."""
+    """Describe what a client that is asked for it sends of its own layers: the scale, shift and statistics that ``method`` keeps there."""
     state, wanted = model.state_dict(), method.local & {Role.AFFINE, Role.STATISTIC}
     return Schema({KEPT: {name: _spec(name, state[name]) for name, role in roles(model).items() if role in wanted}})
 

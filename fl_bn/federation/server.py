@@ -90,7 +90,7 @@ class Server:
         return self.shared.model
 
     def instruction(self) -> Instruction:
-        """What the clients of the next round are asked."""
+        """Return what the server asks of the next round's clients."""
         return self.begin(self.round + 1)
 
     def begin(self, round: int) -> Instruction:
