@@ -1,4 +1,4 @@
-"""A schema says what a payload must hold. The receiver derives it from its own model, method and phase, and refuses anything else by name."""
+"""A schema says what a payload must hold. The receiver derives it from its own model, method and phase, and refuses all else by name."""
 
 from __future__ import annotations
 
