@@ -23,6 +23,7 @@ from fl_bn.imports import quick
 
 MOST_WORKERS = 1024  # processes of one machine
 LOGGER = logging.getLogger("flwr")
+REPLACED = "A worker stopped while some jobs were given to the executor"  # joblib warns so where a process grew by 300 MB
 DIED = "its worker process died (killed, or out of memory)"
 
 
@@ -86,7 +87,11 @@ class Workers:
             self.close()
 
     def _started(self) -> Parallel:
+        """The pool. joblib replaces a process that grows between two tasks, and loses no task. Where warnings are errors, its warning would
+        end the thread that hands out the tasks, and the round would wait for ever.
+        """
         if self._pool is None:
+            warnings.filterwarnings("ignore", REPLACED, UserWarning)
             self._pool = self._open.enter_context(
                 Parallel(self.count, backend="loky", return_as="generator", batch_size=1, pre_dispatch="all")
             )

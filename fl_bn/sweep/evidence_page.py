@@ -221,7 +221,7 @@ def _cells(runs: Runs, of: str = "") -> list[tuple[str, str]]:
         rate = f", {runs.hours_missing:.1f} core hours by the clock of those that ran" if runs.kept else ""
         names, more = [cell.config.name for cell in runs.missing[:4]], len(runs.missing) - 4
         few = ", ".join(names) + (f" and {more} more" if more > 0 else "")
-        found.append((f"Missing{of}", f"{len(runs.missing)} cells{rate}. {few}."))
+        found.append((f"Missing{of}", f"{len(runs.missing)} {'cell' if len(runs.missing) == 1 else 'cells'}{rate}. {few}."))
     return found
 
 

@@ -109,6 +109,27 @@ def test_a_worker_that_dies_fails_its_own_task_alone(tmp_path: Path) -> None:
     assert again[0].value == 2
 
 
+@pytest.mark.timeout(90)
+def test_a_worker_that_grows_is_replaced_and_no_task_waits_for_ever() -> None:
+    """joblib ends a process that grew by 300 MB after its first task, and warns of it. Here warnings are errors: this one would end the
+    thread of joblib that hands out the tasks.
+    """
+    workers = Workers(2)
+    done = list(workers.run(grow, [()] * 6))
+    workers.close()
+    assert [d.error for d in done] == [None] * 6
+    assert len({d.value for d in done}) > 2  # control: processes were replaced
+
+
+KEPT: list[np.ndarray] = []
+
+
+def grow() -> int:
+    KEPT.append(np.ones(50_000_000))
+    time.sleep(1.1)  # joblib looks once per second
+    return os.getpid()
+
+
 def test_a_result_comes_while_later_tasks_still_run_and_may_be_the_last_that_is_taken() -> None:
     workers = Workers(2)
     list(workers.run(double, [(1,), (2,)]))  # the processes are there
