@@ -94,7 +94,7 @@ class Server:
         return self.begin(self.round + 1)
 
     def begin(self, round: int) -> Instruction:
-        """What the clients of ``round`` are asked; opens the round's record."""
+        """Open the record of ``round``, and return what its clients are asked to do."""
         phase, rate = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
         asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate)
         down = asked.sections
@@ -102,7 +102,7 @@ class Server:
         return asked
 
     def expected(self, phase: Phase) -> schema.Schema:
-        """What a client's reply holds in ``phase``."""
+        """Return which tensors a client's reply holds in ``phase``."""
         return schema.reply(self.model, self.method, phase, self.policy.update, self.policy.auxiliary)
 
     def checked(self, replies: Sequence[Reply], phase: Phase | None = None) -> Arrived:
@@ -275,9 +275,9 @@ def without_overflow(
 
 
 def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
-    """Of this round's replies those whose batches the exchange holds, weighted by these; under ``abort`` all or none.
+    """Return the replies of clients that took part in the exchange, each weighted by the batches that the exchange has of it.
 
-    The reason for every other one is added to ``refused``.
+    Under ``abort`` these are all of the replies, or none. The reason why a reply is left out is added to ``refused``.
     """
     usable, batches = {part.client: part for part in parts}, session.taking_part
     missing = sorted(set(batches) - set(usable))

@@ -29,7 +29,7 @@ LOGGER = logging.getLogger("flwr")
 
 
 class NotFinite(Exception):
-    """What was to become tensor ``name`` of the shared model is not finite in its dtype. Nothing was changed."""
+    """Tensor ``name`` of the shared model would not be finite in its dtype. The shared model stays as it was."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,9 +55,9 @@ class NotFinite(Exception):
 
 @dataclass(frozen=True)
 class ServerStep:
-    """What the server makes a step of: a round's replies ``parts``, each with its weight in averages.
+    """A step of the server is made of this: the replies ``parts`` of a round, and the weight of each in averages.
 
-    ``rate``: of gradients. ``folded``: the part of the average that is made already.
+    ``rate`` is the learning rate of gradients. ``folded`` is the part of the average that is made already.
     """
 
     parts: Sequence[Reply]
