@@ -62,7 +62,7 @@ def test_a_rate_that_was_not_tried_is_said(rated: Experiment, tmp_path: Path) ->
 def test_what_is_missing_is_counted(rated: Experiment, tmp_path: Path) -> None:
     text = page(rated, tmp_path, {name: value for name, value in FOUND.items() if name != "FedBN-0.1-seed8"})
     assert "| FedBN | 50.5 (0.7) | **55.0** | 0.01 |" in text
-    assert "Missing of the variant `rates`: 1 cells" in text
+    assert "Missing of the variant `rates`: 1 cell, " in text
     folder = kept(rated, tmp_path, ALL, out="none")
     assert "Missing of the variant `rates`: 8 cells" in markdown(gather(folder, [rated]))
 
