@@ -109,7 +109,7 @@ def test_a_worker_that_dies_fails_its_own_task_alone(tmp_path: Path) -> None:
     assert again[0].value == 2
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.slow
 def test_a_worker_that_grows_is_replaced_and_no_task_waits_for_ever() -> None:
     """joblib ends a process that grew by 300 MB after its first task, and warns of it. Here warnings are errors: this one would end the
     thread of joblib that hands out the tasks.
