@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fl_bn.layers import Unconvertible
+from fl_bn.kinds import is_plain, kind_of
+from fl_bn.layers import OwnBatchNorm, Unconvertible, followed, freeze_statistics
 from fl_bn.methods.method import Method
-from fl_bn.roles import SharedStatisticsNorm, roles
+from fl_bn.modes import MARK, remember_modes
+from fl_bn.roles import roles
 
 
 def convert(model: nn.Module, method: Method) -> nn.Module:
@@ -36,13 +38,16 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
                 f"{name or 'the model'} ({type(module).__name__}): a lazy layer has no shape yet: run one batch through the model first"
             )
     model = copy.deepcopy(model)
+    freeze_statistics(model, False)  # a copy that was made in a frozen round
+    remember_modes(model)
     replaced: dict[int, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         try:
             _check(module, method)
-            if method.layer is None or not isinstance(module, _BatchNorm):
+            if id(module) not in replaced:
+                replaced[id(module)] = _replacement(module, method)
+            if (new := replaced[id(module)]) is module:
                 continue
-            new = replaced.setdefault(id(module), _replacement(module, method))
         except ValueError as reason:
             raise Unconvertible(f"{name or 'the model'} ({type(module).__name__}): {reason}") from reason
         if not name:
@@ -59,7 +64,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 def _check(module: nn.Module, method: Method) -> None:
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise ValueError("no method defines the shared statistics of InstanceNorm: build it with track_running_stats=False")
-    if isinstance(module, SharedStatisticsNorm):
+    if isinstance(module, OwnBatchNorm):
         raise ValueError("the model was converted before: convert the original one")
     if isinstance(module, _BatchNorm) and hasattr(module, "parametrizations"):
         raise ValueError("it is parametrized, so its affine is out of the reach of roles: remove the parametrization before converting")
@@ -70,21 +75,30 @@ def _check(module: nn.Module, method: Method) -> None:
         )
 
 
-def _replacement(layer: _BatchNorm, method: Method) -> nn.Module:
-    if type(layer).forward is not _BatchNorm.forward and type(layer) is not nn.SyncBatchNorm:
+def _replacement(module: nn.Module, method: Method) -> nn.Module:
+    """Make the layer that takes the place of ``module``; ``module`` itself where it stays."""
+    kind = kind_of(module)
+    layer = module if kind is None or kind.convert is None else followed(kind.convert(module), module, kind.then)
+    if method.layer is None or not isinstance(layer, _BatchNorm):
+        return layer
+    if kind is None and not is_plain(layer):
         raise ValueError(
-            "it overrides BatchNorm's forward, so replacing it would lose what it adds (an activation, say): use a plain BatchNorm layer"
+            "it overrides BatchNorm's forward, so replacing it would lose what it adds (an activation, say): use a plain BatchNorm "
+            f"layer, or say what it calls on its output: fl_bn.register_batch_norm({type(module).__name__}, then=['act'])"
         )
     known = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-    if extra := [name for name in layer.state_dict() if name not in known]:
+    own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+    if extra := [name for name, _ in own if name not in known]:
         raise ValueError(
             f"it holds {', '.join(map(repr, extra))} beside BatchNorm's own tensors, which replacing it would lose: keep them in a "
             "layer of their own"
         )
-    assert method.layer is not None
     new = method.layer(layer)
     for key in ("weight", "bias"):  # where it was copied, the very parameter, which another layer may share
         mine, theirs = getattr(new, key, None), getattr(layer, key)
         if isinstance(mine, nn.Parameter) and mine.shape == theirs.shape and (mine.is_meta or torch.equal(mine, theirs)):
             setattr(new, key, theirs)
+    new = followed(new, layer, () if kind is None else kind.then)
+    if getattr(module, MARK, False):
+        setattr(new, MARK, True)
     return new

@@ -1,15 +1,18 @@
 """Norm layers, one small class per way of normalising a training batch; in evaluation each is plain BatchNorm.
 
-All take 1d, 2d and 3d inputs: channels at dimension 1. The names of their tensors are torch's, so a saved model loads into
-the unconverted network (only the mixing logit has no counterpart there). ``observe`` measures what any BatchNorm layer sees.
+A layer of this project is a subclass of the torch layer that it takes the place of, so a user's ``isinstance(layer, nn.BatchNorm2d)``
+finds it, and its tensors have torch's names. What a method needs of a layer is a state of the layer itself: whether its statistics are
+frozen, and who observes its inputs. No mode of a module and no hook stands for either, so a training loop cannot undo them.
+
+All take 1d, 2d and 3d inputs: channels at dimension 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +20,9 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.hybrid import looked_into, mixture, normalise, plain
+from fl_bn.modes import held_layers
 from fl_bn.moments import Moments, channel_moments, pool
-from fl_bn.roles import SharedStatisticsNorm, batch_norms
+from fl_bn.roles import batch_norms
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -27,40 +31,133 @@ class Unconvertible(ValueError):
     """A layer cannot be replaced without changing what the network computes; the message says why and what to do."""
 
 
-class _SharedNorm(SharedStatisticsNorm):
-    """State common to the layers that normalise with statistics shared by all clients. Abstract."""
+class Composed(nn.Module):
+    """A class that ``composed`` may put in front of another layer's class. Abstract."""
 
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True, spatial: tuple[int, ...] = ()
-    ) -> None:
-        super().__init__()
-        self.num_features, self.eps, self.momentum, self.spatial = num_features, eps, momentum, spatial
-        self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(num_features)) if affine else None
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("running_var", torch.ones(num_features))
+    way: ClassVar[type[Composed]]
+    kind: ClassVar[type[nn.Module]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the classes that the layer's class was made of, since pickle cannot find a class made at run time."""
+        if "kind" not in vars(type(self)):
+            return super().__reduce_ex__(protocol)
+        return _rebuilt, (_parts(type(self)),), self.__dict__
+
+
+_COMPOSED: dict[tuple[type[Any], type[Any]], type[Any]] = {}
+
+
+def composed(way: type[Any], kind: type[Any]) -> type[Any]:
+    """Make the class of a ``kind`` that computes as ``way`` does: a subclass of both, the same one every time."""
+    if (way, kind) not in _COMPOSED:
+        _COMPOSED[way, kind] = type(way.__name__, (way, kind), {"__module__": way.__module__, "way": way, "kind": kind})
+    return _COMPOSED[way, kind]
+
+
+def _parts(kind: type[Any]) -> tuple[type[Any], ...]:
+    """The classes that ``kind`` was composed of, outermost first."""
+    return (kind.way, *_parts(kind.kind)) if "kind" in vars(kind) else (kind,)
+
+
+def _rebuilt(parts: tuple[type[Any], ...]) -> Any:
+    *ways, made = parts
+    for way in reversed(ways):
+        made = composed(way, made)
+    return made.__new__(made)
+
+
+class OwnBatchNorm(Composed, _BatchNorm):
+    """BatchNorm that a method can freeze and observe, whatever the training loop around it does. Abstract.
+
+    ``frozen``: the layer normalises with its running statistics and leaves them alone. ``model.train()``, ``layer.train()`` and
+    ``layer.training = True`` do not change that. ``observation``: where the layer reports its inputs; a copy of the layer has none.
+    """
+
+    frozen = False
+    observation: Observation | None = None
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """Whether the layer normalises as in training: never while it is frozen."""
+        return bool(self.__dict__["training"]) and not self.frozen
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["training"] = mode
 
     @classmethod
     def from_batch_norm(cls, layer: _BatchNorm) -> Self:
-        """A layer of this class with the affine, statistics, dtype and device of ``layer``.
+        """Make a layer of this class with all that ``layer`` has: tensors, mode, hooks, attributes.
+
+        Raises:
+            Unconvertible: ``layer`` keeps no running statistics.
+        """
+        if layer.running_mean is None or layer.running_var is None:
+            raise Unconvertible(
+                f"track_running_stats=False leaves no running statistics, but {cls.__name__} normalises with them: build the layer with "
+                "track_running_stats=True, or choose fedavg, fedbn or gn"
+            )
+        new: Self = copy.deepcopy(layer)  # type: ignore[assignment]
+        new.__class__ = composed(cls, type(layer))
+        return new
+
+    @property
+    def held(self) -> bool:
+        """Whether the layer's owner has frozen its affine parameters, and with them the shared statistics."""
+        return False
+
+
+class FrozenBatchNorm(OwnBatchNorm):
+    """What ``freeze_statistics`` makes of torch's own BatchNorm layers, and of a user's: their forward pass, always as in evaluation."""
+
+    frozen = True
+
+
+class _SharedNorm(OwnBatchNorm):
+    """State common to the layers that normalise in a way of their own. Abstract: ``normalised`` is a subclass's.
+
+    ``then``: names of submodules that the layer calls on its output, in this order (an activation, say). ``spatial``: numbers of spatial
+    dimensions that it takes; empty for any number.
+    """
+
+    then: tuple[str, ...] = ()
+    spatial: tuple[int, ...] = ()
+    momentum: float
+    running_mean: Tensor
+    running_var: Tensor
+
+    @classmethod
+    def from_batch_norm(cls, layer: _BatchNorm) -> Self:
+        """Make a layer of this class with all that ``layer`` has: tensors, mode, hooks, attributes.
 
         Raises:
             Unconvertible: ``layer`` keeps no running statistics, or averages them cumulatively (``momentum=None``).
         """
-        if layer.running_mean is None or layer.running_var is None:
-            raise Unconvertible(
-                f"track_running_stats=False leaves no statistics to share, but {cls.__name__} normalises with shared ones: "
-                "build the layer with track_running_stats=True, or choose fedavg, fedbn or gn"
-            )
-        if layer.momentum is None:
+        if layer.running_mean is not None and layer.momentum is None:
             raise Unconvertible("momentum=None (cumulative average) has no federated counterpart: give a number, e.g. 0.1")
-        spatial = {nn.BatchNorm1d: (0, 1), nn.BatchNorm2d: (2,), nn.BatchNorm3d: (3,)}.get(type(layer), ())
-        new = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, spatial)
-        new.to(layer.running_mean.device, layer.running_mean.dtype)
-        new.load_state_dict({**new.state_dict(), **_without_counter(layer)})
-        return _like(new, layer)
+        new = super().from_batch_norm(layer)
+        known = {nn.BatchNorm1d: (0, 1), nn.BatchNorm2d: (2,), nn.BatchNorm3d: (3,)}
+        new.spatial = next((dims for kind, dims in known.items() if isinstance(layer, kind)), ())
+        return new
+
+    @property
+    def held(self) -> bool:
+        """Whether the layer's owner has frozen its affine parameters, and with them the shared statistics."""
+        own = [p for p in (self.weight, self.bias) if p is not None]
+        return bool(own) and not any(p.requires_grad for p in own)
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = self.normalised(input)
+        for name in self.then:
+            y = getattr(self, name)(y)
+        return y
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` (B, C, *) as the class says, scale and shift it."""
+        raise NotImplementedError
 
     def check(self, x: Tensor) -> None:
+        """Raise ValueError where ``x`` is not (B, C, *) of as many dimensions as the layer takes."""
         if x.dim() < 2 or x.shape[1] != self.num_features or (self.spatial and x.dim() - 2 not in self.spatial):
             wanted = " or ".join(f"(B, {self.num_features}{', *' * d})" for d in self.spatial or (0, 1, 2, 3))
             raise ValueError(f"{type(self).__name__} expects an input {wanted}, but got {tuple(x.shape)}")
@@ -69,9 +166,6 @@ class _SharedNorm(SharedStatisticsNorm):
         """Normalise ``x`` (B, C, *) with the running statistics: constants, no gradient flows through them."""
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
-    def extra_repr(self) -> str:
-        return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.weight is not None}"
-
 
 class FederatedBatchNorm(_SharedNorm):
     """BatchNorm that normalises with the shared running statistics, also in training (FBN, Algorithm 2, line 3).
@@ -79,8 +173,10 @@ class FederatedBatchNorm(_SharedNorm):
     The statistics are constants of the round: the layer never updates them. Measure the training batches with ``observe``.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normalised(self, x: Tensor) -> Tensor:
         self.check(x)
+        if self.observation is not None:
+            self.observation(self, x)
         return self.normalise_shared(x)
 
 
@@ -97,23 +193,35 @@ class HybridBatchNorm(_SharedNorm):
     Symbols: distribution factor -> sigmoid(mixing_logit).
     """
 
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True, spatial: tuple[int, ...] = ()
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, spatial)
-        self.mixing_logit = nn.Parameter(torch.zeros(num_features))
-        self._watchers: list[Callable[[Moments], None]] = []
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._mix()
 
-    def forward(self, x: Tensor) -> Tensor:
+    @classmethod
+    def from_batch_norm(cls, layer: _BatchNorm) -> Self:
+        """Make a layer of this class with all that ``layer`` has, and mixing logits of 0. Raises as ``_SharedNorm`` does."""
+        new = super().from_batch_norm(layer)
+        new._mix()
+        return new
+
+    def _mix(self) -> None:
+        self.mixing_logit = nn.Parameter(torch.zeros_like(self.running_mean))
+
+    def normalised(self, x: Tensor) -> Tensor:
         self.check(x)
         if not self.training:
+            if self.observation is not None:
+                self.observation(self, x)
             return self.normalise_shared(x)
         if x.numel() <= x.shape[1]:
-            raise ValueError(f"HybridBatchNorm needs more than 1 value per channel in training, but got {tuple(x.shape)}")
+            raise ValueError(
+                f"HybridBatchNorm needs more than 1 value per channel in training, but got {tuple(x.shape)}: leave out batches of one "
+                "sample (DataLoader(..., drop_last=True))"
+            )
         transformed = looked_into()
         batch = channel_moments(x if transformed else x.detach())
-        for watcher in self._watchers:
-            watcher(Moments(x.numel() // x.shape[1], batch[0].detach().double(), batch[1].detach().double()))
+        if self.observation is not None:
+            self.observation(self, x, batch)
         own, dtype = self._own(), batch[0].dtype
         if any(t is not None and t.dtype is not dtype for t in own):
             own = [t if t is None else t.to(dtype) for t in own]
@@ -124,15 +232,6 @@ class HybridBatchNorm(_SharedNorm):
         """Weight, bias, mixing logit, running mean and variance, from where a Module keeps them: asking for an attribute takes longer."""
         found = {**self._parameters, **self._buffers}
         return [found[name] if name in found else getattr(self, name) for name in _OWN]
-
-    @contextmanager
-    def watched(self, watcher: Callable[[Moments], None]) -> Iterator[None]:
-        """Tell ``watcher`` the moments of every training batch inside the block."""
-        self._watchers.append(watcher)
-        try:
-            yield
-        finally:
-            self._watchers.remove(watcher)
 
     @torch.no_grad()
     def normaliser(self, batch: Moments) -> Moments:
@@ -153,6 +252,32 @@ class InstanceNorm(nn.GroupNorm):
         return super().forward(x)
 
 
+class Followed(Composed):
+    """A layer of any kind that calls the submodules named in ``then`` on its output, in this order."""
+
+    then: tuple[str, ...] = ()
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        y = super().forward(*args, **named)
+        for name in self.then:
+            y = getattr(self, name)(y)
+        return y
+
+
+def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
+    """Let ``layer`` call on its output what ``source`` calls on its own: the submodules ``then``, which it gets; in place."""
+    if not then:
+        return layer
+    for name in then:
+        if not isinstance(getattr(source, name, None), nn.Module):
+            raise Unconvertible(f"{type(source).__name__} has no submodule {name!r}, which register_batch_norm says it calls on its output")
+        setattr(layer, name, getattr(source, name))
+    if not isinstance(layer, _SharedNorm):
+        layer.__class__ = composed(Followed, type(layer))
+    layer.then = then  # type: ignore[assignment]
+    return layer
+
+
 def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.GroupNorm) -> nn.GroupNorm:
     """A GroupNorm with the affine, dtype and device of ``layer``; ``groups`` 0 means one group per channel."""
     groups = groups or layer.num_features
@@ -161,12 +286,8 @@ def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.Gro
     new = kind(groups, layer.num_features, layer.eps, layer.affine)
     if layer.affine:
         new.to(layer.weight.device, layer.weight.dtype)
-        new.load_state_dict({**new.state_dict(), **{key: tensor.detach() for key, tensor in layer.named_parameters()}})
+        new.load_state_dict({**new.state_dict(), **{key: tensor.detach() for key, tensor in layer.named_parameters(recurse=False)}})
     return _like(new, layer)
-
-
-def _without_counter(layer: _BatchNorm) -> dict[str, Tensor]:
-    return {key: tensor for key, tensor in layer.state_dict().items() if key != "num_batches_tracked"}
 
 
 def _like(new: M, layer: _BatchNorm) -> M:
@@ -178,14 +299,24 @@ def _like(new: M, layer: _BatchNorm) -> M:
     return new.train(layer.training)
 
 
-def freeze_statistics(model: nn.Module) -> None:
-    """Let every BatchNorm layer normalise with its running statistics and leave them alone; affine keeps training.
+def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[str] | None = None) -> None:
+    """Let BatchNorm layers of ``model`` normalise with their running statistics and leave them alone; affine keeps training.
 
-    Only the norm layers change: Dropout and everything else stay in the mode they are in (FixBN, stage II). A later
-    ``model.train()`` undoes it.
+    Only the norm layers change: Dropout and everything else stay in the mode they are in (FixBN, stage II). No mode that is set later
+    undoes it; ``frozen=False`` does. ``layers``: names of those that freeze, all by default; the others are thawed.
     """
-    for layer in batch_norms(model).values():
-        layer.eval()
+    for name, layer in batch_norms(model).items():
+        freezes = frozen and (layers is None or name in layers)
+        if not isinstance(layer, OwnBatchNorm):
+            if freezes:
+                layer.__class__ = composed(FrozenBatchNorm, type(layer))
+        elif isinstance(layer, FrozenBatchNorm):
+            if not freezes:
+                layer.__class__ = type(layer).kind  # type: ignore[assignment]
+        elif freezes:
+            layer.frozen = True
+        else:
+            vars(layer).pop("frozen", None)
 
 
 def inputs(layer: nn.Module, seen: Moments) -> Moments:
@@ -198,83 +329,102 @@ def normalisers(layer: nn.Module, seen: Moments) -> Moments:
     return layer.normaliser(seen) if isinstance(layer, HybridBatchNorm) else seen
 
 
-@contextmanager
-def observe(model: nn.Module, measure: Callable[[nn.Module, Moments], Moments] = inputs) -> Iterator[dict[str, list[Moments]]]:
-    """Record the moments of every BatchNorm layer during the ``with`` block: one ``Moments`` per forward pass, what ``measure`` makes of
-    its input's. HBN's layer works out its input's moments in training anyway, and hands them over.
+def in_backward() -> bool:
+    """Whether autograd's backward pass is under way: a forward pass then computes activations anew (activation checkpointing)."""
+    return bool(torch._C._current_graph_task_id() != -1)  # as torch.utils.checkpoint asks
 
-    Summarise with ``pooled``.
+
+def always(layer: nn.Module, x: Tensor) -> bool:
+    """Every forward pass counts."""
+    return True
+
+
+class Observation:
+    """What one layer does with its inputs while it is observed. A copy of the layer is observed by nobody, in memory as in a pickle."""
+
+    def __init__(
+        self,
+        record: Callable[[nn.Module, Moments], None],
+        counts: Callable[[nn.Module, Tensor], bool],
+        outer: Observation | None = None,
+    ) -> None:
+        """``record(layer, moments)`` takes every input that ``counts(layer, x)``; ``outer`` is told, too: who observed the layer before."""
+        self._record, self._counts, self._outer = record, counts, outer
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled network leaves its graph here
+    def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
+        """Record the input ``x`` (B, C, *), if its pass counts. ``batch``: its mean and biased variance, if the layer has them already."""
+        if self._outer is not None:
+            self._outer(layer, x, batch)
+        if not self._counts(layer, x):
+            return
+        if batch is None:
+            self._record(layer, Moments.of(x))
+        else:
+            self._record(layer, Moments(x.numel() // x.shape[1], batch[0].detach().double(), batch[1].detach().double()))
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return _nobody, ()
+
+
+def _nobody() -> None:
+    return None
+
+
+@contextmanager
+def observe(
+    model: nn.Module,
+    measure: Callable[[nn.Module, Moments], Moments] = inputs,
+    counts: Callable[[nn.Module, Tensor], bool] = always,
+) -> Iterator[dict[str, list[Moments]]]:
+    """Record the moments of every BatchNorm layer during the ``with`` block: one ``Moments`` per forward pass, what ``measure`` makes of
+    its input's. Layers that their owner holds still (``modes.held_layers``) are left out.
+
+    ``counts(layer, x)``: whether a pass is recorded. Layers of this project report by themselves; torch's own have hooks for the block,
+    which a compiled network does not call. Summarise with ``pooled``.
     """
-    layers = batch_norms(model)
+    held = held_layers(model)
+    layers = {name: layer for name, layer in batch_norms(model).items() if name not in held}
     observed: dict[str, list[Moments]] = {name: [] for name in layers}
 
-    def record(name: str, layer: nn.Module, seen: Moments) -> None:
-        observed[name].append(measure(layer, seen))
-
-    def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        if not (isinstance(layer, HybridBatchNorm) and layer.training):
-            record(name, layer, Moments.of(*args, *named.values()))
+    def of(name: str, outer: Observation | None = None) -> Observation:
+        return Observation(lambda layer, seen: observed[name].append(measure(layer, seen)), counts, outer)
 
     with ExitStack() as stack:
         for name, layer in layers.items():
-            stack.callback(layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True).remove)
-            if isinstance(layer, HybridBatchNorm):
-                stack.enter_context(layer.watched(partial(record, name, layer)))
+            if isinstance(layer, OwnBatchNorm) and not isinstance(layer, FrozenBatchNorm):
+                before = vars(layer).get("observation")
+                layer.observation = of(name, before)
+                stack.callback(_observed_by, layer, before)
+                continue
+            observation = of(name)
+
+            def hook(layer: nn.Module, args: Any, named: Any, observation: Observation = observation) -> None:
+                observation(layer, *args, *named.values())
+
+            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield observed
 
 
-class Updates(dict[str, int]):
-    """By BatchNorm layer, the forward passes that moved its running statistics."""
-
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__(dict.fromkeys(layers, 0))
-        self._layers, self._own = layers, {name: layer.running_mean for name, layer in layers.items()}
-        self._others: dict[tuple[str, int], tuple[Any, int]] = {}
-
-    def saw(self, name: str, mean: Any) -> None:
-        """A pass with ``mean`` in the layer, which may be there for passes of no account: of ``unrecorded``, of ``functional_call``."""
-        if mean is self._own[name]:
-            self[name] += 1
-        else:
-            self._others[name, id(mean)] = mean, self._others.get((name, id(mean)), (mean, 0))[1] + 1
-
-    def look(self) -> None:
-        """No pass is under way: a tensor that is in its layer now is the layer's own, put there by ``model.to``, say."""
-        for (name, _), (mean, passes) in self._others.items():
-            if self._layers[name].running_mean is mean:
-                self._own[name] = mean
-                self[name] += passes
-        self._others.clear()
-
-
-@contextmanager
-def count_updates(model: nn.Module, swapped: bool = False) -> Iterator[Updates]:
-    """Count, by BatchNorm layer, the forward passes inside the block that move its running statistics: not those of ``unrecorded``.
-
-    Where code replaces the layers' tensors several times, ``look`` has to be called in between. ``swapped``: also passes with other
-    tensors in the layer's place (``torch.func.functional_call``).
-    """
-    layers = batch_norms(model)
-    updates = Updates(layers)
-
-    def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        mean = layer.running_mean
-        if not layer.training or mean is None:
-            return
-        if swapped:
-            updates[name] += 1
-        else:
-            updates.saw(name, mean)
-
-    handles = [layer.register_forward_pre_hook(partial(hook, name)) for name, layer in layers.items()]
-    try:
-        yield updates
-    finally:
-        updates.look()
-        for handle in handles:
-            handle.remove()
+def _observed_by(layer: OwnBatchNorm, observation: Observation | None) -> None:
+    if observation is None:
+        vars(layer).pop("observation", None)
+    else:
+        layer.observation = observation
 
 
 def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
     """One ``Moments`` per layer that saw anything."""
     return {name: pool(parts) for name, parts in observed.items() if parts}
+
+
+def updates(model: nn.Module) -> dict[str, int]:
+    """How often each BatchNorm layer's running statistics have moved, as the layers themselves count (``num_batches_tracked``).
+
+    0 for a layer without a counter.
+    """
+    counters = {name: layer.num_batches_tracked for name, layer in batch_norms(model).items()}
+    return {name: 0 if counter is None else int(counter) for name, counter in counters.items()}

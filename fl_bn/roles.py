@@ -24,20 +24,11 @@ class Role(Enum):
     BUFFER = "buffer"  # floating point, not learnable, not in a norm layer: averaged, never optimised
 
 
-class SharedStatisticsNorm(nn.Module):
-    """Abstract base of this project's own norm layers (see ``layers``); here so that roles know them by type."""
-
-    running_mean: Tensor
-    running_var: Tensor
-    momentum: float
-
-
 class UnknownTensor(ValueError):
     """A norm layer holds a tensor whose role nobody defined."""
 
 
-BATCH_NORMS = (_BatchNorm, SharedStatisticsNorm)
-NORM_LAYERS = (_NormBase, SharedStatisticsNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 _NORM_TENSORS = {
     "weight": Role.AFFINE,
@@ -84,6 +75,6 @@ def _role(module: nn.Module, name: str, key: str, tensor: Tensor, learnable: boo
     return Role.BUFFER if torch.is_floating_point(tensor) else Role.COUNTER
 
 
-def batch_norms(model: nn.Module) -> dict[str, _BatchNorm | SharedStatisticsNorm]:
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     """Every BatchNorm layer of ``model`` (torch's and this project's) by name, in the order of ``named_modules``."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}

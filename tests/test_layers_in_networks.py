@@ -39,6 +39,9 @@ def test_freeze_keeps_dropout_active_statistics_still_and_affine_training(name: 
     quiet = copy.deepcopy(model).eval()
     assert torch.equal(quiet(X), quiet(X))  # control: eval() of the whole model switches dropout off
     model.train()
+    model(X)
+    assert unchanged(model, before)  # no mode thaws a layer
+    freeze_statistics(model, False)
     assert all(module.training for module in model.modules())
     if name == "fedavg":
         model(X)

@@ -14,7 +14,7 @@ from fl_bn.federation.blocks import WeightedSum
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.methods import LayerReports
 from fl_bn.moments import Moments, Running
-from fl_bn.roles import SharedStatisticsNorm, batch_norms
+from fl_bn.roles import batch_norms
 
 Named = Mapping[str, Tensor]
 
@@ -34,7 +34,7 @@ def combine(
     shared: Mapping[str, Running],
     reports: Sequence[Mapping[str, Moments]],
     steps: Sequence[int],
-    layers: Mapping[str, _BatchNorm | SharedStatisticsNorm],
+    layers: Mapping[str, _BatchNorm],
     defence: Defence = NO_DEFENCE,
     pace: float = 1.0,
 ) -> dict[str, Running]:

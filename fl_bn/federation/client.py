@@ -25,19 +25,37 @@ from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, 
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import Named, Sections, encode_moments, to_numpy
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
-from fl_bn.layers import count_updates, freeze_statistics, observe, pooled
+from fl_bn.layers import freeze_statistics, observe, pooled, updates
 from fl_bn.methods import NORMALISERS, Method, Phase, Report, StatisticsPass
 from fl_bn.methods.fedtan import exchanging
-from fl_bn.moments import Moments
+from fl_bn.modes import frozen_affine, train_mode
+from fl_bn.moments import Moments, Running
 from fl_bn.objectives import CONTROL, PLAIN, Finish, Objective, Start, Step
-from fl_bn.roles import Role, roles
+from fl_bn.roles import Role, batch_norms, roles
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
 LOGGER = logging.getLogger("flwr")
 Connect = Callable[[int], Exchange]
 """``connect(batch)``: this client's side of a layer-wise exchange, joined with the size of the batch that it drew."""
+
+
+class Batch(int):
+    """The number of samples of a round's first batch; call it to say that number: ``round.batch(32)``."""
+
+    say: Callable[[int], None]
+
+    @classmethod
+    def of(cls, samples: int, say: Callable[[int], None]) -> Batch:
+        """Make the number ``samples``, which ``say`` replaces when it is called."""
+        new = cls(samples)
+        new.say = say
+        return new
+
+    def __call__(self, samples: int) -> None:
+        self.say(samples)
 
 
 def trainable(model: nn.Module, method: Method, phase: Phase, role: Mapping[str, Role] | None = None) -> dict[str, nn.Parameter]:
@@ -68,14 +86,15 @@ class LocalRound:
         self.network, self.model = self._copy.network, self._copy.model
         self.method, self.instruction, self.kept = method, instruction, kept
         self.settings = settings or LocalTraining(batch_size=2, epochs=1)
-        self.phase, self.steps, self.batch, self.waited = instruction.phase, 0, 0, 0.0
+        self.phase, self.steps, self.waited = instruction.phase, 0, 0.0
+        self._batch = self._inputs = 0
         self.corrected = 0  # gradients that the objective made
         self.rates: list[float] = []  # of the optimiser's steps, where that is not the instruction's
         self.measured_samples = 0
         self.moments: dict[str, Moments] = {}
         self.buffers: Buffers = {}
         self._connect, self._exchange = connect, ExitStack()
-        self._first, self._observed = ExitStack(), dict[str, list[Moments]]()
+        self._observing, self.passes = ExitStack(), TrainingPasses({})
         self._load()
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
             raise ValueError(f"an exchange belongs to phase exchange, and phase exchange needs one, but got {self.phase} and {connect}")
@@ -114,55 +133,123 @@ class LocalRound:
         ``full_gradient``: of the loss over all of the client's samples, for SCAFFOLD's option 1.
         """
         self.set_modes(self.model)
+        layers, statistics, self._updates = batch_norms(self.model), running_statistics(self.model), updates(self.model)
+        frozen = {name: before for name, before in statistics.items() if getattr(layers[name], "frozen", False)}
         parameters = self.parameters
         shared = frozenset(name for name in parameters if self.method.shares(self.network.role[name]))
         control = self.instruction.sections.get(CONTROL, {})
         full = full_gradient or _no_full_gradient
         start = Start(self.model, parameters, shared, self.kept.get("objective"), control, self.kept.counted, full)
-        with count_updates(self.model) as self._moved:
-            self._objective = self.settings.objective.begin(start)
-            try:
-                if self.method.reports(self.phase) in (Report.BATCHES, Report.FIRST):
-                    self._observed = self._first.enter_context(observe(self.model))
-                with self._exchange:
-                    yield self
-            finally:
-                self._first.close()
-                self._objective.close()
+        self._objective = self.settings.objective.begin(start)
+        try:
+            if self.observes:
+                self.passes = TrainingPasses(parameters)
+                self._observing.enter_context(self.passes.watching())
+                self.passes.observed = self._observing.enter_context(observe(self.model, counts=self.passes.counts))
+            with self._exchange:
+                yield self
+        finally:
+            self._observing.close()
+            self._objective.close()
+            freeze_statistics(self.model, False)
+        self._check_layers(layers, frozen)
+
+    @property
+    def freezes(self) -> bool:
+        """Whether the running statistics are frozen in this round."""
+        return self.phase is Phase.FROZEN and Role.STATISTIC in self.method.frozen
+
+    @property
+    def observes(self) -> bool:
+        """Whether the moments of training batches are reported."""
+        return self.method.reports(self.phase) in (Report.BATCHES, Report.FIRST)
 
     def set_modes(self, model: nn.Module) -> None:
-        """Training mode for ``model``, but for the layers that this phase freezes."""
-        model.train()
-        if self.phase is Phase.FROZEN and Role.STATISTIC in self.method.frozen:
-            freeze_statistics(model)
+        """Training mode for ``model``, except for the parts that its owner holds in evaluation mode; frozen layers are frozen."""
+        freeze_statistics(model, layers=None if self.freezes else frozen_affine(model))
+        train_mode(model)
 
-    def saw(self, updates: Mapping[str, int], observed: Mapping[str, list[Moments]]) -> None:
-        """Take over what hooks would have seen inside ``open``: the model trained as one of a stack (``federation.vectorised``)."""
-        self._moved.update(updates)
-        self._observed = dict(observed)
+    def _check_layers(self, layers: Mapping[str, nn.Module], frozen: Mapping[str, Running]) -> None:
+        """Raise ValueError where the training loop undid what the method needs of its layers.
 
-    def meet(self, batch: int) -> None:
-        """The first batch, of so many samples, comes now: in phase EXCHANGE its layers talk to the cohort from here on."""
-        self.batch = batch
+        ``layers``: the BatchNorm layers when the round began; ``frozen``: the statistics that were to stay as they are.
+        """
+        now = batch_norms(self.model)
+        if replaced := [name for name, layer in layers.items() if now.get(name) is not layer]:
+            raise ValueError(
+                f"BatchNorm layer {replaced[0]!r} was replaced during the round, so {self.method.name} is gone from it: change the "
+                "network (convert_sync_batchnorm, say) before convert(net, method)"
+            )
+        after = running_statistics(self.model) if frozen else {}
+        for name, before in frozen.items():
+            if not all(map(torch.equal, before, after[name])):
+                raise ValueError(
+                    f"BatchNorm layer {name!r} is frozen in round {self.instruction.round}, but its running statistics changed: nothing "
+                    "in the training loop may set them"
+                )
+        seen = max((len(parts) for parts in self.passes.observed.values()), default=0)
+        wanted = min(self.steps, 1) if self.method.reports(self.phase) is Report.FIRST else self.steps
+        if self.observes and self.passes.observed and seen < wanted:
+            raise ValueError(
+                f"{self.method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} in {self.steps} steps: "
+                "train round.model itself and no copy of it, in training mode, with gradients"
+            )
+
+    def adopt_observations(self, observed: dict[str, list[Moments]], batch: int) -> None:
+        """Take over what the layers would have reported inside ``open``, and the size of the first batch: the model trained as one of a
+        stack (``federation.vectorised``)."""
+        self.passes.observed, self._batch = observed, batch
+
+    @property
+    def begun(self) -> bool:
+        """Whether somebody has said how many samples the first batch has."""
+        return self._batch > 0
+
+    @property
+    def batch(self) -> Batch:
+        """Samples of the first batch; ``round.batch(n)`` says how many, before the first forward pass, where fl-bn cannot tell."""
+        return Batch.of(self._batch or self.passes.samples or self._inputs, self.begin_batch)
+
+    def begin_batch(self, samples: int) -> None:
+        """Begin the first batch, of ``samples`` samples: in phase EXCHANGE the layers talk to the cohort from here on."""
+        if samples < 1:
+            raise ValueError(f"a batch has at least 1 sample, but got round.batch({samples})")
+        if self.steps:
+            raise ValueError("round.batch(n) says how many samples the first batch has: call it before the first step")
+        if self._batch and self._connect is not None:
+            raise ValueError(f"this client has joined its cohort's exchange with a batch of {self._batch}: call round.batch once")
+        self._batch = samples
         if self._connect is not None:
-            self._live = self._connect(batch)
+            self._live = self._connect(samples)
             self._exchange.enter_context(exchanging(self.model, self._live))
 
-    def computed(self) -> None:
+    def inputs_seen(self, samples: int) -> None:
+        """Note that the inputs of a forward pass before the first step have ``samples`` samples, of a batch that nobody has counted."""
+        self._inputs += samples
+
+    def gradient_ready(self) -> None:
         """The gradient of a batch is there; the exchange was for the first."""
-        if self._connect is not None and self.steps == 0:
-            self._exchange.close()
-            self.waited = self._live.seconds
+        if self._connect is None or self.steps:
+            return
+        if not self._batch:
+            raise ValueError(
+                f"{self.method.name}'s first step is one on the batches of the whole cohort, but no forward pass of round.model in training "
+                "mode was seen before it: train round.model itself and no copy of it"
+            )
+        self._exchange.close()
+        self.waited = self._live.seconds
 
-    def moved(self) -> None:
-        """The weights have made a step: what comes is seen by a local model, of which FBN reports nothing."""
+    def step_done(self) -> None:
+        """Count a step of the weights. Call it after each step of a loop whose optimiser is none of torch's (``p -= lr * p.grad``)."""
+        self.gradient_ready()
+        self._batch = self.batch
         self.steps += 1
-        self._moved.look()
+        self.passes.next_step()
         if self.method.reports(self.phase) is Report.FIRST:
-            self._first.close()
+            self._observing.close()
 
-    def took(self, optimizer: Optimizer) -> None:
-        """``optimizer`` of the user's own has made a step. Raises ValueError where the objective cannot do with it."""
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Note the rate of a step that ``optimizer`` of the user's own made. Raises ValueError where the objective cannot do with it."""
         check_optimizer(self.settings.objective, optimizer)
         self.rates.append(float(optimizer.param_groups[0]["lr"]))
 
@@ -183,7 +270,7 @@ class LocalRound:
         def again() -> Tensor:
             if draws is not None:
                 draws.again()
-            with unrecorded(self.model, self._observed):
+            with unrecorded(self.model), self.passes.ignored():
                 return forward()
 
         self.corrected += 1
@@ -253,7 +340,7 @@ class LocalRound:
 
     def report(self) -> dict[str, Moments]:
         """Return the moments that were measured or observed so far, by BatchNorm layer."""
-        return self.moments or pooled(self._observed)
+        return self.moments or pooled(self.passes.observed)
 
     def reply(
         self,
@@ -280,13 +367,13 @@ class LocalRound:
             raise ValueError(f"{self.method.name} reports moments of a pass before training: call round.measure(batches) first")
         told: dict[str, float] = {**(metrics or {}), "loss": loss, "steps": self.steps, "waited": self.waited}
         told |= self._local_drift() if tells_drift else {}
-        told |= {"batch": self.batch} if reports is Report.FIRST else {}
-        counts = tuple(self._moved.values())
-        updates = counts if reports is Report.RUNNING and {*counts} - {self.steps} else ()
+        told |= {"batch": int(self.batch)} if reports is Report.FIRST else {}
+        counts = tuple(count - self._updates[name] for name, count in updates(self.model).items()) if reports is Report.RUNNING else ()
+        moved = counts if {*counts} - {self.steps} else ()
         kept = self._to_keep(gradients, finish)
         if kept.sections:
             told["kept"] = self.kept.round
-        return Reply(client, self._sections(gradients, finish, moments), samples, samples, told, updates), kept
+        return Reply(client, self._sections(gradients, finish, moments), samples, samples, told, moved), kept
 
     def _learning_rate(self) -> float:
         """Mean over the optimiser's steps, where these were seen."""

@@ -83,7 +83,7 @@ class Clients:
             if self.method.reports(asked.phase) is Report.PASS:
                 self._measure(round, client)
             optimizer = self.optimizer(round.parameters.values(), asked.round)
-            optimizer.register_step_post_hook(lambda optimizer, args, named: round.took(optimizer))
+            optimizer.register_step_post_hook(lambda optimizer, args, named: round.optimizer_stepped(optimizer))
             scheduler = None if self.make_scheduler is None else self.make_scheduler(optimizer)
             batches = loader.epochs(self.seed, client, asked.round, self.epochs) if isinstance(loader, SeededBatches) else loader
             passes = 1 if isinstance(loader, SeededBatches) else self.epochs

@@ -15,10 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.moments import Average, Moments, Running, weighted_mean
 from fl_bn.robust import Report, Rule, rule_named
-from fl_bn.roles import SharedStatisticsNorm
 
 Named = Mapping[str, Tensor]
-Layers = Mapping[str, _BatchNorm | SharedStatisticsNorm]
+Layers = Mapping[str, _BatchNorm]
 TOLERANCE = 0.01  # of float32 rounding, relative
 
 

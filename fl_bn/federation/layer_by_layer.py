@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fl_bn.exchange.call import Exchange, ExchangeFailed, Key, Quantity
 from fl_bn.exchange.session import exchanged_layers
+from fl_bn.modes import held_layers
 from fl_bn.moments import Moments, pool
 from fl_bn.roles import batch_norms
 from fl_bn.task import tensors_in
@@ -252,7 +253,8 @@ def _watched(model: nn.Module, reached: Reached) -> Iterator[None]:
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         reached(name, *args, *named.values())
 
-    layers = {name: layer for name, layer in batch_norms(model).items() if layer.running_mean is not None}
+    held = held_layers(model)
+    layers = {name: layer for name, layer in batch_norms(model).items() if layer.running_mean is not None and name not in held}
     handles = [layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in layers.items()]
     model.eval()
     try:

@@ -13,6 +13,7 @@ from fl_bn.federation.layer_by_layer import Forward, called
 from fl_bn.federation.pooling import quick_pooling
 from fl_bn.layers import HybridBatchNorm, inputs, normalisers, observe, pooled
 from fl_bn.methods import NORMALISERS, StatisticsPass
+from fl_bn.modes import held_layers
 from fl_bn.moments import Moments
 
 
@@ -37,10 +38,11 @@ def measured(
 def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
     """Inside, ``model`` is in the modes of the pass ``how``, and each of its forward passes adds what that asks for, by BatchNorm layer."""
     training = {module: module.training for module in model.modules()}
+    held = held_layers(model)
     model.eval()
     if how.lower_layers == "hybrid":
-        for layer in model.modules():
-            layer.training = isinstance(layer, HybridBatchNorm)
+        for name, layer in model.named_modules():
+            layer.training = isinstance(layer, HybridBatchNorm) and name not in held
     try:
         with quick_pooling(model), observe(model, normalisers if how.measured == NORMALISERS else inputs) as observed:
             yield observed

@@ -1,12 +1,14 @@
-"""Door 2: the client's half of a round around a training loop of the user's own, which hooks of torch's watch."""
+"""Door 2: the client's half of a round around a training loop of the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -14,9 +16,11 @@ from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, Instruction, Kept
+from fl_bn.layers import in_backward, observe
 from fl_bn.methods import Method, Phase
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.task import tensors_in
+
+LOGGER = logging.getLogger("flwr")
 
 
 @contextmanager
@@ -57,35 +61,128 @@ def local_round(
             parameter.requires_grad_(True)
 
 
+def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where weights moved, from ``before``, by steps that nobody saw."""
+    if round.steps:
+        return
+    now = dict(round.model.named_parameters())
+    if moved := [name for name, tensor in before.items() if name in now and not torch.equal(now[name].detach(), tensor)]:
+        raise ValueError(
+            f"{moved[0]} changed in round {round.instruction.round}, but no step of a torch.optim.Optimizer was seen: call "
+            "round.step_done() after each step that your loop makes by itself"
+        )
+
+
 @contextmanager
 def _watched(round: LocalRound) -> Iterator[None]:
-    """Tell ``round`` of forward passes and optimiser steps of a foreign loop."""
-    mine, exchanges = {id(p) for p in round.parameters.values()}, round.phase is Phase.EXCHANGE
-
-    def forward(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if round.steps or not model.training:
-            return
-        batch = next((len(x) for x in tensors_in((*args, named)) if x.dim()), 0)
-        if exchanges and round.batch:
-            raise ValueError(
-                f"{round.method.name}'s first local step exchanges the statistics of one batch: call the optimiser after the first batch, "
-                "without gradient accumulation or a second forward pass in training mode"
-            )
-        round.meet(batch) if not round.batch else setattr(round, "batch", round.batch + batch)
+    """Tell ``round`` of the batches and the optimiser's steps of a foreign loop."""
+    mine, batches, seen = {id(p) for p in round.parameters.values()}, _FirstBatch(round), list[Optimizer]()
+    before = {name: parameter.detach().clone() for name, parameter in round.parameters.items()}
 
     def stepped(optimizer: Optimizer, args: Any, named: Any) -> None:
         if mine.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
             return
+        seen.append(optimizer)
         if round.settings.objective is not PLAIN and not round.corrected:
             name = round.settings.objective.name
             raise ValueError(f"{name} makes the gradients: call round.backward(lambda: loss_of(x), x) in place of loss.backward()")
-        round.took(optimizer)
-        round.computed()
-        round.moved()
+        round.optimizer_stepped(optimizer)
+        round.step_done()
 
-    handles = [round.model.register_forward_pre_hook(forward, with_kwargs=True), register_optimizer_step_post_hook(stepped)]
+    handle = register_optimizer_step_post_hook(stepped)
     try:
-        yield
+        with batches.watching():
+            yield
     finally:
-        for handle in handles:
+        handle.remove()
+    if not seen:
+        _check_steps(round, before)
+
+
+class _Hook:
+    """A hook of one network: its copies, in memory or in a pickle, have one that does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> str:
+        return "_no_hook"
+
+
+def _no_hook(*args: Any) -> None:
+    pass
+
+
+class _FirstBatch:
+    """Finds the size of a foreign loop's first batch, where the loop does not say it: what the inputs and the layers agree on."""
+
+    def __init__(self, round: LocalRound) -> None:
+        self._round, self._said = round, False
+        self._sizes: list[int] = []  # that the arguments of the forward pass have
+        self._passes = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at the forward passes inside the block."""
+        round = self._round
+        handle = round.model.register_forward_pre_hook(_Hook(self._forward), with_kwargs=True)
+        try:
+            with observe(round.model, counts=self._layer) if round.phase is Phase.EXCHANGE else nullcontext():
+                yield
+        finally:
             handle.remove()
+
+    def _forward(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        round = self._round
+        if round.steps or not (model.training and torch.is_grad_enabled()) or in_backward():
+            return
+        self._passes += 1
+        if self._passes == 1:
+            self._said = round.begun
+            self._sizes = [*_sizes((args, named))]
+        elif round.phase is Phase.EXCHANGE:
+            raise ValueError(
+                f"{round.method.name}'s first local step exchanges the statistics of one batch: call the optimiser after the first batch, "
+                "without gradient accumulation or a second forward pass in training mode"
+            )
+        round.inputs_seen(next(iter(self._sizes), 0))
+
+    def _layer(self, layer: nn.Module, x: Tensor) -> bool:
+        """In phase EXCHANGE: join the cohort with the size of the batch before the first layer that runs."""
+        round, rows = self._round, len(x)
+        if round.steps or not (layer.training and torch.is_grad_enabled()) or in_backward():
+            return False
+        if not round.begun:
+            if self._sizes and rows not in self._sizes:
+                raise ValueError(
+                    f"the first BatchNorm layer of the network saw {rows} rows, but the inputs have {self._sizes}: say how many samples the "
+                    "batch has, round.batch(n), before the first forward pass"
+                )
+            if not self._sizes:
+                LOGGER.info("the first BatchNorm layer sees a batch of %d samples; if it has another number, call round.batch(n)", rows)
+            round.begin_batch(rows)
+        elif not self._said and rows != round.batch and self._passes:
+            raise ValueError(
+                f"the BatchNorm layers of the network saw {int(round.batch)} and {rows} rows: say how many samples the batch has, "
+                "round.batch(n), before the first forward pass"
+            )
+        return False
+
+
+def _sizes(value: Any) -> Iterator[int]:
+    """Sizes that a batch may have by its inputs: of lists their length, of tensors their first dimension."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            yield len(value)
+        return
+    parts = list(value.values()) if isinstance(value, Mapping) else list(value) if isinstance(value, list | tuple) else []
+    if isinstance(value, list) and parts:
+        yield len(parts)
+    for part in parts:
+        yield from _sizes(part)

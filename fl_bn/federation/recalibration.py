@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -166,7 +166,7 @@ def without_statistics(model: nn.Module) -> str:
 
 def epsilons(model: nn.Module) -> dict[str, float]:
     """Returns epsilon by layer: what BatchNorm adds to the variance."""
-    return {name: cast(float, layer.eps) for name, layer in batch_norms(model).items()}
+    return {name: layer.eps for name, layer in batch_norms(model).items()}
 
 
 def _as_sent(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Moments]:

@@ -22,6 +22,7 @@ from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
+from fl_bn.modes import held_layers
 from fl_bn.moments import Moments, Running, bounds
 from fl_bn.roles import Role, batch_norms
 
@@ -122,7 +123,8 @@ class SharedModel:
         """Bring the weights to unit scale, see ``unit_scale.rescaled``; they stay as they are, with a warning, where the network cannot be
         traced."""
         try:
-            made = producers(self._source)
+            held = held_layers(self.model)
+            made = {norm: source for norm, source in producers(self._source).items() if norm not in held}
         except ValueError as error:
             LOGGER.warning("the initial weights keep their scale, so mind the learning rate: %s", error)
             return

@@ -94,16 +94,16 @@ def train(
         x, y = (to_device(part, like.device) for part in task.read(batch))
         optimizer.zero_grad()
         if round.steps == 0:
-            round.meet(len(y))
+            round.begin_batch(len(y))
         loss = round.backward(partial(loss_of, model, task, settings, x, y), x)
-        round.computed()
+        round.gradient_ready()
         if settings.clip != "none":
             clip(parameters.values(), settings.clip, limit, head[1].parameters() if head else ())
         if settings.update == "weights":
             optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        round.moved()
+        round.step_done()
         count += len(y)
         total += loss.detach().double() * len(y)
     return Trained(float(total) / max(count, 1), count)
@@ -189,7 +189,7 @@ def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATI
         draws, mean = Draws.now(next(model.parameters()).device), {name: torch.zeros_like(p) for name, p in trained.items()}
         for index in np.array_split(np.arange(len(samples)), max(1, len(samples) // settings.batch_size)):
             model.zero_grad()
-            with unrecorded(model, {}):
+            with unrecorded(model):
                 loss_of(model, task, settings, *samples.batch(index, next(model.parameters()))).backward()
             for name, p in trained.items():
                 if p.grad is not None:

@@ -1,21 +1,19 @@
-"""Forward passes in training mode that leave no trace: no running statistic, no reported moment, no random number."""
+"""Forward passes in training mode that leave no trace: no running statistic, no random number."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
 @contextmanager
-def unrecorded(model: nn.Module, observed: Mapping[str, list[Any]]) -> Iterator[None]:
-    """Inside, buffers may change and ``observed`` (``layers.observe``) may grow; afterwards they are as before."""
+def unrecorded(model: nn.Module) -> Iterator[None]:
+    """Inside, buffers may change; afterwards they are as before."""
     own = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    lengths = {name: len(parts) for name, parts in observed.items()}
     for module, buffers in own:  # copies take the changes: torch keeps the buffers themselves for the backward pass
         module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
     try:
@@ -23,8 +21,6 @@ def unrecorded(model: nn.Module, observed: Mapping[str, list[Any]]) -> Iterator[
     finally:
         for module, buffers in own:
             module._buffers.update(buffers)
-        for name, length in lengths.items():
-            del observed[name][length:]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from fl_bn.federation.momentum import SECTIONS, buffers_of
 from fl_bn.federation.stack import Seen, Stack, groups
 from fl_bn.federation.training import IndexBatches, Trained, drawn, how_measured, loss_of
 from fl_bn.federation.values import Kept, Reply
-from fl_bn.layers import count_updates, observe, pooled
+from fl_bn.layers import observe, pooled
 from fl_bn.methods import Phase, Report
 from fl_bn.methods.fedtan import OneProgram, exchanging
 from fl_bn.models.head import head_of
@@ -256,15 +256,14 @@ class _Training:
             limits = [norm_in_round(limit, rate, n, self.settings.momentum) for limit, n in zip(limits, self.lengths, strict=True)]
         self.limits = torch.tensor(limits, dtype=self.like.dtype, device=self.like.device)
         self.total = torch.zeros(len(rounds), dtype=torch.float64, device=self.like.device)
-        self.updates, self.seen = [dict[str, int]() for _ in rounds], [dict[str, list[Moments]]() for _ in rounds]
+        self.seen = [dict[str, list[Moments]]() for _ in rounds]
         self.done: list[tuple[list[int], Tensors, Tensors, dict[str, Tensors]]] = []
 
     def step(self) -> None:
         """One local step of every client that has a batch left."""
         now = {row: next(self.batches[row]) for row, length in enumerate(self.lengths) if self.number < length}
         if self.number == 0:
-            for row, (_, y) in now.items():
-                self.rounds[row].batch = len(y)
+            self.first_batches = {row: len(y) for row, (_, y) in now.items()}
         self.optimizer.zero_grad()
         forward = partial(self._forward, now)
         with self._exchanging(now):
@@ -285,11 +284,9 @@ class _Training:
         for rows, (x, y) in groups(now):
             x, y = to_input(x.to(self.like.device), self.dtype), y.to(self.like.device)
             answer = partial(loss_of, task=self.task, settings=self.settings)
-            with count_updates(self.stack.template, swapped=True) as updates, self._observing() as observed:
+            with self._observing() as observed:
                 loss_k, seen = self.stack.run(rows, lambda model, x, y, answer=answer: answer(model, x=x, y=y), (x, y), observed)
             _add(self.seen, rows, seen)
-            for row in rows:
-                self.updates[row] = {layer: self.updates[row].get(layer, 0) + count for layer, count in updates.items()}
             self.total[rows] += loss_k.detach().double() * y.shape[1]
             losses.append(loss_k.sum())
         return torch.stack(losses).sum()
@@ -312,7 +309,7 @@ class _Training:
         """Observe the template where the method reports moments of this step's batches."""
         reports = self.first.method.reports(self.first.phase)
         if reports is Report.BATCHES or (reports is Report.FIRST and self.number == 0):
-            with observe(self.stack.template) as observed:
+            with observe(self.stack.template, counts=lambda layer, x: layer.training) as observed:
                 yield observed
         else:
             yield {}
@@ -354,7 +351,7 @@ class _Training:
                 round.steps = self.lengths[row]
                 round.buffers = {key: {name: stack[place].clone() for name, stack in of.items()} for key, of in buffers.items()}
                 seen = {layer: [moments.to(device) for moments in parts] for layer, parts in self.seen[row].items()}
-                round.saw(self.updates[row], seen)
+                round.adopt_observations(seen, self.first_batches[row])
 
 
 def _template(round: LocalRound, device: torch.device | None) -> nn.Module:

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.exchange.call import Answer, Exchange, Key, Quantity
-from fl_bn.layers import _SharedNorm
+from fl_bn.layers import _SharedNorm, in_backward
 from fl_bn.methods.fedavg import combine
 from fl_bn.methods.method import Method, Phase, Report, freeze, freeze_after
 from fl_bn.moments import channel_moments
@@ -69,30 +69,90 @@ class OverRows(torch.autograd.Function):
         return x.mean(in_dims[0]), None  # autograd sees this mean: nothing of ``backward`` is used
 
 
+@dataclass
+class Live:
+    """What a layer needs while its client's batch is part of the cohort's: the ``exchange``, its own ``name``, and the answers so far.
+
+    A copy of the network has no part in the exchange, so a copy of this is None.
+    """
+
+    exchange: Exchange | OneProgram
+    name: str
+    answers: list[Answer] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 class CohortBatchNorm(_SharedNorm):
     """BatchNorm over the union of the cohort's batches while an exchange is there; over the own batch otherwise, as torch's."""
 
     schedule, share_gradients = "merged", True
-    exchange: Exchange | OneProgram | None = None
-    name, calls = "", 0
+    live: Live | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def held(self) -> bool:
+        """Never: as in torch, affine parameters that do not learn leave the statistics of the batches in use."""
+        return False
+
+    def normalised(self, x: Tensor) -> Tensor:
         self.check(x)
+        if self.observation is not None:
+            self.observation(self, x)
         if not self.training:
             return self.normalise_shared(x)
-        if self.exchange is None:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps)
-        if isinstance(self.exchange, OneProgram):
-            return self._normalise_together(x, self.exchange.clients)
-        call, self.calls = self.calls, self.calls + 1
-        moments = self._moments(x.detach(), call, self.exchange)
+        if self.live is None:
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+            running = (self.running_mean, self.running_var)
+            return F.batch_norm(x, *running, self.weight, self.bias, True, self.momentum, self.eps)
+        if isinstance(self.live.exchange, OneProgram):
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+            return self._normalise_together(x, self.live.exchange.clients)
+        y: Tensor = self._normalise_over_cohort(x, self.live, self.live.exchange)
+        return y
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled network leaves its graph to talk to the cohort
+    def _normalise_over_cohort(self, x: Tensor, live: Live, exchange: Exchange) -> Tensor:
+        """Normalise ``x`` with the moments of the cohort's batches.
+
+        Raises:
+            ValueError: a pass without gradients, or one that is computed anew in the backward pass where the layer runs more than once.
+        """
+        if in_backward():  # activation checkpointing: what was exchanged already
+            if len(live.answers) != 1:
+                raise ValueError(
+                    f"layer {live.name!r} ran {len(live.answers)} times in the first step, and activation checkpointing computes it anew: "
+                    "FedTAN cannot tell which of them; leave this layer out of the checkpoint"
+                )
+            call, moments = 0, live.answers[0]
+        elif not torch.is_grad_enabled():
+            raise ValueError(
+                "FedTAN exchanges the statistics of the first training batch, but got a forward pass in training mode without gradients: "
+                "evaluate in evaluation mode, and checkpoint activations with use_reentrant=False"
+            )
+        else:
+            call = len(live.answers)
+            moments = self._moments(x.detach(), call, live.name, exchange)
+            live.answers.append(moments)
+            self._follow(moments)
         mean_C, var_C = moments.values.to(x.device).chunk(2)
-        with torch.no_grad():
-            self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum)
-            self.running_var.lerp_((var_C * moments.count / max(moments.count - 1, 1)).to(self.running_var.dtype), self.momentum)
-        key = Key(self.name, Quantity.GRADIENTS, call)
-        exchange = self.exchange if self.share_gradients else None
-        return _Normalise.apply(x, self.weight, self.bias, mean_C, var_C, self.eps, key, exchange, moments)  # type: ignore[no-any-return]
+        key = Key(live.name, Quantity.GRADIENTS, call)
+        back = exchange if self.share_gradients else None
+        return _Normalise.apply(x, self.weight, self.bias, mean_C, var_C, self.eps, key, back, moments)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _follow(self, moments: Answer) -> None:
+        """Move the running statistics towards the cohort's moments, as torch's BatchNorm would on the union of the batches."""
+        mean_C, var_C = moments.values.to(self.running_mean.device).chunk(2)
+        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum)
+        self.running_var.lerp_((var_C * moments.count / max(moments.count - 1, 1)).to(self.running_var.dtype), self.momentum)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
 
     def _normalise_together(self, x: Tensor, clients: int) -> Tensor:
         """``x``: one row's batch, as large as every other's."""
@@ -112,15 +172,15 @@ class CohortBatchNorm(_SharedNorm):
         shift_C = -common_C * scale_C if self.bias is None else self.bias - common_C * scale_C
         return torch.addcmul(shift_C.view(shape), x.to(scale_C.dtype), scale_C.view(shape)).to(x.dtype)
 
-    def _moments(self, x: Tensor, call: int, exchange: Exchange) -> Answer:
+    def _moments(self, x: Tensor, call: int, name: str, exchange: Exchange) -> Answer:
         """Mean and biased variance (2C,) of the cohort's inputs (Algorithm 2)."""
         count = x.numel() // x.shape[1]
         mean_C, var_C = channel_moments(x)
         if self.schedule == "merged":
-            return exchange(Key(self.name, Quantity.MOMENTS, call), torch.cat([mean_C, var_C]), count)
-        answer = exchange(Key(self.name, Quantity.MEAN, call), mean_C, count)
+            return exchange(Key(name, Quantity.MOMENTS, call), torch.cat([mean_C, var_C]), count)
+        answer = exchange(Key(name, Quantity.MEAN, call), mean_C, count)
         var_C = var_C + (mean_C - answer.values.to(x.device)).square()  # now about the cohort's mean
-        var = exchange(Key(self.name, Quantity.VARIANCE, call), var_C, count).values
+        var = exchange(Key(name, Quantity.VARIANCE, call), var_C, count).values
         return replace(answer, values=torch.cat([answer.values, var]))
 
 
@@ -165,7 +225,7 @@ def exchanging(model: nn.Module, exchange: Exchange | OneProgram) -> Iterator[No
     """Forward and backward inside the block are those of the cohort's batch: Algorithm 1's first local step. Closes ``exchange``."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CohortBatchNorm)}
     for name, layer in layers.items():
-        layer.exchange, layer.name, layer.calls = exchange, name, 0
+        layer.live = Live(exchange, name)
     try:
         with torch.autograd.set_multithreading_enabled(False):  # a GPU's backward would block the one thread all clients there share
             yield
@@ -175,7 +235,7 @@ def exchanging(model: nn.Module, exchange: Exchange | OneProgram) -> Iterator[No
         raise
     finally:
         for layer in layers.values():
-            layer.exchange = None
+            vars(layer).pop("live", None)
 
 
 def _layer(batch_norm: _BatchNorm, schedule: str, share_gradients: bool) -> CohortBatchNorm:

@@ -19,8 +19,10 @@ from fl_bn.methods.method import Method, Refresh
 class StaticBatchNorm(_SharedNorm):
     """BatchNorm that normalises a training batch with its own statistics and forgets them."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normalised(self, x: Tensor) -> Tensor:
         self.check(x)
+        if self.observation is not None:
+            self.observation(self, x)
         if not self.training:
             return self.normalise_shared(x)
         return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)

@@ -1,0 +1,98 @@
+"""Which forward passes are those of a training batch: what a method may report is what led to the optimiser's step, once.
+
+A training loop of a user's own also validates, evaluates a copy (an average of the weights, a teacher), computes activations anew
+(checkpointing), or evaluates a closure several times. None of these is another batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fl_bn.layers import in_backward
+from fl_bn.moments import Moments
+
+
+class TrainingPasses:
+    """Decides, layer by layer, whether a forward pass counts as one of the batches of the optimiser's next step.
+
+    Counted are passes in training mode under autograd; micro-batches whose gradients add up are all counted. Not counted are passes that
+    compute anew what was counted, passes whose gradients were thrown away, and those after which these were computed once more at other
+    weights (a closure that is called again, the second half of a sharpness-aware step). ``observed``: what was recorded of them, by layer.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = [p for p in parameters.values() if p.requires_grad]
+        self._smallest = min(range(len(self._parameters)), key=lambda i: self._parameters[i].numel(), default=0)
+        self.observed: dict[str, list[Moments]] = {}
+        self._ignoring = False
+        self.next_step()
+
+    def next_step(self) -> None:
+        """Begin to count for another step of the optimiser."""
+        self._rows: dict[int, list[int]] = {}
+        self._forward_seen = self._backward_seen = False
+        self._kept = {name: len(parts) for name, parts in self.observed.items()}
+        self._weights = self._parameters[self._smallest].detach().clone() if self._parameters else None
+
+    @property
+    def samples(self) -> int:
+        """Samples of the step's batches so far, as the layers saw them: the first dimension of a layer's inputs, summed over its passes.
+
+        Where layers differ, the smallest: others run more than once in a pass.
+        """
+        return min((sum(rows) for rows in self._rows.values()), default=0)
+
+    def counts(self, layer: nn.Module, x: Tensor) -> bool:
+        """Decide on the pass in which ``layer`` gets the input ``x`` (B, ...)."""
+        if self._ignoring or not (layer.training and torch.is_grad_enabled()):
+            return False
+        if in_backward():
+            if self._forward_seen:
+                return False
+        else:
+            if self._backward_seen and self._cleared():
+                if self._weights is None or not torch.equal(self._parameters[self._smallest], self._weights):
+                    return False
+                self._start_over()
+            self._forward_seen = True
+        self._rows.setdefault(id(layer), []).append(len(x))
+        return True
+
+    def _cleared(self) -> bool:
+        """Whether the gradients of the passes so far are gone: what follows is no further micro-batch, but a batch once more."""
+        return not any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
+
+    def _start_over(self) -> None:
+        """Forget the passes since the last step, whose gradients never reached the optimiser."""
+        self._rows.clear()
+        self._backward_seen = False
+        for name, parts in self.observed.items():
+            del parts[self._kept.get(name, 0) :]
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Count no pass inside the block."""
+        self._ignoring = True
+        try:
+            yield
+        finally:
+            self._ignoring = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notice backward passes inside the block."""
+
+        def computed(parameter: Tensor) -> None:
+            self._backward_seen = True
+
+        handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(computed) for p in self._parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

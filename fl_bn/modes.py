@@ -1,0 +1,44 @@
+"""The modes of a network's parts: what its owner has put into evaluation mode stays there when the network trains.
+
+As fine-tuning recipes have it, a pre-trained backbone, or its BatchNorm layers, are in evaluation mode inside a network that trains. Two
+ways say so: ``net.train(); net.backbone.eval()`` before the network is given, or a ``train()`` of the network's own that puts parts back.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+MARK = "stays_in_evaluation_mode"
+
+
+def remember_modes(model: nn.Module) -> None:
+    """Mark the parts of ``model`` that are in evaluation mode while the model itself is in training mode. A copy keeps the marks."""
+    for module in model.modules():
+        if model.training and not module.training:
+            setattr(module, MARK, True)
+
+
+def train_mode(model: nn.Module) -> None:
+    """Put ``model`` into training mode by its own ``train()``, except for the parts that ``remember_modes`` marked."""
+    model.train()
+    for module in model.modules():
+        if getattr(module, MARK, False):
+            module.training = False
+
+
+def frozen_affine(model: nn.Module) -> set[str]:
+    """Name the BatchNorm layers of this project in ``model`` whose owner has frozen their affine parameters, and so the shared statistics
+    that they are used with."""
+    return {name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) and getattr(layer, "held", False)}
+
+
+def held_layers(model: nn.Module) -> set[str]:
+    """Name the BatchNorm layers whose statistics the owner of ``model`` holds still: those that stay in evaluation mode while it trains,
+    and those of ``frozen_affine``. Changes nothing."""
+    modes = {module: module.training for module in model.modules()}
+    train_mode(model)
+    held = {name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) and not layer.training}
+    for module, mode in modes.items():
+        module.training = mode
+    return held | frozen_affine(model)
