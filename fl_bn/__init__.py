@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fl_bn.federation.loaders import SeededBatches
     from fl_bn.federation.own_loop import local_round
     from fl_bn.federation.server import server_round, server_state
+    from fl_bn.kinds import register_batch_norm
     from fl_bn.task import Classification, MultiLabel, Regression, Segmentation, Task
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "convert",
     "local_round",
     "methods",
+    "register_batch_norm",
     "server_round",
     "server_state",
 ]
@@ -45,6 +47,7 @@ _HOMES = {
     "local_round": "fl_bn.federation.own_loop",
     "Federation": "fl_bn.federation.federation",
     "SeededBatches": "fl_bn.federation.loaders",
+    "register_batch_norm": "fl_bn.kinds",
     "server_round": "fl_bn.federation.server",
     "server_state": "fl_bn.federation.server",
     **dict.fromkeys(("Classification", "MultiLabel", "Regression", "Segmentation", "Task"), "fl_bn.task"),

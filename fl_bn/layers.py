@@ -50,7 +50,8 @@ _COMPOSED: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 def composed(way: type[Any], kind: type[Any]) -> type[Any]:
     """Make the class of a ``kind`` that computes as ``way`` does: a subclass of both, the same one every time."""
     if (way, kind) not in _COMPOSED:
-        _COMPOSED[way, kind] = type(way.__name__, (way, kind), {"__module__": way.__module__, "way": way, "kind": kind})
+        body = {"__module__": way.__module__, "way": way, "kind": kind}
+        _COMPOSED[way, kind] = type.__call__(type, way.__name__, (way, kind), body)
     return _COMPOSED[way, kind]
 
 
@@ -77,7 +78,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
     observation: Observation | None = None
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """Whether the layer normalises as in training: never while it is frozen."""
         return bool(self.__dict__["training"]) and not self.frozen
 

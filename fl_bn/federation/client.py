@@ -233,8 +233,9 @@ class LocalRound:
             return
         if not self._batch:
             raise ValueError(
-                f"{self.method.name}'s first step is one on the batches of the whole cohort, but no forward pass of round.model in training "
-                "mode was seen before it: train round.model itself and no copy of it"
+                f"{self.method.name}'s first step is one on the batches of the whole cohort, but no forward pass of round.model in "
+                "training mode, with gradients, was seen before it: train round.model itself and no copy of it, and checkpoint activations "
+                "with use_reentrant=False"
             )
         self._exchange.close()
         self.waited = self._live.seconds
@@ -358,6 +359,11 @@ class LocalRound:
         """
         if not self.trains:
             return Reply(client, {"moments": self._complete(self.moments)}, samples, samples), self.kept
+        if self.method.reports(self.phase) is Report.FIRST and self.batch > samples:
+            raise ValueError(
+                f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this round "
+                "trained on, and leave out passes that are no training (in evaluation mode, say)"
+            )
         gradients = self._ema_gradients() if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self._learning_rate())
         if gradients:

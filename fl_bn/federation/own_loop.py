@@ -111,12 +111,16 @@ class _Hook:
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return _no_hook
 
-    def __reduce__(self) -> str:
-        return "_no_hook"
+    def __reduce__(self) -> Any:
+        return _no_hook_at_all, ()
 
 
 def _no_hook(*args: Any) -> None:
     pass
+
+
+def _no_hook_at_all() -> Callable[..., None]:
+    return _no_hook
 
 
 class _FirstBatch:
@@ -161,8 +165,8 @@ class _FirstBatch:
         if not round.begun:
             if self._sizes and rows not in self._sizes:
                 raise ValueError(
-                    f"the first BatchNorm layer of the network saw {rows} rows, but the inputs have {self._sizes}: say how many samples the "
-                    "batch has, round.batch(n), before the first forward pass"
+                    f"the first BatchNorm layer of the network saw {rows} rows, but the inputs have {self._sizes}: say how many samples "
+                    "the batch has, round.batch(n), before the first forward pass"
                 )
             if not self._sizes:
                 LOGGER.info("the first BatchNorm layer sees a batch of %d samples; if it has another number, call round.batch(n)", rows)

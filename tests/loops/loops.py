@@ -1,0 +1,92 @@
+"""A federation around a training loop of a user's own, in plain torch (door 2) and in a Flower app (door 3)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_bn import convert, local_round, server_round, server_state
+from fl_bn.exchange import local
+from fl_bn.exchange.local import LocalExchange, Turns
+from fl_bn.federation.values import NOTHING, Kept, Reply
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
+from fl_bn.methods import Method, Phase, Report
+from tests.doors.doors import session_of
+
+RATE = 0.1
+Batch = tuple[Any, Tensor]
+Loop = Callable[[Any, Any, Tensor], None]
+"""``loop(round, x, y)`` trains ``round.model`` on one batch: what stands inside the ``with`` block."""
+
+
+def step(model: Callable[..., Tensor], own: nn.Module, x: Any, y: Tensor) -> None:
+    """One step of SGD along the loss of ``model(x)``; ``own`` has the parameters."""
+    optimizer = torch.optim.SGD(own.parameters(), RATE)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def plain(round: Any, x: Any, y: Tensor) -> None:
+    step(round.model, round.model, x, y)
+
+
+def door_2(model: nn.Module, method: Method, clients: Sequence[Batch], loop: Loop, rounds: int = 2) -> list[dict[str, Tensor]]:
+    """The shared tensors after every round of ``loop`` in ``local_round``."""
+    state, found = server_state(model, method, rounds, clients=len(clients)), []
+    kept: list[Kept] = [NOTHING] * len(clients)
+    for _ in range(rounds):
+        asked, tokens, session = state.instruction(), dict[int, str](), None
+        if asked.phase is Phase.EXCHANGE:
+            session = session_of(state, len(clients))
+            tokens = local.admit(session)
+
+        def client(i: int, asked: Any = asked, tokens: dict[int, str] = tokens) -> Reply:
+            (x, y), connect = clients[i], partial(LocalExchange, tokens[i]) if tokens else None
+            with local_round(convert(model, method), method, asked, kept[i], connect=connect) as round:
+                if method.reports(asked.phase) is Report.PASS:
+                    round.measure([(x, y)])
+                loop(round, x, y)
+            reply, kept[i] = round.reply(len(y), client=i)
+            return reply
+
+        tasks = [partial(client, i) for i in range(len(clients))]
+        try:
+            replies = Turns(len(tasks)).run(tasks) if tokens else [task() for task in tasks]
+        finally:
+            local.dismiss(tokens)
+        state, record = server_round(state, replies, session)
+        assert record.aggregated, [client.refused for client in record.clients]
+        found.append(copy.deepcopy(state.shared.tensors()))
+    return found
+
+
+def door_3(model: nn.Module, method: Method, clients: Sequence[Batch], loop: Loop, rounds: int = 2) -> list[dict[str, Tensor]]:
+    """The same in ``training``, inside a Flower app of one's own."""
+    app, found = ClientApp(), list[dict[str, Tensor]]()
+    answer(app, lambda: copy.deepcopy(model), method, lambda context: [clients[int(context.node_config["partition-id"])]])
+
+    @app.train(mods=[replayed])
+    def train(message: Message, context: Context) -> Message:
+        x, y = clients[int(context.node_config["partition-id"])]
+        with training(message, context, copy.deepcopy(model), method, [(x, y)]) as round:
+            loop(round, x, y)
+        return round.message(len(y))
+
+    def keep(number: int, arrays: ArrayRecord) -> None:
+        if number:
+            found.append({name: torch.from_numpy(array.numpy().copy()) for name, array in arrays.items()})
+
+    strategy = OwnAppStrategy(model, method, fraction_evaluate=0, calibrate=0, unit_scale=False)
+    strategy.start(InProcessGrid(app, len(clients), {}), num_rounds=rounds, evaluate_fn=keep)
+    return found
+
+
+DOORS = {"own loop": door_2, "flower": door_3}

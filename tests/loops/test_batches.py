@@ -1,0 +1,278 @@
+"""What a method reports of a training batch is reported once, whatever else the loop computes; and FedTAN weighs what was really drawn."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DataParallel
+from torch.utils.checkpoint import checkpoint
+
+from fl_bn import convert, local_round, methods, server_state
+from fl_bn.federation.client import LocalRound
+from fl_bn.methods import Method
+from fl_bn.moments import Moments
+from tests.doors.doors import apart
+from tests.loops.loops import DOORS, RATE, door_2, plain, step
+from tests.loops.test_frozen import clients, net
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch.compile, about its own
+OTHER = torch.randn(7, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
+def validation(round: Any, x: Tensor, y: Tensor) -> None:
+    round.model.eval()
+    round.model(OTHER)
+    round.model.train()
+    plain(round, x, y)
+
+
+def training_accuracy(round: Any, x: Tensor, y: Tensor) -> None:
+    """In training mode, where torch's BatchNorm moves its running statistics, and without gradients."""
+    with torch.no_grad():
+        round.model(OTHER)
+    plain(round, x, y)
+
+
+def an_average_of_the_weights(round: Any, x: Tensor, y: Tensor) -> None:
+    copied = copy.deepcopy(round.model)
+    copied(OTHER).sum().backward()
+    step(round.model, round.model, x, y)
+    copied(OTHER)
+    pickle.loads(pickle.dumps(round.model))(OTHER)
+
+
+def a_swa_model(round: Any, x: Tensor, y: Tensor) -> None:
+    average = torch.optim.swa_utils.AveragedModel(round.model)
+    average(OTHER)
+    plain(round, x, y)
+    average.update_parameters(round.model)
+
+
+def checkpointed(round: Any, x: Tensor, y: Tensor) -> None:
+    step(lambda x: checkpoint(round.model, x, use_reentrant=False), round.model, x, y)
+
+
+def reentrant(round: Any, x: Tensor, y: Tensor) -> None:
+    step(lambda x: checkpoint(round.model, x.clone().requires_grad_(), use_reentrant=True), round.model, x, y)
+
+
+def partly_checkpointed(round: Any, x: Tensor, y: Tensor) -> None:
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = round.model[3:](checkpoint(round.model[:3], x, use_reentrant=False))
+        return out
+
+    step(forward, round.model, x, y)
+
+
+def closure(round: Any, x: Tensor, y: Tensor) -> None:
+    """Of an optimiser that evaluates it twice: what the gradient is at first leads the step."""
+    optimizer = torch.optim.SGD(round.model.parameters(), RATE)
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(round.model(x), y)
+        loss.backward()
+        return loss
+
+    evaluate()
+    optimizer.step(evaluate)
+
+
+def a_skipped_step(round: Any, x: Tensor, y: Tensor) -> None:
+    """As where a GradScaler finds an overflow: the batch never led to a step."""
+    F.cross_entropy(round.model(OTHER), torch.zeros(len(OTHER), dtype=torch.int64)).backward()
+    round.model.zero_grad()
+    plain(round, x, y)
+
+
+def data_parallel(round: Any, x: Tensor, y: Tensor) -> None:
+    step(DataParallel(round.model), round.model, x, y)
+
+
+def compiled(round: Any, x: Tensor, y: Tensor) -> None:
+    step(torch.compile(round.model, backend="eager"), round.model, x, y)
+
+
+def part_by_part(round: Any, x: Tensor, y: Tensor) -> None:
+    def forward(x: Tensor) -> Tensor:
+        for part in round.model:
+            x = part(x)
+        return x
+
+    step(forward, round.model, x, y)
+
+
+def by_hand(round: LocalRound | Any, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(round.model(x), y).backward()
+    with torch.no_grad():
+        for parameter in round.model.parameters():
+            parameter -= RATE * parameter.grad
+    getattr(round, "local", round).step_done()
+
+
+LOOPS: list[Callable[..., None]] = [
+    validation, training_accuracy, an_average_of_the_weights, a_swa_model, checkpointed, reentrant, partly_checkpointed, closure, a_skipped_step, data_parallel,
+    compiled, part_by_part, by_hand,
+]  # fmt: skip
+METHODS: dict[str, Method] = {
+    "fbn": methods.fbn(),
+    "fbn, all batches": methods.fbn(report="all"),
+    "hbn": methods.hbn(),
+    "fixbn": methods.fixbn(freeze_after=0),
+    "fedtan": methods.fedtan(),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("method", "loop"),
+    [(method, loop) for method in METHODS for loop in LOOPS if (method, loop) != ("fedtan", training_accuracy)],  # as torch's layers, it moves
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_what_is_reported_is_that_of_the_batch(method: str, loop: Any, door: str) -> None:
+    if method == "fedtan" and loop is reentrant:
+        with pytest.raises(Exception, match=r"use_reentrant=False|usable replies"):
+            DOORS[door](net(), METHODS[method], clients(), loop)
+        return
+    if method == "fedtan" and loop in (closure, a_skipped_step):
+        with pytest.raises(Exception, match=r"exchanges the statistics of one batch|layer-wise exchange|usable|failed"):
+            DOORS[door](net(), METHODS[method], clients(), loop)
+        return
+    found, want = (DOORS[door](net(), METHODS[method], clients(), one) for one in (loop, plain))
+    assert apart(found, want) < 1e-12
+
+
+def moments(method: Method, loop: Any) -> tuple[Moments, int]:
+    """What the first client reports of the first layer, and the round's batch."""
+    x, y = clients()[0]
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        loop(round, x, y)
+    sent = round.reply(len(y))[0].sections["moments"]
+    return Moments(int(sent["1.count"]), sent["1.mean"], sent["1.var"]), int(round.batch)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_the_moments_are_plain_pytorch_s(loop: Any) -> None:
+    x, _ = clients()[0]
+    found, batch = moments(methods.fbn(), loop)
+    inputs = net()[0](x).detach()
+    assert (found.count, batch) == (16, 16)
+    assert float((found.mean - inputs.mean(0)).abs().max()) < 1e-12
+    assert float((found.var - inputs.var(0, correction=0)).abs().max()) < 1e-12
+    both = net()[0](torch.cat([x, OTHER])).detach()  # control: with what was no training batch
+    assert not float((found.mean - both.mean(0)).abs().max()) < 1e-3
+
+
+def test_a_network_compiled_before_the_round() -> None:
+    for method, count in ((methods.fbn(), 16), (methods.fedavg(), 0)):
+        model = convert(net(), method)
+        c = torch.compile(model, backend="eager")
+        x, y = clients()[0]
+        c(x)
+        with local_round(model, method, server_state(net(), method, rounds=2).instruction()) as round:
+            step(c, model, x, y)
+        reply, _ = round.reply(16)
+        assert int(reply.sections.get("moments", {}).get("1.count", 0)) == count
+        assert reply.updates == ()  # one step, and one update of the running statistics, as they count it
+
+
+def test_where_nothing_was_seen_the_round_says_so() -> None:
+    x, y = clients()[0]
+    model = convert(net(), methods.fbn())
+    asked = server_state(net(), methods.fbn(), rounds=2).instruction()
+    with (
+        pytest.raises(ValueError, match="fbn reports the moments of training batches, but the BatchNorm layers saw 0 in 1 steps: train round.mod"),
+        local_round(model, methods.fbn(), asked),
+    ):
+        copied = copy.deepcopy(model)
+        F.cross_entropy(copied(x), y).backward()
+        for own, other in zip(model.parameters(), copied.parameters(), strict=True):
+            own.grad = other.grad
+        torch.optim.SGD(model.parameters(), RATE).step()
+
+
+def test_steps_that_nobody_saw_are_an_error() -> None:
+    model, asked = convert(net(), methods.fedavg()), server_state(net(), methods.fedavg(), rounds=2).instruction()
+    with pytest.raises(ValueError, match=r"0\.weight changed in round 1, but no step .*: call round\.step_done\(\)"):  # noqa: SIM117
+        with local_round(model, methods.fedavg(), asked), torch.no_grad():
+            model[0].weight.mul_(0.5)
+
+
+def test_a_report_of_more_than_was_trained_on_is_refused() -> None:
+    x, y = clients()[0]
+    with local_round(convert(net(), methods.fbn()), methods.fbn(), server_state(net(), methods.fbn(), rounds=2).instruction()) as round:
+        plain(round, x, y)
+    with pytest.raises(ValueError, match="the first batch had 16 samples, but samples=8"):
+        round.reply(8)
+
+
+class Named(nn.Module):
+    """Takes its inputs in ``form``, and normalises all of them at once."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.body = form, net()
+
+    def forward(self, batch: Any) -> Tensor:
+        if self.form == "dict":
+            batch = batch["image"]
+        if self.form == "list":
+            batch = torch.stack(batch)
+        if self.form == "over time":
+            return self.body(batch.flatten(0, 1)).view(len(batch), 2, -1).mean(1)  # type: ignore[no-any-return]
+        out: Tensor = self.body(batch)
+        return out
+
+
+def formed(form: str, x: Tensor) -> Any:
+    if form == "dict":
+        return {"mask": torch.ones(3), "image": x}
+    if form == "list":
+        return list(x)
+    return torch.stack([x, x + 1], 1) if form == "over time" else x
+
+
+def centralised(form: str) -> dict[str, Tensor]:
+    """One step of plain PyTorch on the union of the clients' batches."""
+    model, data = Named(form).double().train(), clients()
+    step(model, model, formed(form, torch.cat([x for x, _ in data])), torch.cat([y for _, y in data]))
+    return {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+
+
+def saying(round: Any, x: Any, y: Tensor) -> None:
+    getattr(round, "local", round).batch(len(y))
+    plain(round, x, y)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("form", "loop"), [("tensor", plain), ("dict", plain), ("list", plain), ("over time", saying), ("dict", saying)])
+def test_fedtan_s_step_is_the_union_s_in_any_form_of_inputs(form: str, loop: Any, door: str) -> None:
+    data = [(formed(form, x), y) for x, y in clients()]
+    (found,) = DOORS[door](Named(form), methods.fedtan(), data, loop, 1)
+    want = centralised(form)
+    assert max(float((found[name] - want[name]).abs().max()) for name in want) < 1e-12
+    (wrong,) = door_2(Named(form), methods.fedavg(), data, plain, 1)  # control: FedAvg is not that step
+    assert not max(float((wrong[name] - want[name]).abs().max()) for name in want) < 1e-3
+
+
+def test_fedtan_does_not_guess() -> None:
+    data = [(formed("over time", x), y) for x, y in clients()]
+    with pytest.raises(ValueError, match=r"saw 32 rows, but the inputs have \[16\]: say how many samples the batch has, round\.batch\(n\)"):
+        door_2(Named("over time"), methods.fedtan(), data, plain, 1)
+
+
+@pytest.mark.parametrize("wrong", [0, -1])
+def test_a_batch_has_samples(wrong: int) -> None:
+    method = methods.fbn()
+    with (
+        local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round,
+        pytest.raises(ValueError, match=rf"at least 1 sample, but got round\.batch\({wrong}\)"),
+    ):
+        round.batch(wrong)

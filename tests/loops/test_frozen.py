@@ -1,0 +1,155 @@
+"""What a method freezes stays frozen whatever the loop does: statistics bit for bit, and every number as in a plain loop."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_bn import Federation, convert, local_round, methods, server_state
+from fl_bn.methods import Method, freeze
+from fl_bn.roles import batch_norms
+from tests.doors.doors import apart
+from tests.loops.loops import DOORS, plain, step
+
+METHODS: dict[str, Method] = {
+    "fixbn": methods.fixbn(freeze_after=1),
+    "fixbn, both": methods.fixbn(freeze_after=1, freeze_what="both"),
+    "fedtan2": methods.fedtan2(freeze_after=1),
+    "hbn": freeze(methods.hbn(), 1),
+    "fbn": freeze(methods.fbn(), 1),
+    "fedavg": freeze(methods.fedavg(), 1),
+}
+
+
+def net(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
+
+
+def clients() -> list[tuple[Tensor, Tensor]]:
+    rng = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(n, 4, generator=rng, dtype=torch.float64) * 3 + 5, torch.randint(0, 2, (n,), generator=rng)) for n in (16, 8, 12)
+    ]
+
+
+def train(round: Any, x: Tensor, y: Tensor) -> None:
+    round.model.train()
+    plain(round, x, y)
+
+
+def every_module(round: Any, x: Tensor, y: Tensor) -> None:
+    for module in round.model.modules():
+        module.train()
+    plain(round, x, y)
+
+
+def by_attribute(round: Any, x: Tensor, y: Tensor) -> None:
+    for module in round.model.modules():
+        module.training = True
+    plain(round, x, y)
+
+
+def there_and_back(round: Any, x: Tensor, y: Tensor) -> None:
+    """As trainers do around a validation."""
+    modes = {module: module.training for module in round.model.modules()}
+    round.model.eval()
+    with torch.no_grad():
+        round.model(x)
+    for module, mode in modes.items():
+        module.training = mode
+    round.model.train()
+    plain(round, x, y)
+
+
+def compiled(round: Any, x: Tensor, y: Tensor) -> None:
+    step(torch.compile(round.model, backend="eager"), round.model, x, y)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch.compile, about its own
+LOOPS = [train, every_module, by_attribute, there_and_back, compiled]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loop_cannot_thaw(method: str, loop: Any, door: str) -> None:
+    found = DOORS[door](net(), METHODS[method], clients(), loop, 3)
+    want = DOORS[door](net(), METHODS[method], clients(), plain, 3)
+    assert apart(found, want) <= (1e-12 if loop is compiled else 0)
+    for name in (f"{layer}.{key}" for layer in batch_norms(net()) for key in ("running_mean", "running_var")):
+        assert torch.equal(found[1][name], found[2][name])
+        assert method == "hbn" or torch.equal(found[0][name], found[1][name])  # HBN's are measured anew before an evaluation
+    assert apart(found[1:], want[:-1]) > 1e-6  # the weights do learn
+
+
+def test_eval_alone_would_thaw() -> None:
+    """Control: the mode of a module, which is all that torch has for it, does not survive the same loop."""
+    model = net().train()
+    for layer in batch_norms(model).values():
+        layer.eval()
+    before = model[1].running_mean.clone()
+    model.train()
+    model(clients()[0][0])
+    assert not torch.equal(model[1].running_mean, before)
+
+
+class Restless(nn.Module):
+    """Puts itself into training mode in every forward pass, as some wrappers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.modules():
+            module.training = True
+        out: Tensor = self.body(x)
+        return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_network_cannot_thaw_in_the_library_s_federation(method: str) -> None:
+    def after(build: Any) -> dict[str, Tensor]:
+        data = [[batch] for batch in clients()]
+        federation = Federation(build, METHODS[method], data, calibrate=0, unit_scale=False, progress=False)
+        _, first, last = [copy.deepcopy(federation.server.shared.tensors()) for _ in federation.run(3)]
+        for name in (name for name in first if name.endswith(("running_mean", "running_var"))):
+            assert torch.equal(first[name], last[name])
+        return {name.removeprefix("body."): tensor for name, tensor in last.items()}
+
+    assert apart([after(Restless())], [after(net())]) == 0
+
+
+def test_statistics_that_are_set_in_a_frozen_round_are_an_error() -> None:
+    method = methods.fixbn(freeze_after=0)
+    model, asked = convert(net(), method), server_state(net(), method, rounds=2).instruction()
+    with (
+        pytest.raises(ValueError, match="BatchNorm layer '1' is frozen in round 1, but its running statistics changed"),
+        local_round(model, method, asked),
+    ):
+        model[1].running_mean.add_(1)
+
+
+def test_a_layer_that_is_replaced_in_a_round_is_an_error() -> None:
+    method = methods.fbn()
+    model, asked = convert(net(), method), server_state(net(), method, rounds=2).instruction()
+    with pytest.raises(ValueError, match="BatchNorm layer '1' was replaced during the round"), local_round(model, method, asked):
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+def test_layers_thaw_when_the_round_is_over() -> None:
+    method = methods.fixbn(freeze_after=0)
+    model, asked = convert(net(), method), server_state(net(), method, rounds=2).instruction()
+    with local_round(model, method, asked):
+        copied = copy.deepcopy(model)  # of an average of the weights, say
+        assert not model[1].training
+    assert type(model[1]) is nn.BatchNorm1d
+    assert model[1].training
+    assert not copied.train()[1].training  # as the round was
+    assert convert(copied, methods.fedavg()).train()[1].training
