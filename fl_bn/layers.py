@@ -51,7 +51,8 @@ def composed(way: type[Any], kind: type[Any]) -> type[Any]:
     """Make the class of a ``kind`` that computes as ``way`` does: a subclass of both, the same one every time."""
     if (way, kind) not in _COMPOSED:
         body = {"__module__": way.__module__, "way": way, "kind": kind}
-        _COMPOSED[way, kind] = type.__call__(type, way.__name__, (way, kind), body)
+        make: Any = type
+        _COMPOSED[way, kind] = make(way.__name__, (way, kind), body)
     return _COMPOSED[way, kind]
 
 

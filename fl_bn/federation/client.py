@@ -361,8 +361,8 @@ class LocalRound:
             return Reply(client, {"moments": self._complete(self.moments)}, samples, samples), self.kept
         if self.method.reports(self.phase) is Report.FIRST and self.batch > samples:
             raise ValueError(
-                f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this round "
-                "trained on, and leave out passes that are no training (in evaluation mode, say)"
+                f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this "
+                "round trained on, and leave out passes that are no training (in evaluation mode, say)"
             )
         gradients = self._ema_gradients() if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self._learning_rate())

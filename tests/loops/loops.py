@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
@@ -90,3 +91,14 @@ def door_3(model: nn.Module, method: Method, clients: Sequence[Batch], loop: Loo
 
 
 DOORS = {"own loop": door_2, "flower": door_3}
+
+
+def cells(methods: Iterable[str], loops: Iterable[Loop], quick: Loop) -> list[Any]:
+    """Every method with every loop through both doors; behind Flower all loops but ``quick`` are slow tests."""
+    return [
+        pytest.param(method, loop, door, id=f"{method}-{loop.__name__}-{door}", marks=[pytest.mark.slow] if slow else [])
+        for method in methods
+        for loop in loops
+        for door in DOORS
+        for slow in [door == "flower" and loop is not quick]
+    ]

@@ -13,7 +13,7 @@ from fl_bn import Federation, convert, local_round, methods, server_state
 from fl_bn.methods import Method, freeze
 from fl_bn.roles import batch_norms
 from tests.doors.doors import apart
-from tests.loops.loops import DOORS, plain, step
+from tests.loops.loops import DOORS, cells, plain, step
 
 METHODS: dict[str, Method] = {
     "fixbn": methods.fixbn(freeze_after=1),
@@ -75,9 +75,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 LOOPS = [train, every_module, by_attribute, there_and_back, compiled]
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "loop", "door"), cells(METHODS, LOOPS, train))
 def test_a_loop_cannot_thaw(method: str, loop: Any, door: str) -> None:
     found = DOORS[door](net(), METHODS[method], clients(), loop, 3)
     want = DOORS[door](net(), METHODS[method], clients(), plain, 3)
