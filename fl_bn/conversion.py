@@ -78,7 +78,10 @@ def _check(module: nn.Module, method: Method) -> None:
 def _replacement(module: nn.Module, method: Method) -> nn.Module:
     """Make the layer that takes the place of ``module``; ``module`` itself where it stays."""
     kind = kind_of(module)
-    layer = module if kind is None or kind.convert is None else followed(kind.convert(module), module, kind.then)
+    layer = module
+    if kind is not None and kind.convert is not None:
+        layer = kind.convert(module)
+        followed(layer, layer, kind.then)
     if method.layer is None or not isinstance(layer, _BatchNorm):
         return layer
     if kind is None and not is_plain(layer):

@@ -77,7 +77,7 @@ class SharedModel:
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
         self.method, self._auxiliary_kinds, self._clients = method, auxiliary, clients
-        self._source, self.model = model, convert(model, method).cpu()
+        self.model = convert(model, method).cpu()
         self.signature = signature(self.model, method)
         self._expected = schema.instruction(self.model, method)
         self.layers = batch_norms(self.model)
@@ -124,7 +124,7 @@ class SharedModel:
         traced."""
         try:
             held = held_layers(self.model)
-            made = {norm: source for norm, source in producers(self._source).items() if norm not in held}
+            made = {norm: source for norm, source in producers(self.model).items() if norm not in held}
         except ValueError as error:
             LOGGER.warning("the initial weights keep their scale, so mind the learning rate: %s", error)
             return

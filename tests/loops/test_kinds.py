@@ -1,0 +1,114 @@
+"""BatchNorm layers that do more than torch's: timm's, and those that somebody registers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+
+from fl_bn import Federation, kinds, register_batch_norm
+from fl_bn.conversion import convert
+from fl_bn.layers import Unconvertible, observe
+from fl_bn.methods import METHODS
+from tests.doors.doors import apart
+from tests.federation import random_samples
+
+LAYERS = [name for name in METHODS if name not in ("fedwon", "in", "single")]
+X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds, "_BY_TYPE", {})
+
+
+def network(norm: nn.Module) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+
+
+def trained(name: str, norm: nn.Module) -> dict[str, Tensor]:
+    """The shared tensors after two rounds, layer 1 by torch's names."""
+    data = [[(one.x.float() / 255, one.y)] for one in (random_samples(6, seed=i) for i in range(2))]
+    federation = Federation(network(norm), METHODS[name](), data, progress=False)
+    list(federation.run(2))
+    return {key.replace("1.0.", "1."): tensor for key, tensor in federation.server.shared.tensors().items()}
+
+
+class Activated(nn.BatchNorm2d):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.swish = nn.SiLU()
+
+    def forward(self, input: Tensor) -> Tensor:
+        out: Tensor = self.swish(super().forward(input))
+        return out
+
+
+class Foreign(nn.Module):
+    """A norm layer that is none of torch's, as inplace_abn's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+        return nn.functional.silu(y)
+
+
+def of_foreign(layer: Any) -> nn.BatchNorm2d:
+    new = nn.BatchNorm2d(len(layer.weight))
+    new.load_state_dict(layer.state_dict(), strict=False)
+    new.act = nn.SiLU()
+    return new
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_timm_s_layers_keep_their_activation(name: str) -> None:
+    found = trained(name, BatchNormAct2d(4, act_layer=nn.SiLU))
+    want = trained(name, nn.Sequential(nn.BatchNorm2d(4), nn.SiLU()))
+    assert apart([found], [want]) == 0
+    assert apart([found], [trained(name, nn.BatchNorm2d(4))]) > 1e-6  # control: without the activation
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_registered_kinds(name: str) -> None:
+    if METHODS[name]().layer is not None:
+        with pytest.raises(Unconvertible, match=r"fl_bn\.register_batch_norm\(Activated, then=\['act'\]\)"):
+            trained(name, Activated(4))
+    register_batch_norm(Activated, then=["swish"])
+    register_batch_norm(Foreign, then=["act"], convert=of_foreign)
+    want = trained(name, nn.Sequential(nn.BatchNorm2d(4), nn.SiLU()))
+    for kind in (Activated, Foreign):
+        assert apart([trained(name, kind(4))], [want]) == 0
+
+
+def test_what_is_registered_must_be_there() -> None:
+    register_batch_norm(Activated, then=["act"])
+    with pytest.raises(Unconvertible, match="Activated has no submodule 'act'"):
+        convert(network(Activated(4)), METHODS["fbn"]())
+    with pytest.raises(ValueError, match="Foreign is no subclass of torch's BatchNorm: give convert"):
+        register_batch_norm(Foreign)
+
+
+@pytest.mark.parametrize("name", ["hbn", "fbn", "fedtan", "static-bn", "gn"])
+def test_copies_and_pickles(name: str) -> None:
+    """Classes are made at run time, so pickle and deepcopy need to know of what; a copy is observed by nobody."""
+    register_batch_norm(Foreign, then=["act"], convert=of_foreign)
+    for norm in (nn.BatchNorm2d(4), BatchNormAct2d(4), Foreign(4)):
+        model = convert(network(norm), METHODS[name]()).eval()
+        with observe(model) as observed:
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(pickle.loads(pickle.dumps(model)))]
+            for copied in copies:
+                assert torch.equal(copied(X), copy.deepcopy(model)(X))
+                assert type(copied[1]) is type(model[1])
+        assert not any(observed.values())
