@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -50,6 +51,7 @@ def local_round(
     if not round.trains:
         yield round
         return
+    _check_processes(round)
     fixed = [p for name, p in model.named_parameters() if p.requires_grad and name not in round.parameters]
     for parameter in fixed:  # an optimiser of all parameters leaves alone what the method freezes
         parameter.requires_grad_(False)
@@ -59,6 +61,21 @@ def local_round(
     finally:
         for parameter in fixed:
             parameter.requires_grad_(True)
+
+
+def _check_processes(round: LocalRound) -> None:
+    """Say what becomes of a client that trains in several processes, each of which sees a part of every batch.
+
+    Raises:
+        ValueError: the method exchanges the statistics of whole batches.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    parts = f"this client trains in {dist.get_world_size()} processes, and this one sees a part of every batch"
+    if round.phase is Phase.EXCHANGE:
+        raise ValueError(f"{parts}, but {round.method.name} exchanges the statistics of whole batches: train it in one process")
+    if round.observes:
+        LOGGER.warning("%s: %s reports the moments of that part; reply from one of the processes", parts, round.method.name)
 
 
 def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
