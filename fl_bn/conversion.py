@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from fl_bn.derived import copied
 from fl_bn.layers import Unconvertible
 from fl_bn.methods.method import Method
-from fl_bn.roles import SharedStatisticsNorm, roles
+from fl_bn.roles import SharedStatisticsNorm, observes, roles, state_constants
+
+TRAVEL = (torch.float16, torch.float32, torch.float64)
+"""Types of floating-point tensors in messages."""
 
 
 def convert(model: nn.Module, method: Method) -> nn.Module:
@@ -21,8 +23,8 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     >>> convert(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), methods.hbn())[1].__class__.__name__
     'HybridBatchNorm'
 
-    Raises Unconvertible where a layer cannot be replaced without changing what the network computes, and UnknownTensor where a tensor
-    has no role: a model that cannot be federated is refused here rather than averaged wrongly later.
+    Raises Unconvertible where a layer cannot be replaced without changing what the network computes, or a tensor cannot travel, and
+    UnknownTensor where a tensor has no role: a model that cannot be federated is refused here rather than averaged wrongly later.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -35,7 +37,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
             raise Unconvertible(
                 f"{name or 'the model'} ({type(module).__name__}): a lazy layer has no shape yet: run one batch through the model first"
             )
-    model = copy.deepcopy(model)
+    model = copied(model)
     replaced: dict[int, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         try:
@@ -52,8 +54,33 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         setattr(model.get_submodule(parent), attribute, new)
     if method.prepare is not None:
         model = method.prepare(model)
-    roles(model)
+    state_constants(model)
+    _check_tensors(model, method)
     return model
+
+
+def _check_tensors(model: nn.Module, method: Method) -> None:
+    """Raises Unconvertible for a tensor that would have to travel, and cannot."""
+    state = model.state_dict()
+    for name, role in roles(model).items():
+        if not (method.shares(role) or method.sends_down(role)):
+            continue
+        if state[name].is_complex():
+            raise Unconvertible(
+                f"{name} is {state[name].dtype}, and averages are of real numbers: store it as torch.view_as_real(...) of it, and let forward "
+                "take torch.view_as_complex"
+            )
+        if state[name].is_floating_point() and state[name].dtype not in TRAVEL:
+            raise Unconvertible(
+                f"{name} is {state[name].dtype}, which NumPy, and so a message, does not have: keep the network in float32, "
+                "net.float(), and train it under torch.autocast (the application: precision='mixed'); half the bytes: payload-dtype"
+            )
+    for name, module in model.named_modules():
+        extremes = getattr(module, "min_val", None)
+        if observes(module) and isinstance(extremes, torch.Tensor) and not extremes.numel():
+            raise Unconvertible(
+                f"{name or 'the model'} ({type(module).__name__}): its extremes have no shape yet: run one batch through the model first"
+            )
 
 
 def _check(module: nn.Module, method: Method) -> None:

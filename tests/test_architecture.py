@@ -21,7 +21,7 @@ ORDER = [  # a module may import from layers above its own, and from its own pac
     {"names"},
     {"moments", "roles", "robust", "wire", "durable", "finding", "options", "own_code", "pairs", "extras", "locks", "loopback", "called",
      "commit", "imports", "policy"},
-    {"hybrid"},
+    {"hybrid", "derived"},
     {"layers", "models", "exchange"},
     {"methods"},
     {"conversion", "objectives", "task"},

@@ -32,7 +32,7 @@ from fl_bn.methods import NORMALISERS, Method, Phase, Report, StatisticsPass
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.moments import Moments
 from fl_bn.objectives import CONTROL, PLAIN, Finish, Objective, Start, Step
-from fl_bn.roles import Role, roles
+from fl_bn.roles import Role, inputs_like, roles
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
 LOGGER = logging.getLogger("flwr")
@@ -178,7 +178,7 @@ class LocalRound:
                 "accumulation and without a GradScaler (bfloat16 needs none)"
             )
         if objective.repeats:
-            draws = Draws.now(next(self.model.parameters()).device)
+            draws = Draws.now(inputs_like(self.model).device)
 
         def again() -> Tensor:
             if draws is not None:
@@ -216,7 +216,7 @@ class LocalRound:
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
         """Yield the inputs of whole batches, until there are as many samples as the round asks for. Normalisers need batches of two samples
         or more: smaller ones are left out."""
-        device, most = next(self.model.parameters()).device, self.asked.samples
+        device, most = inputs_like(self.model).device, self.asked.samples
         self.measured_samples = 0
         for batch in batches:
             x, y = task.read(batch)
@@ -297,7 +297,7 @@ class LocalRound:
         """Return the moments of every layer, with count 0 for a layer that did not run."""
         unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(self.model).items()}
         complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
-        return encode_moments(complete, next(self.model.parameters()).dtype)
+        return encode_moments(complete, inputs_like(self.model).dtype)
 
     def _sections(self, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
         """Return the tensors that travel, by section. What this round did not train goes back as it came; a control variate stays."""
@@ -316,7 +316,7 @@ class LocalRound:
 
     def _to_keep(self, gradients: Named, finish: Finish) -> Kept:
         state, settings = self._copy.state, self.settings
-        local = {name: state[name].clone() for name, role in self.network.role.items() if role in self.method.local}
+        local = {name: state[name].clone() for name, role in self.network.role.items() if self.method.keeps(role)}
         sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
         if gradients and settings.momentum > 0:
             sections["momentum"] = dict(gradients)

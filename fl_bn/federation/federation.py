@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 import time
@@ -20,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fl_bn.derived import copied
 from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import LocalExchange, Turns
@@ -58,6 +58,7 @@ from fl_bn.federation.workers import MOST_WORKERS
 from fl_bn.methods import Method, Phase, Refresh, Report
 from fl_bn.names import check_name
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 LOGGER = logging.getLogger("flwr")
@@ -137,8 +138,8 @@ class Federation:
         )
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
         self.history: list[RoundRecord] = []
-        self._device = torch.device(device) if device is not None else next(model.parameters()).device
-        pristine = copy.deepcopy(self.server.model)  # what the server has changes
+        self._device = torch.device(device) if device is not None else inputs_like(model).device
+        pristine = copied(self.server.model)  # what the server has changes
         self._clients = Clients(pristine, method, self._device, clients, settings, task, optimizer, scheduler, schedule, seed)
         self._in_workers: InWorkers | None = None
         self._kept = [NOTHING for _ in clients]
@@ -154,7 +155,7 @@ class Federation:
     @property
     def model(self) -> nn.Module:
         """A copy of the shared network as it was evaluated last, in evaluation mode; of methods that keep BatchNorm it is BatchNorm."""
-        model = copy.deepcopy(self.server.model)
+        model = copied(self.server.model)
         model.load_state_dict(dict(self._evaluated), strict=False)
         return model.eval()
 

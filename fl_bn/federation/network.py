@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fl_bn.derived import copied
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.payload import signature
 from fl_bn.methods import Method, Phase
-from fl_bn.roles import Role, roles
+from fl_bn.roles import Role, inputs_like, roles
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, Enum, torch.dtype, torch.device, torch.memory_format)
@@ -36,7 +37,7 @@ class Network:
 
     def __init__(self, model: nn.Module, method: Method, device: torch.device | None = None) -> None:
         self.original, self.method = model, method
-        self.device = next(model.parameters()).device if device is None else device
+        self.device = inputs_like(model).device if device is None else device
         self._schemas: dict[Any, schema.Schema] = {}
         self._back: list[tuple[Copy, _Pristine]] = []
 
@@ -48,7 +49,7 @@ class Network:
             if pristine.restored():
                 break
         else:
-            lent = Copy(copy.deepcopy(self.original).to(self.device), self)
+            lent = Copy(copied(self.original).to(self.device), self)
             pristine = _Pristine(lent.model)
         try:
             yield lent

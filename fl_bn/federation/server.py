@@ -5,7 +5,6 @@ A round changes the shared model, or leaves it as it was: what is not finite is 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TypeVar
 from torch import nn
 
 from fl_bn.called import UNNAMED, Called
+from fl_bn.derived import copied
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
@@ -94,7 +94,16 @@ class Server:
         return self.begin(self.round + 1)
 
     def begin(self, round: int) -> Instruction:
-        """Open the record of ``round``, and return what its clients are asked to do."""
+        """Open the record of ``round``, and return what its clients are asked to do.
+
+        Raises:
+            ValueError: there is nothing to train.
+        """
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ValueError(
+                f"{type(self.source).__name__} has no parameter that learns (requires_grad), so there is nothing to train: give a network "
+                "with parameters, or measure its statistics alone (fl-bn recalibrate)"
+            )
         phase, rate = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
         asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate)
         down = asked.sections
@@ -337,7 +346,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
     numbers = [reply.client for reply in replies]
     if twice := sorted({client for client in numbers if numbers.count(client) > 1}):
         raise ValueError(f"several replies are of client {twice[0]}: number the clients, round.reply(samples, client=...)")
-    new = copy.deepcopy(state)
+    new = copied(state)
     new.begin(state.round + 1)
     came = new.checked(replies)
     came.exchange = exchange

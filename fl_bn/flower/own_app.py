@@ -45,6 +45,7 @@ from fl_bn.flower.transcript import detach, request_payload
 from fl_bn.flower.versions import check_server, here
 from fl_bn.methods import INPUTS, Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 Batches = Callable[[Context], Iterable[Any]]
@@ -105,7 +106,7 @@ def replayed(message: Message, context: Context, handler: Callable[[Message, Con
 def _repeatable(seed: int, model: nn.Module, everything: bool) -> Iterator[None]:
     """Shuffling and dropout draw the same whenever this round is computed; by replay that is once per answer."""
     before = random.getstate(), np.random.get_state()
-    with torch_seed(seed, next(model.parameters()).device):
+    with torch_seed(seed, inputs_like(model).device):
         if not everything:
             yield
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from fl_bn.data.domains import without_domain
 from fl_bn.data.partition import label_counts, partition
 from fl_bn.data.record import describe
 from fl_bn.data.shift import limited, shifted
+from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import MEMORY_FORMATS, Network
@@ -251,7 +251,7 @@ def network(config: RunConfig, device: torch.device) -> Network:
     """What all clients of this process train, by turns."""
     model = client_model(at_client(config))
     if (layout := MEMORY_FORMATS[config.memory_format]) is not torch.contiguous_format:
-        model = copy.deepcopy(model).to(memory_format=layout)
+        model = copied(model).to(memory_format=layout)
     return Network(model, config.build_method(), device)
 
 
