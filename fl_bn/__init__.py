@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fl_bn.federation.loaders import SeededBatches
     from fl_bn.federation.own_loop import local_round
     from fl_bn.federation.server import server_round, server_state
+    from fl_bn.roles import set_buffer_roles
     from fl_bn.task import Classification, MultiLabel, Regression, Segmentation, Task
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "methods",
     "server_round",
     "server_state",
+    "set_buffer_roles",
 ]
 
 _HOMES = {
@@ -47,6 +49,7 @@ _HOMES = {
     "SeededBatches": "fl_bn.federation.loaders",
     "server_round": "fl_bn.federation.server",
     "server_state": "fl_bn.federation.server",
+    "set_buffer_roles": "fl_bn.roles",
     **dict.fromkeys(("Classification", "MultiLabel", "Regression", "Segmentation", "Task"), "fl_bn.task"),
 }
 

@@ -10,7 +10,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from fl_bn.derived import copied
 from fl_bn.layers import Unconvertible
 from fl_bn.methods.method import Method
-from fl_bn.roles import SharedStatisticsNorm, observes, roles, state_constants
+from fl_bn.roles import BUFFER_ROLES, SharedStatisticsNorm, observes, roles, state_constants
 
 TRAVEL = (torch.float16, torch.float32, torch.float64)
 """Types of floating-point tensors in messages."""
@@ -65,15 +65,15 @@ def _check_tensors(model: nn.Module, method: Method) -> None:
     for name, role in roles(model).items():
         if not (method.shares(role) or method.sends_down(role)):
             continue
-        if state[name].is_complex():
-            raise Unconvertible(
-                f"{name} is {state[name].dtype}, and averages are of real numbers: store it as torch.view_as_real(...) of it, and let forward "
-                "take torch.view_as_complex"
-            )
+        buffer = role in BUFFER_ROLES.values()
+        if state[name].is_complex() and method.shares(role):
+            way = "or state its role, constant or kept, by set_buffer_roles" if buffer else "and take torch.view_as_complex of it in forward"
+            raise Unconvertible(f"{name} is {state[name].dtype}, and averages are of real numbers: store torch.view_as_real(...), {way}")
         if state[name].is_floating_point() and state[name].dtype not in TRAVEL:
             raise Unconvertible(
-                f"{name} is {state[name].dtype}, which NumPy, and so a message, does not have: keep the network in float32, "
-                "net.float(), and train it under torch.autocast (the application: precision='mixed'); half the bytes: payload-dtype"
+                f"{name} is {state[name].dtype}, which NumPy, and so a message, does not have: keep the network in float32, net.float(), and "
+                "train it under torch.autocast (the application: precision='mixed'). For messages of half the size there is payload-dtype"
+                + (". A buffer of the client's own may have any type: set_buffer_roles(net, {...: 'kept'})" if buffer else "")
             )
     for name, module in model.named_modules():
         extremes = getattr(module, "min_val", None)

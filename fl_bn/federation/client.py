@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fl_bn.exchange.call import Exchange
+from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
@@ -96,12 +97,14 @@ class LocalRound:
 
     def _load(self) -> None:
         instruction, model = self.instruction, self.model
+        expected = self.network.instruction(self.auxiliary)
+        arrays = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
         if instruction.signature and (mine := self.network.signature) != instruction.signature:
             raise ValueError(
-                f"the server's model has signature {instruction.signature}, but this one {mine}: give the same network, converted for the "
-                f"same method: convert(model, method), here {self.method.name}"
+                f"the server's model has signature {instruction.signature}, but this one {mine}: {schema.difference(expected, arrays)}. "
+                f"Give the same network, converted for the same method: convert(model, method), here {self.method.name}"
             )
-        self.network.instruction(self.auxiliary).check({section: to_numpy(tensors) for section, tensors in instruction.sections.items()})
+        expected.check(arrays)
         beside = {extra.section for extra in self.auxiliary}
         tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
         self._copy.load(tensors | self.kept.get("local"))

@@ -105,7 +105,8 @@ class Schema:
 def _same_bits(array: np.ndarray, sent: np.ndarray) -> np.ndarray:
     bits = np.dtype(f"u{array.dtype.itemsize}")
     mine, theirs = (np.ascontiguousarray(one).reshape(-1).view(bits) for one in (sent, array))
-    return (mine == theirs).reshape(array.shape)
+    same: np.ndarray = (mine == theirs).reshape(array.shape)
+    return same
 
 
 def _usual(specs: Mapping[str, Spec], arrays: Mapping[str, np.ndarray]) -> tuple[set[str], float]:
@@ -121,16 +122,26 @@ def _usual(specs: Mapping[str, Spec], arrays: Mapping[str, np.ndarray]) -> tuple
     return (set(small), max(-least, most)) if np.isfinite(least) and np.isfinite(most) else (set(), 0.0)
 
 
-def difference(expected: Schema, payload: Payload) -> str:
-    """Names the first tensor in which what came differs from ``expected``; empty where all names, shapes and dtypes agree."""
-    for section in sorted(expected.sections.keys() | payload.keys()):
-        ours, theirs = expected.sections.get(section, {}), payload.get(section, {})
+def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
+    """Names the first tensor in which what came differs from ``expected``, section by section; ``dtypes``: of these, too.
+
+    Where all names, shapes and dtypes agree, it says what may differ then, and how to find it.
+    """
+    for section, ours in expected.sections.items():
+        theirs = payload.get(section, {})
         for name in [*ours, *(name for name in theirs if name not in ours)]:
-            here = f"{ours[name].shape} {ours[name].dtype}" if name in ours else "nothing"
-            there = f"{theirs[name].shape} {dtype_name(theirs[name].dtype)}" if name in theirs else "nothing"
+            here = _form(ours[name].shape, ours[name].dtype, dtypes) if name in ours else "nothing"
+            there = _form(theirs[name].shape, dtype_name(theirs[name].dtype), dtypes) if name in theirs else "nothing"
             if here != there:
-                return f"{section}/{said(name)} is {here} here, and {there} there"
-    return ""
+                return f"{said(name)} is {here} here, and {there} there"
+    return f"all tensors that travel agree, so a role, an integer buffer or the method differs. {COMPARE}"
+
+
+COMPARE = "To compare, run on both sides: fl-bn layers MODEL --method METHOD --tensors"
+
+
+def _form(shape: tuple[int, ...], dtype: str, dtypes: bool) -> str:
+    return f"{tuple(shape)} {dtype}" if dtypes else f"{tuple(shape)}"
 
 
 def names(model: nn.Module, method: Method, *wanted: Role) -> list[str]:

@@ -32,6 +32,7 @@ from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.roles import buffers_in_words
 from fl_bn.wire import Absent, WireError, check_samples
 
 T = TypeVar("T")
@@ -99,11 +100,7 @@ class Server:
         Raises:
             ValueError: there is nothing to train.
         """
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ValueError(
-                f"{type(self.source).__name__} has no parameter that learns (requires_grad), so there is nothing to train: give a network "
-                "with parameters, or measure its statistics alone (fl-bn recalibrate)"
-            )
+        check_learns(self.source)
         phase, rate = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
         asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate)
         down = asked.sections
@@ -305,6 +302,15 @@ def check_weights(method: Method, client_weights: str) -> None:
         raise ValueError(f"{method.name} weighs clients by the batches they drew: client_weights must be 'samples', or its step is inexact")
 
 
+def check_learns(model: nn.Module) -> None:
+    """Raises ValueError where ``model`` has nothing that an optimiser could step."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that learns (requires_grad), so there is nothing to train: give a network with "
+            "parameters, or measure its statistics alone (fl-bn recalibrate)"
+        )
+
+
 def server_state(
     model: nn.Module,
     method: Method,
@@ -328,7 +334,10 @@ def server_state(
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)
     policy = Rounds(clients=clients, rate=rate, auxiliary=auxiliary(settings))
-    return Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
+    server = Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
+    if buffers := buffers_in_words(server.model):
+        LOGGER.info("%s", buffers)
+    return server
 
 
 def server_round(state: Server, replies: Sequence[Reply], exchange: Session | None = None) -> tuple[Server, RoundRecord]:

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
-from fl_bn.derived import copied, recompute
+from fl_bn.derived import copied, plain_names, recompute
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import average, combine, difference, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
@@ -25,7 +26,7 @@ from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running, bounds
-from fl_bn.roles import Role, batch_norms, roles
+from fl_bn.roles import BATCH_NORMS, Role, batch_norms, roles
 
 LOGGER = logging.getLogger("flwr")
 
@@ -80,6 +81,9 @@ class SharedModel:
         self.method, self._auxiliary_kinds, self._clients = method, auxiliary, clients
         self._source, self.model = model, convert(model, method).cpu()
         self.signature = signature(self.model, method)
+        layers, state = self.model.named_modules(remove_duplicate=False), model.state_dict()
+        counters = [tensor_name(name, "num_batches_tracked") for name, layer in layers if isinstance(layer, BATCH_NORMS)]
+        self._counters = {name: state[name].clone() for name in counters if name in state}
         self._expected = schema.instruction(self.model, method)
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -124,6 +128,22 @@ class SharedModel:
     def tensors(self) -> dict[str, Tensor]:
         """Everything shared, by state_dict name."""
         return {name: tensor for section in self.sections().values() for name, tensor in section.items()}
+
+    def whole(self, tensors: Named, batches: int = 0) -> dict[str, Tensor]:
+        """The tensors of a file that ``load_state_dict`` takes with ``strict=True``: all of ``state_dict`` but what clients keep.
+
+        The names are those of the unconverted network, without the prefixes of wrappers (``derived.plain_names``). Where the method
+        replaces BatchNorm by other layers, they are the converted network's.
+
+        Args:
+            tensors: what is shared, by name, as evaluated last.
+            batches: training batches of one client since the start, by which BatchNorm's counters go on.
+        """
+        role, state = roles(self.model), self.model.state_dict()
+        found = {name: tensors.get(name, state[name]) for name in state if not self.method.keeps(role[name])}
+        found |= {name: count + batches for name, count in self._counters.items() if not self.method.keeps(Role.COUNTER)}
+        plain = plain_names(self._source) | plain_names(self.model)
+        return {plain[name]: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
 
     def load(self, tensors: Named) -> None:
         self.model.load_state_dict(dict(tensors), strict=False)

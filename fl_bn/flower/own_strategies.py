@@ -28,6 +28,7 @@ from fl_bn.federation.narrow import AS_THE_MODEL, check_payload
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import signature
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
+from fl_bn.federation.schema import COMPARE
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.client_app import HELLO as ASK_HELLO
 from fl_bn.flower.log import log
@@ -198,7 +199,7 @@ def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:
     if said["signature"] != wanted:
         raise RunFailed(
             f"client {said['client']} has another model, method or version of fl-bn (signature {shown(said['signature'])}, here {wanted}): "
-            "name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy)"
+            f"name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy). {COMPARE}"
         )
     return int(said["clients"])
 

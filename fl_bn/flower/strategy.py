@@ -90,7 +90,7 @@ class BatchNormStrategy(Strategy):
         self.population: Population | None = None
         self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
         self._rounding = EXACT  # of the messages sent last
-        self.defence, self.at_clients = defence, method.personal or rounds.at_clients
+        self.defence, self.at_clients = defence, self.shared.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active, rounds.called)
         self.disclosures = DisclosureReport(self.shared.model, method, rounds.called)
         self.secure = None if secure is None else self._secure_rounds(secure)
@@ -158,7 +158,7 @@ class BatchNormStrategy(Strategy):
         if not self.at_clients or not self._due(server_round):
             return []
         self.shared.load(tensors_of(arrays))
-        save = self.save_clients if server_round == self.server.rounds and self.method.personal else ""
+        save = self.save_clients if server_round == self.server.rounds and self.shared.personal else ""
         asked = self.shared.instruction(server_round, Phase.TRAIN)
         return self._messages("evaluate", asked, self._clients(grid).everyone(), {**config, "save": save})
 

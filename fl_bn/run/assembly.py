@@ -31,7 +31,7 @@ from fl_bn.models.standardise import standardised
 from fl_bn.names import names_of
 from fl_bn.own_code import OWN, VARIABLE, Modules, function
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
-from fl_bn.roles import Role
+from fl_bn.roles import Role, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.keys import known_device, nodes_of
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
@@ -233,6 +233,7 @@ def source_model(config: RunConfig) -> nn.Module:
         modules=_modules,
     )
     standardised(model, config.standardise, channels)
+    set_buffer_roles(model, parse_buffer_roles(config.buffers))
     if config.moon_projection:
         with torch_seed(config.seed, torch.device("cpu")):
             with_projection(model, config.moon_projection)
