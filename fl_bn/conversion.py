@@ -71,8 +71,8 @@ def _check_tensors(model: nn.Module, method: Method) -> None:
             raise Unconvertible(f"{name} is {state[name].dtype}, and averages are of real numbers: store torch.view_as_real(...), {way}")
         if state[name].is_floating_point() and state[name].dtype not in TRAVEL:
             raise Unconvertible(
-                f"{name} is {state[name].dtype}, which NumPy, and so a message, does not have: keep the network in float32, net.float(), and "
-                "train it under torch.autocast (the application: precision='mixed'). For messages of half the size there is payload-dtype"
+                f"{name} is {state[name].dtype}, which NumPy, and so a message, does not have: keep the network in float32, net.float(), "
+                "and train it under torch.autocast (the application: precision='mixed'). For messages of half the size, set payload-dtype"
                 + (". A buffer of the client's own may have any type: set_buffer_roles(net, {...: 'kept'})" if buffer else "")
             )
     for name, module in model.named_modules():

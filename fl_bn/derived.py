@@ -127,16 +127,14 @@ def _given_to(chain: ParametrizationList, place: int) -> Tensor:
 
 
 def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
-    """Power iteration from ``u`` and ``v`` until the singular value stands still."""
-    before, still = float("nan"), torch.finfo(weight.dtype).eps
+    """Power iteration from ``u`` and ``v`` until they stand still."""
+    still = 8 * torch.finfo(weight.dtype).eps
     for _ in range(MOST_STEPS):
+        before = u.clone()
         v.copy_(F.normalize(torch.mv(weight.t(), u), dim=0, eps=eps))
-        product = torch.mv(weight, v)
-        u.copy_(F.normalize(product, dim=0, eps=eps))
-        value = float(torch.dot(u, product))
-        if abs(value - before) <= still * abs(value):
+        u.copy_(F.normalize(torch.mv(weight, v), dim=0, eps=eps))
+        if float((u - before).abs().max()) <= still:
             return
-        before = value
 
 
 def _quantise(module: Any) -> None:

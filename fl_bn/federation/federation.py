@@ -159,7 +159,8 @@ class Federation:
     def model(self) -> nn.Module:
         """A copy of the shared network as it was evaluated last, in evaluation mode; of methods that keep BatchNorm it is BatchNorm."""
         model = copied(self.server.model)
-        model.load_state_dict(dict(self._evaluated), strict=False)
+        counters = self.server.shared.counters(batches_trained(self.history))
+        model.load_state_dict({**counters, **self._evaluated}, strict=False)
         return model.eval()
 
     def client_model(self, client: int) -> nn.Module:

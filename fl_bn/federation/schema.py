@@ -17,7 +17,7 @@ from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.methods import MOMENTS, Method, Phase, Report
 from fl_bn.moments import bounds
 from fl_bn.roles import DOWN_ONLY, Role, batch_norms, roles
-from fl_bn.wire import WireError, said
+from fl_bn.wire import WireError, said, shown
 
 FLOATS = ("float32", "float64")
 SMALL = 1 << 14  # values of a tensor that is looked at together with others
@@ -133,7 +133,7 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
             here = _form(ours[name].shape, ours[name].dtype, dtypes) if name in ours else "nothing"
             there = _form(theirs[name].shape, dtype_name(theirs[name].dtype), dtypes) if name in theirs else "nothing"
             if here != there:
-                return f"{said(name)} is {here} here, and {there} there"
+                return f"{shown(name)} is {here} here, and {there} there"
     return f"all tensors that travel agree, so a role, an integer buffer or the method differs. {COMPARE}"
 
 

@@ -141,9 +141,13 @@ class SharedModel:
         """
         role, state = roles(self.model), self.model.state_dict()
         found = {name: tensors.get(name, state[name]) for name in state if not self.method.keeps(role[name])}
-        found |= {name: count + batches for name, count in self._counters.items() if not self.method.keeps(Role.COUNTER)}
+        found |= self.counters(batches)
         plain = plain_names(self._source) | plain_names(self.model)
-        return {plain[name]: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
+        return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
+
+    def counters(self, batches: int) -> dict[str, Tensor]:
+        """BatchNorm's counters of the unconverted network, after so many training batches of one client more; none where clients keep them."""
+        return {} if self.method.keeps(Role.COUNTER) else {name: count + batches for name, count in self._counters.items()}
 
     def load(self, tensors: Named) -> None:
         self.model.load_state_dict(dict(tensors), strict=False)
