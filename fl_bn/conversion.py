@@ -67,7 +67,7 @@ def _check_tensors(model: nn.Module, method: Method) -> None:
             continue
         buffer = role in BUFFER_ROLES.values()
         if state[name].is_complex() and method.shares(role):
-            way = "or state its role, constant or kept, by set_buffer_roles" if buffer else "and take torch.view_as_complex of it in forward"
+            way = "or state its role, constant or kept, by set_buffer_roles" if buffer else "and take torch.view_as_complex in forward"
             raise Unconvertible(f"{name} is {state[name].dtype}, and averages are of real numbers: store torch.view_as_real(...), {way}")
         if state[name].is_floating_point() and state[name].dtype not in TRAVEL:
             raise Unconvertible(

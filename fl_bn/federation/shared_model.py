@@ -146,7 +146,7 @@ class SharedModel:
         return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
 
     def counters(self, batches: int) -> dict[str, Tensor]:
-        """BatchNorm's counters of the unconverted network, after so many training batches of one client more; none where clients keep them."""
+        """BatchNorm's counters of the unconverted network after so many more training batches; none where clients keep them."""
         return {} if self.method.keeps(Role.COUNTER) else {name: count + batches for name, count in self._counters.items()}
 
     def load(self, tensors: Named) -> None:

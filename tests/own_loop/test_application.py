@@ -56,7 +56,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ran(tmp_path: Path, **keys: Any) -> Path:
-    config = {**small_config(tmp_path), "model": "own_buffers:wrapped", "clients": 2, "partition": "iid", "output": "runs", "pictures": False}
+    config = {**small_config(tmp_path), "model": "own_buffers:wrapped", "clients": 2, "partition": "iid", "output": "runs"}
+    config["pictures"] = False
     folder = run_in_process({**config, **{key.replace("_", "-"): value for key, value in keys.items()}})
     assert folder is not None
     return folder
@@ -68,7 +69,8 @@ def net() -> nn.Module:
 
 def test_the_run_s_file_and_those_of_the_commands_load_into_the_plain_network(tmp_path: Path) -> None:
     folder = ran(tmp_path, method="fedavg", name="own")
-    for command in (["recalibrate", "runs/own"], ["adapt", "--model", "runs/own", "--data", f"npz:{tmp_path / 'small.npz'}", "--how", "recompute"]):
+    data = f"npz:{tmp_path / 'small.npz'}"
+    for command in (["recalibrate", "runs/own"], ["adapt", "--model", "runs/own", "--data", data, "--how", "recompute"]):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
     files = [folder / "model.safetensors", *tmp_path.glob("runs/own-recalibrated/model.safetensors"), *folder.glob("*/model-*.safetensors")]

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm
 from torch.optim import SGD
 
 from fl_bn import Federation, convert, local_round, methods, server_round, server_state, set_buffer_roles
-from fl_bn.federation.values import NOTHING, Kept
+from fl_bn.federation.values import NOTHING
 from fl_bn.roles import Role, parse_buffer_roles, roles
 from fl_bn.run.config import ConfigError, RunConfig
 from tests.doors.doors import DOORS, through, wide
