@@ -60,10 +60,10 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def _check_tensors(model: nn.Module, method: Method) -> None:
-    """Raises Unconvertible for a tensor that would have to travel, and cannot."""
+    """Raises Unconvertible for a tensor that would have to travel, or to be kept between rounds, and cannot."""
     state = model.state_dict()
     for name, role in roles(model).items():
-        if not (method.shares(role) or method.sends_down(role)):
+        if not (method.shares(role) or method.sends_down(role) or method.keeps(role)):
             continue
         buffer = role in BUFFER_ROLES.values()
         if state[name].is_complex() and method.shares(role):
@@ -73,7 +73,6 @@ def _check_tensors(model: nn.Module, method: Method) -> None:
             raise Unconvertible(
                 f"{name} is {state[name].dtype}, which NumPy, and so a message, does not have: keep the network in float32, net.float(), "
                 "and train it under torch.autocast (the application: precision='mixed'). For messages of half the size, set payload-dtype"
-                + (". A buffer of the client's own may have any type: set_buffer_roles(net, {...: 'kept'})" if buffer else "")
             )
     for name, module in model.named_modules():
         extremes = getattr(module, "min_val", None)

@@ -93,6 +93,13 @@ def is_parametrized_class(module: nn.Module) -> bool:
     return type(module).__name__.startswith("Parametrized") and type(module).__module__ == parametrize.__name__
 
 
+def results(module: nn.Module) -> frozenset[str]:
+    """The attributes of ``module`` that a hook of torch's makes anew before every forward pass: no state of its own."""
+    hooks = module._forward_pre_hooks.values()
+    named = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
+    return frozenset(named | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)})
+
+
 @torch.no_grad()
 def recompute(model: nn.Module) -> None:
     """Compute, in place, the buffers of role RECOMPUTED from the weights that ``model`` has now."""

@@ -85,6 +85,15 @@ def test_the_run_s_file_and_those_of_the_commands_load_into_the_plain_network(tm
     assert "buffers: averaged module.site_mean; recomputed from the weights" in (folder / "run.log").read_text()
 
 
+def test_secure_aggregation_sums_what_travels(tmp_path: Path) -> None:
+    """The mask of -inf and the singular vectors are in no sum."""
+    folder = ran(tmp_path, method="fedavg", secure_aggregation=True, clients=3)
+    model = net()
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    assert torch.equal(model.mask, net().mask)
+    assert abs(float(torch.linalg.matrix_norm(model.eval().layers[1].weight.detach(), 2)) - 1) < 1e-5
+
+
 def test_kept_buffers_are_in_the_clients_files(tmp_path: Path) -> None:
     folder = ran(tmp_path, method="fedavg", buffers="*.site_mean=kept")
     shared = load_file(folder / "model.safetensors")

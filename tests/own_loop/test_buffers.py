@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.ao import quantization
 from torch.nn.utils import parametrizations, prune, spectral_norm
@@ -225,6 +227,31 @@ def test_observers_start_with_infinite_extremes_and_are_averaged() -> None:
     assert torch.equal(fed.model[1].scale, scale)  # from the averaged extremes
     assert torch.equal(fed.model[1].zero_point, zero_point)
     assert not torch.equal(model[1].scale, scale)  # control: as it was before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("method", ["fedavg", "fbn"])
+def test_quantisation_aware_training(method: str, tmp_path: Path) -> None:
+    """torch's prepare_qat on fused layers: trained here, saved, loaded and converted there."""
+
+    def prepared() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)
+        model = nn.Sequential(quantization.QuantStub(), *layers, quantization.DeQuantStub()).train()
+        model.qconfig = quantization.get_default_qat_qconfig("x86")
+        quantization.fuse_modules_qat(model, [["1", "2", "3"]], inplace=True)
+        model = quantization.prepare_qat(model)
+        model(CLIENTS[0].x.float())  # gives the observers their shapes
+        return model
+
+    data = [[(client.x.float(), client.y)] for client in CLIENTS]
+    fed = Federation(prepared(), methods.METHODS[method](), data, test=data[0], progress=False)
+    losses = [record.evaluation["loss"] for record in fed.run(4)]
+    assert losses[-1] < losses[0]
+    fed.save(tmp_path / "model.safetensors")
+    there = prepared()
+    there.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    quantization.convert(there.eval())
 
 
 def test_an_observer_without_a_shape_is_refused_by_name() -> None:

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from torch.optim import SGD
 
-from fl_bn import Federation, convert, methods, set_buffer_roles
+from fl_bn import Federation, convert, local_round, methods, server_round, server_state, set_buffer_roles
 from fl_bn.derived import copied, derivation, from_pickle, recompute, to_pickle
+from fl_bn.federation.network import Network
+from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.layers import Unconvertible
 from fl_bn.methods import METHODS
 from tests.doors.doors import DOORS, RATE, through, wide
@@ -114,6 +116,25 @@ def test_the_shared_model_has_its_own_singular_value(kind: str) -> None:
         assert (abs(float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) - 1) < 1e-6) == right
 
 
+def test_clients_that_start_ahead_get_the_singular_vectors_of_their_start() -> None:
+    """FedACG sends weights that are ahead of the shared ones."""
+    ahead = []
+    for name in ("fedacg", "fedavg"):
+        state = server_state(derived("old spectral norm"), FEDAVG, rounds=3, optimizer=server_optimizer(name))
+        for _ in range(2):
+            asked, mine = state.instruction(), convert(state.source, FEDAVG)
+            with local_round(mine, FEDAVG, asked) as round:
+                F.cross_entropy(mine(X), Y).backward()
+                SGD(mine.parameters(), 0.5).step()
+            state, _ = server_round(state, [round.reply(len(X))[0]])
+        sent, shared = state.instruction().sections["weights"], state.shared.tensors()
+        sigma = torch.dot(sent["1.weight_u"], torch.mv(sent["1.weight_orig"], sent["1.weight_v"]))
+        assert abs(float(sigma / torch.linalg.matrix_norm(sent["1.weight_orig"], 2)) - 1) < 1e-9
+        ahead.append(float((sent["1.weight_u"] - shared["1.weight_u"]).abs().max()))
+    assert ahead[0] > 1e-6  # they are others than those of the shared weights
+    assert ahead[1] == 0  # control: FedAvg sends the shared weights
+
+
 def body(kind: str, convolution: bool) -> nn.Module:
     torch.manual_seed(0)
     if convolution:
@@ -180,6 +201,18 @@ def test_copies_of_used_layers(kind: str) -> None:
     assert torch.equal(again.eval()(X), model.eval()(X))
     again[1].bias.data.add_(1)
     assert not torch.equal(again(X), model(X))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_copy_serves_round_after_round(kind: str) -> None:
+    """What a hook or parametrization computes is no state, so that a copy can be made pristine again."""
+    network = Network(convert(derived(kind), FEDAVG), FEDAVG)
+    with network.lend() as first:
+        F.cross_entropy(first.model(X), Y).backward()
+        SGD(first.model.parameters(), 0.1).step()
+    with network.lend() as second:
+        assert second is first
+        assert all(torch.equal(tensor, network.original.state_dict()[name]) for name, tensor in second.model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -80,7 +80,8 @@ def test_what_cannot_travel_is_refused_by_name_before_round_1(method: str, extra
         Federation(First(extra), METHODS[method](), [[(CLIENTS[0].x, CLIENTS[0].y)]], progress=False)
     with pytest.raises(Unconvertible, match=reason):
         server_state(First(extra), METHODS[method](), rounds=1)
-    convert(First(extra), METHODS["single"]())  # control: nothing travels
+    if extra.is_complex():
+        convert(First(extra), METHODS["single"]())  # control: nothing travels
 
 
 def test_buffers_that_cannot_travel_may_stay() -> None:
@@ -90,11 +91,6 @@ def test_buffers_that_cannot_travel_may_stay() -> None:
         convert(model, FEDAVG)
     for role in ("constant", "kept"):
         through(ALL["own loop"], set_buffer_roles(model, {"table": role}), FEDAVG, CLIENTS, size=64)
-    model = First()
-    model.register_buffer("table", torch.ones(2, dtype=torch.bfloat16))
-    with pytest.raises(Unconvertible, match=r"A buffer of the client's own may have any type: set_buffer_roles\(net, \{\.\.\.: 'kept'\}\)"):
-        convert(model, FEDAVG)
-    through(ALL["own loop"], set_buffer_roles(model, {"table": "kept"}), FEDAVG, CLIENTS, size=64)
 
 
 class Half(nn.Module):
