@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -139,6 +140,10 @@ class OwnAppStrategy(Strategy):
     def summary(self) -> None:
         if self._rounds is not None:
             self._rounds.summary()
+
+    def save(self, path: str | Path) -> None:
+        """The model that ``start`` left, as safetensors: see ``BatchNormStrategy.save``."""
+        self.rounds.save(path)
 
     def start(
         self,

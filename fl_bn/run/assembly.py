@@ -259,7 +259,8 @@ def network(config: RunConfig, device: torch.device) -> Network:
 @lru_cache(maxsize=4)
 def at_client(config: RunConfig) -> RunConfig:
     """What a client builds its network from: it needs no file of weights where all of them come from the server."""
-    if not config.model_weights or config.build_method().local & {Role.WEIGHT, Role.AFFINE, Role.STATISTIC}:
+    kept = "kept" in parse_buffer_roles(config.buffers).values()
+    if not config.model_weights or kept or config.build_method().local & {Role.WEIGHT, Role.AFFINE, Role.STATISTIC}:
         return config
     return replace(config, model_weights="")
 

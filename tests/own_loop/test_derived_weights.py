@@ -151,7 +151,7 @@ REFUSED = {
     "fedwon": "weight standardisation is defined for torch's own Conv1d, Conv2d and Conv3d, not for transposed, parametrized",
     "fixup": "fixup sets the initial weights, but here .* makes them: remove it",
 }
-QUICK = {"fedavg", "hbn", "fbn", "gn-ws", "fixup"}
+QUICK = {"fedavg", "fbn", "fixup"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchvision import models
 
 from fl_bn import Federation, methods
 from fl_bn.derived import plain_names
 from fl_bn.federation.shared_model import SharedModel
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, training
 from fl_bn.methods import METHODS
 from fl_bn.models.weights import load_weights
 
@@ -76,6 +80,32 @@ def test_the_other_methods_files_lack_or_add_something(method: str, tmp_path: Pa
     assert bool(missing) == kept
     if kept:  # the clients' own models have everything
         net().load_state_dict(fed.client_model(0).state_dict())
+
+
+def test_a_flower_app_of_one_s_own_saves_the_same_file(tmp_path: Path) -> None:
+    app, method = ClientApp(), methods.fbn()
+    answer(app, net, method, lambda context: CLIENTS[int(context.node_config["partition-id"])])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with training(message, context, net(), method) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), 0.05)
+            for x, y in CLIENTS[int(context.node_config["partition-id"])]:
+                optimizer.zero_grad()
+                F.cross_entropy(round.model(x), y).backward()
+                optimizer.step()
+        return round.message(4)
+
+    strategy = OwnAppStrategy(net(), method, fraction_evaluate=0)
+    result = strategy.start(InProcessGrid(app, 3, {}), num_rounds=2)
+    strategy.save(tmp_path / "model.safetensors")
+    plain = net()
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert int(plain.layers[1].num_batches_tracked) == 10
+    arrays = result.arrays.to_torch_state_dict()
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in arrays.items())
+    with pytest.raises(RuntimeError, match="Missing key"):  # control: what travels
+        net().load_state_dict(arrays)
 
 
 def test_the_counter_goes_on_from_the_network_s(tmp_path: Path) -> None:
