@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fl_bn.derived import from_pickle, to_pickle
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.loaders import Loader, SeededBatches, generators
@@ -57,10 +58,11 @@ class Clients:
         self.network = Network(self.model, self.method, self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "network"}
+        return {name: value for name, value in vars(self).items() if name != "network"} | {"model": to_pickle(self.model)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self.model = from_pickle(self.model)
         self.__post_init__()
 
     @property

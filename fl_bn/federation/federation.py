@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 import time
@@ -20,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fl_bn.derived import copied
 from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import LocalExchange, Turns
@@ -37,9 +37,9 @@ from fl_bn.federation.network import Network
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Exchanged, Passes
 from fl_bn.federation.payload import Named
-from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
-from fl_bn.federation.server import Server
+from fl_bn.federation.server import Server, check_learns
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
 from fl_bn.federation.vectorised import (
@@ -58,6 +58,7 @@ from fl_bn.federation.workers import MOST_WORKERS
 from fl_bn.methods import Method, Phase, Refresh, Report
 from fl_bn.names import check_name
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.roles import buffers_in_words, inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 LOGGER = logging.getLogger("flwr")
@@ -122,6 +123,7 @@ class Federation:
         self.progress, self.callbacks = progress, tuple(callbacks)
         settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective)
         check_composition(method, settings, robust=defence.active)
+        check_learns(model)
         example = optimizer(model.parameters())
         check_optimizer(objective, example)
         self._rate = _rate_of(example)
@@ -136,9 +138,11 @@ class Federation:
             auxiliary=auxiliary(settings),
         )
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
+        if buffers := buffers_in_words(self.server.model):
+            LOGGER.info("%s", buffers)
         self.history: list[RoundRecord] = []
-        self._device = torch.device(device) if device is not None else next(model.parameters()).device
-        pristine = copy.deepcopy(self.server.model)  # what the server has changes
+        self._device = torch.device(device) if device is not None else inputs_like(model).device
+        pristine = copied(self.server.model)  # what the server has changes
         self._clients = Clients(pristine, method, self._device, clients, settings, task, optimizer, scheduler, schedule, seed)
         self._in_workers: InWorkers | None = None
         self._kept = [NOTHING for _ in clients]
@@ -154,8 +158,9 @@ class Federation:
     @property
     def model(self) -> nn.Module:
         """A copy of the shared network as it was evaluated last, in evaluation mode; of methods that keep BatchNorm it is BatchNorm."""
-        model = copy.deepcopy(self.server.model)
-        model.load_state_dict(dict(self._evaluated), strict=False)
+        model = copied(self.server.model)
+        counters = self.server.shared.counters(batches_trained(self.history))
+        model.load_state_dict({**counters, **self._evaluated}, strict=False)
         return model.eval()
 
     def client_model(self, client: int) -> nn.Module:
@@ -165,8 +170,9 @@ class Federation:
         return model
 
     def save(self, path: str | Path) -> None:
-        """The shared tensors as evaluated last, as safetensors, by the names of the unconverted network's state_dict."""
-        save_file({name: tensor.contiguous() for name, tensor in self._evaluated.items()}, str(path))
+        """The shared model as evaluated last, as safetensors, by the names of the unconverted network's state_dict: all of it, but for
+        tensors that the clients keep. Which methods' files load into which network: docs/how-to/export.md."""
+        save_file(self.server.shared.whole(self._evaluated, batches_trained(self.history)), str(path))
 
     def run(self, rounds: int) -> Iterator[RoundRecord]:
         """Train for ``rounds`` rounds, and yield each one's record: loss, evaluation, how far the statistics moved.
@@ -233,7 +239,7 @@ class Federation:
         batches = self.test if batches is None else batches
         if batches is None:
             return {}
-        if not self.method.personal:
+        if not self.server.shared.personal:
             return evaluate(self.model.to(self._device), batches, task=self.task).result()
         everyone = range(len(self.clients))
         found = [evaluate(self.client_model(client).to(self._device), batches, task=self.task).result() for client in everyone]

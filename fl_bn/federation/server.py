@@ -5,7 +5,6 @@ A round changes the shared model, or leaves it as it was: what is not finite is 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TypeVar
 from torch import nn
 
 from fl_bn.called import UNNAMED, Called
+from fl_bn.derived import copied
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
@@ -32,6 +32,7 @@ from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.roles import buffers_in_words
 from fl_bn.wire import Absent, WireError, check_samples
 
 T = TypeVar("T")
@@ -94,7 +95,12 @@ class Server:
         return self.begin(self.round + 1)
 
     def begin(self, round: int) -> Instruction:
-        """Open the record of ``round``, and return what its clients are asked to do."""
+        """Open the record of ``round``, and return what its clients are asked to do.
+
+        Raises:
+            ValueError: there is nothing to train.
+        """
+        check_learns(self.source)
         phase, rate = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
         asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate)
         down = asked.sections
@@ -296,6 +302,15 @@ def check_weights(method: Method, client_weights: str) -> None:
         raise ValueError(f"{method.name} weighs clients by the batches they drew: client_weights must be 'samples', or its step is inexact")
 
 
+def check_learns(model: nn.Module) -> None:
+    """Raises ValueError where ``model`` has nothing that an optimiser could step."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that learns (requires_grad), so there is nothing to train: give a network with "
+            "parameters, or measure its statistics alone (fl-bn recalibrate)"
+        )
+
+
 def server_state(
     model: nn.Module,
     method: Method,
@@ -319,7 +334,10 @@ def server_state(
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)
     policy = Rounds(clients=clients, rate=rate, auxiliary=auxiliary(settings))
-    return Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
+    server = Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
+    if buffers := buffers_in_words(server.model):
+        LOGGER.info("%s", buffers)
+    return server
 
 
 def server_round(state: Server, replies: Sequence[Reply], exchange: Session | None = None) -> tuple[Server, RoundRecord]:
@@ -337,7 +355,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
     numbers = [reply.client for reply in replies]
     if twice := sorted({client for client in numbers if numbers.count(client) > 1}):
         raise ValueError(f"several replies are of client {twice[0]}: number the clients, round.reply(samples, client=...)")
-    new = copy.deepcopy(state)
+    new = copied(state)
     new.begin(state.round + 1)
     came = new.checked(replies)
     came.exchange = exchange

@@ -26,6 +26,7 @@ from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
 from fl_bn.methods import NORMALISERS, Method, Phase, Report
 from fl_bn.models.head import head_of
+from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
 BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # what a seeded generator is for
@@ -81,7 +82,7 @@ def train(
     ``optimizer``: by default a fresh one, as the settings say. ``scheduler``: of it, stepped after every batch.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
-    like, parameters = next(model.parameters()), round.parameters
+    like, parameters = inputs_like(model), round.parameters
     if optimizer is None:
         optimizer = settings.make_optimizer(parameters.values(), rate)
     head = head_of(model) if settings.clip == "adaptive" else None
@@ -111,7 +112,7 @@ def train(
 
 def loss_of(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: Any) -> Tensor:
     """Of one batch, in the precision of ``settings``."""
-    device = next(model.parameters()).device.type
+    device = inputs_like(model).device.type
     with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "mixed"):
         return task.loss(task.predict(model, x), y)
 
@@ -137,7 +138,7 @@ def client_round(
     check_size(n)  # before the statistics pass, which one sample may break
     if round.method.reports(round.phase) is Report.PASS:
         measure()
-    like = next(round.model.parameters())
+    like = inputs_like(round.model)
     batches = drawn(round, samples, seed, client)
     optimizer = settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
     round.load_momentum(optimizer)
@@ -162,7 +163,7 @@ def drawn(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexB
     )
     changes = settings.augment != "none"  # else nothing is drawn, and making a generator takes as long as a layer
     augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT)) if changes else None
-    return IndexBatches(samples, list(indices), next(round.model.parameters()), augment)
+    return IndexBatches(samples, list(indices), inputs_like(round.model), augment)
 
 
 def alone(
@@ -186,11 +187,11 @@ def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATI
     model, settings, trained = round.model, round.settings, round.parameters
 
     def compute() -> dict[str, Tensor]:
-        draws, mean = Draws.now(next(model.parameters()).device), {name: torch.zeros_like(p) for name, p in trained.items()}
+        draws, mean = Draws.now(inputs_like(model).device), {name: torch.zeros_like(p) for name, p in trained.items()}
         for index in np.array_split(np.arange(len(samples)), max(1, len(samples) // settings.batch_size)):
             model.zero_grad()
             with unrecorded(model):
-                loss_of(model, task, settings, *samples.batch(index, next(model.parameters()))).backward()
+                loss_of(model, task, settings, *samples.batch(index, inputs_like(model))).backward()
             for name, p in trained.items():
                 if p.grad is not None:
                     mean[name].add_(p.grad, alpha=len(index) / len(samples))

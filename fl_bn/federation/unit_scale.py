@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrize import is_parametrized
 
+from fl_bn.derived import derivation
 from fl_bn.moments import Running
 from fl_bn.roles import batch_norms
 
@@ -36,7 +36,7 @@ def producers(model: nn.Module) -> dict[str, str]:
     """The layer whose output a BatchNorm layer alone consumes, by name, for every BatchNorm layer that has one.
 
     Between the two there may be what passes a positive factor on (ReLU, pooling). Left out are layers that are used more than once,
-    share their weight with another, do not learn, or are of another type than ``PRODUCERS``.
+    share their weight with another, derive it (spectral norm and its like), do not learn, or are of another type than ``PRODUCERS``.
 
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
@@ -57,7 +57,7 @@ def producers(model: nn.Module) -> dict[str, str]:
             continue
         layer = modules[source]
         own = list(layer.parameters())
-        if type(layer) in PRODUCERS and not is_parametrized(layer) and all(uses[id(p)] == 1 and p.requires_grad for p in own):
+        if type(layer) in PRODUCERS and not derivation(layer) and all(uses[id(p)] == 1 and p.requires_grad for p in own):
             found[str(node.target)] = source
     return found
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -28,6 +29,7 @@ from fl_bn.federation.narrow import AS_THE_MODEL, check_payload
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import signature
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
+from fl_bn.federation.schema import COMPARE
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.client_app import HELLO as ASK_HELLO
 from fl_bn.flower.log import log
@@ -139,6 +141,10 @@ class OwnAppStrategy(Strategy):
         if self._rounds is not None:
             self._rounds.summary()
 
+    def save(self, path: str | Path) -> None:
+        """The model that ``start`` left, as safetensors: see ``BatchNormStrategy.save``."""
+        self.rounds.save(path)
+
     def start(
         self,
         grid: Grid,
@@ -198,7 +204,7 @@ def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:
     if said["signature"] != wanted:
         raise RunFailed(
             f"client {said['client']} has another model, method or version of fl-bn (signature {shown(said['signature'])}, here {wanted}): "
-            "name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy)"
+            f"name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy). {COMPARE}"
         )
     return int(said["clients"])
 

@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fl_bn.federation.callbacks import Callback, Callbacks
@@ -20,7 +22,7 @@ from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Exchanged, Measured, Passes, TooFewMeasured
 from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.recalibration import why_not
-from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.server import Arrived, Server
 from fl_bn.federation.values import Instruction, Reply
@@ -89,8 +91,9 @@ class BatchNormStrategy(Strategy):
         self.task = task
         self.population: Population | None = None
         self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
+        self._batches = 0  # that a client trained on
         self._rounding = EXACT  # of the messages sent last
-        self.defence, self.at_clients = defence, method.personal or rounds.at_clients
+        self.defence, self.at_clients = defence, self.shared.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active, rounds.called)
         self.disclosures = DisclosureReport(self.shared.model, method, rounds.called)
         self.secure = None if secure is None else self._secure_rounds(secure)
@@ -158,7 +161,7 @@ class BatchNormStrategy(Strategy):
         if not self.at_clients or not self._due(server_round):
             return []
         self.shared.load(tensors_of(arrays))
-        save = self.save_clients if server_round == self.server.rounds and self.method.personal else ""
+        save = self.save_clients if server_round == self.server.rounds and self.shared.personal else ""
         asked = self.shared.instruction(server_round, Phase.TRAIN)
         return self._messages("evaluate", asked, self._clients(grid).everyone(), {**config, "save": save})
 
@@ -177,6 +180,11 @@ class BatchNormStrategy(Strategy):
     def summary(self) -> None:
         """Log the policy, and every normalisation layer by type."""
         say_layers(self.server.source, self.shared.model, self.method)
+
+    def save(self, path: str | Path) -> None:
+        """The shared model as evaluated last, as safetensors, by the names of the unconverted network's state_dict: all of it, but for
+        tensors that the clients keep. ``result.arrays`` has what travels alone."""
+        save_file(self.shared.whole(self.shared.tensors(), self._batches), str(path))
 
     # The loop
 
@@ -397,6 +405,7 @@ class BatchNormStrategy(Strategy):
         return replies
 
     def _tell(self) -> None:
+        self._batches += batches_trained([self.record])
         said = self.record, self.server.rounds, self.task
         called = self.rounds.called
         say_round(in_short(*said, called), describe_round(*said, self.method, self.shared.model, called))

@@ -15,7 +15,7 @@ from fl_bn.moments import Average, Moments, Running, pool, weighted_mean
 from fl_bn.names import check_name
 from fl_bn.options import option
 from fl_bn.robust.attacks import Adversary, Attack
-from fl_bn.roles import Role
+from fl_bn.roles import DOWN_ONLY, Role
 
 
 class Phase(Enum):
@@ -48,6 +48,7 @@ class Refresh(Enum):
     HYBRID = "hybrid"  # one pass in training mode: the moments of what every layer normalises with
 
 
+_NEVER_AVERAGED = DOWN_ONLY | {Role.COUNTER, Role.KEPT}
 INPUTS, NORMALISERS = MEASURED = ("inputs", "normalisers")
 LOWER_LAYERS = ("shared", "hybrid")
 
@@ -136,8 +137,16 @@ class Method:
     adversary: Adversary | None = None
 
     def shares(self, role: Role) -> bool:
-        """Whether tensors of this role travel. Counters never do: averaging them yields 0, or 49.999 -> 49."""
-        return role not in self.local and role is not Role.COUNTER
+        """Whether tensors of this role travel both ways. Counters never do: averaging them yields 0, or 49.999 -> 49."""
+        return role not in self.local and role not in _NEVER_AVERAGED
+
+    def keeps(self, role: Role) -> bool:
+        """Whether tensors of this role stay at their client and survive between its rounds."""
+        return role in self.local or role is Role.KEPT or (role is Role.RECOMPUTED and Role.WEIGHT in self.local)
+
+    def sends_down(self, role: Role) -> bool:
+        """Whether clients receive the server's tensors of this role and send none back."""
+        return role in DOWN_ONLY and not self.keeps(role)
 
     def reports(self, phase: Phase) -> Report:
         """What a client reports in this phase."""

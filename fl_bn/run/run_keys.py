@@ -32,6 +32,7 @@ from fl_bn.names import names_of
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import option
 from fl_bn.robust.attacks import ATTACKS, ON
+from fl_bn.roles import BUFFER_ROLES, parse_buffer_roles
 from fl_bn.run.keys import (
     DIAGNOSTICS,
     LIKE_RULES,
@@ -42,6 +43,7 @@ from fl_bn.run.keys import (
     known_nodes,
     known_rule,
     known_sites,
+    parses,
 )
 from fl_bn.secure.settings import FINEST, WIDEST
 from fl_bn.task import AUTO, TASKS
@@ -67,6 +69,13 @@ class RunKeys:
         ("auto", "imagenet", "small"),
     )
     model_weights: str = option("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
+    buffers: str = option(
+        "",
+        f"what becomes of the network's own buffers, '*.codebook=shared, site_*=kept': {', '.join(BUFFER_ROLES)}; empty: known kinds by "
+        "their type, all others shared",
+        "NAME=ROLE,...",
+        parses(parse_buffer_roles),
+    )
     task: str = option(
         AUTO,
         "what the network learns, and so loss and metrics; auto: classification, of pixels (segmentation) where labels are masks",

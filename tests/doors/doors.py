@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from fl_bn import Federation, SeededBatches, convert, local_round, server_round, server_state
+from fl_bn.derived import copied
 from fl_bn.exchange import local
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns
@@ -151,12 +152,12 @@ def flower(
     """Door 3: an app of one's own behind the in-process grid."""
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
     app, found = ClientApp(), Rounds()
-    answer(app, lambda: copy.deepcopy(model), method, lambda context: loaders[context.node_config["partition-id"]])
+    answer(app, lambda: copied(model), method, lambda context: loaders[context.node_config["partition-id"]])
 
     @app.train(mods=[replayed])
     def train(message: Message, context: Context) -> Message:
         i = int(context.node_config["partition-id"])
-        with training(message, context, copy.deepcopy(model), method, loaders[i], objective=objective) as round:
+        with training(message, context, copied(model), method, loaders[i], objective=objective) as round:
             batches = epoch(loaders[i], i, round.local.instruction.round)
             loss = my_loop(round.model, batches) if objective is PLAIN else corrected_loop(round.local, batches)
         return round.message(len(clients[i]), loss)

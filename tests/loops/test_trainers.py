@@ -62,9 +62,8 @@ def lightning(round: Any, x: Tensor, y: Tensor) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), RATE, momentum=0.9)
 
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=EPOCHS, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
-    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=EPOCHS, **quiet)
     trainer.fit(Module(round.model), batches(x, y), batches(x + 3, y))
 
 

@@ -5,7 +5,6 @@ Imports of torch and Flower are inside the functions, so that a doctor can still
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -183,10 +182,12 @@ def model_on_data(config: RunConfig, train: Samples) -> Finding:
     import numpy as np
     import torch
 
+    from fl_bn.derived import copied
+    from fl_bn.roles import inputs_like
     from fl_bn.run.assembly import source_model, task
 
-    model, of = copy.deepcopy(source_model(config)).train(), task(config, train.y)
-    x, _ = train.batch(np.arange(min(len(train), config.batch_size)), next(model.parameters()))
+    model, of = copied(source_model(config)).train(), task(config, train.y)
+    x, _ = train.batch(np.arange(min(len(train), config.batch_size)), inputs_like(model))
     try:
         with torch.no_grad():
             out = of.predict(model, x)
