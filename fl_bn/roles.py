@@ -6,6 +6,7 @@ FedAvg without a word.
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 
 import torch
@@ -17,7 +18,8 @@ class Role(Enum):
     """What a tensor is for, and so whether it may leave the client and how the server combines it."""
 
     WEIGHT = "weight"  # learnable, not in a norm layer
-    AFFINE = "affine"  # scale and shift of a norm layer
+    AFFINE = "affine"  # scale and shift of a BatchNorm layer
+    OTHER_AFFINE = "affine of other norms"  # scale and shift of LayerNorm, GroupNorm and their kin: shared like weights
     STATISTIC = "statistic"  # running mean and variance
     MIXING = "mixing"  # HBN's learnable mix of batch and shared statistics, before the sigmoid
     COUNTER = "counter"  # integers such as num_batches_tracked: never averaged
@@ -78,10 +80,33 @@ def _role(module: nn.Module, name: str, key: str, tensor: Tensor, learnable: boo
                 f"{name}: {type(module).__name__} holds a tensor {key!r} whose role is unknown (known: "
                 f"{', '.join(_NORM_TENSORS)}). Sharing or keeping it would be a guess: keep it outside the norm layer."
             )
-        return _NORM_TENSORS[key]
+        role = _NORM_TENSORS[key]
+        return Role.OTHER_AFFINE if role is Role.AFFINE and not isinstance(module, BATCH_NORMS) else role
     if learnable:
         return Role.WEIGHT
     return Role.BUFFER if torch.is_floating_point(tensor) else Role.COUNTER
+
+
+def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Every layer of ``model`` that looks like a norm layer but is none that is known by type, by name: what it holds is shared like the
+    tensors of any other layer.
+
+    It looks like one where it owns ``running_mean`` and ``running_var``, or owns parameters and has "norm" in the name of its class. Layers
+    of constants (torchvision's ``FrozenBatchNorm2d``) are left out. This is for messages: no tensor's role depends on it.
+    """
+    return {name: module for name, module in model.named_modules() if not isinstance(module, NORM_LAYERS) and _looks_like_norm(module)}
+
+
+def tracks_statistics(module: nn.Module) -> bool:
+    """Whether ``module`` itself owns buffers with BatchNorm's names for running statistics."""
+    return {"running_mean", "running_var"} <= {name for name, _ in module.named_buffers(recurse=False)}
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    kind, learns = type(module), any(True for _ in module.parameters(recurse=False))
+    if tracks_statistics(module):
+        return learns or "frozen" not in kind.__name__.lower()
+    return learns and re.search("norm(?!al)", kind.__name__, re.IGNORECASE) is not None
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm | SharedStatisticsNorm]:

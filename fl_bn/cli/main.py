@@ -240,7 +240,8 @@ def layers(
 ) -> None:
     """Which normalisation layers a model has, and what a method does with each of their tensors."""
     from fl_bn import convert
-    from fl_bn.flower.normalisation import describe_layers, no_batch_norm
+    from fl_bn.federation.norm_layers import looks_like_norm, no_batch_norm
+    from fl_bn.flower.normalisation import describe_layers
     from fl_bn.methods import METHODS
     from fl_bn.models import build
     from fl_bn.names import check_name
@@ -253,8 +254,8 @@ def layers(
         source = build(model, classes=classes, image_size=image_size)
         for line in describe_layers(source, convert(source, METHODS[method]()), METHODS[method]()):
             console.print(line, highlight=False)
-        if without := no_batch_norm(source, METHODS[method]()):
-            console.print(without, highlight=False)
+        for line in filter(None, [no_batch_norm(source, METHODS[method]()), *looks_like_norm(source, METHODS[method]())]):
+            console.print(line, highlight=False)
     except ValueError as error:
         raise refused(error) from error
 

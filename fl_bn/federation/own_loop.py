@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.composition import check_composition
+from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, Instruction, Kept
 from fl_bn.methods import Method, Phase
@@ -42,6 +43,7 @@ def local_round(
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
+    check_layers(model, method)
     round = LocalRound(model, method, instruction, kept, settings, connect)
     if not round.trains:
         yield round

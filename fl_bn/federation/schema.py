@@ -110,7 +110,7 @@ def names(model: nn.Module, method: Method, *wanted: Role) -> list[str]:
 
 
 KEPT = "kept"  # section, and query, of layers that stay at home
-WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.BUFFER)
+WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.OTHER_AFFINE, Role.BUFFER)
 
 
 def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = ()) -> Schema:

@@ -25,6 +25,7 @@ from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import AS_THE_MODEL, check_payload
+from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import signature
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
@@ -113,6 +114,7 @@ class OwnAppStrategy(Strategy):
         self.optimizer, self.defence, self.callbacks = optimizer, defence, callbacks
         self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
         check_composition(method, self._settings, robust=defence.active)
+        check_layers(model, method)
         check_payload(payload, method)
         self._rounds: _Rounds | None = None
 
