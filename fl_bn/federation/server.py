@@ -96,8 +96,13 @@ class Server:
         return self.shared.model
 
     def instruction(self) -> Instruction:
-        """Return what the server asks of the next round's clients."""
-        return self.begin(self.round + 1)
+        """Return what the server asks of the next round's clients.
+
+        Section ``start`` holds what clients keep at home, as the run starts with it: a client that keeps nothing yet begins with that. You
+        may leave it out for the others. It is not in the record's bytes.
+        """
+        asked = self.begin(self.round + 1)
+        return replace(asked, sections=asked.sections | self.shared.start())
 
     def begin(self, round: int) -> Instruction:
         """Open the record of ``round``, and return what its clients are asked to do."""
