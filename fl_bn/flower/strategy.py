@@ -157,7 +157,7 @@ class BatchNormStrategy(Strategy):
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One evaluate message per client, where clients have models, or test data, of their own; none otherwise.
 
-        Of clients with models of their own, those that have trained evaluate.
+        Of clients with models of their own, the evaluations of those count that have trained. The others are asked where they save models.
         """
         if not self.at_clients or not self._due(server_round):
             return []
@@ -169,7 +169,7 @@ class BatchNormStrategy(Strategy):
         if len(self._evaluating) < len(everyone):
             said = "round %s: %d of %d clients have trained so far, and evaluate models of their own"
             log(logging.INFO, said, server_round, len(self._evaluating), len(everyone))
-        return self._messages("evaluate", asked, self._evaluating, {**config, "save": save})
+        return self._messages("evaluate", asked, everyone if save else self._evaluating, {**config, "save": save})
 
     def _trained(self, clients: list[Client]) -> list[Client]:
         """Those of ``clients`` that have models of their own; all where nobody has one."""

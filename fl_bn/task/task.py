@@ -109,8 +109,8 @@ class Task(ABC):
                     raise
                 raise ValueError(
                     f"task {self.name}: the inputs of a batch are {', '.join(map(str, inputs))}, but {type(model).__name__}.forward takes "
-                    f"{takes}. Name the entries that are its inputs: {type(self).__name__}(input_keys=('{next(iter(inputs))}',)); one alone "
-                    "is given by position"
+                    f"{takes}. Name the entries that are its inputs: {type(self).__name__}(input_keys=('{next(iter(inputs))}',)); one "
+                    "alone is given by position"
                 ) from error
         return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,11 +282,15 @@ def test_an_own_app_s_strategy_evaluates_clients_that_have_trained(log: pytest.L
     assert len([name for name in shared if name.startswith("client-")]) == 3  # control
 
 
-def test_the_application_evaluates_clients_that_have_trained() -> None:
+def test_the_application_evaluates_clients_that_have_trained(tmp_path: Path) -> None:
     ran = run(METHODS["fedbn"](), data(), 1, model=pretrained(), policy={"fraction": 0.34})
     (record,) = ran.records
     assert set(record.client_evaluation) == {client.client for client in record.clients}
     assert len(record.client_evaluation) == 1
+    grid = WatchedGrid(client_app(METHODS["fedbn"](), data(), model=pretrained(), folder=tmp_path), 3)
+    saved = run(METHODS["fedbn"](), data(), 1, grid=grid, model=pretrained(), policy={"fraction": 0.34}, save_clients="saved")
+    assert len(list((tmp_path / "saved" / "clients").glob("*"))) == 3  # all save what they have
+    assert saved.records[0].client_evaluation == record.client_evaluation
     all_of_them = run(METHODS["fedbn"](), data(), 1, model=pretrained())
     assert set(all_of_them.records[0].client_evaluation) == {0, 1, 2}  # control
 

@@ -294,7 +294,7 @@ def test_entries_of_a_dict_that_the_network_does_not_take_are_named_with_the_way
     x, y = torch.randn(4, 3), torch.arange(4) % 2
     monai = {"image": x, "label": y, "image_meta_dict": {"filename_or_obj": ["a", "b", "c", "d"]}}
     net = nn.Sequential(nn.Linear(3, 2))
-    said = r"inputs of a batch are image, image_meta_dict, but Sequential.forward takes input\. .* Classification\(input_keys=\('image',\)\)"
+    said = r"a batch are image, image_meta_dict, but Sequential.forward takes input\. .* Classification\(input_keys=\('image',\)\)"
     with pytest.raises(ValueError, match=said):
         evaluate(net, [monai])
     told = evaluate(net, [monai], task=Classification(input_keys=("image",))).result()
