@@ -14,13 +14,18 @@ LOGGER = logging.getLogger("flwr")
 SHOWN = 3  # layers of a kind that a message names
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether ``model``, converted or not, has a layer that methods take for BatchNorm."""
+    return bool(batch_norms(model))
+
+
 def no_batch_norm(model: nn.Module, method: Method) -> str:
     """Say that ``method`` has nothing to do in a ``model`` without BatchNorm.
 
     Returns:
         One sentence; empty where it has something to do, or where averaging is all that was asked.
     """
-    if batch_norms(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
+    if has_batch_norm(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
         return ""
     if without_subject(method):
         said = (
