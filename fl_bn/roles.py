@@ -9,6 +9,7 @@ floating-point buffer is shared, and ``set_buffer_roles`` states another role.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -28,7 +29,8 @@ class Role(Enum):
     """What a tensor is for, and so whether it may leave the client and how the server combines it."""
 
     WEIGHT = "weight"  # learnable, not in a norm layer
-    AFFINE = "affine"  # scale and shift of a norm layer
+    AFFINE = "affine"  # scale and shift of a BatchNorm layer
+    OTHER_AFFINE = "affine of other norms"  # scale and shift of LayerNorm, GroupNorm and their kin: shared like weights
     STATISTIC = "statistic"  # running mean and variance
     MIXING = "mixing"  # HBN's learnable mix of batch and shared statistics, before the sigmoid
     COUNTER = "counter"  # integers such as num_batches_tracked: never averaged
@@ -86,7 +88,8 @@ def _role(module: nn.Module, name: str, key: str, tensor: Tensor, learnable: boo
     stated: Role | None = vars(module).get(STATED, {}).get(key)
     if isinstance(module, NORM_LAYERS):
         if key in _NORM_TENSORS:
-            return _NORM_TENSORS[key]
+            role = _NORM_TENSORS[key]
+            return Role.OTHER_AFFINE if role is Role.AFFINE and not isinstance(module, _BatchNorm) else role
         if stated is None:
             advice = "state the role of a buffer by set_buffer_roles, or keep the tensor outside the norm layer"
             if key.startswith(_DERIVED):
@@ -238,6 +241,28 @@ def inputs_like(model: nn.Module) -> Tensor:
     """
     tensors = [*model.parameters(), *model.buffers()]
     return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0, device=tensors[0].device if tensors else None))
+
+
+def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Every layer of ``model`` that looks like a norm layer but is none that is known by type, by name: what it holds is shared like the
+    tensors of any other layer.
+
+    It looks like one where it owns ``running_mean`` and ``running_var``, or owns parameters and has "norm" in the name of its class. Layers
+    of constants (torchvision's ``FrozenBatchNorm2d``) are left out. This is for messages: no tensor's role depends on it.
+    """
+    return {name: module for name, module in model.named_modules() if not isinstance(module, NORM_LAYERS) and _looks_like_norm(module)}
+
+
+def tracks_statistics(module: nn.Module) -> bool:
+    """Whether ``module`` itself owns buffers with BatchNorm's names for running statistics."""
+    return {"running_mean", "running_var"} <= {name for name, _ in module.named_buffers(recurse=False)}
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    kind, learns = type(module), any(True for _ in module.parameters(recurse=False))
+    if tracks_statistics(module):
+        return learns or "frozen" not in kind.__name__.lower()
+    return learns and re.search("norm(?!al)", kind.__name__, re.IGNORECASE) is not None
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:

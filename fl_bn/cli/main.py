@@ -248,8 +248,9 @@ def layers(
     Server and clients need the same signature, which is the last line.
     """
     from fl_bn import convert
+    from fl_bn.federation.norm_layers import looks_like_norm, no_batch_norm
     from fl_bn.federation.payload import signature
-    from fl_bn.flower.normalisation import describe_layers, no_batch_norm
+    from fl_bn.flower.normalisation import describe_layers
     from fl_bn.methods import METHODS
     from fl_bn.models import build
     from fl_bn.names import check_name
@@ -264,8 +265,8 @@ def layers(
         converted = convert(source, METHODS[method]())
         for line in describe_layers(source, converted, METHODS[method]()):
             console.print(line, highlight=False)
-        if without := no_batch_norm(source, METHODS[method]()):
-            console.print(without, highlight=False)
+        for line in filter(None, [no_batch_norm(source, METHODS[method]()), *looks_like_norm(source, METHODS[method]())]):
+            console.print(line, highlight=False)
         state = converted.state_dict()
         for name, role in roles(converted).items() if tensors else ():
             typer.echo(f"{name}  {role.value}  {tuple(state[name].shape)}  {str(state[name].dtype).removeprefix('torch.')}")

@@ -30,7 +30,7 @@ from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
 from fl_bn.layers import freeze_statistics, observe, pooled, updates
-from fl_bn.methods import NORMALISERS, Method, Phase, Report, StatisticsPass
+from fl_bn.methods import Method, Phase, Report, StatisticsPass
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.modes import frozen_affine, train_mode
 from fl_bn.moments import Moments, Running
@@ -285,6 +285,11 @@ class LocalRound:
         ``batches``, of which ``task.read`` takes the inputs. Changes nothing of the model."""
         if self.steps:
             raise ValueError("the statistics are those of the shared weights: measure before the first step")
+        if self.trains and isinstance(batches, Iterator):
+            raise ValueError(
+                f"round.measure got a {type(batches).__name__}, of which nothing would be left to train on: give a list of batches or a "
+                "DataLoader"
+            )
         if self._connect is not None and isinstance(batches, Iterator):
             batches = list(batches)  # an exchange goes through them more than once
         self.moments = self.measured(partial(self.inputs, batches, task), task.forward)
@@ -305,14 +310,11 @@ class LocalRound:
         return measured(self.model, inputs(), self.asked, forward)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
-        """Yield the inputs of whole batches, until there are as many samples as the round asks for. Normalisers need batches of two samples
-        or more: smaller ones are left out."""
+        """Yield the inputs of whole batches, until there are as many samples as the round asks for."""
         device, most = inputs_like(self.model).device, self.asked.samples
         self.measured_samples = 0
         for batch in batches:
             x, y = task.read(batch)
-            if self.asked.measured == NORMALISERS and len(y) < 2:
-                continue
             self.measured_samples += len(y)
             yield to_device(x, device)
             if 0 < most <= self.measured_samples:

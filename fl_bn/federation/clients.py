@@ -23,6 +23,7 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.loaders import Loader, SeededBatches, generators
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
+from fl_bn.federation.one_sample import Trainable
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.training import DROPOUT, SUBSET, train
@@ -32,6 +33,7 @@ from fl_bn.methods import Method, Phase, Report
 from fl_bn.task import Task
 
 Connect = Callable[[int], LocalExchange]
+LEFT_OUT = "left-out"  # of a reply's metrics: batches of one sample that the client did not train on
 Value = TypeVar("Value", Instruction, Kept, Reply)
 
 
@@ -89,15 +91,17 @@ class Clients:
             scheduler = None if self.make_scheduler is None else self.make_scheduler(optimizer)
             batches = loader.epochs(self.seed, client, asked.round, self.epochs) if isinstance(loader, SeededBatches) else loader
             passes = 1 if isinstance(loader, SeededBatches) else self.epochs
+            usable = Trainable(round, batches, self.task, isinstance(loader, SeededBatches))
             with self._seeded(client, asked.round, DROPOUT), round.open():
-                trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(passes)]
+                trained = [train(round, usable, self.task, optimizer, scheduler) for _ in range(passes)]
+            told = {LEFT_OUT: float(usable.left_out)} if usable.left_out else {}
             count = sum(part.samples for part in trained)
             if count == 0:  # it sits the round out, and the others' exchange
                 if connect is not None:
                     connect(0).close()
-                return Reply(client, {}, 0, 0), kept
+                return Reply(client, {}, 0, 0, told), kept
             loss = sum(part.loss * part.samples for part in trained) / count
-            return round.reply(count // self.epochs, loss, client=client)
+            return round.reply(count // self.epochs, loss, client=client, metrics=told)
 
     def measure(self, asked: Instruction, client: int, kept: Kept, connect: Connect | None = None) -> tuple[Reply, Kept]:
         """One client's part in a statistics-only exchange."""

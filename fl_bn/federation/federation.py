@@ -27,13 +27,14 @@ from fl_bn.exchange.session import Session, exchanged_layers
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks
 from fl_bn.federation.client import LocalRound, check_optimizer
-from fl_bn.federation.clients import Clients, Connect, InWorkers, in_workers
+from fl_bn.federation.clients import LEFT_OUT, Clients, Connect, InWorkers, in_workers
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.eager import SGD
-from fl_bn.federation.loaders import Loader, SeededBatches
+from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches, check_loader
 from fl_bn.federation.local import evaluate
 from fl_bn.federation.network import Network
+from fl_bn.federation.one_sample import ADVICE
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Exchanged, Passes
 from fl_bn.federation.payload import Named
@@ -79,6 +80,8 @@ class Federation:
     >>> [record.round for record in federation.run(rounds=2)]
     [1, 2]
 
+    Raises ValueError where an argument makes no sense: a client that is a generator, which can be gone through once, say.
+
     ``history`` has every round's record, ``model`` the network as evaluated last. Every argument: docs/start/plain-torch.md.
     """
 
@@ -119,6 +122,10 @@ class Federation:
                 f"a federation needs clients, and local_epochs and evaluate_every >= 1, but got {len(clients)} clients, {local_epochs} and "
                 f"{evaluate_every}"
             )
+        for number, loader in enumerate(clients):
+            check_loader(f"client {number}", loader)
+        if test is not None:
+            check_loader("test", test)
         self.task, self.clients, self.test, self.seed, self.workers = task, clients, test, seed, workers
         self.progress, self.callbacks = progress, tuple(callbacks)
         settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective)
@@ -146,6 +153,7 @@ class Federation:
         self._clients = Clients(pristine, method, self._device, clients, settings, task, optimizer, scheduler, schedule, seed)
         self._in_workers: InWorkers | None = None
         self._kept = [NOTHING for _ in clients]
+        self._without = set[int]()  # clients of whose batches something was said
         self._one_program, self._fallback = engine == VECTORISED, Fallback()
         self._on_cpu = Network(pristine, method, torch.device("cpu"))
         self._passes = Passes(self.server, self._measured, layer_by_layer=self._measured_layer_by_layer)
@@ -221,10 +229,8 @@ class Federation:
                 yield record
                 if failed == server.policy.max_failed:
                     why = next((client.refused for client in record.clients if client.refused), "")
-                    raise Diverged(
-                        f"{failed} rounds in a row too few replies could be used (values that are not finite mean that training diverged: "
-                        f"lower the learning rate). The first reason: {why}"
-                    )
+                    lower = ". Training diverged: lower the learning rate" if "finite" in why else ""
+                    raise Diverged(f"{failed} rounds in a row too few replies could be used. The first reason: {why}{lower}")
 
     def _bar(self) -> list[Callback]:
         """On a terminal, where it is wanted."""
@@ -235,14 +241,19 @@ class Federation:
         return [Bar(sys.stderr, self.task)]
 
     def evaluate(self, batches: Loader | None = None) -> dict[str, float]:
-        """Loss and the task's metrics of the shared model, or the mean over the clients' own, on ``batches`` (default: ``test``)."""
+        """Compute loss and the task's metrics of the shared model on ``batches`` (default: ``test``).
+
+        Where clients have models of their own (FedBN, SiloBN): the mean over those of the clients that have trained so far.
+        """
+        if batches is not None:
+            check_loader("the batches to evaluate", batches, again=self.method.personal)
         batches = self.test if batches is None else batches
         if batches is None:
             return {}
-        if not self.server.shared.personal:
+        trained = [client for client, kept in enumerate(self._kept) if kept.get("local")]
+        if not (self.server.shared.personal and trained):
             return evaluate(self.model.to(self._device), batches, task=self.task).result()
-        everyone = range(len(self.clients))
-        found = [evaluate(self.client_model(client).to(self._device), batches, task=self.task).result() for client in everyone]
+        found = [evaluate(self.client_model(client).to(self._device), batches, task=self.task).result() for client in trained]
         return {name: float(np.mean([metrics[name] for metrics in found])) for name in found[0]}
 
     def _cohort(self, number: int) -> list[int]:
@@ -291,7 +302,20 @@ class Federation:
     def _keeping(self, asked: Instruction, client: int, reply: Reply, kept: Kept) -> Reply:
         if asked.phase is not Phase.MEASURE:
             self._kept[client] = kept
+            self._say_left_out(asked.round, client, reply)
         return reply
+
+    def _say_left_out(self, round: int, client: int, reply: Reply) -> None:
+        """Warn, once for each client, of batches that it could not train on, or of a loader that gave none."""
+        left_out = int(reply.metrics.get(LEFT_OUT, 0))
+        if client in self._without or (reply.samples and not left_out):
+            return
+        self._without.add(client)
+        if left_out:
+            what = "a batch" if left_out == 1 else f"{left_out} batches"
+            LOGGER.warning("client %s: %s of one sample left out in round %s. %s", client, what, round, ADVICE)
+        else:
+            LOGGER.warning("client %s: its loader gave no batch in round %s. %s", client, round, REITERABLE)
 
     def _together(self, asked: Instruction, clients: Sequence[int]) -> list[Reply] | None:
         """The replies of ``clients`` as one program; None where they are to work, or have to work, one by one."""
@@ -310,6 +334,8 @@ class Federation:
         loaders = [loader for loader in map(self.clients.__getitem__, clients) if isinstance(loader, SeededBatches)]
         if len(loaders) < len(clients):
             raise CannotVectorise("its clients need batches that it draws itself: give SeededBatches")
+        if any(len(loader.samples) < 2 for loader in loaders):
+            raise CannotVectorise("batches of one program need at least 2 samples, but a client has fewer")
         exchanges = asked.phase is Phase.EXCHANGE
         if exchanges and self.server.defence.active:
             raise CannotVectorise(f"{self.method.name} with a defence averages robustly within a step")

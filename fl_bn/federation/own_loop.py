@@ -15,6 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.composition import check_composition
+from fl_bn.federation.norm_layers import check_layers
+from fl_bn.federation.one_sample import advised
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, Instruction, Kept
 from fl_bn.layers import in_backward, observe
@@ -47,6 +49,7 @@ def local_round(
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
+    check_layers(model, method)
     round = LocalRound(model, method, instruction, kept, settings, connect)
     if not round.trains:
         yield round
@@ -56,7 +59,7 @@ def local_round(
     for parameter in fixed:  # an optimiser of all parameters leaves alone what the method freezes
         parameter.requires_grad_(False)
     try:
-        with round.open(), _watched(round):
+        with advised(), round.open(), _watched(round):
             yield round
     finally:
         for parameter in fixed:

@@ -73,9 +73,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class Schema:
-    """The sections of a payload, and in each the tensors that must be there, no more and no less."""
+    """The sections of a payload, and in each the tensors that must be there, no more and no less.
+
+    ``optional``: sections that may be absent.
+    """
 
     sections: dict[str, dict[str, Spec]]
+    optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
     def check(self, payload: Payload) -> float:
         """The largest size of a number in ``payload``.
@@ -84,7 +88,7 @@ class Schema:
             WireError: for the first section or tensor that is missing, extra, ill-shaped, ill-typed or out of range.
         """
         largest = 0.0
-        for section, specs in self.sections.items():
+        for section, specs in [*self.sections.items(), *((k, specs) for k, specs in self.optional.items() if k in payload)]:
             if section not in payload:
                 raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {said(sorted(payload))}")
             arrays = payload[section]
@@ -97,7 +101,7 @@ class Schema:
             usual, size = _usual(specs, arrays)
             largest = max([largest, size, *(specs[name].check(section, name, arrays[name]) for name in specs if name not in usual)])
         for section in payload:
-            if section not in self.sections:
+            if section not in self.sections and section not in self.optional:
                 raise WireError(section, "", f"extra: expected only {sorted(self.sections)}")
         return largest
 
@@ -150,13 +154,26 @@ def names(model: nn.Module, method: Method, *wanted: Role) -> list[str]:
 
 
 KEPT = "kept"  # section, and query, of layers that stay at home
-WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.BUFFER)
+START = "start"  # section of the same layers as the run starts with, for a client that keeps none yet
+WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.OTHER_AFFINE, Role.BUFFER)
 
 
 def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """Describe what the server sends: weights, with the buffers that clients receive and do not send, statistics that are shared, and, for
-    training, what accompanies the weights."""
-    return Schema(_shared(model, method, True, _spec) | _auxiliary(model, method, auxiliary))
+    training, what accompanies the weights.
+
+    A client that keeps nothing yet may also be sent the start of what it will keep, section ``START``.
+    """
+    state = model.state_dict()
+    start = {START: {name: _spec(name, state[name]) for name in at_home(model, method)}}
+    return Schema(_shared(model, method, True, _spec) | _auxiliary(model, method, auxiliary), start if start[START] else {})
+
+
+def at_home(model: nn.Module, method: Method) -> list[str]:
+    """Return the names of the tensors that clients keep and that a run may start with: all local ones but HBN's mixing logits, which start
+    at 0 everywhere."""
+    wanted = method.local - {Role.MIXING}
+    return [name for name, role in roles(model).items() if role in wanted]
 
 
 def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> Schema:

@@ -23,6 +23,7 @@ from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.intake import Folded, Intake
 from fl_bn.federation.narrow import EXACT, Rounding, check_payload
+from fl_bn.federation.norm_layers import check_layers, say_absent
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import count_tensors, to_numpy
 from fl_bn.federation.record import ClientRecord, RoundRecord
@@ -63,6 +64,9 @@ class Server:
 
     ``model``: unconverted; its tensors are the start. ``policy``: how rounds are run; ``rounds``: how many there will be. ``optimizer``
     steps on the pseudo-gradient of the shared weights (default: the average itself). ``defence``: rules against Byzantine clients.
+
+    Raises:
+        ValueError: ``model`` has no BatchNorm layer, and without one ``method`` means nothing (``norm_layers.check_layers``).
     """
 
     def __init__(
@@ -75,10 +79,12 @@ class Server:
         optimizer: ServerOptimizer | None = None,
         defence: Defence = NO_DEFENCE,
     ) -> None:
+        check_layers(model, method)
         check_weights(method, policy.client_weights)
         check_payload(policy.payload, method)
         self.source, self.method, self.policy, self.rounds, self.defence = model, method, policy, rounds, defence
         self.shared = SharedModel(model, method, policy.auxiliary, policy.clients)
+        say_absent(model, method)
         self.rounding = Rounding.of(policy.payload, self.shared.model)
         self.optimizer = optimizer or server_optimizer("fedavg")
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
@@ -91,8 +97,13 @@ class Server:
         return self.shared.model
 
     def instruction(self) -> Instruction:
-        """Return what the server asks of the next round's clients."""
-        return self.begin(self.round + 1)
+        """Return what the server asks of the next round's clients.
+
+        Section ``start`` holds what clients keep at home, as the run starts with it: a client that keeps nothing yet begins with that. You
+        may leave it out for the others. It is not in the record's bytes.
+        """
+        asked = self.begin(self.round + 1)
+        return replace(asked, sections=asked.sections | self.shared.start())
 
     def begin(self, round: int) -> Instruction:
         """Open the record of ``round``, and return what its clients are asked to do.

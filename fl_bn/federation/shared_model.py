@@ -86,7 +86,7 @@ class SharedModel:
         layers, state = self.model.named_modules(remove_duplicate=False), model.state_dict()
         counters = [tensor_name(name, "num_batches_tracked") for name, layer in layers if isinstance(layer, _BatchNorm)]
         self._counters = {name: state[name].clone() for name in counters if name in state}
-        self._expected = schema.instruction(self.model, method)
+        self._expected, self._at_home = schema.instruction(self.model, method), schema.at_home(self.model, method)
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         self._moderate = min((bounds(p.dtype)[0] for p in self.model.parameters() if p.is_floating_point()), default=math.inf)
@@ -105,6 +105,11 @@ class SharedModel:
         state = self.model.state_dict()
         wanted = self._expected.sections
         return {section: {name: state[name].detach().clone() for name in names} for section, names in wanted.items()}
+
+    def start(self) -> Sections:
+        """Section ``START``: what clients keep, as the run starts with it; no section where they keep nothing."""
+        state, names = self.model.state_dict(), self._at_home
+        return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
     def instruction_to_train(self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float) -> Instruction:
         """What goes down when clients train: from where ``optimizer`` lets them start, and what accompanies the weights."""

@@ -21,6 +21,7 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.clipping import clip, norm_in_round
 from fl_bn.federation.local import PASS_BATCH, Samples, statistics_pass, torch_seed
+from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
@@ -124,7 +125,7 @@ def client_round(
     and the round alone.
 
     Raises:
-        ClientTooSmall: fewer than two samples, which have no variance.
+        ClientTooSmall: fewer samples than the round's method needs (``one_sample.fewest``): one has no variance.
     """
     settings, number, n = round.settings, round.instruction.round, len(samples)
 
@@ -135,7 +136,7 @@ def client_round(
     if not round.trains:
         measure()
         return round.reply(n, client=client)
-    check_size(n)  # before the statistics pass, which one sample may break
+    check_size(n, least_of(round))  # before the statistics pass, which one sample may break
     if round.method.reports(round.phase) is Report.PASS:
         measure()
     like = inputs_like(round.model)
@@ -149,6 +150,11 @@ def client_round(
     return round.reply(int(batches.seen.sum()), trained.loss, client=client, tells_drift=tells_drift)
 
 
+def least_of(round: LocalRound) -> int:
+    """Return how many samples a batch of ``round`` must have at least."""
+    return fewest(round.network.original, round.method, round.phase)
+
+
 def how_measured(round: LocalRound, seed: int, client: int) -> tuple[np.random.Generator, int]:
     """What the round's statistics pass draws from, and the size of its batches."""
     size = round.settings.batch_size if round.asked.measured == NORMALISERS else PASS_BATCH
@@ -158,9 +164,8 @@ def how_measured(round: LocalRound, seed: int, client: int) -> tuple[np.random.G
 def drawn(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
     """The training batches of this round, as the settings say."""
     settings, number = round.settings, round.instruction.round
-    indices = draw_batches(
-        len(samples), settings.batch_size, seeded(seed, client, number, BATCHES), epochs=settings.epochs, steps=settings.steps
-    )
+    rng, least = seeded(seed, client, number, BATCHES), least_of(round)
+    indices = draw_batches(len(samples), settings.batch_size, rng, epochs=settings.epochs, steps=settings.steps, least=least)
     changes = settings.augment != "none"  # else nothing is drawn, and making a generator takes as long as a layer
     augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT)) if changes else None
     return IndexBatches(samples, list(indices), inputs_like(round.model), augment)

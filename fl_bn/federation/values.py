@@ -18,7 +18,8 @@ class Instruction:
     """What the server asks of every client of a cohort.
 
     ``sections``: ``weights`` and, where they are shared, running ``statistics``, by state_dict name; in training also what accompanies
-    the weights (control variates, momentum). ``measured``: of a statistics-only exchange (``Phase.MEASURE``), ``inputs`` or
+    the weights (control variates, momentum), and perhaps ``start``: what the client keeps at home, as a run starts with it, for a client
+    that keeps nothing yet. ``measured``: of a statistics-only exchange (``Phase.MEASURE``), ``inputs`` or
     ``normalisers``; ``memory``: bytes of activations that a client may keep in one that goes layer by layer. ``signature``: of model and
     method, see ``payload.signature``; empty: not checked.
     """

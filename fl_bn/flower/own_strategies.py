@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import AS_THE_MODEL, check_payload
+from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import signature
+from fl_bn.federation.payload import nbytes, signature, to_numpy
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
-from fl_bn.federation.schema import COMPARE
+from fl_bn.federation.schema import COMPARE, START
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.client_app import HELLO as ASK_HELLO
+from fl_bn.flower.codec import to_record
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO, OWN_METRICS
 from fl_bn.flower.messaging import send_and_receive
@@ -49,6 +52,24 @@ class _Rounds(BatchNormStrategy):
     """Evaluates at the clients with any metrics, weighted by ``num-examples`` as Flower's own strategies weigh them."""
 
     evaluates = True
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        """One train message per client of the cohort. A client that keeps nothing yet is sent the start of what it will keep: your app
+        builds its network anew, and not from the weights that the server has."""
+        messages = [*super().configure_train(server_round, arrays, config, grid)]
+        start = self.shared.start()
+        self._started = {client.index: nbytes(start) for client in self.cohort if start and not self.recovery.keeps(client.index)}
+        for message, client in zip(messages, self.cohort, strict=True):
+            if client.index in self._started:
+                message.content[START] = to_record(to_numpy(start[START]))
+        return messages
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        done, record = super().aggregate_train(server_round, replies), self.record
+        if self._started:
+            record.bytes_down |= {START: max(self._started.values())}
+            record.clients = [replace(c, bytes_down=c.bytes_down + self._started.get(c.client, 0)) for c in record.clients]
+        return done
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         self.at_clients = self.evaluates
@@ -115,6 +136,7 @@ class OwnAppStrategy(Strategy):
         self.optimizer, self.defence, self.callbacks = optimizer, defence, callbacks
         self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
         check_composition(method, self._settings, robust=defence.active)
+        check_layers(model, method)
         check_payload(payload, method)
         self._rounds: _Rounds | None = None
 

@@ -90,6 +90,7 @@ class BatchNormStrategy(Strategy):
         self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
         self.task = task
         self.population: Population | None = None
+        self._evaluating = list[Client]()
         self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
         self._batches = 0  # that a client trained on
         self._rounding = EXACT  # of the messages sent last
@@ -157,20 +158,32 @@ class BatchNormStrategy(Strategy):
         return Arrived(who, parts, reading.refused, reading.wrong, folded=folded)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """One evaluate message per client, where clients have models, or test data, of their own; none otherwise."""
+        """One evaluate message per client, where clients have models, or test data, of their own; none otherwise.
+
+        Of clients with models of their own, the evaluations of those count that have trained. The others are asked where they save models.
+        """
         if not self.at_clients or not self._due(server_round):
             return []
         self.shared.load(tensors_of(arrays))
         save = self.save_clients if server_round == self.server.rounds and self.shared.personal else ""
         asked = self.shared.instruction(server_round, Phase.TRAIN)
-        return self._messages("evaluate", asked, self._clients(grid).everyone(), {**config, "save": save})
+        everyone = self._clients(grid).everyone()
+        self._evaluating = self._trained(everyone)
+        if len(self._evaluating) < len(everyone):
+            said = "round %s: %d of %d clients have trained so far, and evaluate models of their own"
+            log(logging.INFO, said, server_round, len(self._evaluating), len(everyone))
+        return self._messages("evaluate", asked, everyone if save else self._evaluating, {**config, "save": save})
+
+    def _trained(self, clients: list[Client]) -> list[Client]:
+        """Those of ``clients`` that have models of their own; all where nobody has one."""
+        return [client for client in clients if self.method.personal and self.recovery.keeps(client.index)] or clients
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean, standard deviation and minimum of the clients' accuracies, each client counted once."""
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
-        return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent, self.task, self.rounds.called)
+        return evaluation_at_clients(self.record, replies, self._evaluating, header, self._sent, self.task, self.rounds.called)
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
         from fl_bn.flower.secure_rounds import SecureRounds  # only now: a plain run does without SecAgg+
@@ -280,7 +293,8 @@ class BatchNormStrategy(Strategy):
                 self._evaluate(server_round, result, evaluate_config, evaluate_fn, grid, timeout)
             if self.rounds.unseen and self.method.personal and server_round == self.server.rounds:
                 clients, run_id = self._clients(grid), self.recovery.run_id
-                self.unseen = average_kept(clients, self.shared, server_round, self.rounds, run_id, self._overheard)
+                who = self._trained(clients.everyone())
+                self.unseen = average_kept(clients.grid, who, self.shared, server_round, self.rounds, run_id, self._overheard)
             self.record.seconds = time.perf_counter() - begin
             self._tell()
             self.recovery.after_round(server_round, self.server.rounds, arrays, self.shared, self.server.optimizer, failed)

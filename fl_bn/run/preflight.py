@@ -11,6 +11,7 @@ from fl_bn.data.augment import augmenter
 from fl_bn.data.dataset import to_input
 from fl_bn.derived import copied
 from fl_bn.federation.local import torch_seed
+from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.rounds import AS_METHOD
@@ -19,7 +20,7 @@ from fl_bn.flower.log import LOGGER
 from fl_bn.methods import Phase
 from fl_bn.roles import Role, batch_norms, inputs_like
 from fl_bn.run import recalibrate
-from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, task
+from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.history import round_columns
 from fl_bn.task import Classification, Task
@@ -38,6 +39,10 @@ def check(config: RunConfig) -> None:
     if config.dataset != SITES:
         partitions(config)
     model, method = client_model(config), config.build_method()
+    try:
+        check_layers(source_model(config), method)
+    except ValueError as error:
+        raise ConfigError(f"model {config.model!r}: {error}") from error
     measured = config.calibrate == -1 or config.calibrate > 0
     if measured and (reason := why_not(model, method)):
         raise ConfigError(f"calibrate={config.calibrate} would do nothing: {reason}. Set calibrate to 0")
