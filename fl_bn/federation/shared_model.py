@@ -95,13 +95,15 @@ class SharedModel:
         wanted = self._expected.sections
         return {section: {name: state[name].detach().clone() for name in names} for section, names in wanted.items()}
 
-    def instruction_to_train(self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float) -> Instruction:
+    def instruction_to_train(
+        self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0
+    ) -> Instruction:
         """What goes down when clients train: from where ``optimizer`` lets them start, and what accompanies the weights."""
         sections, state = self.sections(), self.model.state_dict()
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
         sections |= {section: dict(tensors) for section, tensors in self.auxiliary.items()}
-        return Instruction(round, phase, sections, learning_rate, signature=self.signature)
+        return Instruction(round, phase, sections, learning_rate, signature=self.signature, rate_share=rate_share)
 
     def _auxiliary(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
         """What came beside the weights, combined."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -29,6 +30,7 @@ from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import signature
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.values import Instruction
 from fl_bn.flower.client_app import HELLO as ASK_HELLO
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO, OWN_METRICS
@@ -43,10 +45,22 @@ from fl_bn.wire import WireError, reason, shown
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
+RATES = ("lr", "learning_rate")
+"""Under which a ``train_config`` has the clients' learning rate, in Flower's own examples and elsewhere."""
+
+
 class _Rounds(BatchNormStrategy):
     """Evaluates at the clients with any metrics, weighted by ``num-examples`` as Flower's own strategies weigh them."""
 
     evaluates = True
+
+    def _train_config(self, config: Mapping[str, Any], asked: Instruction) -> dict[str, Any]:
+        """The rates that ``config`` names fall with the method's share in frozen rounds: the clients' loops read them there."""
+        made = super()._train_config(config, asked)
+        for name in RATES:
+            if asked.rate_share != 1 and isinstance(made.get(name), float):
+                made[name] *= asked.rate_share
+        return made
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         self.at_clients = self.evaluates
@@ -79,7 +93,8 @@ class OwnAppStrategy(Strategy):
     ``fl_bn.flower.training``.
 
     ``fraction_train``, ``fraction_evaluate`` (0 or 1), ``min_train_nodes`` and ``min_available_nodes`` as in Flower's ``FedAvg``. ``rate``:
-    the learning rate by ``(round, rounds)``, which FBN's tracking follows; your clients learn theirs from ``train_config``. ``objective``:
+    the learning rate by ``(round, rounds)``, which FBN's tracking follows; default: what ``train_config`` names (``RATES``), from which your
+    clients learn theirs. In rounds with frozen statistics it falls there, too (``Method.learning_rate``). ``objective``:
     the one that your ``training`` names (SCAFFOLD's control variates travel). ``exchange``: how FedTAN's is carried. ``payload``:
     the type in which weights travel while clients train, ``float32``, ``bfloat16`` or ``float16``.
     ``callbacks`` are called after every round and at the end.
@@ -155,14 +170,16 @@ class OwnAppStrategy(Strategy):
             RunFailed: the clients are missing, or their app does not answer; the message says which line it lacks.
         """
         wanted = signature(convert(self.model, self.method), self.method)
-        clients = _population(grid, self.min_available_nodes, timeout, wanted)
+        clients, rate = _population(grid, self.min_available_nodes, timeout, wanted), self.rate
+        if rate is constant_rate and (named := [value for name in RATES if _is_rate(value := (train_config or {}).get(name))]):
+            rate = partial(_always, named[0])
         policy = Rounds(
             clients,
             self.fraction_train,
             timeout=timeout,
             min_cohort=min(self.min_train_nodes, clients),
             seed=self.seed,
-            rate=self.rate,
+            rate=rate,
             calibrate=self.calibrate,
             unit_scale=self.unit_scale,
             auxiliary=auxiliary(self._settings),
@@ -172,6 +189,14 @@ class OwnAppStrategy(Strategy):
         self._rounds = _Rounds(self.model, self.method, policy, optimizer=self.optimizer, defence=self.defence, callbacks=self.callbacks)
         self._rounds.evaluates = self.evaluates
         return self._rounds.start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+
+
+def _always(rate: float, round: int, rounds: int) -> float:
+    return rate
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, float) and value > 0
 
 
 def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:

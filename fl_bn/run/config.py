@@ -172,7 +172,9 @@ class RunConfig(RunKeys):
         constructor = METHODS[self.method]
         method = build(constructor, self.__getitem__)
         freezes_itself = "freeze-after" in options_by_key(constructor)
-        return self._attacked(method if self.freeze_after < 0 or freezes_itself else freeze(method, self.freeze_after))
+        if self.freeze_after >= 0 and not freezes_itself:
+            method = freeze(method, self.freeze_after, rate=self.frozen_rate or None)
+        return self._attacked(method)
 
     def _attacked(self, method: Method) -> Method:
         if self.attack == "none":

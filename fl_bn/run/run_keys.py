@@ -26,6 +26,8 @@ from fl_bn.federation.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
 from fl_bn.federation.vectorised import ENGINES
 from fl_bn.federation.workers import MOST_WORKERS
 from fl_bn.methods import METHODS
+from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
+from fl_bn.methods.method import FROZEN_RATE
 from fl_bn.models import MODELS
 from fl_bn.models.standardise import STANDARDS
 from fl_bn.names import names_of
@@ -54,6 +56,12 @@ class RunKeys:
     method: str = option("fbn", "how normalisation is federated", METHODS)
     freeze_after: int = option(
         -1, "last round before the statistics freeze, any method; -1: never (fixbn, fedtan2: half of the rounds)", "-1 or >= 0"
+    )
+    frozen_rate: float = option(
+        0.0,
+        "most that rounds with frozen statistics run at, as a share of the highest learning rate before; 1: the schedule alone decides; 0: "
+        f"{FROZEN_RATE:g} (fedtan2: {FEDTAN2_RATE:g})",
+        "0 or (0, 1]",
     )
     # model and data
     model: str = option(
