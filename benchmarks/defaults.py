@@ -18,6 +18,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated, Any
@@ -86,7 +87,8 @@ def cell(key: Key, folder: str) -> dict[str, Any]:
     after = [value for round, value in curve if round > rounds // 2]
     at_freeze = next((value for round, value in curve if round == rounds // 2), float("nan"))
     lowest, last = (min(after), after[-1]) if after and curve[-1][0] == rounds else (float("nan"), float("nan"))
-    values = (*key, last, at_freeze, lowest, round(growth, 2), json.dumps([value for _, value in curve]), round(time.perf_counter() - begin))
+    shown = json.dumps([value for _, value in curve])
+    values = (*key, last, at_freeze, lowest, round(growth, 2), shown, round(time.perf_counter() - begin))
     return dict(zip(FIELDS, values, strict=True))
 
 
@@ -116,10 +118,8 @@ def _federated(config: Any) -> tuple[list[tuple[int, float]], float]:
     method = config.build_method()
     own = None if method.personal else evaluate
     strategy = BatchNormStrategy(source_model(config), method, config.round_policy(), evaluate=own, callbacks=[Curve()])
-    try:
+    with suppress(RunFailed):
         strategy.start(InProcessGrid(app, config.clients, config.to_mapping()), num_rounds=config.rounds)
-    except RunFailed:
-        pass
     if not deviations:
         return curve, 1.0
     logs = torch.stack(deviations)
@@ -195,8 +195,8 @@ def summary(rows: dict[Key, Row]) -> str:
     lines = [
         "# Every method as it is by default",
         "",
-        "In each cell: last accuracy (%, mean over seeds and standard deviation); lowest after half of the rounds; largest growth of a layer's "
-        "deviation. Made by `benchmarks/defaults.py`.",
+        "In each cell: last accuracy (%, mean over seeds and standard deviation); lowest after half of the rounds; largest growth of a "
+        "layer's deviation. Made by `benchmarks/defaults.py`.",
         "",
         f"| method | cells | IID: more than {MARGIN:g} behind FedAvg | other regimes: the same | lowest after half is more than {MARGIN:g} "
         "below the level there | within 5 points of chance (FedAvg too) |",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
+from fl_bn.methods.tracking import SCALE
 from fl_bn.moments import Moments, Running, bounds
 from fl_bn.roles import Role, batch_norms
 
@@ -71,7 +73,8 @@ class ServerStep:
 class SharedModel:
     """``model`` converted for ``method``, seen from the server. Local tensors are there too, but never travel and never change.
 
-    ``clients``: in the population.
+    ``clients``: in the population. ``scales``: by layer, the deviation of its input that the run started with, see ``LayerReports``; 1
+    where it is missing.
     """
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
@@ -81,6 +84,7 @@ class SharedModel:
         self._expected = schema.instruction(self.model, method)
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self.scales: dict[str, float] = {}
         self._moderate = min(bounds(p.dtype)[0] for p in self.model.parameters())
         self._shares_statistics = method.shares(Role.STATISTIC)
         like = has_auxiliary(self.model, method)
@@ -129,8 +133,13 @@ class SharedModel:
             LOGGER.warning("the initial weights keep their scale, so mind the learning rate: %s", error)
             return
         LOGGER.info("unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(made), len(self.layers))
-        eps = epsilons(self.model)
+        eps, self.scales = epsilons(self.model), dict.fromkeys(made, SCALE)
         self.model.load_state_dict(rescaled(self.model.state_dict(), self.statistics(), eps, made), strict=False)
+
+    def was_at_unit_scale(self) -> None:
+        """The run that goes on from a checkpoint was brought to unit scale when it began."""
+        with suppress(ValueError):  # where it cannot be traced it was left as it is
+            self.scales = dict.fromkeys(producers(self._source), SCALE)
 
     def restore(self, tensors: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
         """``auxiliary``: by ``section/name``. Raises ValueError where they are not exactly what is shared, by name, shape and dtype."""
@@ -216,7 +225,7 @@ class SharedModel:
             reports = [self._running(part.sections.get("statistics", {}), part.weight) for part in parts]
         else:
             reports = [decode_moments(part.sections["moments"]) for part in parts]
-        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence, pace)
+        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence, pace, self.scales)
 
     def undercut(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
         """Replys, by position, whose running variances no honest training can have left, with the reason."""

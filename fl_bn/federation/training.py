@@ -84,9 +84,9 @@ def train(
     like, parameters = next(model.parameters()), round.parameters
     if optimizer is None:
         optimizer = settings.make_optimizer(parameters.values(), rate)
-    head = head_of(model) if settings.clip == "adaptive" else None
-    limit = settings.clip_limit
-    if settings.clip == "round":
+    how, limit = settings.clipping(round.method.freezes_statistics(round.phase))
+    head = head_of(model) if how == "adaptive" else None
+    if how == "round":
         batches = batches if isinstance(batches, Sized) else list(batches)
         limit = norm_in_round(limit, rate, len(batches), settings.momentum)
     total, count = torch.zeros((), dtype=torch.float64, device=like.device), 0
@@ -97,8 +97,8 @@ def train(
             round.meet(len(y))
         loss = round.backward(partial(loss_of, model, task, settings, x, y), x)
         round.computed()
-        if settings.clip != "none":
-            clip(parameters.values(), settings.clip, limit, head[1].parameters() if head else ())
+        if how != "none":
+            clip(parameters.values(), how, limit, head[1].parameters() if head else ())
         if settings.update == "weights":
             optimizer.step()
         if scheduler is not None:

@@ -19,9 +19,9 @@ class Instruction:
 
     ``sections``: ``weights`` and, where they are shared, running ``statistics``, by state_dict name; in training also what accompanies
     the weights (control variates, momentum). ``learning_rate``: of this round; ``rate_share``: that as a share of what the schedule alone
-    would have, below 1 where the statistics are frozen (``Method.learning_rate``). ``measured``: of a statistics-only exchange (``Phase.MEASURE``), ``inputs`` or
-    ``normalisers``; ``memory``: bytes of activations that a client may keep in one that goes layer by layer. ``signature``: of model and
-    method, see ``payload.signature``; empty: not checked.
+    would have, below 1 where the statistics are frozen (``Method.learning_rate``). ``measured``: of a statistics-only exchange
+    (``Phase.MEASURE``), ``inputs`` or ``normalisers``; ``memory``: bytes of activations that a client may keep in one that goes layer by
+    layer. ``signature``: of model and method, see ``payload.signature``; empty: not checked.
     """
 
     round: int

@@ -93,8 +93,8 @@ class OwnAppStrategy(Strategy):
     ``fl_bn.flower.training``.
 
     ``fraction_train``, ``fraction_evaluate`` (0 or 1), ``min_train_nodes`` and ``min_available_nodes`` as in Flower's ``FedAvg``. ``rate``:
-    the learning rate by ``(round, rounds)``, which FBN's tracking follows; default: what ``train_config`` names (``RATES``), from which your
-    clients learn theirs. In rounds with frozen statistics it falls there, too (``Method.learning_rate``). ``objective``:
+    the learning rate by ``(round, rounds)``, which FBN's tracking follows; default: what ``train_config`` names (``RATES``), from which
+    your clients learn theirs. In rounds with frozen statistics it falls there, too (``Method.learning_rate``). ``objective``:
     the one that your ``training`` names (SCAFFOLD's control variates travel). ``exchange``: how FedTAN's is carried. ``payload``:
     the type in which weights travel while clients train, ``float32``, ``bfloat16`` or ``float16``.
     ``callbacks`` are called after every round and at the end.
@@ -171,8 +171,8 @@ class OwnAppStrategy(Strategy):
         """
         wanted = signature(convert(self.model, self.method), self.method)
         clients, rate = _population(grid, self.min_available_nodes, timeout, wanted), self.rate
-        if rate is constant_rate and (named := [value for name in RATES if _is_rate(value := (train_config or {}).get(name))]):
-            rate = partial(_always, named[0])
+        if rate is constant_rate and (named := _named_rate(train_config)):
+            rate = partial(_always, named)
         policy = Rounds(
             clients,
             self.fraction_train,
@@ -195,8 +195,10 @@ def _always(rate: float, round: int, rounds: int) -> float:
     return rate
 
 
-def _is_rate(value: object) -> bool:
-    return isinstance(value, float) and value > 0
+def _named_rate(config: ConfigRecord | None) -> float:
+    """The learning rate that ``config`` names, 0 where it names none."""
+    found = [] if config is None else [config[name] for name in RATES if name in config]
+    return next((value for value in found if isinstance(value, float) and value > 0), 0.0)
 
 
 def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:

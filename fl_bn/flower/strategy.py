@@ -218,6 +218,8 @@ class BatchNormStrategy(Strategy):
         self.summary()
         if resume is not None:
             self.recovery.go_back(resume, num_rounds, self.shared, self.server.optimizer)
+            if self.shared.statistics() and self.statistics.rescales(num_rounds):
+                self.shared.was_at_unit_scale()
             arrays = arrays_of(self.shared.tensors())
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         try:

@@ -36,6 +36,6 @@ class FixBNOptions(Options):
 
 @takes(FixBNOptions)
 def fixbn(options: FixBNOptions) -> Method:
-    """``freeze_after``: last round of stage I. ``freeze_what``: see Table H. ``frozen_rate``: the share of the learning rate in stage II."""
+    """``freeze_after``: last round of stage I. ``freeze_what``: see Table H. ``frozen_rate``: share of the learning rate in stage II."""
     what = FROZEN[options.freeze_what]
     return replace(freeze(fedavg(), options.freeze_after, what, options.frozen_rate), name="fixbn")

@@ -52,7 +52,7 @@ class HBNOptions(Options):
 
 def combine(reports: LayerReports, tracking: float, lam: float | None) -> Running:
     pooled = pool(reports.parts, reports.average)
-    return follow(reports.shared, pooled, tracking) if lam is None else ema(reports.shared, pooled, lam)
+    return follow(reports.shared, pooled, tracking, reports.scale) if lam is None else ema(reports.shared, pooled, lam)
 
 
 @takes(HBNOptions)

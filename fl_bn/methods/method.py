@@ -82,7 +82,8 @@ class LayerReports:
 
     ``shared``: the statistics sent down this round; ``parts``: one ``Moments`` per client, in partition order; ``momentum``: the
     layer's own; ``steps``: training batches per client (mean, weighted by their activations); ``average``: how n clients' values become
-    one; ``pace``: the round's learning rate as a share of the first round's.
+    one; ``pace``: the round's learning rate as a share of the first round's; ``scale``: the deviation of its input that the run started
+    with, where the server brought it there (``federation.unit_scale``), else 1.
     """
 
     shared: Running
@@ -91,6 +92,7 @@ class LayerReports:
     steps: float
     average: Average = weighted_mean
     pace: float = 1.0
+    scale: float = 1.0
 
 
 def replace_by_pooled(reports: LayerReports) -> Running:

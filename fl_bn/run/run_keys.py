@@ -16,7 +16,7 @@ from fl_bn.data.partition import KINDS
 from fl_bn.data.shift import SHIFTS
 from fl_bn.exchange.session import POLICIES
 from fl_bn.exchange.settings import CARRIERS
-from fl_bn.federation.clipping import CLIPS, PATH
+from fl_bn.federation.clipping import CLIPS, FROZEN, PATH
 from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
 from fl_bn.federation.network import MEMORY_FORMATS
@@ -292,7 +292,7 @@ class RunKeys:
         "auto",
         "of gradients: their norm over all parameters, the same so that a round's SGD moves weights by at most clip-limit (round), each "
         "value, or per output unit by its weights' norm (adaptive: FedWon); auto: round with "
-        f"{PATH:g} for fbn and freeze-after=0 with several local steps, else none",
+        f"{PATH:g} for fbn and freeze-after=0 with several local steps, else none, but adaptive with {FROZEN:g} once statistics are frozen",
         ("auto", *CLIPS),
     )
     clip_limit: float = option(1.0, "clip: largest norm, path or value; adaptive: share of the weights' norm; auto: has its own", "> 0")
