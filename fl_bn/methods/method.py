@@ -168,9 +168,7 @@ class Method:
         rate = schedule(round, rounds)
         if self.frozen_rate == 1 or not self.freezes_statistics(self.phase(round, rounds)):
             return rate
-        before = [
-            schedule(earlier, rounds) for earlier in range(1, round) if not self.freezes_statistics(self.phase(earlier, rounds))
-        ]
+        before = [schedule(earlier, rounds) for earlier in range(1, round) if not self.freezes_statistics(self.phase(earlier, rounds))]
         return min(rate, self.frozen_rate * max(before)) if before else rate
 
     def starts_constant(self, rounds: int) -> bool:
