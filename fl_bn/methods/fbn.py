@@ -54,7 +54,7 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 
 @takes(FBNOptions)
 def fbn(options: FBNOptions) -> Method:
-    """FBN. ``tracking`` holds at the first round's learning rate and on unit scale (``methods.tracking``)."""
+    """FBN. ``tracking`` holds at the first round's learning rate and at the scale that a run starts with (``methods.tracking``)."""
     report = REPORTS[options.report]
     return Method(
         "fbn",

@@ -17,9 +17,8 @@ from fl_bn.options import option
 SCALE = 0.5
 """Standard deviation of every BatchNorm layer's input when training starts.
 
-Weights count by their size: at half the scale a step of the same rate moves what the network computes by four times as much. Fresh networks
-have about a third. On unit scale HBN and FBN learned too slowly wherever labels are not skewed; on a third HBN loses what a scale buys
-under one class per client. Measured: benchmarks/README.md, runaway scale.
+At half the scale a step of the same rate moves what the network computes by four times as much. Fresh networks have about a third. At a
+scale of 1 HBN learned too slowly on ordinary data, at a third FBN did with one class per client: docs/concepts/statistics.md.
 """
 LIMIT = 1.5
 """The growth of a layer's deviation, as its living channels' geometric mean, at which its statistics have come to a stop."""
