@@ -59,8 +59,8 @@ def combine(reports: LayerReports, tracking: float, lam: float | None) -> Runnin
 def hbn(options: HBNOptions) -> Method:
     """HBN.
 
-    ``tracking`` is the weight at the scale that a run starts with (``methods.tracking``), ``lam`` that of equation 11. ``lower_layers``: see ``StatisticsPass``;
-    ``hybrid`` is as in the paper's code.
+    ``tracking`` is the weight at the scale that a run starts with (``methods.tracking``), ``lam`` that of equation 11. ``lower_layers``:
+    see ``StatisticsPass``; ``hybrid`` is as in the paper's code.
 
     ``evaluate``: ``exact`` is right where the global statistics follow the weights at once (lam = 1): what is evaluated is BatchNorm of
     the union, by one exchange per layer. ``hybrid`` is right below: training then normalises with a mixture that holds old statistics,
