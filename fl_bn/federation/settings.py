@@ -97,7 +97,7 @@ class LocalTraining:
             raise ValueError(
                 f"{objective.name} is for several local steps, but update='gradients' sends one gradient: set objective to none"
             )
-        if objective.travels and (self.optimizer != "sgd" or self.momentum > 0 or self.clip != "none"):
+        if objective.travels and (self.optimizer != "sgd" or self.momentum > 0 or self.clip != "none" or self.frozen_clip):
             raise ValueError(
                 f"{objective.name}'s control variates are means of the gradients that plain SGD stepped along: set optimizer to sgd, "
                 f"momentum to 0 and clip to none, but got {self.optimizer}, {self.momentum} and {self.clip}"
