@@ -5,8 +5,8 @@
 
 All keys but those of the axes are the run config's defaults. One line per cell, written as it comes; cells that the file has are not run
 again, and the most telling come first. ``at_freeze``: the accuracy after half of the rounds, where FixBN freezes; ``lowest``: the lowest
-afterwards. ``seconds`` are those of the processor. ``growth``: the largest factor by which a layer's deviation (geometric mean over channels) rose from its lowest earlier value,
-among the statistics that were evaluated; 1 where a method shares none.
+afterwards. ``growth``: the largest factor by which a layer's deviation (geometric mean over channels) rose from its lowest earlier value,
+among the statistics that were evaluated; 1 where a method shares none. ``seconds`` are those of the processor.
 """
 
 from __future__ import annotations
