@@ -72,11 +72,13 @@ class Clients:
         """Passes over a loader in a round."""
         return self.settings.epochs
 
-    def optimizer(self, parameters: Iterable[nn.Parameter], number: int) -> Optimizer:
-        """A fresh one, at the learning rate of round ``number``."""
+    def optimizer(self, parameters: Iterable[nn.Parameter], asked: Instruction) -> Optimizer:
+        """Return a fresh one, at the learning rate of the round that is ``asked`` for."""
         optimizer = self.make_optimizer(parameters)
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * self.schedule(number, self.rounds)
+            group["lr"] = group["lr"] * self.schedule(asked.round, self.rounds)
+            if asked.rate_share != 1:
+                group["lr"] = group["lr"] * asked.rate_share
         return optimizer
 
     def train(self, asked: Instruction, client: int, kept: Kept, connect: Connect | None = None) -> tuple[Reply, Kept]:
@@ -86,7 +88,7 @@ class Clients:
             loader = self.loaders[client]
             if self.method.reports(asked.phase) is Report.PASS:
                 self._measure(round, client)
-            optimizer = self.optimizer(round.parameters.values(), asked.round)
+            optimizer = self.optimizer(round.parameters.values(), asked)
             optimizer.register_step_post_hook(lambda optimizer, args, named: round.optimizer_stepped(optimizer))
             scheduler = None if self.make_scheduler is None else self.make_scheduler(optimizer)
             batches = loader.epochs(self.seed, client, asked.round, self.epochs) if isinstance(loader, SeededBatches) else loader

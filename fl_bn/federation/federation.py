@@ -141,7 +141,7 @@ class Federation:
             evaluate_every=evaluate_every,
             calibrate=calibrate,
             unit_scale=unit_scale,
-            rate=constant_rate if self._rate is None else lambda round, rounds: (self._rate or 1.0) * schedule(round, rounds),
+            rate=lambda round, rounds: (self._rate or constant_rate(round, rounds)) * schedule(round, rounds),
             auxiliary=auxiliary(settings),
         )
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
@@ -358,7 +358,7 @@ class Federation:
         if asked.phase is Phase.MEASURE:
             return [round.reply(round.measured_samples, client=client) for round, client in zip(rounds, clients, strict=True)]
         batches = [own.epochs(self.seed, client, asked.round, self._clients.epochs) for own, client in zip(loaders, clients, strict=True)]
-        make = partial(self._clients.optimizer, number=asked.round)
+        make = partial(self._clients.optimizer, asked=asked)
         trained = train_together(rounds, batches, self.task, make, self._clients.make_scheduler, self._device)
         told = zip(rounds, [len(loader.samples) for loader in loaders], [part.loss for part in trained], clients, strict=True)
         return [reply_of(*one) for one in told]

@@ -107,6 +107,8 @@ def _watched(round: LocalRound) -> Iterator[None]:
             name = round.settings.objective.name
             raise ValueError(f"{name} makes the gradients: call round.backward(lambda: loss_of(x), x) in place of loss.backward()")
         round.optimizer_stepped(optimizer)
+        if round.steps == 0:
+            _check_rate(round)
         round.step_done()
 
     handle = register_optimizer_step_post_hook(stepped)
@@ -117,6 +119,17 @@ def _watched(round: LocalRound) -> Iterator[None]:
         handle.remove()
     if not seen:
         _check_steps(round, before)
+
+
+def _check_rate(round: LocalRound) -> None:
+    """Warn where a loop steps faster than frozen statistics allow: the method's calendar has the rate drop when they freeze."""
+    told, stepped = round.instruction.learning_rate, round.rates[-1]
+    if round.instruction.rate_share < 1 and stepped > told * (1 + 1e-6):
+        LOGGER.warning(
+            "round %d: the statistics are frozen, and %s steps at a learning rate of %.3g then, but this loop at %.3g: multiply your rate by "
+            "round.instruction.rate_share (%.3g), or the network may collapse",
+            round.instruction.round, round.method.name, told, stepped, round.instruction.rate_share,
+        )  # fmt: skip
 
 
 class _Hook:

@@ -112,8 +112,9 @@ class Server:
             ValueError: there is nothing to train.
         """
         check_learns(self.source)
-        phase, rate = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
-        asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate)
+        phase, scheduled = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
+        rate = self.method.learning_rate(self.policy.rate, round, self.rounds)
+        asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate, 1.0 if rate == scheduled else rate / scheduled)
         down = asked.sections
         self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=self.rounding.nbytes(down))
         return asked

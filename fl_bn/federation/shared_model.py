@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
+from fl_bn.methods.tracking import SCALE
 from fl_bn.modes import held_layers
 from fl_bn.moments import Moments, Running, bounds
 from fl_bn.roles import Role, batch_norms, roles
@@ -76,7 +78,8 @@ class ServerStep:
 class SharedModel:
     """``model`` converted for ``method``, seen from the server. Local tensors are there too, but never travel and never change.
 
-    ``clients``: in the population. ``personal``: every client evaluates a model of its own, since it keeps tensors.
+    ``clients``: in the population. ``personal``: every client evaluates a model of its own, since it keeps tensors. ``scales``: by layer,
+    the deviation of its input that the run started with, see ``LayerReports``; 1 where it is missing.
     """
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
@@ -89,6 +92,7 @@ class SharedModel:
         self._expected, self._at_home = schema.instruction(self.model, method), schema.at_home(self.model, method)
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self.scales: dict[str, float] = {}
         self._moderate = min((bounds(p.dtype)[0] for p in self.model.parameters() if p.is_floating_point()), default=math.inf)
         role = roles(self.model)
         self._recomputes = any(r is Role.RECOMPUTED and method.sends_down(r) for r in role.values())
@@ -111,7 +115,9 @@ class SharedModel:
         state, names = self.model.state_dict(), self._at_home
         return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
-    def instruction_to_train(self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float) -> Instruction:
+    def instruction_to_train(
+        self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0
+    ) -> Instruction:
         """What goes down when clients train: from where ``optimizer`` lets them start, and what accompanies the weights."""
         sections, state = self.sections(), self.model.state_dict()
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
@@ -122,7 +128,7 @@ class SharedModel:
             recompute(other)
             sections["weights"] = {name: other.state_dict()[name] for name in sections["weights"]}
         sections |= {section: dict(tensors) for section, tensors in self.auxiliary.items()}
-        return Instruction(round, phase, sections, learning_rate, signature=self.signature)
+        return Instruction(round, phase, sections, learning_rate, signature=self.signature, rate_share=rate_share)
 
     def _auxiliary(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
         """What came beside the weights, combined."""
@@ -169,8 +175,13 @@ class SharedModel:
             LOGGER.warning("the initial weights keep their scale, so mind the learning rate: %s", error)
             return
         LOGGER.info("unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(made), len(self.layers))
-        eps = epsilons(self.model)
+        eps, self.scales = epsilons(self.model), dict.fromkeys(made, SCALE)
         self.model.load_state_dict(rescaled(self.model.state_dict(), self.statistics(), eps, made), strict=False)
+
+    def was_at_unit_scale(self) -> None:
+        """The run that goes on from a checkpoint was brought to unit scale when it began."""
+        with suppress(ValueError):  # where it cannot be traced it was left as it is
+            self.scales = dict.fromkeys(producers(self._source), SCALE)
 
     def restore(self, tensors: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
         """``auxiliary``: by ``section/name``. Raises ValueError where they are not exactly what is shared, by name, shape and dtype."""
@@ -268,7 +279,7 @@ class SharedModel:
             reports = [self._running(part.sections.get("statistics", {}), part.weight) for part in parts]
         else:
             reports = [decode_moments(part.sections["moments"]) for part in parts]
-        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence, pace)
+        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence, pace, self.scales)
 
     def undercut(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
         """Replys, by position, whose running variances no honest training can have left, with the reason."""

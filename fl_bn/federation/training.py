@@ -86,9 +86,9 @@ def train(
     like, parameters = inputs_like(model), round.parameters
     if optimizer is None:
         optimizer = settings.make_optimizer(parameters.values(), rate)
-    head = head_of(model) if settings.clip == "adaptive" else None
-    limit = settings.clip_limit
-    if settings.clip == "round":
+    how, limit = settings.clipping(round.method.freezes_statistics(round.phase))
+    head = head_of(model) if how == "adaptive" else None
+    if how == "round":
         batches = batches if isinstance(batches, Sized) else list(batches)
         limit = norm_in_round(limit, rate, len(batches), settings.momentum)
     total, count = torch.zeros((), dtype=torch.float64, device=like.device), 0
@@ -99,8 +99,8 @@ def train(
             round.begin_batch(len(y))
         loss = round.backward(partial(loss_of, model, task, settings, x, y), x)
         round.gradient_ready()
-        if settings.clip != "none":
-            clip(parameters.values(), settings.clip, limit, head[1].parameters() if head else ())
+        if how != "none":
+            clip(parameters.values(), how, limit, head[1].parameters() if head else ())
         if settings.update == "weights":
             optimizer.step()
         if scheduler is not None:

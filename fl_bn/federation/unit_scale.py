@@ -1,10 +1,10 @@
-"""Unit scale: before round 1, weights are rescaled so that every BatchNorm layer's input has a standard deviation of 1.
+"""One scale: before round 1, weights are rescaled so that every BatchNorm layer's input has a standard deviation of ``SCALE``.
 
 Where training normalises with constants, a step of the weights is as large as the constants make it: a fresh network's activations are
 small, a small deviation divides them, and the gradient of the weights grows by as much. BatchNorm survives that, since its gradient is
 orthogonal to the weights; with constants the first rounds diverge. Weights and statistics divided by the same number leave the function of
 the network as it was (up to ``eps``), and its gradients of ordinary size: the start of LSUV (All You Need Is a Good Init, Mishkin and
-Matas, ICLR 2016), with statistics measured over all clients.
+Matas, ICLR 2016; there the deviation is 1), with statistics measured over all clients.
 
 Symbols: s -> deviation.
 """
@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fl_bn.derived import derivation
+from fl_bn.methods.tracking import SCALE
 from fl_bn.moments import Running
 from fl_bn.roles import batch_norms
 
@@ -66,13 +67,13 @@ def producers(model: nn.Module) -> dict[str, str]:
 def rescaled(
     state: Mapping[str, Tensor], statistics: Mapping[str, Running], eps: Mapping[str, float], made: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors that change, by name: of every layer in ``made`` (``producers``) weight, bias and statistics, divided by the deviation.
+    """The tensors that change, by name: of every layer in ``made`` (``producers``) weight, bias and statistics, brought to ``SCALE``.
 
-    ``state``: the network's; ``statistics`` and ``eps``: of its BatchNorm layers. The variances become ``var / (var + eps)``, nearly 1.
+    ``state``: the network's; ``statistics`` and ``eps``: of its BatchNorm layers. The variances become ``SCALE**2 * var / (var + eps)``.
     """
     new: dict[str, Tensor] = {}
     for norm, source in made.items():
-        deviation = (statistics[norm].var.double() + eps[norm]).sqrt()
+        deviation = (statistics[norm].var.double() + eps[norm]).sqrt() / SCALE
         weight = state[f"{source}.weight"]
         new[f"{source}.weight"] = (weight.double() / deviation.view(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
         if (bias := state.get(f"{source}.bias")) is not None:

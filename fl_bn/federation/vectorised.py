@@ -252,8 +252,9 @@ class _Training:
         self.objective = self.settings.objective.begin(Start(template, self.trained, shared))
         head = head_of(template)
         self.head = [p for name, p in self.trained.items() if head and name.rpartition(".")[0] == head[0]]
-        limits = [self.settings.clip_limit] * len(rounds)
-        if self.settings.clip == "round":
+        self.clip, limit = self.settings.clipping(first.method.freezes_statistics(first.phase))
+        limits = [limit] * len(rounds)
+        if self.clip == "round":
             limits = [norm_in_round(limit, rate, n, self.settings.momentum) for limit, n in zip(limits, self.lengths, strict=True)]
         self.limits = torch.tensor(limits, dtype=self.like.dtype, device=self.like.device)
         self.total = torch.zeros(len(rounds), dtype=torch.float64, device=self.like.device)
@@ -269,8 +270,8 @@ class _Training:
         forward = partial(self._forward, now)
         with self._exchanging(now):
             self.objective.gradient(Step(torch.empty(0), forward, forward))
-        if self.settings.clip != "none":
-            clip_rows(self.trained.values(), self.settings.clip, self.limits, self.head)
+        if self.clip != "none":
+            clip_rows(self.trained.values(), self.clip, self.limits, self.head)
         if self.settings.update == "weights":
             self.optimizer.step()
         if self.scheduler is not None:

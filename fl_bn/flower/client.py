@@ -123,7 +123,8 @@ class BatchNormClient(NumPyClient):
             asked = self._instruction(phase, payload, config, measured=str(config.get("measured", INPUTS)), memory=memory)
         else:
             kept = replace(kept, counted=int(config.get("counted", kept.round)) >= kept.round)
-            asked = self._instruction(phase, payload, config, learning_rate=float(config["learning-rate"]))
+            rates = {"learning_rate": float(config["learning-rate"]), "rate_share": float(config.get("rate-share", 1.0))}
+            asked = self._instruction(phase, payload, config, **rates)
         try:
             with self.network.lend() as lent:
                 round = LocalRound(lent, self.method, asked, kept, self.settings, joins)

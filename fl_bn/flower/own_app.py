@@ -66,6 +66,14 @@ class OwnRound:
         return self._local
 
     @property
+    def rate_share(self) -> float:
+        """The share of your learning rate that this round is to step with: below 1 where the method has frozen the statistics.
+
+        A rate that your loop reads from ``lr`` or ``learning_rate`` of the message's config has fallen already; multiply any other.
+        """
+        return self.local.instruction.rate_share
+
+    @property
     def model(self) -> nn.Module:
         """The network, converted for the method, with what the server sent and what this client kept; in training mode."""
         return self.local.model
@@ -242,8 +250,8 @@ def _read(message: Message, context: Context, converted: nn.Module, method: Meth
     if phase is Phase.MEASURE:
         memory = int(values.get("exchange-memory", 0)) if form is TO_MEASURE else 0
         return Instruction(header.round, phase, sections, measured=str(values.get("measured", INPUTS)), memory=memory), values
-    rate = float(values["learning-rate"]) if form is TO_TRAIN else 0.0
-    return Instruction(header.round, phase, sections, rate), values
+    rate, share = (float(values["learning-rate"]), float(values["rate-share"])) if form is TO_TRAIN else (0.0, 1.0)
+    return Instruction(header.round, phase, sections, rate, rate_share=share), values
 
 
 def _needed(context: Context, key: str) -> Any:

@@ -119,8 +119,13 @@ class BatchNormStrategy(Strategy):
             who = self.rounds.called.clients(sorted(owing))
             log(logging.WARNING, "round %s: left out until an earlier round is answered: %s", server_round, who)
             self.cohort = [client for client in self.cohort if client.index not in owing]
-        messages = self._messages("train", asked, self.cohort, {**config, "learning-rate": asked.learning_rate})
+        messages = self._messages("train", asked, self.cohort, self._train_config(config, asked))
         return self.recovery.tell(messages, self.cohort)
+
+    def _train_config(self, config: Mapping[str, Any], asked: Instruction) -> dict[str, Any]:
+        """``config`` of the train messages, and the round's learning rate."""
+        share = {} if asked.rate_share == 1 else {"rate-share": asked.rate_share}
+        return {**config, "learning-rate": asked.learning_rate, **share}
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Read the replies, and leave the rest to the server's half of the round. ``(None, None)`` if too few were usable."""
@@ -234,6 +239,8 @@ class BatchNormStrategy(Strategy):
         self.summary()
         if resume is not None:
             self.recovery.go_back(resume, num_rounds, self.shared, self.server.optimizer)
+            if self.shared.statistics() and self.statistics.rescales(num_rounds):
+                self.shared.was_at_unit_scale()
             arrays = arrays_of(self.shared.tensors())
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         try:
