@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from fl_bn import Federation, convert, local_round, methods, server_state
+from fl_bn import Federation, convert, kinds, local_round, methods, register_batch_norm, server_state
 from fl_bn.federation.local import Samples
 from fl_bn.federation.norm_layers import looks_like_norm, no_batch_norm, without_subject
 from fl_bn.flower import OwnAppStrategy
@@ -156,6 +156,22 @@ def test_a_batch_norm_that_is_none_by_type_is_named_with_the_way_to_register_it(
     assert "register" not in log.text  # control
     with pytest.raises(ValueError, match=r"no BatchNorm layer.*If InPlace is BatchNorm, register it: fl_bn.register_batch_norm\(InPlace"):
         server_state(Net(), methods.fbn(), rounds=1)
+
+
+def as_batch_norm(layer: nn.Module) -> nn.BatchNorm1d:
+    assert isinstance(layer, InPlace)
+    return nn.BatchNorm1d(len(layer.weight))
+
+
+@pytest.mark.parametrize("method", ["fbn", "fedbn", "gn"])
+def test_a_registered_kind_is_batch_norm(method: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(kinds, "_BY_TYPE", {})
+    register_batch_norm(InPlace, convert=as_batch_norm)
+    server_state(Net(), METHODS[method](), rounds=1)
+    assert "BatchNorm layer" not in log.text
+    assert "register" not in log.text
+    kinds._BY_TYPE.clear()
+    assert no_batch_norm(Net(), METHODS[method]()) != ""  # control
 
 
 def test_many_layers_of_a_kind_are_one_sentence() -> None:
