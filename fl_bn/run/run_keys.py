@@ -292,7 +292,8 @@ class RunKeys:
         "auto",
         "of gradients: their norm over all parameters, the same so that a round's SGD moves weights by at most clip-limit (round), each "
         "value, or per output unit by its weights' norm (adaptive: FedWon); auto: round with "
-        f"{PATH:g} for fbn and freeze-after=0 with several local steps, else none, but adaptive with {FROZEN:g} once statistics are frozen",
+        f"{PATH:g} for hbn, fbn and freeze-after=0 with several local steps, else none, but adaptive with {FROZEN:g} once statistics are "
+        "frozen",
         ("auto", *CLIPS),
     )
     clip_limit: float = option(1.0, "clip: largest norm, path or value; adaptive: share of the weights' norm; auto: has its own", "> 0")
