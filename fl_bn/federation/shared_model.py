@@ -27,7 +27,6 @@ from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
-from fl_bn.methods.tracking import SCALE
 from fl_bn.modes import held_layers
 from fl_bn.moments import Moments, Running, bounds
 from fl_bn.roles import Role, batch_norms, roles
@@ -175,13 +174,13 @@ class SharedModel:
             LOGGER.warning("the initial weights keep their scale, so mind the learning rate: %s", error)
             return
         LOGGER.info("unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(made), len(self.layers))
-        eps, self.scales = epsilons(self.model), dict.fromkeys(made, SCALE)
-        self.model.load_state_dict(rescaled(self.model.state_dict(), self.statistics(), eps, made), strict=False)
+        eps, self.scales = epsilons(self.model), dict.fromkeys(made, self.method.scale)
+        self.model.load_state_dict(rescaled(self.model.state_dict(), self.statistics(), eps, made, self.method.scale), strict=False)
 
     def was_at_unit_scale(self) -> None:
         """The run that goes on from a checkpoint was brought to unit scale when it began."""
         with suppress(ValueError):  # where it cannot be traced it was left as it is
-            self.scales = dict.fromkeys(producers(self._source), SCALE)
+            self.scales = dict.fromkeys(producers(self._source), self.method.scale)
 
     def restore(self, tensors: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
         """``auxiliary``: by ``section/name``. Raises ValueError where they are not exactly what is shared, by name, shape and dtype."""

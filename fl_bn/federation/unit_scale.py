@@ -1,4 +1,5 @@
-"""One scale: before round 1, weights are rescaled so that every BatchNorm layer's input has a standard deviation of ``SCALE``.
+"""One scale: before round 1, weights are rescaled so that every BatchNorm layer's input has a standard deviation of
+``scale``, the method's (1, HBN: 0.5).
 
 Where training normalises with constants, a step of the weights is as large as the constants make it: a fresh network's activations are
 small, a small deviation divides them, and the gradient of the weights grows by as much. BatchNorm survives that, since its gradient is
@@ -20,7 +21,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fl_bn.derived import derivation
-from fl_bn.methods.tracking import SCALE
 from fl_bn.moments import Running
 from fl_bn.roles import batch_norms
 
@@ -65,15 +65,19 @@ def producers(model: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def rescaled(
-    state: Mapping[str, Tensor], statistics: Mapping[str, Running], eps: Mapping[str, float], made: Mapping[str, str]
+    state: Mapping[str, Tensor],
+    statistics: Mapping[str, Running],
+    eps: Mapping[str, float],
+    made: Mapping[str, str],
+    scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """The tensors that change, by name: of every layer in ``made`` (``producers``) weight, bias and statistics, brought to ``SCALE``.
+    """The tensors that change, by name: of every layer in ``made`` (``producers``) weight, bias and statistics, brought to ``scale``.
 
-    ``state``: the network's; ``statistics`` and ``eps``: of its BatchNorm layers. The variances become ``SCALE**2 * var / (var + eps)``.
+    ``state``: the network's; ``statistics`` and ``eps``: of its BatchNorm layers. The variances become ``scale**2 * var / (var + eps)``.
     """
     new: dict[str, Tensor] = {}
     for norm, source in made.items():
-        deviation = (statistics[norm].var.double() + eps[norm]).sqrt() / SCALE
+        deviation = (statistics[norm].var.double() + eps[norm]).sqrt() / scale
         weight = state[f"{source}.weight"]
         new[f"{source}.weight"] = (weight.double() / deviation.view(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
         if (bias := state.get(f"{source}.bias")) is not None:

@@ -121,7 +121,8 @@ class Method:
     weights (HBN), so statistics-only exchanges precede each evaluation. ``calibrate``: training uses the shared statistics, so they are
     measured before round 1; ``constant``: it normalises with nothing else (FBN). ``needs_running``: torch's BatchNorm will not do without
     running statistics. ``frozen``: what does not change in frozen rounds. ``frozen_rate``: the share of the learning rate that rounds with
-    frozen statistics run at, at most (``learning_rate``). ``adversary``: clients that lie, in experiments.
+    frozen statistics run at, at most (``learning_rate``). ``scale``: the deviation of every BatchNorm layer's input that training starts
+    with, where it starts with shared statistics (``federation.unit_scale``). ``adversary``: clients that lie, in experiments.
     """
 
     name: str
@@ -138,6 +139,7 @@ class Method:
     needs_running: bool = False
     frozen: frozenset[Role] = frozenset({Role.STATISTIC})
     frozen_rate: float = 1.0
+    scale: float = 1.0
     adversary: Adversary | None = None
 
     def shares(self, role: Role) -> bool:

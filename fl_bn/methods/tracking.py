@@ -2,8 +2,8 @@
 
 They are constants of a round: the gradient does not know that they will cancel its step (Batch Normalization, Ioffe and Szegedy, ICML 2015,
 section 2). If they follow at once, the scale of activations grows from round to round, and the accuracy falls. So they follow slowly, and
-the slower the more a layer's scale has grown from where it started, ``SCALE`` if ``federation.unit_scale`` brought it there; at ``LIMIT``
-times that they stop, and from there on the gradient feels what its steps do.
+the slower the more a layer's scale has grown from where ``federation.unit_scale`` started it; at ``LIMIT`` times that they stop, and from
+there on the gradient feels what its steps do.
 """
 
 from __future__ import annotations
@@ -14,12 +14,6 @@ from typing import Any
 from fl_bn.moments import Moments, Running, ema
 from fl_bn.options import option
 
-SCALE = 0.5
-"""Standard deviation of every BatchNorm layer's input when training starts.
-
-At half the scale a step of the same rate moves what the network computes by four times as much. Fresh networks have about a third. At a
-scale of 1 HBN learned too slowly on ordinary data, at a third FBN did with one class per client: docs/concepts/statistics.md.
-"""
 LIMIT = 1.5
 """The growth of a layer's deviation, as its living channels' geometric mean, at which its statistics have come to a stop."""
 DEAD = 1e-12

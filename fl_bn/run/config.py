@@ -266,9 +266,10 @@ class RunConfig(RunKeys):
 
     def local_training(self) -> LocalTraining:
         several = self.local_steps != 1 and self.optimizer == "sgd" and not self.build_objective().travels and self.method not in FEDTAN
-        constant = self.build_method().starts_constant(self.rounds)
-        clip, limit = chosen(self.clip, self.clip_limit, drifts=several and constant)
-        clips_frozen = self.clip == "auto" and not constant and self.update == "weights" and not self.build_objective().travels
+        method = self.build_method()
+        clip, limit = chosen(self.clip, self.clip_limit, drifts=several and method.uses_shared(self.rounds))
+        corrects = (objective := self.build_objective()).on and objective.travels
+        clips_frozen = self.clip == "auto" and not method.starts_constant(self.rounds) and self.update == "weights" and not corrects
         return LocalTraining(
             self.batch_size,
             self.local_epochs,

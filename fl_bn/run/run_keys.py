@@ -27,8 +27,8 @@ from fl_bn.federation.vectorised import ENGINES
 from fl_bn.federation.workers import MOST_WORKERS
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
+from fl_bn.methods.hbn import SCALE
 from fl_bn.methods.method import FROZEN_RATE
-from fl_bn.methods.tracking import SCALE
 from fl_bn.models import MODELS
 from fl_bn.models.standardise import STANDARDS
 from fl_bn.names import names_of
@@ -156,8 +156,8 @@ class RunKeys:
     )
     unit_scale: bool = option(
         True,
-        "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation "
-        f"{SCALE:g}",
+        "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1 "
+        f"(hbn: {SCALE:g})",
     )
     # federation
     clients: int = option(10, "clients in the population; in simulation equal to options.num-supernodes", "1..100000")
@@ -301,7 +301,8 @@ class RunKeys:
         "auto",
         "of gradients: their norm over all parameters, the same so that a round's SGD moves weights by at most clip-limit (round), each "
         "value, or per output unit by its weights' norm (adaptive: FedWon); auto: round with "
-        f"{PATH:g} for fbn and freeze-after=0 with several local steps, else none, but adaptive with {FROZEN:g} once statistics are frozen",
+        f"{PATH:g} for hbn, fbn and freeze-after=0 with several local steps, else none, but adaptive with {FROZEN:g} once statistics are "
+        "frozen",
         ("auto", *CLIPS),
     )
     clip_limit: float = option(1.0, "clip: largest norm, path or value; adaptive: share of the weights' norm; auto: has its own", "> 0")

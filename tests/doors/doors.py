@@ -62,9 +62,9 @@ def epoch(client: SeededBatches, index: int, round: int) -> Any:
     return client.epochs(0, index, round, 1)
 
 
-def my_loop(model: nn.Module, batches: Any) -> float:
-    """A training loop as anybody would write it."""
-    optimizer, losses = sgd(model.parameters()), []
+def my_loop(model: nn.Module, batches: Any, rate: float) -> float:
+    """A training loop as anybody would write it, at the rate that the round tells."""
+    optimizer, losses = SGD(model.parameters(), rate, momentum=0.9), []
     for x, y in batches:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
@@ -77,7 +77,7 @@ def my_loop(model: nn.Module, batches: Any) -> float:
 def corrected_loop(round: Any, batches: Any) -> float:
     """The same around an objective's ``backward``."""
     objective = round.settings.objective
-    optimizer, losses = SGD(round.parameters.values(), RATE, momentum_for(objective)), []
+    optimizer, losses = SGD(round.parameters.values(), round.instruction.learning_rate, momentum_for(objective)), []
     for x, y in batches:
         optimizer.zero_grad()
         losses.append(float(round.backward(lambda x=x, y=y: F.cross_entropy(round.model(x), y), x).detach()))
@@ -135,7 +135,7 @@ def own_loop(
                 if method.reports(asked.phase) is Report.PASS:
                     round.measure(loaders[i])
                 batches = epoch(loaders[i], i, asked.round)
-                loss = my_loop(mine, batches) if objective is PLAIN else corrected_loop(round, batches)
+                loss = my_loop(mine, batches, asked.learning_rate) if objective is PLAIN else corrected_loop(round, batches)
             reply, kept[i] = round.reply(len(clients[i]), loss, client=i)
             seen(i, asked.round, mine)
             return reply
@@ -180,7 +180,8 @@ def flower(
         i = int(context.node_config["partition-id"])
         with training(message, context, make(), method, loaders[i], objective=objective) as round:
             batches = epoch(loaders[i], i, round.local.instruction.round)
-            loss = my_loop(round.model, batches) if objective is PLAIN else corrected_loop(round.local, batches)
+            rate = round.local.instruction.learning_rate
+            loss = my_loop(round.model, batches, rate) if objective is PLAIN else corrected_loop(round.local, batches)
         seen(i, round.local.instruction.round, round.model)
         return round.message(len(clients[i]), loss)
 

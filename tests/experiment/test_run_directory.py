@@ -143,7 +143,8 @@ def test_the_summary_counts_by_hand() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({}, ""),  # hbn normalises with its batch, too: auto is none
+        ({}, f"gradients clipped (round, {PATH:g})"),  # hbn
+        ({"method": "fedavg"}, ""),
         ({"method": "fbn", "local-steps": 1}, ""),
         ({"method": "fbn", "local-steps": 2}, f"gradients clipped (round, {PATH:g})"),
         ({"clip": "norm", "clip-limit": 0.5}, "gradients clipped (norm, 0.5)"),

@@ -61,8 +61,8 @@ def test_a_pass_is_made_before_training(tiny_clients: Clients) -> None:
 @pytest.mark.parametrize(
     ("options", "steps", "pace", "weight"),
     [
-        ({}, 5.0, 1.0, 0.05),
-        ({}, 5.0, 0.3, 0.015),  # the learning rate stepped down: weights that move less need statistics that move less
+        ({}, 5.0, 1.0, 0.02),
+        ({}, 5.0, 0.3, 0.006),  # the learning rate stepped down: weights that move less need statistics that move less
         ({"tracking": 0.5}, 1.0, 1.0, 0.5),
         ({"momentum": 0.1}, 1.0, 0.3, 0.1),  # Algorithm 2: whatever the learning rate
         ({"momentum": 0.1}, 3.0, 1.0, 0.1),  # one batch is reported
