@@ -87,8 +87,8 @@ def _per_sample(round: LocalRound) -> bool:
         return False
     if mixing := [name for name, layer in batch_norms(round.model).items() if mixes_samples(layer)]:
         raise ValueError(
-            f"BatchNorm layer {mixing[0]!r} normalises every sample with the statistics of its batch, so under {round.method.name} there is "
-            "no gradient of one sample, and the epsilon of opacus does not hold: choose a method without batch statistics, such as gn"
+            f"BatchNorm layer {mixing[0]!r} normalises every sample with the statistics of its batch, so under {round.method.name} there "
+            "is no gradient of one sample, and the epsilon of opacus does not hold: choose a method without batch statistics, such as gn"
         )
     if round.settings.objective is not PLAIN:
         raise ValueError(
@@ -108,7 +108,8 @@ def _watched(round: LocalRound) -> Iterator[None]:
             return
         if not seen and _per_sample(round) and round.method.reports(round.phase) in MOMENTS:
             LOGGER.warning(
-                "%s sends the moments of a training batch, which the noise of opacus does not protect: its epsilon holds for the weights alone",
+                "%s sends the moments of a training batch, which the noise of opacus does not protect: its epsilon holds for the weights "
+                "alone",
                 round.method.name,
             )
         seen.append(optimizer)

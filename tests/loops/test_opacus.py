@@ -193,9 +193,10 @@ def test_parts_that_are_called_one_by_one_are_refused_too() -> None:
     def train() -> None:
         with local_round(model, method, asked):
             GradSampleModule(model)
+            out = x
             for part in model:
-                x_ = part(x if part is model[0] else x_)
-            F.cross_entropy(x_, y).backward()
+                out = part(out)
+            F.cross_entropy(out, y).backward()
             torch.optim.SGD(model.parameters(), RATE).step()
 
     with pytest.raises(ValueError, match="BatchNorm layer '1' normalises every sample"):
