@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fl_bn.federation.own_loop import local_round
     from fl_bn.federation.server import server_round, server_state
     from fl_bn.kinds import register_batch_norm
+    from fl_bn.roles import set_buffer_roles
     from fl_bn.task import Classification, MultiLabel, Regression, Segmentation, Task
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "register_batch_norm",
     "server_round",
     "server_state",
+    "set_buffer_roles",
 ]
 
 _HOMES = {
@@ -50,6 +52,7 @@ _HOMES = {
     "register_batch_norm": "fl_bn.kinds",
     "server_round": "fl_bn.federation.server",
     "server_state": "fl_bn.federation.server",
+    "set_buffer_roles": "fl_bn.roles",
     **dict.fromkeys(("Classification", "MultiLabel", "Regression", "Segmentation", "Task"), "fl_bn.task"),
 }
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from fl_bn.derived import copied
 from fl_bn.kinds import is_plain, kind_of
 from fl_bn.layers import OwnBatchNorm, Unconvertible, followed, freeze_statistics
 from fl_bn.methods.method import Method
 from fl_bn.modes import MARK, remember_modes
-from fl_bn.roles import roles
+from fl_bn.roles import BUFFER_ROLES, observes, roles, state_constants
+
+TRAVEL = (torch.float16, torch.float32, torch.float64)
+"""Types of floating-point tensors in messages."""
 
 
 def convert(model: nn.Module, method: Method) -> nn.Module:
@@ -23,8 +25,8 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     >>> convert(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), methods.hbn())[1].__class__.__name__
     'HybridBatchNorm'
 
-    Raises Unconvertible where a layer cannot be replaced without changing what the network computes, and UnknownTensor where a tensor
-    has no role: a model that cannot be federated is refused here rather than averaged wrongly later.
+    Raises Unconvertible where a layer cannot be replaced without changing what the network computes, or a tensor cannot travel, and
+    UnknownTensor where a tensor has no role: a model that cannot be federated is refused here rather than averaged wrongly later.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -37,7 +39,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
             raise Unconvertible(
                 f"{name or 'the model'} ({type(module).__name__}): a lazy layer has no shape yet: run one batch through the model first"
             )
-    model = copy.deepcopy(model)
+    model = copied(model)
     freeze_statistics(model, False)  # a copy that was made in a frozen round
     remember_modes(model)
     replaced: dict[int, nn.Module] = {}
@@ -57,8 +59,32 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         setattr(model.get_submodule(parent), attribute, new)
     if method.prepare is not None:
         model = method.prepare(model)
-    roles(model)
+    state_constants(model)
+    _check_tensors(model, method)
     return model
+
+
+def _check_tensors(model: nn.Module, method: Method) -> None:
+    """Raises Unconvertible for a tensor that would have to travel, or to be kept between rounds, and cannot."""
+    state = model.state_dict()
+    for name, role in roles(model).items():
+        if not (method.shares(role) or method.sends_down(role) or method.keeps(role)):
+            continue
+        buffer = role in BUFFER_ROLES.values()
+        if state[name].is_complex() and method.shares(role):
+            way = "or state its role, constant or kept, by set_buffer_roles" if buffer else "and take torch.view_as_complex in forward"
+            raise Unconvertible(f"{name} is {state[name].dtype}, and averages are of real numbers: store torch.view_as_real(...), {way}")
+        if state[name].is_floating_point() and state[name].dtype not in TRAVEL:
+            raise Unconvertible(
+                f"{name} is {state[name].dtype}, which NumPy, and so a message, does not have: keep the network in float32, net.float(), "
+                "and train it under torch.autocast (the application: precision='mixed'). For messages of half the size, set payload-dtype"
+            )
+    for name, module in model.named_modules():
+        extremes = getattr(module, "min_val", None)
+        if observes(module) and isinstance(extremes, torch.Tensor) and not extremes.numel():
+            raise Unconvertible(
+                f"{name or 'the model'} ({type(module).__name__}): its extremes have no shape yet: run one batch through the model first"
+            )
 
 
 def _check(module: nn.Module, method: Method) -> None:

@@ -51,8 +51,7 @@ def composed(way: type[Any], kind: type[Any]) -> type[Any]:
     """Make the class of a ``kind`` that computes as ``way`` does: a subclass of both, the same one every time."""
     if (way, kind) not in _COMPOSED:
         body = {"__module__": way.__module__, "way": way, "kind": kind}
-        make: Any = type
-        _COMPOSED[way, kind] = make(way.__name__, (way, kind), body)
+        _COMPOSED[way, kind] = type(way.__name__, (way, kind), body)
     return _COMPOSED[way, kind]
 
 
@@ -65,7 +64,7 @@ def _rebuilt(parts: tuple[type[Any], ...]) -> Any:
     *ways, made = parts
     for way in reversed(ways):
         made = composed(way, made)
-    return made.__new__(made)
+    return object.__new__(made)
 
 
 class OwnBatchNorm(Composed, _BatchNorm):

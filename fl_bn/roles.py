@@ -2,26 +2,48 @@
 
 A test by name ("bn" in key) misses BatchNorm inside ``nn.Sequential`` and torchvision's ``downsample.1``: it turns FedBN into
 FedAvg without a word.
+
+Buffers that are no statistics have four roles: shared, kept, recomputed and constant. Known kinds of modules have a default, any other
+floating-point buffer is shared, and ``set_buffer_roles`` states another role.
 """
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterable, Mapping
 from enum import Enum
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils import parametrizations
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from fl_bn.names import expected, names_of, nearest
 
 
 class Role(Enum):
     """What a tensor is for, and so whether it may leave the client and how the server combines it."""
 
     WEIGHT = "weight"  # learnable, not in a norm layer
-    AFFINE = "affine"  # scale and shift of a norm layer
+    AFFINE = "affine"  # scale and shift of a BatchNorm layer
+    OTHER_AFFINE = "affine of other norms"  # scale and shift of LayerNorm, GroupNorm and their kin: shared like weights
     STATISTIC = "statistic"  # running mean and variance
     MIXING = "mixing"  # HBN's learnable mix of batch and shared statistics, before the sigmoid
     COUNTER = "counter"  # integers such as num_batches_tracked: never averaged
     BUFFER = "buffer"  # floating point, not learnable, not in a norm layer: averaged, never optimised
+    KEPT = "kept"  # a buffer of the client's own: it never leaves the client, and survives between its rounds
+    RECOMPUTED = "recomputed"  # a buffer that follows from the weights: the server computes it anew, clients never send it
+    CONSTANT = "constant"  # a buffer that training does not change: the server's travels to the clients, and none comes back
+
+
+DOWN_ONLY = frozenset({Role.RECOMPUTED, Role.CONSTANT})
+"""Roles of tensors that clients receive, and do not send."""
+BUFFER_ROLES = {"shared": Role.BUFFER, "kept": Role.KEPT, "recomputed": Role.RECOMPUTED, "constant": Role.CONSTANT}
+"""The roles that a buffer may be given, by the names that users write."""
 
 
 class UnknownTensor(ValueError):
@@ -63,16 +85,184 @@ def roles(model: nn.Module) -> dict[str, Role]:
 
 
 def _role(module: nn.Module, name: str, key: str, tensor: Tensor, learnable: bool) -> Role:
+    stated: Role | None = vars(module).get(STATED, {}).get(key)
     if isinstance(module, NORM_LAYERS):
-        if key not in _NORM_TENSORS:
+        if key in _NORM_TENSORS:
+            role = _NORM_TENSORS[key]
+            return Role.OTHER_AFFINE if role is Role.AFFINE and not isinstance(module, _BatchNorm) else role
+        if stated is None:
+            advice = "state the role of a buffer by set_buffer_roles, or keep the tensor outside the norm layer"
+            if key.startswith(_DERIVED):
+                advice = "it comes from torch's spectral_norm, weight_norm or prune: remove that from this layer"
             raise UnknownTensor(
                 f"{name}: {type(module).__name__} holds a tensor {key!r} whose role is unknown (known: "
-                f"{', '.join(_NORM_TENSORS)}). Sharing or keeping it would be a guess: keep it outside the norm layer."
+                f"{', '.join(_NORM_TENSORS)}). Sharing or keeping it would be a guess: {advice}."
             )
-        return _NORM_TENSORS[key]
+        return stated
+    if stated is not None:
+        return stated
     if learnable:
-        return Role.WEIGHT
-    return Role.BUFFER if torch.is_floating_point(tensor) else Role.COUNTER
+        return Role.WEIGHT if tensor.is_floating_point() or tensor.is_complex() else Role.COUNTER
+    return _known(module, key) or (Role.BUFFER if torch.is_floating_point(tensor) or torch.is_complex(tensor) else Role.COUNTER)
+
+
+STATED = "_fl_bn_buffer_roles"  # the attribute of a module in which the roles of its own buffers are stated
+_DERIVED = ("weight_", "bias_orig", "bias_mask")
+
+
+def _known(module: nn.Module, key: str) -> Role | None:
+    """The role of buffer ``key`` where ``module`` is of a known kind. None elsewhere."""
+    if isinstance(module, parametrizations._SpectralNorm) and key in ("_u", "_v"):
+        return Role.RECOMPUTED
+    if isinstance(module, parametrizations._Orthogonal) and key == "base":
+        return Role.CONSTANT  # the parameter is a coordinate relative to it: it has a meaning beside the server's base alone
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm) and key in (f"{hook.name}_u", f"{hook.name}_v"):
+            return Role.RECOMPUTED
+        if isinstance(hook, BasePruningMethod) and key == f"{hook._tensor_name}_mask":
+            return Role.CONSTANT
+    if key == "scale" and fake_quantizes(module):
+        return Role.RECOMPUTED
+    return None
+
+
+def fake_quantizes(module: nn.Module) -> bool:
+    """Whether ``module`` is a FakeQuantize of torch.ao whose observer computes its scale and zero point."""
+    quantization = sys.modules.get("torch.ao.quantization")  # nobody has such a module who did not import it
+    return (
+        quantization is not None
+        and isinstance(module, quantization.FakeQuantizeBase)
+        and isinstance(getattr(module, "activation_post_process", None), quantization.UniformQuantizationObserverBase)
+    )
+
+
+def observes(module: nn.Module) -> bool:
+    """Whether ``module`` is an observer or FakeQuantize of torch.ao, whose extremes are infinite until the first batch."""
+    quantization = sys.modules.get("torch.ao.quantization")
+    return quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase))
+
+
+def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
+    """State what becomes of ``model``'s buffers, by name or pattern: ``shared``, ``kept``, ``recomputed`` or ``constant``. Returns it.
+
+    >>> from fl_bn import set_buffer_roles
+    >>> net = nn.Sequential(nn.Linear(2, 2))
+    >>> net[0].register_buffer("site_mean", torch.zeros(2))
+    >>> set_buffer_roles(net, {"*.site_mean": "kept"}) is net  # each site has its own; meanings: docs/how-to/network.md
+    True
+
+    The roles are stored in the modules, and hold in every copy. Where several patterns match, the last one counts. Raises ValueError."""
+    found = {name: (module, key, tensor) for name, module, key, tensor in _free_buffers(model)}
+    for pattern, said in stated.items():
+        if said not in BUFFER_ROLES:
+            raise ValueError(f"buffer {pattern!r}: {expected('a role', said, BUFFER_ROLES)}")
+        role, names = BUFFER_ROLES[said], [name for name in found if fnmatchcase(name, pattern)]
+        if not names:
+            raise ValueError(f"no buffer is called {pattern!r}: the model has {', '.join(found) or 'none'}{nearest(pattern, found)}")
+        for name in names:
+            module, key, tensor = found[name]
+            if role is Role.BUFFER and not tensor.is_floating_point():
+                raise ValueError(f"buffer {name} is {tensor.dtype}, and only floating-point buffers are averaged: make it kept or constant")
+            if role is Role.RECOMPUTED and _known(module, key) is not role and not callable(getattr(module, RECOMPUTE, None)):
+                raise ValueError(
+                    f"buffer {name} is to be recomputed, but {type(module).__name__} has no method {RECOMPUTE}(): write one that sets the "
+                    "buffer from the module's parameters"
+                )
+            state_role(module, key, role)
+    return model
+
+
+RECOMPUTE = "recompute_buffers"  # the method of a user's module that computes its buffers from its parameters
+
+
+def state_role(module: nn.Module, key: str, role: Role) -> None:
+    """State the role of one buffer in its module."""
+    setattr(module, STATED, {**vars(module).get(STATED, {}), key: role})
+
+
+def parse_buffer_roles(text: str) -> dict[str, str]:
+    """``"*.codebook=shared, site.*=kept"`` as a dict; empty of an empty text.
+
+    Raises:
+        ValueError: it is not of that form, or a role is unknown.
+    """
+    stated = {}
+    for part in names_of(text):
+        name, equals, role = (piece.strip() for piece in part.partition("="))
+        if not name or not equals:
+            raise ValueError(f"expected NAME=ROLE,..., but got {part!r}")
+        if role not in BUFFER_ROLES:
+            raise ValueError(f"buffer {name!r}: {expected('a role', role, BUFFER_ROLES)}")
+        stated[name] = role
+    return stated
+
+
+def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
+    """The buffers whose role may be stated: name, module, key and tensor of each that is no statistic or counter of a norm layer."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
+            if key not in module._non_persistent_buffers_set and not (isinstance(module, NORM_LAYERS) and key in _NORM_TENSORS):
+                yield f"{path}.{key}" if path else key, module, key, tensor
+
+
+def state_constants(model: nn.Module) -> None:
+    """State, in place, that buffers of unknown kinds which hold infinite numbers or NaN are constants: an attention mask of -inf, say.
+
+    No training result holds such numbers. Observers of torch.ao do until their first batch, and are shared.
+    """
+    for _, module, key, tensor in _free_buffers(model):
+        known = key in vars(module).get(STATED, {}) or _known(module, key) is not None or observes(module)
+        if not known and tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.isfinite().all()):
+            state_role(module, key, Role.CONSTANT)
+
+
+def buffers_in_words(model: nn.Module) -> str:
+    """What becomes of ``model``'s buffers that are no statistics, by name; empty where it has none.
+
+    For example ``buffers: averaged 0.codebook; constant 2.mask``.
+    """
+    role, said = roles(model), {Role.BUFFER: "averaged", Role.KEPT: "kept by each client", Role.RECOMPUTED: "recomputed from the weights"}
+    names: dict[Role, list[str]] = {}
+    for name in role:
+        names.setdefault(role[name], []).append(name)
+    said |= {Role.CONSTANT: "constant"}
+    parts = [f"{words} {_some(names[role])}" for role, words in said.items() if role in names]
+    return f"buffers: {'; '.join(parts)}" if parts else ""
+
+
+def _some(names: list[str], shown: int = 8) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def inputs_like(model: nn.Module) -> Tensor:
+    """A tensor on the device and in the dtype that ``model``'s inputs take: its first floating-point parameter, else buffer.
+
+    Integer and complex parameters say nothing of the inputs. A model without any floating-point tensor takes torch's default dtype.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0, device=tensors[0].device if tensors else None))
+
+
+def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Every layer of ``model`` that looks like a norm layer but is none that is known by type, by name: what it holds is shared like the
+    tensors of any other layer.
+
+    It looks like one where it owns ``running_mean`` and ``running_var``, or owns parameters and has "norm" in the name of its class. Layers
+    of constants (torchvision's ``FrozenBatchNorm2d``) are left out. This is for messages: no tensor's role depends on it.
+    """
+    return {name: module for name, module in model.named_modules() if not isinstance(module, NORM_LAYERS) and _looks_like_norm(module)}
+
+
+def tracks_statistics(module: nn.Module) -> bool:
+    """Whether ``module`` itself owns buffers with BatchNorm's names for running statistics."""
+    return {"running_mean", "running_var"} <= {name for name, _ in module.named_buffers(recurse=False)}
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    kind, learns = type(module), any(True for _ in module.parameters(recurse=False))
+    if tracks_statistics(module):
+        return learns or "frozen" not in kind.__name__.lower()
+    return learns and re.search("norm(?!al)", kind.__name__, re.IGNORECASE) is not None
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:

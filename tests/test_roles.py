@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torchvision import models
+from torchvision.ops import FrozenBatchNorm2d
 
 from fl_bn.layers import FederatedBatchNorm, HybridBatchNorm
 from fl_bn.methods import METHODS
-from fl_bn.roles import Role, UnknownTensor, batch_norms, roles
+from fl_bn.roles import Role, UnknownTensor, batch_norms, roles, unknown_norms
 
 FIVE = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 
@@ -88,11 +89,35 @@ def test_a_model_that_is_a_batch_norm() -> None:
     assert roles(nn.BatchNorm2d(3, affine=False, track_running_stats=False)) == {}
 
 
-@pytest.mark.parametrize(
-    "layer", [nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2), nn.InstanceNorm1d(2, affine=True), nn.SyncBatchNorm(2)], ids=repr
-)
-def test_affine_of_every_norm_layer(layer: nn.Module) -> None:
-    assert roles(layer)["weight"] is Role.AFFINE
+@pytest.mark.parametrize("layer", [nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2), nn.InstanceNorm1d(2, affine=True)], ids=repr)
+def test_affine_of_other_norm_layers_is_none_of_batch_norm(layer: nn.Module) -> None:
+    assert roles(layer)["weight"] is Role.OTHER_AFFINE
+    assert roles(nn.SyncBatchNorm(2))["weight"] is Role.AFFINE  # control
+
+
+class InPlace(nn.Module):
+    """A BatchNorm as inplace_abn writes it: with torch's names, and none by type."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
+        self.register_buffer("running_mean", torch.zeros(features))
+        self.register_buffer("running_var", torch.ones(features))
+
+
+class OwnRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+def test_layers_that_look_like_norm_layers_are_found_and_known_ones_are_not() -> None:
+    look = nn.ModuleDict({"abn": InPlace(2), "rms": OwnRMSNorm(), "bn": nn.BatchNorm1d(2), "ln": nn.LayerNorm(2), "fc": nn.Linear(2, 2)})
+    assert list(unknown_norms(look)) == ["abn", "rms"]
+    known = nn.ModuleDict({"constants": FrozenBatchNorm2d(2), "spectral": nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))})
+    known["block"] = models.get_model("convnext_tiny").features[1]  # LayerNorm2d, and containers with norm in their names
+    assert not unknown_norms(known)
+    assert unknown_norms(nn.Sequential(FrozenBatchNorm2d(2), InPlace(2)))  # control
 
 
 def test_this_projects_layers() -> None:

@@ -236,25 +236,41 @@ def attack_grid(
 
 @app.command(rich_help_panel=LOOK)
 def layers(
-    model: str, method: Annotated[str, typer.Option(help="name of a method")] = "fedavg", classes: int = 10, image_size: int = 32
+    model: str,
+    method: Annotated[str, typer.Option(help="name of a method")] = "fedavg",
+    classes: int = 10,
+    image_size: int = 32,
+    buffers: Annotated[str, typer.Option(help="roles of buffers, as the key buffers of a run config")] = "",
+    tensors: Annotated[bool, typer.Option("--tensors", help="a line per tensor: name, role, shape, dtype")] = False,
 ) -> None:
-    """Which normalisation layers a model has, and what a method does with each of their tensors."""
+    """Which normalisation layers a model has, and what a method does with each of their tensors.
+
+    Server and clients need the same signature, which is the last line.
+    """
     from fl_bn import convert
-    from fl_bn.flower.normalisation import describe_layers, no_batch_norm
+    from fl_bn.federation.norm_layers import looks_like_norm, no_batch_norm
+    from fl_bn.federation.payload import signature
+    from fl_bn.flower.normalisation import describe_layers
     from fl_bn.methods import METHODS
     from fl_bn.models import build
     from fl_bn.names import check_name
     from fl_bn.own_code import import_extensions
+    from fl_bn.roles import parse_buffer_roles, roles, set_buffer_roles
 
     sys.path.insert(0, str(Path.cwd()))  # one's own network, as `fl-bn run` finds it
     try:
         import_extensions()
         check_name("method", method, METHODS)
-        source = build(model, classes=classes, image_size=image_size)
-        for line in describe_layers(source, convert(source, METHODS[method]()), METHODS[method]()):
+        source = set_buffer_roles(build(model, classes=classes, image_size=image_size), parse_buffer_roles(buffers))
+        converted = convert(source, METHODS[method]())
+        for line in describe_layers(source, converted, METHODS[method]()):
             console.print(line, highlight=False)
-        if without := no_batch_norm(source, METHODS[method]()):
-            console.print(without, highlight=False)
+        for line in filter(None, [no_batch_norm(source, METHODS[method]()), *looks_like_norm(source, METHODS[method]())]):
+            console.print(line, highlight=False)
+        state = converted.state_dict()
+        for name, role in roles(converted).items() if tensors else ():
+            typer.echo(f"{name}  {role.value}  {tuple(state[name].shape)}  {str(state[name].dtype).removeprefix('torch.')}")
+        console.print(f"signature {signature(converted, METHODS[method]())}", highlight=False)
     except ValueError as error:
         raise refused(error) from error
 

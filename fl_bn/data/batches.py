@@ -14,17 +14,17 @@ class ClientTooSmall(ValueError):
     """A client has too few samples to compute batch statistics."""
 
 
-def epoch_batches(n: int, batch_size: int, rng: np.random.Generator) -> list[Indices]:
+def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int = 2) -> list[Indices]:
     """One pass over ``n`` samples in random order, as index arrays of ``batch_size``.
 
     The last batch may be smaller, but never a single sample, which has no variance: that sample joins the batch before.
-    With ``n < batch_size`` there is one batch of all samples.
+    With ``n < batch_size`` there is one batch of all samples. ``least``: 1 where no batch statistics are needed.
 
     Raises:
-        ClientTooSmall: if ``n`` is below 2.
+        ClientTooSmall: if ``n`` is below ``least``.
         ValueError: if ``batch_size`` is below 2.
     """
-    _check(n, batch_size)
+    _check(n, batch_size, least)
     return np.split(rng.permutation(n), cuts(n, batch_size))
 
 
@@ -40,42 +40,46 @@ def distinct(n: int, batch_size: int, *, epochs: int = 0, steps: int = 0) -> int
     return 0 if n < 2 else n if whole_pass else steps * batch_size
 
 
-def draw_batches(n: int, batch_size: int, rng: np.random.Generator, *, epochs: int = 0, steps: int = 0) -> Iterator[Indices]:
+def draw_batches(
+    n: int, batch_size: int, rng: np.random.Generator, *, epochs: int = 0, steps: int = 0, least: int = 2
+) -> Iterator[Indices]:
     """The batches of ``epochs`` passes, or of ``steps`` local steps, over ``n`` samples; each pass is shuffled afresh.
 
-    Steps run on into as many passes as they need; the last one may stay unfinished.
+    Steps run on into as many passes as they need; the last one may stay unfinished. ``least``: 1 where no batch statistics are needed.
 
     Raises:
-        ClientTooSmall: if ``n`` is below 2.
+        ClientTooSmall: if ``n`` is below ``least``.
         ValueError: if ``batch_size`` is below 2, or unless exactly one of ``epochs`` and ``steps`` is positive and the
             other is 0.
     """
-    _check(n, batch_size)
+    _check(n, batch_size, least)
     if min(epochs, steps) != 0 or max(epochs, steps) <= 0:
         raise ValueError(f"exactly one of epochs and steps must be positive and the other 0, but got epochs={epochs} and steps={steps}")
-    return _draw(n, batch_size, rng, epochs, steps)
+    return _draw(n, batch_size, rng, epochs, steps, least)
 
 
-def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps: int) -> Iterator[Indices]:
+def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps: int, least: int) -> Iterator[Indices]:
     """The generator of ``draw_batches``, apart from it so that wrong arguments are reported at the call."""
     for _ in range(epochs):
-        yield from epoch_batches(n, batch_size, rng)
+        yield from epoch_batches(n, batch_size, rng, least)
     while steps > 0:
-        for batch in epoch_batches(n, batch_size, rng)[:steps]:
+        for batch in epoch_batches(n, batch_size, rng, least)[:steps]:
             steps -= 1
             yield batch
 
 
-def check_size(n: int) -> None:
-    """Raises ClientTooSmall for a client of ``n`` samples that have no variance."""
-    if n < 2:
+def check_size(n: int, least: int = 2) -> None:
+    """Raises ClientTooSmall for a client of ``n`` samples that have no variance. ``least``: 1 where no batch statistics are needed."""
+    if least == 1 and n < 1:
+        raise ClientTooSmall("this client has no sample")
+    if n < least:
         raise ClientTooSmall(
             f"batch statistics need at least 2 samples, but this client has {n}; use fewer clients, "
             "or a partition that leaves none so small"
         )
 
 
-def _check(n: int, batch_size: int) -> None:
+def _check(n: int, batch_size: int, least: int) -> None:
     if batch_size < 2:
         raise ValueError(f"batch_size must be at least 2 (a batch of one has no variance), but got {batch_size}")
-    check_size(n)
+    check_size(n, least)

@@ -25,7 +25,6 @@ Legend: N samples, C channels.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.derived import copied
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.recalibration import epsilons, recalibrate, without_statistics
@@ -41,7 +41,7 @@ from fl_bn.federation.settings import seeded
 from fl_bn.methods import INPUTS, Method, StatisticsPass
 from fl_bn.moments import Running
 from fl_bn.names import check_name
-from fl_bn.roles import Role, batch_norms, roles
+from fl_bn.roles import Role, batch_norms, inputs_like, roles
 
 AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH = "average-affine", "recompute", "nearest", "test-batch"
 HOW = (AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH)
@@ -151,7 +151,7 @@ class Adaptation:
         return Adapted(model)
 
     def _with(self, tensors: Named) -> nn.Module:
-        model = copy.deepcopy(self._network)
+        model = copied(self._network)
         model.load_state_dict({**self.known.shared, **tensors}, strict=False)
         return model.eval()
 
@@ -197,7 +197,7 @@ def first_layer(model: nn.Module, x: Tensor) -> tuple[str, float]:
     order: list[str] = []
     handles = [layer.register_forward_pre_hook(lambda *_, name=name: order.append(name)) for name, layer in batch_norms(model).items()]
     try:
-        model.eval()(_unlabelled(x).batch(np.arange(1), next(model.parameters()))[0])
+        model.eval()(_unlabelled(x).batch(np.arange(1), inputs_like(model))[0])
     finally:
         for handle in handles:
             handle.remove()
@@ -219,7 +219,7 @@ def divergence(a: Running, b: Running, eps: float = 0.0) -> float:
 
 def with_batch_statistics(model: nn.Module) -> nn.Module:
     """A copy of ``model``, of torch's BatchNorm layers, that normalises every batch with its own statistics in evaluation mode, too."""
-    model = copy.deepcopy(model)
+    model = copied(model)
     for layer in batch_norms(model).values():
         layer.running_mean = layer.running_var = None
     return model.eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tenso
     return mean.tensors
 
 
+NO_SCALES: Mapping[str, float] = MappingProxyType({})
+
+
 def combine(
     rule: Callable[[LayerReports], Running],
     shared: Mapping[str, Running],
@@ -37,10 +41,12 @@ def combine(
     layers: Mapping[str, _BatchNorm],
     defence: Defence = NO_DEFENCE,
     pace: float = 1.0,
+    scales: Mapping[str, float] = NO_SCALES,
 ) -> dict[str, Running]:
     """New shared statistics per layer by ``rule``, float64. A layer that no client ran in this round keeps its own.
 
-    ``reports`` and ``steps`` (training batches) are per client, in partition order. ``pace``: see ``LayerReports``.
+    ``reports`` and ``steps`` (training batches) are per client, in partition order. ``pace`` and, by layer, ``scales``: see
+    ``LayerReports``.
     """
     new = dict(shared)
     if defence.active:
@@ -52,7 +58,8 @@ def combine(
             continue
         mean_steps = sum(report[name].count * step for report, step in zip(reports, steps, strict=True) if name in report) / total
         momentum = layers[name].momentum
-        new[name] = rule(LayerReports(shared[name], parts, 0.1 if momentum is None else momentum, mean_steps, defence.average, pace))
+        momentum, scale = 0.1 if momentum is None else momentum, scales.get(name, 1.0)
+        new[name] = rule(LayerReports(shared[name], parts, momentum, mean_steps, defence.average, pace, scale))
     return new
 
 

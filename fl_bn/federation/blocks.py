@@ -32,11 +32,14 @@ def extremes(array: np.ndarray) -> tuple[float, float]:
     return least.item(), most.item()
 
 
-def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether all values are finite in ``dtype``."""
+def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bool:
+    """Whether all values are finite in ``dtype``, or not other than ``before``."""
     if not dtype.is_floating_point:
         return True
     flat = tensor.reshape(-1)
+    if before is not None and not bool(before.isfinite().all()):
+        same = flat.to(dtype).eq(before.reshape(-1)) | (flat.isnan() & before.reshape(-1).isnan())
+        return bool((same | flat.to(dtype).isfinite()).all())
     return all(bool(end.isfinite()) for block in blocks(flat.numel()) for end in torch.aminmax(flat[block].to(dtype)))
 
 

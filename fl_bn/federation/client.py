@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fl_bn.exchange.call import Exchange
+from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
@@ -29,12 +30,12 @@ from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
 from fl_bn.layers import freeze_statistics, observe, pooled, updates
-from fl_bn.methods import NORMALISERS, Method, Phase, Report, StatisticsPass
+from fl_bn.methods import Method, Phase, Report, StatisticsPass
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.modes import frozen_affine, train_mode
 from fl_bn.moments import Moments, Running
 from fl_bn.objectives import CONTROL, PLAIN, Finish, Objective, Start, Step
-from fl_bn.roles import Role, batch_norms, roles
+from fl_bn.roles import Role, batch_norms, inputs_like, roles
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
 LOGGER = logging.getLogger("flwr")
@@ -115,12 +116,14 @@ class LocalRound:
 
     def _load(self) -> None:
         instruction, model = self.instruction, self.model
+        expected = self.network.instruction(self.auxiliary)
+        arrays = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
         if instruction.signature and (mine := self.network.signature) != instruction.signature:
             raise ValueError(
-                f"the server's model has signature {instruction.signature}, but this one {mine}: give the same network, converted for the "
-                f"same method: convert(model, method), here {self.method.name}"
+                f"the server's model has signature {instruction.signature}, but this one {mine}: {schema.difference(expected, arrays)}. "
+                f"Give the same network, converted for the same method: convert(model, method), here {self.method.name}"
             )
-        self.network.instruction(self.auxiliary).check({section: to_numpy(tensors) for section, tensors in instruction.sections.items()})
+        expected.check(arrays)
         beside = {extra.section for extra in self.auxiliary}
         tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
         self._copy.load(tensors | self.kept.get("local"))
@@ -266,7 +269,7 @@ class LocalRound:
                 "accumulation and without a GradScaler (bfloat16 needs none)"
             )
         if objective.repeats:
-            draws = Draws.now(next(self.model.parameters()).device)
+            draws = Draws.now(inputs_like(self.model).device)
 
         def again() -> Tensor:
             if draws is not None:
@@ -282,6 +285,11 @@ class LocalRound:
         ``batches``, of which ``task.read`` takes the inputs. Changes nothing of the model."""
         if self.steps:
             raise ValueError("the statistics are those of the shared weights: measure before the first step")
+        if self.trains and isinstance(batches, Iterator):
+            raise ValueError(
+                f"round.measure got a {type(batches).__name__}, of which nothing would be left to train on: give a list of batches or a "
+                "DataLoader"
+            )
         if self._connect is not None and isinstance(batches, Iterator):
             batches = list(batches)  # an exchange goes through them more than once
         self.moments = self.measured(partial(self.inputs, batches, task), task.forward)
@@ -302,14 +310,11 @@ class LocalRound:
         return measured(self.model, inputs(), self.asked, forward)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
-        """Yield the inputs of whole batches, until there are as many samples as the round asks for. Normalisers need batches of two samples
-        or more: smaller ones are left out."""
-        device, most = next(self.model.parameters()).device, self.asked.samples
+        """Yield the inputs of whole batches, until there are as many samples as the round asks for."""
+        device, most = inputs_like(self.model).device, self.asked.samples
         self.measured_samples = 0
         for batch in batches:
             x, y = task.read(batch)
-            if self.asked.measured == NORMALISERS and len(y) < 2:
-                continue
             self.measured_samples += len(y)
             yield to_device(x, device)
             if 0 < most <= self.measured_samples:
@@ -390,7 +395,7 @@ class LocalRound:
         """Return the moments of every layer, with count 0 for a layer that did not run."""
         unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(self.model).items()}
         complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
-        return encode_moments(complete, next(self.model.parameters()).dtype)
+        return encode_moments(complete, inputs_like(self.model).dtype)
 
     def _sections(self, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
         """Return the tensors that travel, by section. What this round did not train goes back as it came; a control variate stays."""
@@ -409,7 +414,7 @@ class LocalRound:
 
     def _to_keep(self, gradients: Named, finish: Finish) -> Kept:
         state, settings = self._copy.state, self.settings
-        local = {name: state[name].clone() for name, role in self.network.role.items() if role in self.method.local}
+        local = {name: state[name].clone() for name, role in self.network.role.items() if self.method.keeps(role)}
         sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
         if gradients and settings.momentum > 0:
             sections["momentum"] = dict(gradients)

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fl_bn.derived import from_pickle, to_pickle
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.loaders import Loader, SeededBatches, generators
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
+from fl_bn.federation.one_sample import Trainable
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.training import DROPOUT, SUBSET, train
@@ -31,6 +33,7 @@ from fl_bn.methods import Method, Phase, Report
 from fl_bn.task import Task
 
 Connect = Callable[[int], LocalExchange]
+LEFT_OUT = "left-out"  # of a reply's metrics: batches of one sample that the client did not train on
 Value = TypeVar("Value", Instruction, Kept, Reply)
 
 
@@ -57,10 +60,11 @@ class Clients:
         self.network = Network(self.model, self.method, self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "network"}
+        return {name: value for name, value in vars(self).items() if name != "network"} | {"model": to_pickle(self.model)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self.model = from_pickle(self.model)
         self.__post_init__()
 
     @property
@@ -68,11 +72,13 @@ class Clients:
         """Passes over a loader in a round."""
         return self.settings.epochs
 
-    def optimizer(self, parameters: Iterable[nn.Parameter], number: int) -> Optimizer:
-        """A fresh one, at the learning rate of round ``number``."""
+    def optimizer(self, parameters: Iterable[nn.Parameter], asked: Instruction) -> Optimizer:
+        """Return a fresh one, at the learning rate of the round that is ``asked`` for."""
         optimizer = self.make_optimizer(parameters)
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * self.schedule(number, self.rounds)
+            group["lr"] = group["lr"] * self.schedule(asked.round, self.rounds)
+            if asked.rate_share != 1:
+                group["lr"] = group["lr"] * asked.rate_share
         return optimizer
 
     def train(self, asked: Instruction, client: int, kept: Kept, connect: Connect | None = None) -> tuple[Reply, Kept]:
@@ -82,20 +88,22 @@ class Clients:
             loader = self.loaders[client]
             if self.method.reports(asked.phase) is Report.PASS:
                 self._measure(round, client)
-            optimizer = self.optimizer(round.parameters.values(), asked.round)
+            optimizer = self.optimizer(round.parameters.values(), asked)
             optimizer.register_step_post_hook(lambda optimizer, args, named: round.optimizer_stepped(optimizer))
             scheduler = None if self.make_scheduler is None else self.make_scheduler(optimizer)
             batches = loader.epochs(self.seed, client, asked.round, self.epochs) if isinstance(loader, SeededBatches) else loader
             passes = 1 if isinstance(loader, SeededBatches) else self.epochs
+            usable = Trainable(round, batches, self.task, isinstance(loader, SeededBatches))
             with self._seeded(client, asked.round, DROPOUT), round.open():
-                trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(passes)]
+                trained = [train(round, usable, self.task, optimizer, scheduler) for _ in range(passes)]
+            told = {LEFT_OUT: float(usable.left_out)} if usable.left_out else {}
             count = sum(part.samples for part in trained)
             if count == 0:  # it sits the round out, and the others' exchange
                 if connect is not None:
                     connect(0).close()
-                return Reply(client, {}, 0, 0), kept
+                return Reply(client, {}, 0, 0, told), kept
             loss = sum(part.loss * part.samples for part in trained) / count
-            return round.reply(count // self.epochs, loss, client=client)
+            return round.reply(count // self.epochs, loss, client=client, metrics=told)
 
     def measure(self, asked: Instruction, client: int, kept: Kept, connect: Connect | None = None) -> tuple[Reply, Kept]:
         """One client's part in a statistics-only exchange."""

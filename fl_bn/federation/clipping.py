@@ -11,6 +11,8 @@ from torch.func import vmap
 CLIPS = ("none", "norm", "round", "value", "adaptive")
 PATH = 20.0
 """``round``'s limit for networks that normalise with constants in training (FBN): measured, see the guide."""
+FROZEN = 0.1
+"""``adaptive``'s limit for rounds with frozen statistics: measured, see docs/methods/fixbn.md."""
 SMALLEST = 1e-3  # a weight's norm counts as at least this, or fresh zeros could never move
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 import time
@@ -20,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fl_bn.derived import copied
 from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import LocalExchange, Turns
@@ -27,19 +27,20 @@ from fl_bn.exchange.session import Session, exchanged_layers
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks
 from fl_bn.federation.client import LocalRound, check_optimizer
-from fl_bn.federation.clients import Clients, Connect, InWorkers, in_workers
+from fl_bn.federation.clients import LEFT_OUT, Clients, Connect, InWorkers, in_workers
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.eager import SGD
-from fl_bn.federation.loaders import Loader, SeededBatches
+from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches, check_loader
 from fl_bn.federation.local import evaluate
 from fl_bn.federation.network import Network
+from fl_bn.federation.one_sample import ADVICE
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Exchanged, Passes
 from fl_bn.federation.payload import Named
-from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
-from fl_bn.federation.server import Server
+from fl_bn.federation.server import Server, check_learns
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
 from fl_bn.federation.vectorised import (
@@ -58,6 +59,7 @@ from fl_bn.federation.workers import MOST_WORKERS
 from fl_bn.methods import Method, Phase, Refresh, Report
 from fl_bn.names import check_name
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.roles import buffers_in_words, inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 LOGGER = logging.getLogger("flwr")
@@ -77,6 +79,8 @@ class Federation:
     >>> federation = Federation(net, methods.fixbn(), clients, test=clients[0], progress=False)
     >>> [record.round for record in federation.run(rounds=2)]
     [1, 2]
+
+    Raises ValueError where an argument makes no sense: a client that is a generator, which can be gone through once, say.
 
     ``history`` has every round's record, ``model`` the network as evaluated last. Every argument: docs/start/plain-torch.md.
     """
@@ -118,10 +122,15 @@ class Federation:
                 f"a federation needs clients, and local_epochs and evaluate_every >= 1, but got {len(clients)} clients, {local_epochs} and "
                 f"{evaluate_every}"
             )
+        for number, loader in enumerate(clients):
+            check_loader(f"client {number}", loader)
+        if test is not None:
+            check_loader("test", test)
         self.task, self.clients, self.test, self.seed, self.workers = task, clients, test, seed, workers
         self.progress, self.callbacks = progress, tuple(callbacks)
         settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective)
         check_composition(method, settings, robust=defence.active)
+        check_learns(model)
         example = optimizer(model.parameters())
         check_optimizer(objective, example)
         self._rate = _rate_of(example)
@@ -132,16 +141,19 @@ class Federation:
             evaluate_every=evaluate_every,
             calibrate=calibrate,
             unit_scale=unit_scale,
-            rate=constant_rate if self._rate is None else lambda round, rounds: (self._rate or 1.0) * schedule(round, rounds),
+            rate=lambda round, rounds: (self._rate or constant_rate(round, rounds)) * schedule(round, rounds),
             auxiliary=auxiliary(settings),
         )
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
+        if buffers := buffers_in_words(self.server.model):
+            LOGGER.info("%s", buffers)
         self.history: list[RoundRecord] = []
-        self._device = torch.device(device) if device is not None else next(model.parameters()).device
-        pristine = copy.deepcopy(self.server.model)  # what the server has changes
+        self._device = torch.device(device) if device is not None else inputs_like(model).device
+        pristine = copied(self.server.model)  # what the server has changes
         self._clients = Clients(pristine, method, self._device, clients, settings, task, optimizer, scheduler, schedule, seed)
         self._in_workers: InWorkers | None = None
         self._kept = [NOTHING for _ in clients]
+        self._without = set[int]()  # clients of whose batches something was said
         self._one_program, self._fallback = engine == VECTORISED, Fallback()
         self._on_cpu = Network(pristine, method, torch.device("cpu"))
         self._passes = Passes(self.server, self._measured, layer_by_layer=self._measured_layer_by_layer)
@@ -154,8 +166,9 @@ class Federation:
     @property
     def model(self) -> nn.Module:
         """A copy of the shared network as it was evaluated last, in evaluation mode; of methods that keep BatchNorm it is BatchNorm."""
-        model = copy.deepcopy(self.server.model)
-        model.load_state_dict(dict(self._evaluated), strict=False)
+        model = copied(self.server.model)
+        counters = self.server.shared.counters(batches_trained(self.history))
+        model.load_state_dict({**counters, **self._evaluated}, strict=False)
         return model.eval()
 
     def client_model(self, client: int) -> nn.Module:
@@ -165,8 +178,9 @@ class Federation:
         return model
 
     def save(self, path: str | Path) -> None:
-        """The shared tensors as evaluated last, as safetensors, by the names of the unconverted network's state_dict."""
-        save_file({name: tensor.contiguous() for name, tensor in self._evaluated.items()}, str(path))
+        """The shared model as evaluated last, as safetensors, by the names of the unconverted network's state_dict: all of it, but for
+        tensors that the clients keep. Which methods' files load into which network: docs/how-to/export.md."""
+        save_file(self.server.shared.whole(self._evaluated, batches_trained(self.history)), str(path))
 
     def run(self, rounds: int) -> Iterator[RoundRecord]:
         """Train for ``rounds`` rounds, and yield each one's record: loss, evaluation, how far the statistics moved.
@@ -215,10 +229,8 @@ class Federation:
                 yield record
                 if failed == server.policy.max_failed:
                     why = next((client.refused for client in record.clients if client.refused), "")
-                    raise Diverged(
-                        f"{failed} rounds in a row too few replies could be used (values that are not finite mean that training diverged: "
-                        f"lower the learning rate). The first reason: {why}"
-                    )
+                    lower = ". Training diverged: lower the learning rate" if "finite" in why else ""
+                    raise Diverged(f"{failed} rounds in a row too few replies could be used. The first reason: {why}{lower}")
 
     def _bar(self) -> list[Callback]:
         """On a terminal, where it is wanted."""
@@ -229,14 +241,19 @@ class Federation:
         return [Bar(sys.stderr, self.task)]
 
     def evaluate(self, batches: Loader | None = None) -> dict[str, float]:
-        """Loss and the task's metrics of the shared model, or the mean over the clients' own, on ``batches`` (default: ``test``)."""
+        """Compute loss and the task's metrics of the shared model on ``batches`` (default: ``test``).
+
+        Where clients have models of their own (FedBN, SiloBN): the mean over those of the clients that have trained so far.
+        """
+        if batches is not None:
+            check_loader("the batches to evaluate", batches, again=self.method.personal)
         batches = self.test if batches is None else batches
         if batches is None:
             return {}
-        if not self.method.personal:
+        trained = [client for client, kept in enumerate(self._kept) if kept.get("local")]
+        if not (self.server.shared.personal and trained):
             return evaluate(self.model.to(self._device), batches, task=self.task).result()
-        everyone = range(len(self.clients))
-        found = [evaluate(self.client_model(client).to(self._device), batches, task=self.task).result() for client in everyone]
+        found = [evaluate(self.client_model(client).to(self._device), batches, task=self.task).result() for client in trained]
         return {name: float(np.mean([metrics[name] for metrics in found])) for name in found[0]}
 
     def _cohort(self, number: int) -> list[int]:
@@ -285,7 +302,20 @@ class Federation:
     def _keeping(self, asked: Instruction, client: int, reply: Reply, kept: Kept) -> Reply:
         if asked.phase is not Phase.MEASURE:
             self._kept[client] = kept
+            self._say_left_out(asked.round, client, reply)
         return reply
+
+    def _say_left_out(self, round: int, client: int, reply: Reply) -> None:
+        """Warn, once for each client, of batches that it could not train on, or of a loader that gave none."""
+        left_out = int(reply.metrics.get(LEFT_OUT, 0))
+        if client in self._without or (reply.samples and not left_out):
+            return
+        self._without.add(client)
+        if left_out:
+            what = "a batch" if left_out == 1 else f"{left_out} batches"
+            LOGGER.warning("client %s: %s of one sample left out in round %s. %s", client, what, round, ADVICE)
+        else:
+            LOGGER.warning("client %s: its loader gave no batch in round %s. %s", client, round, REITERABLE)
 
     def _together(self, asked: Instruction, clients: Sequence[int]) -> list[Reply] | None:
         """The replies of ``clients`` as one program; None where they are to work, or have to work, one by one."""
@@ -304,6 +334,8 @@ class Federation:
         loaders = [loader for loader in map(self.clients.__getitem__, clients) if isinstance(loader, SeededBatches)]
         if len(loaders) < len(clients):
             raise CannotVectorise("its clients need batches that it draws itself: give SeededBatches")
+        if any(len(loader.samples) < 2 for loader in loaders):
+            raise CannotVectorise("batches of one program need at least 2 samples, but a client has fewer")
         exchanges = asked.phase is Phase.EXCHANGE
         if exchanges and self.server.defence.active:
             raise CannotVectorise(f"{self.method.name} with a defence averages robustly within a step")
@@ -326,7 +358,7 @@ class Federation:
         if asked.phase is Phase.MEASURE:
             return [round.reply(round.measured_samples, client=client) for round, client in zip(rounds, clients, strict=True)]
         batches = [own.epochs(self.seed, client, asked.round, self._clients.epochs) for own, client in zip(loaders, clients, strict=True)]
-        make = partial(self._clients.optimizer, number=asked.round)
+        make = partial(self._clients.optimizer, asked=asked)
         trained = train_together(rounds, batches, self.task, make, self._clients.make_scheduler, self._device)
         told = zip(rounds, [len(loader.samples) for loader in loaders], [part.loss for part in trained], clients, strict=True)
         return [reply_of(*one) for one in told]

@@ -26,7 +26,7 @@ from fl_bn.exchange.call import Exchange, ExchangeFailed, Key, Quantity
 from fl_bn.exchange.session import exchanged_layers
 from fl_bn.modes import held_layers
 from fl_bn.moments import Moments, pool
-from fl_bn.roles import batch_norms
+from fl_bn.roles import batch_norms, inputs_like
 from fl_bn.task import tensors_in
 
 LOGGER = logging.getLogger("flwr")
@@ -93,7 +93,7 @@ def layer_by_layer(
         ExchangeFailed: the cohort's exchange was given up, or the batches take different ways through the network.
     """
     found: dict[str, Moments] = {}
-    layers, own, dtype = exchanged_layers(model), batch_norms(model), next(model.parameters()).dtype
+    layers, own, dtype = exchanged_layers(model), batch_norms(model), inputs_like(model).dtype
     before = {name: (own[name].running_mean.clone(), own[name].running_var.clone()) for name in layers}  # type: ignore[union-attr]
     try:
         with _steps(model, inputs, look, memory, forward) as step:

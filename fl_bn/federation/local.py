@@ -18,6 +18,7 @@ from fl_bn.federation.measuring import measured
 from fl_bn.federation.pooling import quick_pooling
 from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.moments import Moments
+from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -77,7 +78,7 @@ def statistics_pass(
     on how data fall into batches: they are measured in random batches of about ``batch_size``, which should be that of training. A
     normaliser needs two samples: of fewer nothing is measured. ``measure``: takes the batches of inputs in place of ``measured``.
     """
-    like = next(model.parameters())
+    like = inputs_like(model)
     parts = pieces(len(samples), how, rng, batch_size)
 
     def inputs() -> Iterator[Tensor]:
@@ -106,7 +107,7 @@ def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 
     ``batch_size``: of samples; 0: 500, or 8 with masks, which are large.
     """
     model.eval()
-    state, like = task.state(), next(model.parameters())
+    state, like = task.state(), inputs_like(model)
     if isinstance(data, Samples):
         size = batch_size or (500 if data.y.ndim <= 2 else 8)
         pieces = np.array_split(np.arange(len(data)), max(1, -(-len(data) // size)))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fl_bn.federation.layer_by_layer import Forward, called
+from fl_bn.federation.one_sample import NO_VARIANCE
 from fl_bn.federation.pooling import quick_pooling
 from fl_bn.layers import HybridBatchNorm, inputs, normalisers, observe, pooled
 from fl_bn.methods import NORMALISERS, StatisticsPass
@@ -26,11 +27,19 @@ def measured(
 ) -> dict[str, Moments]:
     """Moments that ``how`` asks for, of every BatchNorm layer over ``batches`` of inputs, in evaluation mode.
 
-    Changes nothing: no gradient, no random number, no statistic, the mode of every module as before.
+    Changes nothing: no gradient, no random number, no statistic, the mode of every module as before. A batch that has one value per channel
+    in a layer that normalises as in training is left out.
     """
     with measuring(model, how) as observed:
         for x in batches:
-            forward(model, x)
+            before = {name: len(parts) for name, parts in observed.items()}
+            try:
+                forward(model, x)
+            except ValueError as error:
+                if NO_VARIANCE not in str(error):
+                    raise
+                for name, seen in before.items():  # a batch of one sample is left out of the pass as of training
+                    del observed[name][seen:]
     return pooled(observed)
 
 

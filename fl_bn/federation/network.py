@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fl_bn.derived import copied, results
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.payload import signature
 from fl_bn.methods import Method, Phase
-from fl_bn.roles import Role, roles
+from fl_bn.roles import Role, inputs_like, roles
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, Enum, torch.dtype, torch.device, torch.memory_format)
@@ -36,7 +37,7 @@ class Network:
 
     def __init__(self, model: nn.Module, method: Method, device: torch.device | None = None) -> None:
         self.original, self.method = model, method
-        self.device = next(model.parameters()).device if device is None else device
+        self.device = inputs_like(model).device if device is None else device
         self._schemas: dict[Any, schema.Schema] = {}
         self._back: list[tuple[Copy, _Pristine]] = []
 
@@ -48,7 +49,7 @@ class Network:
             if pristine.restored():
                 break
         else:
-            lent = Copy(copy.deepcopy(self.original).to(self.device), self)
+            lent = Copy(copied(self.original).to(self.device), self)
             pristine = _Pristine(lent.model)
         try:
             yield lent
@@ -123,7 +124,7 @@ class _Pristine:
         self._modes = [(m, m.training) for m in modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._hooked = list(map(len, self._hooks))
-        own = [(vars(m), {name: value for name, value in vars(m).items() if name not in _TORCHS}) for m in modules]
+        own = [(vars(m), _own_state(m)) for m in modules]
         self.knows_all = all(_plain(value) for _, values in own for value in values.values())
         self._own = [(now, copy.deepcopy(then), len(now)) for now, then in own] if self.knows_all else []
 
@@ -146,6 +147,12 @@ class _Pristine:
             if module.training is not training:  # a module sets an attribute slowly
                 module.training = training
         return True
+
+
+def _own_state(module: nn.Module) -> dict[str, Any]:
+    """The attributes that ``module`` has beside torch's bookkeeping, without what a hook makes anew in every forward pass."""
+    others = _TORCHS | results(module)
+    return {name: value for name, value in vars(module).items() if name not in others}
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.composition import check_composition
+from fl_bn.federation.norm_layers import check_layers
+from fl_bn.federation.one_sample import advised
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, Instruction, Kept
 from fl_bn.layers import in_backward, mixes_samples, observe
@@ -47,19 +50,36 @@ def local_round(
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
+    check_layers(model, method)
     round = LocalRound(model, method, instruction, kept, settings, connect)
     if not round.trains:
         yield round
         return
+    _check_processes(round)
     fixed = [p for name, p in model.named_parameters() if p.requires_grad and name not in round.parameters]
     for parameter in fixed:  # an optimiser of all parameters leaves alone what the method freezes
         parameter.requires_grad_(False)
     try:
-        with round.open(), _watched(round):
+        with advised(), round.open(), _watched(round):
             yield round
     finally:
         for parameter in fixed:
             parameter.requires_grad_(True)
+
+
+def _check_processes(round: LocalRound) -> None:
+    """Say what becomes of a client that trains in several processes, each of which sees a part of every batch.
+
+    Raises:
+        ValueError: the method exchanges the statistics of whole batches.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    parts = f"this client trains in {dist.get_world_size()} processes, and this one sees a part of every batch"
+    if round.phase is Phase.EXCHANGE:
+        raise ValueError(f"{parts}, but {round.method.name} exchanges the statistics of whole batches: train it in one process")
+    if round.observes:
+        LOGGER.warning("%s: %s reports the moments of that part; reply from one of the processes", parts, round.method.name)
 
 
 def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
@@ -117,6 +137,8 @@ def _watched(round: LocalRound) -> Iterator[None]:
             name = round.settings.objective.name
             raise ValueError(f"{name} makes the gradients: call round.backward(lambda: loss_of(x), x) in place of loss.backward()")
         round.optimizer_stepped(optimizer)
+        if round.steps == 0:
+            _check_rate(round)
         round.step_done()
 
     handle = register_optimizer_step_post_hook(stepped)
@@ -127,6 +149,17 @@ def _watched(round: LocalRound) -> Iterator[None]:
         handle.remove()
     if not seen:
         _check_steps(round, before)
+
+
+def _check_rate(round: LocalRound) -> None:
+    """Warn where a loop steps faster than frozen statistics allow: the method's calendar has the rate drop when they freeze."""
+    told, stepped = round.instruction.learning_rate, round.rates[-1]
+    if round.instruction.rate_share < 1 and stepped > told * (1 + 1e-6):
+        LOGGER.warning(
+            "round %d: the statistics are frozen, and %s steps at a learning rate of %.3g then, but this loop at %.3g: multiply your rate by "
+            "round.instruction.rate_share (%.3g), or the network may collapse",
+            round.instruction.round, round.method.name, told, stepped, round.instruction.rate_share,
+        )  # fmt: skip
 
 
 class _Hook:

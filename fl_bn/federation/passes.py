@@ -80,6 +80,11 @@ class Passes:
             return self.server.policy.calibrate
         return UNTIL_STILL if self.server.method.uses_shared(rounds) and not self.private else 0
 
+    def rescales(self, rounds: int) -> bool:
+        """Whether the weights are brought to unit scale after the calibration."""
+        policy = self.server.policy
+        return policy.unit_scale and rounds > 0 and self.calibration(rounds) != 0 and self.server.method.uses_shared(rounds)
+
     def calibrated(self, tensors: Named, rounds: int, show: Callable[[Measured], None] = lambda measured: None) -> Named:
         """``tensors`` as round 1 of ``rounds`` starts from: after the exchanges before it, which ``outcomes`` has then, and on unit scale
         where training starts with shared statistics.
@@ -106,7 +111,7 @@ class Passes:
             self.outcomes.append(measured.outcome)
             if rounds == 0:
                 show(measured)
-        if policy.unit_scale and rounds > 0 and self.outcomes and self.server.method.uses_shared(rounds):
+        if self.outcomes and self.rescales(rounds):
             shared.load(tensors)
             shared.to_unit_scale()
             tensors = shared.tensors()

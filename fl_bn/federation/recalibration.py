@@ -24,7 +24,7 @@ from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import INPUTS, Method, StatisticsPass, replace_by_pooled
 from fl_bn.moments import Moments, Running
-from fl_bn.roles import Role, batch_norms
+from fl_bn.roles import Role, batch_norms, inputs_like
 
 TOLERANCE = 32.0
 """Movements that count as none, in units of the rounding (eps) of the statistics' dtype: of a mean relative to its size and its standard
@@ -122,7 +122,7 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
     clients = [samples for samples in clients if len(samples)]
     if not clients:
         raise ValueError("re-calibration needs data to measure: no client has a sample")
-    layers, dtype, made = batch_norms(model), next(model.parameters()).dtype, list[Pass]()
+    layers, dtype, made = batch_norms(model), inputs_like(model).dtype, list[Pass]()
     for number in count(1):
         before = running_statistics(model)
         reports = [_as_sent(statistics_pass(model, samples, StatisticsPass.asked(INPUTS), seeded(0)), dtype) for samples in clients]

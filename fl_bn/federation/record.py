@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -94,3 +94,9 @@ class RoundRecord:
         """Mean training loss, weighted by samples."""
         total = sum(c.samples for c in self.accepted)
         return sum(c.samples * c.loss for c in self.accepted) / total if total else float("nan")
+
+
+def batches_trained(records: Iterable[RoundRecord]) -> int:
+    """How many training batches a client had in the rounds that counted: the mean over a round's clients, rounded, at least 1 a round."""
+    steps = [[client.steps for client in record.accepted] for record in records if record.aggregated and record.phase != "measure"]
+    return sum(max(1, round(sum(own) / len(own))) for own in steps if own)

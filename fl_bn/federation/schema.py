@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -16,8 +16,8 @@ from fl_bn.federation.blocks import dtype_name, extremes
 from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.methods import MOMENTS, Method, Phase, Report
 from fl_bn.moments import bounds
-from fl_bn.roles import Role, batch_norms, roles
-from fl_bn.wire import WireError, said
+from fl_bn.roles import DOWN_ONLY, Role, batch_norms, roles
+from fl_bn.wire import WireError, said, shown
 
 FLOATS = ("float32", "float64")
 SMALL = 1 << 14  # values of a tensor that is looked at together with others
@@ -25,17 +25,24 @@ SMALL = 1 << 14  # values of a tensor that is looked at together with others
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor: its shape, its dtype's name as in NumPy, and the smallest and the largest value it may hold."""
+    """One tensor: its shape, its dtype's name as in NumPy, and the smallest and the largest value it may hold.
+
+    ``any_value``: constants may hold infinite numbers and NaN, too. ``sent``: what the server sent, where that holds such numbers: where a
+    value has the same bits, it is no training result, and passes.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     at_least: float = -np.inf
     at_most: float = np.inf
+    any_value: bool = False
+    sent: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def any_number(self) -> bool:
         """Whether every finite number may be in it."""
-        return self.dtype in FLOATS and self.at_least == -np.inf and self.at_most == np.inf
+        unbounded = self.at_least == -np.inf and self.at_most == np.inf
+        return self.dtype in FLOATS and unbounded and not self.any_value and self.sent is None
 
     def shaped(self, array: np.ndarray) -> bool:
         """Whether shape and dtype are as they should be."""
@@ -47,8 +54,12 @@ class Spec:
             raise WireError(section, name, f"expected shape {self.shape}, but got {array.shape}")
         if dtype_name(array.dtype) != self.dtype:
             raise WireError(section, name, f"expected dtype {self.dtype}, but got {array.dtype}")
-        if array.size == 0:
+        if array.size == 0 or self.any_value:
             return 0.0
+        if self.sent is not None:
+            array = array[~_same_bits(array, self.sent)]
+            if array.size == 0:
+                return 0.0
         least, most = extremes(array)
         if array.dtype.kind == "f" and not (np.isfinite(least) and np.isfinite(most)):
             wrong = int(array.size - np.isfinite(array).sum())
@@ -62,9 +73,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class Schema:
-    """The sections of a payload, and in each the tensors that must be there, no more and no less."""
+    """The sections of a payload, and in each the tensors that must be there, no more and no less.
+
+    ``optional``: sections that may be absent.
+    """
 
     sections: dict[str, dict[str, Spec]]
+    optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
     def check(self, payload: Payload) -> float:
         """The largest size of a number in ``payload``.
@@ -73,7 +88,7 @@ class Schema:
             WireError: for the first section or tensor that is missing, extra, ill-shaped, ill-typed or out of range.
         """
         largest = 0.0
-        for section, specs in self.sections.items():
+        for section, specs in [*self.sections.items(), *((k, specs) for k, specs in self.optional.items() if k in payload)]:
             if section not in payload:
                 raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {said(sorted(payload))}")
             arrays = payload[section]
@@ -86,9 +101,16 @@ class Schema:
             usual, size = _usual(specs, arrays)
             largest = max([largest, size, *(specs[name].check(section, name, arrays[name]) for name in specs if name not in usual)])
         for section in payload:
-            if section not in self.sections:
+            if section not in self.sections and section not in self.optional:
                 raise WireError(section, "", f"extra: expected only {sorted(self.sections)}")
         return largest
+
+
+def _same_bits(array: np.ndarray, sent: np.ndarray) -> np.ndarray:
+    bits = np.dtype(f"u{array.dtype.itemsize}")
+    mine, theirs = (np.ascontiguousarray(one).reshape(-1).view(bits) for one in (sent, array))
+    same: np.ndarray = (mine == theirs).reshape(array.shape)
+    return same
 
 
 def _usual(specs: Mapping[str, Spec], arrays: Mapping[str, np.ndarray]) -> tuple[set[str], float]:
@@ -104,18 +126,54 @@ def _usual(specs: Mapping[str, Spec], arrays: Mapping[str, np.ndarray]) -> tuple
     return (set(small), max(-least, most)) if np.isfinite(least) and np.isfinite(most) else (set(), 0.0)
 
 
+def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
+    """Names the first tensor in which what came differs from ``expected``, section by section; ``dtypes``: of these, too.
+
+    Where all names, shapes and dtypes agree, it says what may differ then, and how to find it.
+    """
+    for section, ours in expected.sections.items():
+        theirs = payload.get(section, {})
+        for name in [*ours, *(name for name in theirs if name not in ours)]:
+            here = _form(ours[name].shape, ours[name].dtype, dtypes) if name in ours else "nothing"
+            there = _form(theirs[name].shape, dtype_name(theirs[name].dtype), dtypes) if name in theirs else "nothing"
+            if here != there:
+                return f"{shown(name)} is {here} here, and {there} there"
+    return f"all tensors that travel agree, so a role, an integer buffer or the method differs. {COMPARE}"
+
+
+COMPARE = "To compare, run on both sides: fl-bn layers MODEL --method METHOD --tensors"
+
+
+def _form(shape: tuple[int, ...], dtype: str, dtypes: bool) -> str:
+    return f"{tuple(shape)} {dtype}" if dtypes else f"{tuple(shape)}"
+
+
 def names(model: nn.Module, method: Method, *wanted: Role) -> list[str]:
     """State_dict names of the tensors in ``wanted`` roles that travel under ``method``."""
     return [name for name, role in roles(model).items() if role in wanted and method.shares(role)]
 
 
 KEPT = "kept"  # section, and query, of layers that stay at home
-WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.BUFFER)
+START = "start"  # section of the same layers as the run starts with, for a client that keeps none yet
+WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.OTHER_AFFINE, Role.BUFFER)
 
 
 def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
-    """Describe what the server sends: weights, statistics that are shared, and, for training, what accompanies the weights."""
-    return Schema(_shared(model, method, True, _spec) | _auxiliary(model, method, auxiliary))
+    """Describe what the server sends: weights, with the buffers that clients receive and do not send, statistics that are shared, and, for
+    training, what accompanies the weights.
+
+    A client that keeps nothing yet may also be sent the start of what it will keep, section ``START``.
+    """
+    state = model.state_dict()
+    start = {START: {name: _spec(name, state[name]) for name in at_home(model, method)}}
+    return Schema(_shared(model, method, True, _spec) | _auxiliary(model, method, auxiliary), start if start[START] else {})
+
+
+def at_home(model: nn.Module, method: Method) -> list[str]:
+    """Return the names of the tensors that clients keep and that a run may start with: all local ones but HBN's mixing logits, which start
+    at 0 everywhere."""
+    wanted = method.local - {Role.MIXING}
+    return [name for name, role in roles(model).items() if role in wanted]
 
 
 def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> Schema:
@@ -123,7 +181,7 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
     report = method.reports(phase)
     sections: dict[str, dict[str, Spec]] = {}
     if phase is not Phase.MEASURE:
-        sections = _shared(model, method, report is Report.RUNNING, _reported)
+        sections = _shared(model, method, report is Report.RUNNING, _reported, True)
         if update == "gradients":
             learnable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
             sections["gradients"] = {name: spec for name, spec in sections.pop("weights").items() if name in learnable}
@@ -158,12 +216,28 @@ def _reported(name: str, like: torch.Tensor) -> Spec:
     return Spec(tuple(like.shape), _dtype(like), *limits)
 
 
-def _shared(model: nn.Module, method: Method, statistics: bool, of: Callable[[str, torch.Tensor], Spec]) -> dict[str, dict[str, Spec]]:
-    state = model.state_dict()
-    sections = {"weights": {k: Spec(tuple(state[k].shape), _dtype(state[k])) for k in names(model, method, *WEIGHTS)}}
+def _shared(
+    model: nn.Module, method: Method, statistics: bool, of: Callable[[str, torch.Tensor], Spec], replies: bool = False
+) -> dict[str, dict[str, Spec]]:
+    state, weights = model.state_dict(), dict[str, Spec]()
+    for name, role in roles(model).items():
+        if (role in WEIGHTS and method.shares(role)) or (not replies and method.sends_down(role)):
+            weights[name] = _weight(state[name], role, replies)
+    sections = {"weights": weights}
     if statistics and (shared := names(model, method, Role.STATISTIC)):
         sections["statistics"] = {k: of(k, state[k]) for k in shared}
     return sections
+
+
+def _weight(tensor: torch.Tensor, role: Role, reply: bool) -> Spec:
+    shape, dtype = tuple(tensor.shape), _dtype(tensor)
+    if role in DOWN_ONLY:
+        return Spec(shape, dtype, any_value=True)
+    if role is not Role.BUFFER or tensor.is_meta or bool(tensor.isfinite().all()):
+        return Spec(shape, dtype)
+    if not reply:  # extremes of an observer before its first batch, for example
+        return Spec(shape, dtype, any_value=True)
+    return Spec(shape, dtype, sent=tensor.detach().cpu().numpy().copy())
 
 
 def _auxiliary(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary]) -> dict[str, dict[str, Spec]]:

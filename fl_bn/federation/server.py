@@ -5,7 +5,6 @@ A round changes the shared model, or leaves it as it was: what is not finite is 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TypeVar
 from torch import nn
 
 from fl_bn.called import UNNAMED, Called
+from fl_bn.derived import copied
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
@@ -23,6 +23,7 @@ from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.intake import Folded, Intake
 from fl_bn.federation.narrow import EXACT, Rounding, check_payload
+from fl_bn.federation.norm_layers import check_layers, say_absent
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import count_tensors, to_numpy
 from fl_bn.federation.record import ClientRecord, RoundRecord
@@ -32,6 +33,7 @@ from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.roles import buffers_in_words
 from fl_bn.wire import Absent, WireError, check_samples
 
 T = TypeVar("T")
@@ -62,6 +64,9 @@ class Server:
 
     ``model``: unconverted; its tensors are the start. ``policy``: how rounds are run; ``rounds``: how many there will be. ``optimizer``
     steps on the pseudo-gradient of the shared weights (default: the average itself). ``defence``: rules against Byzantine clients.
+
+    Raises:
+        ValueError: ``model`` has no BatchNorm layer, and without one ``method`` means nothing (``norm_layers.check_layers``).
     """
 
     def __init__(
@@ -74,10 +79,12 @@ class Server:
         optimizer: ServerOptimizer | None = None,
         defence: Defence = NO_DEFENCE,
     ) -> None:
+        check_layers(model, method)
         check_weights(method, policy.client_weights)
         check_payload(policy.payload, method)
         self.source, self.method, self.policy, self.rounds, self.defence = model, method, policy, rounds, defence
         self.shared = SharedModel(model, method, policy.auxiliary, policy.clients)
+        say_absent(model, method)
         self.rounding = Rounding.of(policy.payload, self.shared.model)
         self.optimizer = optimizer or server_optimizer("fedavg")
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
@@ -90,13 +97,24 @@ class Server:
         return self.shared.model
 
     def instruction(self) -> Instruction:
-        """Return what the server asks of the next round's clients."""
-        return self.begin(self.round + 1)
+        """Return what the server asks of the next round's clients.
+
+        Section ``start`` holds what clients keep at home, as the run starts with it: a client that keeps nothing yet begins with that. You
+        may leave it out for the others. It is not in the record's bytes.
+        """
+        asked = self.begin(self.round + 1)
+        return replace(asked, sections=asked.sections | self.shared.start())
 
     def begin(self, round: int) -> Instruction:
-        """Open the record of ``round``, and return what its clients are asked to do."""
-        phase, rate = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
-        asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate)
+        """Open the record of ``round``, and return what its clients are asked to do.
+
+        Raises:
+            ValueError: there is nothing to train.
+        """
+        check_learns(self.source)
+        phase, scheduled = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
+        rate = self.method.learning_rate(self.policy.rate, round, self.rounds)
+        asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate, 1.0 if rate == scheduled else rate / scheduled)
         down = asked.sections
         self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=self.rounding.nbytes(down))
         return asked
@@ -296,6 +314,15 @@ def check_weights(method: Method, client_weights: str) -> None:
         raise ValueError(f"{method.name} weighs clients by the batches they drew: client_weights must be 'samples', or its step is inexact")
 
 
+def check_learns(model: nn.Module) -> None:
+    """Raises ValueError where ``model`` has nothing that an optimiser could step."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that learns (requires_grad), so there is nothing to train: give a network with "
+            "parameters, or measure its statistics alone (fl-bn recalibrate)"
+        )
+
+
 def server_state(
     model: nn.Module,
     method: Method,
@@ -319,7 +346,10 @@ def server_state(
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)
     policy = Rounds(clients=clients, rate=rate, auxiliary=auxiliary(settings))
-    return Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
+    server = Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
+    if buffers := buffers_in_words(server.model):
+        LOGGER.info("%s", buffers)
+    return server
 
 
 def server_round(state: Server, replies: Sequence[Reply], exchange: Session | None = None) -> tuple[Server, RoundRecord]:
@@ -337,7 +367,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
     numbers = [reply.client for reply in replies]
     if twice := sorted({client for client in numbers if numbers.count(client) > 1}):
         raise ValueError(f"several replies are of client {twice[0]}: number the clients, round.reply(samples, client=...)")
-    new = copy.deepcopy(state)
+    new = copied(state)
     new.begin(state.round + 1)
     came = new.checked(replies)
     came.exchange = exchange

@@ -33,7 +33,8 @@ class LocalTraining:
     and its buffer stays on the client between rounds). ``precision``: ``mixed`` computes in bfloat16 where torch's autocast does; weights,
     gradients, batch statistics and all that travels stay as they are. ``augment``: random changes of training images, of
     ``AUGMENTATIONS``. ``objective``: what is minimised, or how gradients are corrected; one that is off is the plain one. ``maintain``:
-    what becomes of the optimiser's momentum between rounds (``training.momentum``). ``clip``, ``clip_limit``: see ``training.clipping``.
+    what becomes of the optimiser's momentum between rounds (``training.momentum``). ``clip``, ``clip_limit``: see ``training.clipping``;
+    ``frozen_clip``: in rounds with frozen statistics the gradients are clipped adaptively to this share of the weights instead, 0: as ever.
     """
 
     batch_size: int
@@ -49,6 +50,7 @@ class LocalTraining:
     maintain: str = "reset"
     clip: str = "none"
     clip_limit: float = 1.0
+    frozen_clip: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.objective.on:
@@ -75,6 +77,8 @@ class LocalTraining:
         check_name("clip", self.clip, CLIPS)
         if not 0 < self.clip_limit < math.inf:
             raise ValueError(f"clip's limit must be > 0 and finite, but got {self.clip_limit}")
+        if not 0 <= self.frozen_clip < math.inf:
+            raise ValueError(f"the limit of frozen rounds must be >= 0 and finite, but got {self.frozen_clip}")
         if self.clip == "round" and self.optimizer != "sgd":
             raise ValueError(f"clip='round' bounds the path of SGD: set optimizer to sgd, or clip to norm, but got {self.optimizer!r}")
         self._check_maintain()
@@ -93,11 +97,15 @@ class LocalTraining:
             raise ValueError(
                 f"{objective.name} is for several local steps, but update='gradients' sends one gradient: set objective to none"
             )
-        if objective.travels and (self.optimizer != "sgd" or self.momentum > 0 or self.clip != "none"):
+        if objective.travels and (self.optimizer != "sgd" or self.momentum > 0 or self.clip != "none" or self.frozen_clip):
             raise ValueError(
                 f"{objective.name}'s control variates are means of the gradients that plain SGD stepped along: set optimizer to sgd, "
                 f"momentum to 0 and clip to none, but got {self.optimizer}, {self.momentum} and {self.clip}"
             )
+
+    def clipping(self, frozen: bool) -> tuple[str, float]:
+        """How gradients are clipped, and to what limit, in a round with or without ``frozen`` statistics."""
+        return ("adaptive", self.frozen_clip) if frozen and self.frozen_clip else (self.clip, self.clip_limit)
 
     def planned(self, samples: int) -> int:
         """How many different ones a client of so many ``samples`` trains on in a round."""

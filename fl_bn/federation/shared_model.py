@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.conversion import convert
+from fl_bn.derived import copied, plain_names, recompute
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import average, combine, difference, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
@@ -22,9 +27,10 @@ from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase, Report, replace_by_pooled
+from fl_bn.methods.tracking import SCALE
 from fl_bn.modes import held_layers
 from fl_bn.moments import Moments, Running, bounds
-from fl_bn.roles import Role, batch_norms
+from fl_bn.roles import Role, batch_norms, roles
 
 LOGGER = logging.getLogger("flwr")
 
@@ -72,17 +78,25 @@ class ServerStep:
 class SharedModel:
     """``model`` converted for ``method``, seen from the server. Local tensors are there too, but never travel and never change.
 
-    ``clients``: in the population.
+    ``clients``: in the population. ``personal``: every client evaluates a model of its own, since it keeps tensors. ``scales``: by layer,
+    the deviation of its input that the run started with, see ``LayerReports``; 1 where it is missing.
     """
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
         self.method, self._auxiliary_kinds, self._clients = method, auxiliary, clients
-        self.model = convert(model, method).cpu()
+        self._source, self.model = model, convert(model, method).cpu()
         self.signature = signature(self.model, method)
-        self._expected = schema.instruction(self.model, method)
+        layers, state = self.model.named_modules(remove_duplicate=False), model.state_dict()
+        counters = [tensor_name(name, "num_batches_tracked") for name, layer in layers if isinstance(layer, _BatchNorm)]
+        self._counters = {name: state[name].clone() for name in counters if name in state}
+        self._expected, self._at_home = schema.instruction(self.model, method), schema.at_home(self.model, method)
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        self._moderate = min(bounds(p.dtype)[0] for p in self.model.parameters())
+        self.scales: dict[str, float] = {}
+        self._moderate = min((bounds(p.dtype)[0] for p in self.model.parameters() if p.is_floating_point()), default=math.inf)
+        role = roles(self.model)
+        self._recomputes = any(r is Role.RECOMPUTED and method.sends_down(r) for r in role.values())
+        self.personal = method.personal or any(r is Role.KEPT for r in role.values())
         self._shares_statistics = method.shares(Role.STATISTIC)
         like = has_auxiliary(self.model, method)
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
@@ -96,13 +110,25 @@ class SharedModel:
         wanted = self._expected.sections
         return {section: {name: state[name].detach().clone() for name in names} for section, names in wanted.items()}
 
-    def instruction_to_train(self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float) -> Instruction:
+    def start(self) -> Sections:
+        """Section ``START``: what clients keep, as the run starts with it; no section where they keep nothing."""
+        state, names = self.model.state_dict(), self._at_home
+        return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
+
+    def instruction_to_train(
+        self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0
+    ) -> Instruction:
         """What goes down when clients train: from where ``optimizer`` lets them start, and what accompanies the weights."""
         sections, state = self.sections(), self.model.state_dict()
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
+        if ahead and self._recomputes:
+            other = copied(self.model)
+            other.load_state_dict(sections["weights"], strict=False)
+            recompute(other)
+            sections["weights"] = {name: other.state_dict()[name] for name in sections["weights"]}
         sections |= {section: dict(tensors) for section, tensors in self.auxiliary.items()}
-        return Instruction(round, phase, sections, learning_rate, signature=self.signature)
+        return Instruction(round, phase, sections, learning_rate, signature=self.signature, rate_share=rate_share)
 
     def _auxiliary(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
         """What came beside the weights, combined."""
@@ -115,6 +141,26 @@ class SharedModel:
     def tensors(self) -> dict[str, Tensor]:
         """Everything shared, by state_dict name."""
         return {name: tensor for section in self.sections().values() for name, tensor in section.items()}
+
+    def whole(self, tensors: Named, batches: int = 0) -> dict[str, Tensor]:
+        """The tensors of a file that ``load_state_dict`` takes with ``strict=True``: all of ``state_dict`` but what clients keep.
+
+        The names are those of the unconverted network, without the prefixes of wrappers (``derived.plain_names``). Where the method
+        replaces BatchNorm by other layers, they are the converted network's.
+
+        Args:
+            tensors: what is shared, by name, as evaluated last.
+            batches: training batches of one client since the start, by which BatchNorm's counters go on.
+        """
+        role, state = roles(self.model), self.model.state_dict()
+        found = {name: tensors.get(name, state[name]) for name in state if not self.method.keeps(role[name])}
+        found |= self.counters(batches)
+        plain = plain_names(self._source) | plain_names(self.model)
+        return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
+
+    def counters(self, batches: int) -> dict[str, Tensor]:
+        """BatchNorm's counters of the unconverted network after so many more training batches; none where clients keep them."""
+        return {} if self.method.keeps(Role.COUNTER) else {name: count + batches for name, count in self._counters.items()}
 
     def load(self, tensors: Named) -> None:
         self.model.load_state_dict(dict(tensors), strict=False)
@@ -129,8 +175,13 @@ class SharedModel:
             LOGGER.warning("the initial weights keep their scale, so mind the learning rate: %s", error)
             return
         LOGGER.info("unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(made), len(self.layers))
-        eps = epsilons(self.model)
+        eps, self.scales = epsilons(self.model), dict.fromkeys(made, SCALE)
         self.model.load_state_dict(rescaled(self.model.state_dict(), self.statistics(), eps, made), strict=False)
+
+    def was_at_unit_scale(self) -> None:
+        """The run that goes on from a checkpoint was brought to unit scale when it began."""
+        with suppress(ValueError):  # where it cannot be traced it was left as it is
+            self.scales = dict.fromkeys(producers(self._source), SCALE)
 
     def restore(self, tensors: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
         """``auxiliary``: by ``section/name``. Raises ValueError where they are not exactly what is shared, by name, shape and dtype."""
@@ -158,7 +209,7 @@ class SharedModel:
     def _load_all(self, tensors: Mapping[str, Tensor]) -> None:
         state = self.model.state_dict()
         for name, tensor in tensors.items():
-            if not fits(tensor, state[name].dtype):
+            if not fits(tensor, state[name].dtype, state[name]):
                 raise NotFinite(name)
         self.model.load_state_dict(dict(tensors), strict=False)
 
@@ -180,6 +231,8 @@ class SharedModel:
                 if not fits(tensor, state[name].dtype if name in state else tensor.dtype):
                     raise NotFinite(name)
             self._load_all(new | _named(statistics))
+            if self._recomputes:
+                recompute(self.model)
         except NotFinite:
             step.optimizer.restore(before)
             raise
@@ -198,6 +251,7 @@ class SharedModel:
         elif defence.updates == "mean":
             mean = average(tensors, weights)
         else:
+            tensors = self._without_infinite(tensors)
             mean, report = defence.update(tensors, None if section == "gradients" else state)
             distances = [float(distance) for distance in report.distances]
         learnable = {name: tensor for name, tensor in mean.items() if name in self._learnable}
@@ -206,6 +260,15 @@ class SharedModel:
             return learnable, distances
         step.optimizer.step_within(state, learnable, difference)
         return mean, distances
+
+    def _without_infinite(self, tensors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """``tensors`` without buffers that hold numbers which are not finite, as the server sent them: robust rules take distances."""
+        left_out = {
+            name
+            for name in tensors[0]
+            if name not in self._learnable and not all(bool(part[name].isfinite().all()) for part in tensors)
+        }
+        return [{name: tensor for name, tensor in part.items() if name not in left_out} for part in tensors] if left_out else tensors
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
         """The shared statistics after this round's reports, float64. ``pace``: see ``LayerReports``."""
@@ -216,7 +279,7 @@ class SharedModel:
             reports = [self._running(part.sections.get("statistics", {}), part.weight) for part in parts]
         else:
             reports = [decode_moments(part.sections["moments"]) for part in parts]
-        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence, pace)
+        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence, pace, self.scales)
 
     def undercut(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
         """Replys, by position, whose running variances no honest training can have left, with the reason."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fl_bn.moments import Moments
+from fl_bn.roles import inputs_like
 
 Seen = Mapping[str, Sequence[Sequence[Moments]]]
 """By layer: what each row saw, one ``Moments`` per forward pass."""
@@ -108,6 +109,6 @@ def groups(batches: Mapping[int, Sequence[Tensor]]) -> Iterator[tuple[list[int],
 def _stacked(
     models: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]], template: nn.Module
 ) -> Iterator[Tensor]:
-    device = next(template.parameters()).device
+    device = inputs_like(template).device
     for tensors in zip(*([tensor for _, tensor in named(model)] for model in models), strict=True):
         yield torch.stack([tensor.detach() for tensor in tensors]).to(device)

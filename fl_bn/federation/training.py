@@ -21,11 +21,13 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.clipping import clip, norm_in_round
 from fl_bn.federation.local import PASS_BATCH, Samples, statistics_pass, torch_seed
+from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
 from fl_bn.methods import NORMALISERS, Method, Phase, Report
 from fl_bn.models.head import head_of
+from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
 BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # what a seeded generator is for
@@ -81,12 +83,12 @@ def train(
     ``optimizer``: by default a fresh one, as the settings say. ``scheduler``: of it, stepped after every batch.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
-    like, parameters = next(model.parameters()), round.parameters
+    like, parameters = inputs_like(model), round.parameters
     if optimizer is None:
         optimizer = settings.make_optimizer(parameters.values(), rate)
-    head = head_of(model) if settings.clip == "adaptive" else None
-    limit = settings.clip_limit
-    if settings.clip == "round":
+    how, limit = settings.clipping(round.method.freezes_statistics(round.phase))
+    head = head_of(model) if how == "adaptive" else None
+    if how == "round":
         batches = batches if isinstance(batches, Sized) else list(batches)
         limit = norm_in_round(limit, rate, len(batches), settings.momentum)
     total, count = torch.zeros((), dtype=torch.float64, device=like.device), 0
@@ -97,8 +99,8 @@ def train(
             round.begin_batch(len(y))
         loss = round.backward(partial(loss_of, model, task, settings, x, y), x)
         round.gradient_ready()
-        if settings.clip != "none":
-            clip(parameters.values(), settings.clip, limit, head[1].parameters() if head else ())
+        if how != "none":
+            clip(parameters.values(), how, limit, head[1].parameters() if head else ())
         if settings.update == "weights":
             optimizer.step()
         if scheduler is not None:
@@ -111,7 +113,7 @@ def train(
 
 def loss_of(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: Any) -> Tensor:
     """Of one batch, in the precision of ``settings``."""
-    device = next(model.parameters()).device.type
+    device = inputs_like(model).device.type
     with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "mixed"):
         return task.loss(task.predict(model, x), y)
 
@@ -123,7 +125,7 @@ def client_round(
     and the round alone.
 
     Raises:
-        ClientTooSmall: fewer than two samples, which have no variance.
+        ClientTooSmall: fewer samples than the round's method needs (``one_sample.fewest``): one has no variance.
     """
     settings, number, n = round.settings, round.instruction.round, len(samples)
 
@@ -134,10 +136,10 @@ def client_round(
     if not round.trains:
         measure()
         return round.reply(n, client=client)
-    check_size(n)  # before the statistics pass, which one sample may break
+    check_size(n, least_of(round))  # before the statistics pass, which one sample may break
     if round.method.reports(round.phase) is Report.PASS:
         measure()
-    like = next(round.model.parameters())
+    like = inputs_like(round.model)
     batches = drawn(round, samples, seed, client)
     optimizer = settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
     round.load_momentum(optimizer)
@@ -146,6 +148,11 @@ def client_round(
         trained = train(round, batches, task, optimizer)
     round.keep_momentum(optimizer)
     return round.reply(int(batches.seen.sum()), trained.loss, client=client, tells_drift=tells_drift)
+
+
+def least_of(round: LocalRound) -> int:
+    """Return how many samples a batch of ``round`` must have at least."""
+    return fewest(round.network.original, round.method, round.phase)
 
 
 def how_measured(round: LocalRound, seed: int, client: int) -> tuple[np.random.Generator, int]:
@@ -157,12 +164,11 @@ def how_measured(round: LocalRound, seed: int, client: int) -> tuple[np.random.G
 def drawn(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
     """The training batches of this round, as the settings say."""
     settings, number = round.settings, round.instruction.round
-    indices = draw_batches(
-        len(samples), settings.batch_size, seeded(seed, client, number, BATCHES), epochs=settings.epochs, steps=settings.steps
-    )
+    rng, least = seeded(seed, client, number, BATCHES), least_of(round)
+    indices = draw_batches(len(samples), settings.batch_size, rng, epochs=settings.epochs, steps=settings.steps, least=least)
     changes = settings.augment != "none"  # else nothing is drawn, and making a generator takes as long as a layer
     augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT)) if changes else None
-    return IndexBatches(samples, list(indices), next(round.model.parameters()), augment)
+    return IndexBatches(samples, list(indices), inputs_like(round.model), augment)
 
 
 def alone(
@@ -186,11 +192,11 @@ def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATI
     model, settings, trained = round.model, round.settings, round.parameters
 
     def compute() -> dict[str, Tensor]:
-        draws, mean = Draws.now(next(model.parameters()).device), {name: torch.zeros_like(p) for name, p in trained.items()}
+        draws, mean = Draws.now(inputs_like(model).device), {name: torch.zeros_like(p) for name, p in trained.items()}
         for index in np.array_split(np.arange(len(samples)), max(1, len(samples) // settings.batch_size)):
             model.zero_grad()
             with unrecorded(model):
-                loss_of(model, task, settings, *samples.batch(index, next(model.parameters()))).backward()
+                loss_of(model, task, settings, *samples.batch(index, inputs_like(model))).backward()
             for name, p in trained.items():
                 if p.grad is not None:
                     mean[name].add_(p.grad, alpha=len(index) / len(samples))

@@ -1,10 +1,10 @@
-"""Unit scale: before round 1, weights are rescaled so that every BatchNorm layer's input has a standard deviation of 1.
+"""One scale: before round 1, weights are rescaled so that every BatchNorm layer's input has a standard deviation of ``SCALE``.
 
 Where training normalises with constants, a step of the weights is as large as the constants make it: a fresh network's activations are
 small, a small deviation divides them, and the gradient of the weights grows by as much. BatchNorm survives that, since its gradient is
 orthogonal to the weights; with constants the first rounds diverge. Weights and statistics divided by the same number leave the function of
 the network as it was (up to ``eps``), and its gradients of ordinary size: the start of LSUV (All You Need Is a Good Init, Mishkin and
-Matas, ICLR 2016), with statistics measured over all clients.
+Matas, ICLR 2016; there the deviation is 1), with statistics measured over all clients.
 
 Symbols: s -> deviation.
 """
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrize import is_parametrized
 
+from fl_bn.derived import derivation
+from fl_bn.methods.tracking import SCALE
 from fl_bn.moments import Running
 from fl_bn.roles import batch_norms
 
@@ -36,7 +37,7 @@ def producers(model: nn.Module) -> dict[str, str]:
     """The layer whose output a BatchNorm layer alone consumes, by name, for every BatchNorm layer that has one.
 
     Between the two there may be what passes a positive factor on (ReLU, pooling). Left out are layers that are used more than once,
-    share their weight with another, do not learn, or are of another type than ``PRODUCERS``.
+    share their weight with another, derive it (spectral norm and its like), do not learn, or are of another type than ``PRODUCERS``.
 
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
@@ -57,7 +58,7 @@ def producers(model: nn.Module) -> dict[str, str]:
             continue
         layer = modules[source]
         own = list(layer.parameters())
-        if type(layer) in PRODUCERS and not is_parametrized(layer) and all(uses[id(p)] == 1 and p.requires_grad for p in own):
+        if type(layer) in PRODUCERS and not derivation(layer) and all(uses[id(p)] == 1 and p.requires_grad for p in own):
             found[str(node.target)] = source
     return found
 
@@ -66,13 +67,13 @@ def producers(model: nn.Module) -> dict[str, str]:
 def rescaled(
     state: Mapping[str, Tensor], statistics: Mapping[str, Running], eps: Mapping[str, float], made: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors that change, by name: of every layer in ``made`` (``producers``) weight, bias and statistics, divided by the deviation.
+    """The tensors that change, by name: of every layer in ``made`` (``producers``) weight, bias and statistics, brought to ``SCALE``.
 
-    ``state``: the network's; ``statistics`` and ``eps``: of its BatchNorm layers. The variances become ``var / (var + eps)``, nearly 1.
+    ``state``: the network's; ``statistics`` and ``eps``: of its BatchNorm layers. The variances become ``SCALE**2 * var / (var + eps)``.
     """
     new: dict[str, Tensor] = {}
     for norm, source in made.items():
-        deviation = (statistics[norm].var.double() + eps[norm]).sqrt()
+        deviation = (statistics[norm].var.double() + eps[norm]).sqrt() / SCALE
         weight = state[f"{source}.weight"]
         new[f"{source}.weight"] = (weight.double() / deviation.view(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
         if (bias := state.get(f"{source}.bias")) is not None:

@@ -18,8 +18,10 @@ class Instruction:
     """What the server asks of every client of a cohort.
 
     ``sections``: ``weights`` and, where they are shared, running ``statistics``, by state_dict name; in training also what accompanies
-    the weights (control variates, momentum). ``measured``: of a statistics-only exchange (``Phase.MEASURE``), ``inputs`` or
-    ``normalisers``; ``memory``: bytes of activations that a client may keep in one that goes layer by layer. ``signature``: of model and
+    the weights (control variates, momentum), and perhaps ``start``: what the client keeps at home, as a run starts with it, for a client
+    that keeps nothing yet. ``learning_rate``: of this round; ``rate_share``: that as a share of what the schedule alone would have, below 1
+    where the statistics are frozen (``Method.learning_rate``). ``measured``: of a statistics-only exchange (``Phase.MEASURE``), ``inputs``
+    or ``normalisers``; ``memory``: bytes of activations that a client may keep in one that goes layer by layer. ``signature``: of model and
     method, see ``payload.signature``; empty: not checked.
     """
 
@@ -30,6 +32,7 @@ class Instruction:
     measured: str = INPUTS
     signature: str = ""
     memory: int = 0
+    rate_share: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ in each; a client that has no batch left stays as it is while the others go on. 
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.data.dataset import to_input
+from fl_bn.derived import copied
 from fl_bn.exchange.call import Exchange, ExchangeFailed
 from fl_bn.federation import eager
 from fl_bn.federation.client import LocalRound
@@ -38,6 +38,7 @@ from fl_bn.methods.fedtan import OneProgram, exchanging
 from fl_bn.models.head import head_of
 from fl_bn.moments import Moments
 from fl_bn.objectives import FedProx, Objective, Start, Step
+from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 LOGGER = logging.getLogger("flwr")
@@ -105,7 +106,7 @@ def reply_of(round: LocalRound, samples: int, loss: float, client: int, tells_dr
 
 def _pass_inputs(round: LocalRound, samples: Samples, client: int, seed: int) -> Iterator[Tensor]:
     rng, size = how_measured(round, seed, client)
-    dtype = next(round.model.parameters()).dtype
+    dtype = inputs_like(round.model).dtype
     return (to_input(samples.rows(index)[0], dtype) for index in pieces(len(samples), round.asked, rng, size))
 
 
@@ -172,7 +173,7 @@ def measure_together(
     """
     first, found = rounds[0], [dict[str, list[Moments]]() for _ in rounds]
     template = _template(first, device)
-    on, left = next(template.parameters()).device, {row: iter(own) for row, own in enumerate(inputs)}
+    on, left = inputs_like(template).device, {row: iter(own) for row, own in enumerate(inputs)}
 
     def answer(model: nn.Module, x: Tensor) -> Tensor:
         forward(model, x)
@@ -185,7 +186,7 @@ def measure_together(
                 _, seen = stack.run(rows, answer, (x.to(on),), observed)
                 _add(found, rows, seen)
     for round, own in zip(rounds, found, strict=True):
-        round.moments = {layer: moments.to(next(round.model.parameters()).device) for layer, moments in pooled(own).items()}
+        round.moments = {layer: moments.to(inputs_like(round.model).device) for layer, moments in pooled(own).items()}
 
 
 def train_together(
@@ -235,7 +236,7 @@ class _Training:
         first.set_modes(template)
         self.stack = Stack([round.model for round in rounds], template)
         self.trained = {name: self.stack.parameters[name] for name in first.parameters}
-        rate, self.like = first.instruction.learning_rate, next(template.parameters())
+        rate, self.like = first.instruction.learning_rate, inputs_like(template)
         self.optimizer = (optimizer or partial(self.settings.make_optimizer, learning_rate=rate))(first.parameters.values())
         stacked = {id(own): self.trained[name] for name, own in first.parameters.items()}
         for group in self.optimizer.param_groups:  # made of one client's, so that groups by shape are as they should be
@@ -251,8 +252,9 @@ class _Training:
         self.objective = self.settings.objective.begin(Start(template, self.trained, shared))
         head = head_of(template)
         self.head = [p for name, p in self.trained.items() if head and name.rpartition(".")[0] == head[0]]
-        limits = [self.settings.clip_limit] * len(rounds)
-        if self.settings.clip == "round":
+        self.clip, limit = self.settings.clipping(first.method.freezes_statistics(first.phase))
+        limits = [limit] * len(rounds)
+        if self.clip == "round":
             limits = [norm_in_round(limit, rate, n, self.settings.momentum) for limit, n in zip(limits, self.lengths, strict=True)]
         self.limits = torch.tensor(limits, dtype=self.like.dtype, device=self.like.device)
         self.total = torch.zeros(len(rounds), dtype=torch.float64, device=self.like.device)
@@ -268,8 +270,8 @@ class _Training:
         forward = partial(self._forward, now)
         with self._exchanging(now):
             self.objective.gradient(Step(torch.empty(0), forward, forward))
-        if self.settings.clip != "none":
-            clip_rows(self.trained.values(), self.settings.clip, self.limits, self.head)
+        if self.clip != "none":
+            clip_rows(self.trained.values(), self.clip, self.limits, self.head)
         if self.settings.update == "weights":
             self.optimizer.step()
         if self.scheduler is not None:
@@ -334,13 +336,13 @@ class _Training:
         self.done.append((rows, self._rows({**self.stack.parameters, **self.stack.buffers}, rows), self._rows(gradients, rows), buffers))
 
     def _rows(self, stacks: Mapping[str, Tensor], rows: list[int]) -> Tensors:
-        device = next(self.first.model.parameters()).device
+        device = inputs_like(self.first.model).device
         return {name: (stack if len(rows) == len(stack) else stack[rows]).detach().to(device) for name, stack in stacks.items()}
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Give every round what it would have if its client had trained alone."""
-        device = next(self.first.model.parameters()).device
+        device = inputs_like(self.first.model).device
         for rows, tensors, gradients, buffers in self.done:
             for place, row in enumerate(rows):
                 round = self.rounds[row]
@@ -355,7 +357,7 @@ class _Training:
 
 
 def _template(round: LocalRound, device: torch.device | None) -> nn.Module:
-    return copy.deepcopy(round.model).to(device or next(round.model.parameters()).device)
+    return copied(round.model).to(device or inputs_like(round.model).device)
 
 
 def _add(found: Sequence[dict[str, list[Moments]]], rows: Sequence[int], seen: Seen) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fl_bn.data.batches import ClientTooSmall
+from fl_bn.derived import plain_names
 from fl_bn.exchange.call import Exchange
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.local import LocalExchange
@@ -33,7 +34,7 @@ from fl_bn.federation.payload import Payload, to_numpy, to_tensors
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Instruction
 from fl_bn.flower.client_state import ClientState, FileState, MemoryState
-from fl_bn.flower.codec import Header, flatten, header_from, unflatten
+from fl_bn.flower.codec import Header, check_header, flatten, header_from, unflatten
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import TO_EVALUATE
 from fl_bn.flower.run_id import RunId
@@ -122,7 +123,8 @@ class BatchNormClient(NumPyClient):
             asked = self._instruction(phase, payload, config, measured=str(config.get("measured", INPUTS)), memory=memory)
         else:
             kept = replace(kept, counted=int(config.get("counted", kept.round)) >= kept.round)
-            asked = self._instruction(phase, payload, config, learning_rate=float(config["learning-rate"]))
+            rates = {"learning_rate": float(config["learning-rate"]), "rate_share": float(config.get("rate-share", 1.0))}
+            asked = self._instruction(phase, payload, config, **rates)
         try:
             with self.network.lend() as lent:
                 round = LocalRound(lent, self.method, asked, kept, self.settings, joins)
@@ -159,7 +161,8 @@ class BatchNormClient(NumPyClient):
                 TO_EVALUATE.read({"save": name})  # a folder's name, and no way out of this client's own
                 path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                save_file({k: t.contiguous().cpu() for k, t in model.state_dict().items()}, path)
+                names = plain_names(model)
+                save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
         return metrics.pop("loss"), len(self.site.test), metrics
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
@@ -187,7 +190,8 @@ class BatchNormClient(NumPyClient):
 
     def _instruction(self, phase: Phase, payload: Payload, config: Mapping[str, Any], **fields: Any) -> Instruction:
         came = header_from(config)
-        Header(self.method.name, came.phase, came.round, self.signature, payload=came.payload).check(came)
+        expected = Header(self.method.name, came.phase, came.round, self.signature, payload=came.payload)
+        check_header(expected, came, self.network.instruction(), payload)
         return Instruction(int(config["round"]), phase, {section: to_tensors(arrays) for section, arrays in payload.items()}, **fields)
 
 

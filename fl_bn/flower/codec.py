@@ -21,6 +21,7 @@ from torch import Tensor
 from fl_bn.federation.blocks import dtype_name, views
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.payload import Payload, to_numpy
+from fl_bn.federation.schema import Schema, difference
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.compat import fill
 from fl_bn.flower.fields import records_of
@@ -53,6 +54,18 @@ class Header:
             if (came := getattr(other, key)) != expected:
                 hint = " (different model, method or version of fl-bn on the two sides)" if key in ("signature", "format") else ""
                 raise WireError("header", key, f"expected {expected!r}, but got {came!r}{hint}")
+
+
+def check_header(expected: Header, came: Header, ours: Schema, payload: Payload) -> None:
+    """``expected.check(came)``; where the signatures differ, with the first tensor of ``payload`` that is not as ``ours`` has it.
+
+    Raises:
+        WireError: a field differs.
+    """
+    if came.signature != expected.signature and came.method == expected.method and came.format == expected.format:
+        found = difference(ours, payload, dtypes=came.payload == AS_THE_MODEL)
+        raise WireError("header", "signature", f"expected {expected.signature!r}, but got {came.signature!r}: {found}")
+    expected.check(came)
 
 
 def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_THE_MODEL) -> Header:

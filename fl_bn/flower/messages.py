@@ -114,7 +114,9 @@ SECURE = Form(
     },
     others=True,
 )
-TO_TRAIN = Form("config", {"learning-rate": number(0), "counted": whole(default=None)}, others=True).and_also(RUN, EXCHANGE, SECURE)
+TO_TRAIN = Form(
+    "config", {"learning-rate": number(0), "rate-share": number(0, 1, default=1.0), "counted": whole(default=None)}, others=True
+).and_also(RUN, EXCHANGE, SECURE)
 TO_MEASURE = RUN.and_also(Form("config", {"measured": one_of(*MEASURED, default=INPUTS)}, others=True), EXCHANGE, SECURE)
 TO_EVALUATE = RUN.and_also(Form("config", {"save": text(255, f"(?:{FOLDER})?", "", "a file name")}))
 TO_TELL = RUN

@@ -15,7 +15,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.log import log
 from fl_bn.methods import Method, Phase
 from fl_bn.methods.fedtan import CohortBatchNorm
-from fl_bn.roles import NORM_LAYERS, Role, batch_norms, roles
+from fl_bn.roles import NORM_LAYERS, Role, buffers_in_words, roles
 from fl_bn.task import CLASSIFICATION, Task
 
 RUNAWAY_GROWTH = 10.0  # a layer's mean variance, from one round to the next
@@ -40,26 +40,21 @@ def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iter
             fate = "shared" if method.shares(role) else "stays at its client"
             if role is Role.COUNTER:
                 fate = "stays at its client" if role in method.local else "never sent, never averaged"
+            elif method.sends_down(role):
+                fate = "the server's, sent to the clients, never averaged"
             yield f"{present[role]} tensors of role {role.value}: {fate}"
+    if buffers := buffers_in_words(model):
+        yield buffers
     if cohort := [module for module in model.modules() if isinstance(module, CohortBatchNorm)]:
         count = sum((1 if layer.schedule == "merged" else 2) + layer.share_gradients for layer in cohort)
         yield f"first local step: {count} layer-wise exchanges of moments{' and their gradients' if cohort[0].share_gradients else ''}"
     yield f"clients report: {method.report.value}"
 
 
-def no_batch_norm(source: nn.Module, method: Method) -> str:
-    """Says that ``method`` has nothing to do in a model without BatchNorm; empty where it has, or where averaging is all that was asked."""
-    if batch_norms(source) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
-        return ""
-    return f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
-
-
 def say_layers(source: nn.Module, model: nn.Module, method: Method) -> None:
-    """Log the policy; as a warning that there is nothing to do."""
+    """Log the policy."""
     for line in describe_layers(source, model, method):
         log(logging.INFO, "\t%s", line)
-    if without := no_batch_norm(source, method):
-        log(logging.WARNING, "%s", without)
 
 
 def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, called: Called = UNNAMED) -> str:

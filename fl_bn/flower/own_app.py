@@ -31,6 +31,7 @@ from torch import nn
 
 from fl_bn.conversion import convert
 from fl_bn.exchange.replay import Unanswered
+from fl_bn.federation import schema
 from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.narrow import Rounding
@@ -39,12 +40,13 @@ from fl_bn.federation.payload import signature, to_numpy, to_tensors
 from fl_bn.federation.values import Instruction
 from fl_bn.flower.client import connect, state_of
 from fl_bn.flower.client_app import HELLO, RENDEZVOUS, STATISTICS
-from fl_bn.flower.codec import Header, from_records, to_records
+from fl_bn.flower.codec import Header, check_header, from_records, to_records
 from fl_bn.flower.messages import REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
 from fl_bn.flower.transcript import detach, request_payload
 from fl_bn.flower.versions import check_server, here
 from fl_bn.methods import INPUTS, Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 Batches = Callable[[Context], Iterable[Any]]
@@ -62,6 +64,14 @@ class OwnRound:
         """The client's half of the round in plain torch: ``backward``, ``measure``, ``steps``."""
         assert self._local is not None
         return self._local
+
+    @property
+    def rate_share(self) -> float:
+        """The share of your learning rate that this round is to step with: below 1 where the method has frozen the statistics.
+
+        A rate that your loop reads from ``lr`` or ``learning_rate`` of the message's config has fallen already; multiply any other.
+        """
+        return self.local.instruction.rate_share
 
     @property
     def model(self) -> nn.Module:
@@ -105,7 +115,7 @@ def replayed(message: Message, context: Context, handler: Callable[[Message, Con
 def _repeatable(seed: int, model: nn.Module, everything: bool) -> Iterator[None]:
     """Shuffling and dropout draw the same whenever this round is computed; by replay that is once per answer."""
     before = random.getstate(), np.random.get_state()
-    with torch_seed(seed, next(model.parameters()).device):
+    with torch_seed(seed, inputs_like(model).device):
         if not everything:
             yield
             return
@@ -233,14 +243,15 @@ def _read(message: Message, context: Context, converted: nn.Module, method: Meth
     phase = Phase(header.phase)
     if phase is Phase.EXCHANGE:
         payload.pop("transcript", None)
-    Header(method.name, header.phase, header.round, signature(converted, method), payload=header.payload).check(header)
+    expected = Header(method.name, header.phase, header.round, signature(converted, method), payload=header.payload)
+    check_header(expected, header, schema.instruction(converted, method), payload)
     payload = Rounding.of(header.payload, converted).widen(payload)
     sections = {section: to_tensors(arrays) for section, arrays in payload.items()}
     if phase is Phase.MEASURE:
         memory = int(values.get("exchange-memory", 0)) if form is TO_MEASURE else 0
         return Instruction(header.round, phase, sections, measured=str(values.get("measured", INPUTS)), memory=memory), values
-    rate = float(values["learning-rate"]) if form is TO_TRAIN else 0.0
-    return Instruction(header.round, phase, sections, rate), values
+    rate, share = (float(values["learning-rate"]), float(values["rate-share"])) if form is TO_TRAIN else (0.0, 1.0)
+    return Instruction(header.round, phase, sections, rate, rate_share=share), values
 
 
 def _needed(context: Context, key: str) -> Any:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -25,11 +28,15 @@ from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import AS_THE_MODEL, check_payload
+from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import signature
+from fl_bn.federation.payload import nbytes, signature, to_numpy
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
+from fl_bn.federation.schema import COMPARE, START
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.values import Instruction
 from fl_bn.flower.client_app import HELLO as ASK_HELLO
+from fl_bn.flower.codec import to_record
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO, OWN_METRICS
 from fl_bn.flower.messaging import send_and_receive
@@ -43,10 +50,40 @@ from fl_bn.wire import WireError, reason, shown
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
+RATES = ("lr", "learning_rate")
+"""Under which a ``train_config`` has the clients' learning rate, in Flower's own examples and elsewhere."""
+
+
 class _Rounds(BatchNormStrategy):
     """Evaluates at the clients with any metrics, weighted by ``num-examples`` as Flower's own strategies weigh them."""
 
     evaluates = True
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        """One train message per client of the cohort. A client that keeps nothing yet is sent the start of what it will keep: your app
+        builds its network anew, and not from the weights that the server has."""
+        messages = [*super().configure_train(server_round, arrays, config, grid)]
+        start = self.shared.start()
+        self._started = {client.index: nbytes(start) for client in self.cohort if start and not self.recovery.keeps(client.index)}
+        for message, client in zip(messages, self.cohort, strict=True):
+            if client.index in self._started:
+                message.content[START] = to_record(to_numpy(start[START]))
+        return messages
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        done, record = super().aggregate_train(server_round, replies), self.record
+        if self._started:
+            record.bytes_down |= {START: max(self._started.values())}
+            record.clients = [replace(c, bytes_down=c.bytes_down + self._started.get(c.client, 0)) for c in record.clients]
+        return done
+
+    def _train_config(self, config: Mapping[str, Any], asked: Instruction) -> dict[str, Any]:
+        """The rates that ``config`` names fall with the method's share in frozen rounds: the clients' loops read them there."""
+        made = super()._train_config(config, asked)
+        for name in RATES:
+            if asked.rate_share != 1 and isinstance(made.get(name), float):
+                made[name] *= asked.rate_share
+        return made
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         self.at_clients = self.evaluates
@@ -79,7 +116,8 @@ class OwnAppStrategy(Strategy):
     ``fl_bn.flower.training``.
 
     ``fraction_train``, ``fraction_evaluate`` (0 or 1), ``min_train_nodes`` and ``min_available_nodes`` as in Flower's ``FedAvg``. ``rate``:
-    the learning rate by ``(round, rounds)``, which FBN's tracking follows; your clients learn theirs from ``train_config``. ``objective``:
+    the learning rate by ``(round, rounds)``, which FBN's tracking follows; default: what ``train_config`` names (``RATES``), from which
+    your clients learn theirs. In rounds with frozen statistics it falls there, too (``Method.learning_rate``). ``objective``:
     the one that your ``training`` names (SCAFFOLD's control variates travel). ``exchange``: how FedTAN's is carried. ``payload``:
     the type in which weights travel while clients train, ``float32``, ``bfloat16`` or ``float16``.
     ``callbacks`` are called after every round and at the end.
@@ -113,6 +151,7 @@ class OwnAppStrategy(Strategy):
         self.optimizer, self.defence, self.callbacks = optimizer, defence, callbacks
         self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
         check_composition(method, self._settings, robust=defence.active)
+        check_layers(model, method)
         check_payload(payload, method)
         self._rounds: _Rounds | None = None
 
@@ -139,6 +178,10 @@ class OwnAppStrategy(Strategy):
         if self._rounds is not None:
             self._rounds.summary()
 
+    def save(self, path: str | Path) -> None:
+        """The model that ``start`` left, as safetensors: see ``BatchNormStrategy.save``."""
+        self.rounds.save(path)
+
     def start(
         self,
         grid: Grid,
@@ -155,14 +198,16 @@ class OwnAppStrategy(Strategy):
             RunFailed: the clients are missing, or their app does not answer; the message says which line it lacks.
         """
         wanted = signature(convert(self.model, self.method), self.method)
-        clients = _population(grid, self.min_available_nodes, timeout, wanted)
+        clients, rate = _population(grid, self.min_available_nodes, timeout, wanted), self.rate
+        if rate is constant_rate and (named := _named_rate(train_config)):
+            rate = partial(_always, named)
         policy = Rounds(
             clients,
             self.fraction_train,
             timeout=timeout,
             min_cohort=min(self.min_train_nodes, clients),
             seed=self.seed,
-            rate=self.rate,
+            rate=rate,
             calibrate=self.calibrate,
             unit_scale=self.unit_scale,
             auxiliary=auxiliary(self._settings),
@@ -172,6 +217,16 @@ class OwnAppStrategy(Strategy):
         self._rounds = _Rounds(self.model, self.method, policy, optimizer=self.optimizer, defence=self.defence, callbacks=self.callbacks)
         self._rounds.evaluates = self.evaluates
         return self._rounds.start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+
+
+def _always(rate: float, round: int, rounds: int) -> float:
+    return rate
+
+
+def _named_rate(config: ConfigRecord | None) -> float:
+    """The learning rate that ``config`` names, 0 where it names none."""
+    found = [] if config is None else [config[name] for name in RATES if name in config]
+    return next((value for value in found if isinstance(value, float) and value > 0), 0.0)
 
 
 def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:
@@ -198,7 +253,7 @@ def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:
     if said["signature"] != wanted:
         raise RunFailed(
             f"client {said['client']} has another model, method or version of fl-bn (signature {shown(said['signature'])}, here {wanted}): "
-            "name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy)"
+            f"name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy). {COMPARE}"
         )
     return int(said["clients"])
 

@@ -12,6 +12,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.schema import COMPARE
 from fl_bn.flower import client_app
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO
@@ -225,7 +226,7 @@ class Population:
             self._refuse(
                 node,
                 f"{self.called.client(index)} has another model, method or version of fl-bn ({shown(said['signature'])}, here "
-                f"{self.signature}; a strategy takes the model as it is, a client convert(model, method))",
+                f"{self.signature}; a strategy takes the model as it is, a client convert(model, method)). {COMPARE}",
             )
         elif self.rounds.nodes and self.rounds.nodes[index] != node:
             theirs = f"{self.called.client(self.rounds.nodes.index(node))}'s" if node in self.rounds.nodes else "no client's"

@@ -57,6 +57,10 @@ class Recovery:
             )
             self.run_id = replace(self.run_id, durable=self._store(state))
 
+    def keeps(self, client: int) -> bool:
+        """Whether ``client`` has trained in a round that counted, and kept tensors of its own."""
+        return client in self._kept
+
     def tell(self, messages: list[Message], clients: Sequence[Client]) -> list[Message]:
         """Let ``messages``, one for each of ``clients``, say in which round the client's last reply was counted."""
         for message, client in zip(messages, clients, strict=True):

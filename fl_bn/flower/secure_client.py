@@ -20,6 +20,7 @@ from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 from fl_bn.data.batches import ClientTooSmall, draw_batches
 from fl_bn.federation import schema
 from fl_bn.federation.narrow import AS_THE_MODEL
+from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES
@@ -106,9 +107,9 @@ def plan_of(client: BatchNormClient, message: Message) -> Plan:
         asked = client.asked(TO_MEASURE.of_configs(message.content))
         measured = min(asked.samples or n, n)
         return Plan(0, 0, 0) if asked.measured == NORMALISERS and measured < 2 else Plan(n, measured, 0)
-    rng = seeded(client.seed, client.site.client, header.round, BATCHES)
+    rng, least = seeded(client.seed, client.site.client, header.round, BATCHES), fewest(client.model, client.method, phase)
     try:
-        batches = list(draw_batches(n, settings.batch_size, rng, epochs=settings.epochs, steps=settings.steps))
+        batches = list(draw_batches(n, settings.batch_size, rng, epochs=settings.epochs, steps=settings.steps, least=least))
     except ClientTooSmall:
         return Plan(0, 0, 0)
     behind = {Report.PASS: min(client.method.statistics_pass.samples or n, n), Report.FIRST: len(batches[0])}

@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fl_bn.federation.callbacks import Callback, Callbacks
@@ -20,7 +22,7 @@ from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Exchanged, Measured, Passes, TooFewMeasured
 from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.recalibration import why_not
-from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.server import Arrived, Server
 from fl_bn.federation.values import Instruction, Reply
@@ -88,9 +90,11 @@ class BatchNormStrategy(Strategy):
         self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
         self.task = task
         self.population: Population | None = None
+        self._evaluating = list[Client]()
         self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
+        self._batches = 0  # that a client trained on
         self._rounding = EXACT  # of the messages sent last
-        self.defence, self.at_clients = defence, method.personal or rounds.at_clients
+        self.defence, self.at_clients = defence, self.shared.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active, rounds.called)
         self.disclosures = DisclosureReport(self.shared.model, method, rounds.called)
         self.secure = None if secure is None else self._secure_rounds(secure)
@@ -115,8 +119,13 @@ class BatchNormStrategy(Strategy):
             who = self.rounds.called.clients(sorted(owing))
             log(logging.WARNING, "round %s: left out until an earlier round is answered: %s", server_round, who)
             self.cohort = [client for client in self.cohort if client.index not in owing]
-        messages = self._messages("train", asked, self.cohort, {**config, "learning-rate": asked.learning_rate})
+        messages = self._messages("train", asked, self.cohort, self._train_config(config, asked))
         return self.recovery.tell(messages, self.cohort)
+
+    def _train_config(self, config: Mapping[str, Any], asked: Instruction) -> dict[str, Any]:
+        """``config`` of the train messages, and the round's learning rate."""
+        share = {} if asked.rate_share == 1 else {"rate-share": asked.rate_share}
+        return {**config, "learning-rate": asked.learning_rate, **share}
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Read the replies, and leave the rest to the server's half of the round. ``(None, None)`` if too few were usable."""
@@ -154,20 +163,32 @@ class BatchNormStrategy(Strategy):
         return Arrived(who, parts, reading.refused, reading.wrong, folded=folded)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """One evaluate message per client, where clients have models, or test data, of their own; none otherwise."""
+        """One evaluate message per client, where clients have models, or test data, of their own; none otherwise.
+
+        Of clients with models of their own, the evaluations of those count that have trained. The others are asked where they save models.
+        """
         if not self.at_clients or not self._due(server_round):
             return []
         self.shared.load(tensors_of(arrays))
-        save = self.save_clients if server_round == self.server.rounds and self.method.personal else ""
+        save = self.save_clients if server_round == self.server.rounds and self.shared.personal else ""
         asked = self.shared.instruction(server_round, Phase.TRAIN)
-        return self._messages("evaluate", asked, self._clients(grid).everyone(), {**config, "save": save})
+        everyone = self._clients(grid).everyone()
+        self._evaluating = self._trained(everyone)
+        if len(self._evaluating) < len(everyone):
+            said = "round %s: %d of %d clients have trained so far, and evaluate models of their own"
+            log(logging.INFO, said, server_round, len(self._evaluating), len(everyone))
+        return self._messages("evaluate", asked, everyone if save else self._evaluating, {**config, "save": save})
+
+    def _trained(self, clients: list[Client]) -> list[Client]:
+        """Those of ``clients`` that have models of their own; all where nobody has one."""
+        return [client for client in clients if self.method.personal and self.recovery.keeps(client.index)] or clients
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean, standard deviation and minimum of the clients' accuracies, each client counted once."""
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
-        return evaluation_at_clients(self.record, replies, self.population.everyone(), header, self._sent, self.task, self.rounds.called)
+        return evaluation_at_clients(self.record, replies, self._evaluating, header, self._sent, self.task, self.rounds.called)
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
         from fl_bn.flower.secure_rounds import SecureRounds  # only now: a plain run does without SecAgg+
@@ -177,6 +198,11 @@ class BatchNormStrategy(Strategy):
     def summary(self) -> None:
         """Log the policy, and every normalisation layer by type."""
         say_layers(self.server.source, self.shared.model, self.method)
+
+    def save(self, path: str | Path) -> None:
+        """The shared model as evaluated last, as safetensors, by the names of the unconverted network's state_dict: all of it, but for
+        tensors that the clients keep. ``result.arrays`` has what travels alone."""
+        save_file(self.shared.whole(self.shared.tensors(), self._batches), str(path))
 
     # The loop
 
@@ -213,6 +239,8 @@ class BatchNormStrategy(Strategy):
         self.summary()
         if resume is not None:
             self.recovery.go_back(resume, num_rounds, self.shared, self.server.optimizer)
+            if self.shared.statistics() and self.statistics.rescales(num_rounds):
+                self.shared.was_at_unit_scale()
             arrays = arrays_of(self.shared.tensors())
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         try:
@@ -272,7 +300,8 @@ class BatchNormStrategy(Strategy):
                 self._evaluate(server_round, result, evaluate_config, evaluate_fn, grid, timeout)
             if self.rounds.unseen and self.method.personal and server_round == self.server.rounds:
                 clients, run_id = self._clients(grid), self.recovery.run_id
-                self.unseen = average_kept(clients, self.shared, server_round, self.rounds, run_id, self._overheard)
+                who = self._trained(clients.everyone())
+                self.unseen = average_kept(clients.grid, who, self.shared, server_round, self.rounds, run_id, self._overheard)
             self.record.seconds = time.perf_counter() - begin
             self._tell()
             self.recovery.after_round(server_round, self.server.rounds, arrays, self.shared, self.server.optimizer, failed)
@@ -397,6 +426,7 @@ class BatchNormStrategy(Strategy):
         return replies
 
     def _tell(self) -> None:
+        self._batches += batches_trained([self.record])
         said = self.record, self.server.rounds, self.task
         called = self.rounds.called
         say_round(in_short(*said, called), describe_round(*said, self.method, self.shared.model, called))

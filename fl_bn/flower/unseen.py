@@ -6,9 +6,10 @@ FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
 from torch import Tensor
 
 from fl_bn.federation.aggregation import average
@@ -19,7 +20,7 @@ from fl_bn.flower.codec import header_for, to_records
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.messaging import send_and_receive
-from fl_bn.flower.population import Population
+from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Reading, read_replies
 from fl_bn.flower.run_id import RunId
 from fl_bn.flower.versions import here
@@ -27,21 +28,22 @@ from fl_bn.methods import Phase
 
 
 def average_kept(
-    population: Population,
+    grid: Grid,
+    clients: Sequence[Client],
     shared: SharedModel,
     round: int,
     rounds: Rounds,
     run_id: RunId,
     overheard: Callable[[Iterable[Message]], Iterable[Message]],
 ) -> dict[str, Tensor]:
-    """The uniform average of what all clients keep, by state_dict name; empty if nobody answered."""
-    everyone, header = population.everyone(), header_for(shared, round, Phase.MEASURE)
+    """The uniform average of what ``clients``, those that have trained, keep, by state_dict name; empty if nobody answered."""
+    header = header_for(shared, round, Phase.MEASURE)
     expected = kept_layers(shared.model, shared.method)
     content, group = to_records({}, header), str(header.round)
     content["config"] = ConfigRecord({"version": here(), **run_id.to_config()})
-    sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=rounds.timeout, group_id=group) for c in everyone]
-    replies = send_and_receive(population.grid, sent, rounds.timeout, rounds.retry, rounds.called)
-    parts, refused, _ = read_replies(overheard(replies), Reading(everyone, expected, header, REPLIED, sent))
+    sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=rounds.timeout, group_id=group) for c in clients]
+    replies = send_and_receive(grid, sent, rounds.timeout, rounds.retry, rounds.called)
+    parts, refused, _ = read_replies(overheard(replies), Reading(clients, expected, header, REPLIED, sent))
     for index, reason in refused.items():
         log(logging.WARNING, "%s's layers are not in the average for unseen clients: %s", rounds.called.client(index), reason)
     tensors = [part.sections[KEPT] for part in parts]

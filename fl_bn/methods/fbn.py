@@ -28,7 +28,7 @@ REPORTS = {"first": Report.FIRST, "pass": Report.PASS, "all": Report.BATCHES}
 @dataclass(frozen=True)
 class FBNOptions(Options):
     name: ClassVar[str] = "fbn"
-    tracking: float = tracking(0.02)
+    tracking: float = tracking(0.05)
     momentum: float | None = option(
         None,
         "weight of one batch in the shared statistics, as in Algorithm 2, in the place of tracking",
@@ -47,14 +47,14 @@ class FBNOptions(Options):
 def combine(reports: LayerReports, tracking: float, momentum: float | None, report: Report) -> Running:
     pooled = pool(reports.parts, reports.average)
     if momentum is None:
-        return follow(reports.shared, pooled, tracking * reports.pace)
+        return follow(reports.shared, pooled, tracking * reports.pace, reports.scale)
     batches = reports.steps if report is Report.BATCHES else 1
     return ema(reports.shared, pooled, 1 - (1 - momentum) ** batches)
 
 
 @takes(FBNOptions)
 def fbn(options: FBNOptions) -> Method:
-    """FBN. ``tracking`` holds at the first round's learning rate and on unit scale (``methods.tracking``)."""
+    """FBN. ``tracking`` holds at the first round's learning rate and at the scale that a run starts with (``methods.tracking``)."""
     report = REPORTS[options.report]
     return Method(
         "fbn",

@@ -32,11 +32,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_bn.exchange.call import Answer, Exchange, Key, Quantity
 from fl_bn.layers import _SharedNorm, in_backward
 from fl_bn.methods.fedavg import combine
-from fl_bn.methods.method import Method, Phase, Report, freeze, freeze_after
+from fl_bn.methods.method import Method, Phase, Report, freeze, freeze_after, frozen_rate
 from fl_bn.moments import channel_moments
 from fl_bn.options import Options, option, takes
 
 SCHEDULES = ("merged", "paper")
+FROZEN_RATE = 0.02
+"""FedTAN-II's: .5 before the statistics freeze, .01 after (seed 004, section 6.5)."""
 
 
 @dataclass(frozen=True)
@@ -266,9 +268,10 @@ class Freezing(Options):
 
 @dataclass(frozen=True)
 class FedTAN2Options(FedTANOptions, Freezing):
-    """``freeze_after``, then ``schedule``."""
+    """``freeze_after``, then ``schedule`` and ``frozen_rate``."""
 
     name: ClassVar[str] = "fedtan2"
+    frozen_rate: float | None = frozen_rate(FROZEN_RATE)
 
 
 @takes(FedTANOptions)
@@ -284,8 +287,9 @@ def _exchanging(schedule: str, share_gradients: bool) -> Method:
 
 @takes(FedTAN2Options)
 def fedtan2(options: FedTAN2Options) -> Method:
-    """FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen."""
-    return replace(freeze(fedtan(options.schedule), options.freeze_after), name="fedtan2")
+    """FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen, at ``frozen_rate`` of the learning rate."""
+    rate = FROZEN_RATE if options.frozen_rate is None else options.frozen_rate
+    return replace(freeze(fedtan(options.schedule), options.freeze_after, rate=rate), name="fedtan2")
 
 
 @takes(FedTANOptions)

@@ -5,6 +5,9 @@ Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (
 Stage I, rounds 1..T*: FedAvg. Stage II: BatchNorm normalises with the aggregated statistics of round T*, which stay bit-identical;
 affine parameters and everything else keep training. T* = T is FedAvg.
 
+The paper freezes when it divides the learning rate by ten. Frozen in full motion the network collapses, so by default the frozen rounds
+run at a tenth of the rate whatever the schedule (``Method.learning_rate``).
+
 Symbols: T* -> freeze_after.
 """
 
@@ -12,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fl_bn.methods.fedavg import fedavg
-from fl_bn.methods.method import Method, freeze, freeze_after
+from fl_bn.methods.method import Method, freeze, freeze_after, frozen_rate
 from fl_bn.options import Options, option, takes
 from fl_bn.roles import Role
 
@@ -28,9 +31,11 @@ class FixBNOptions(Options):
     name: ClassVar[str] = "fixbn"
     freeze_after: int | None = freeze_after()
     freeze_what: str = option("statistics", "what freezes: the statistics, the affine parameters, or both", FROZEN, key="freeze-what")
+    frozen_rate: float | None = frozen_rate()
 
 
 @takes(FixBNOptions)
 def fixbn(options: FixBNOptions) -> Method:
-    """``freeze_after``: last round of stage I. ``freeze_what``: see Table H."""
-    return replace(freeze(fedavg(), options.freeze_after, FROZEN[options.freeze_what]), name="fixbn")
+    """``freeze_after``: last round of stage I. ``freeze_what``: see Table H. ``frozen_rate``: share of the learning rate in stage II."""
+    what = FROZEN[options.freeze_what]
+    return replace(freeze(fedavg(), options.freeze_after, what, options.frozen_rate), name="fixbn")

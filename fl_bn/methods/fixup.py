@@ -24,6 +24,8 @@ import math
 import torch
 from torch import nn
 
+from fl_bn.derived import derivation
+from fl_bn.layers import Unconvertible
 from fl_bn.methods.method import Method
 from fl_bn.methods.residual import WEIGHTED, residual_branches
 from fl_bn.methods.unnormalised import ScaleShift, scalars
@@ -43,6 +45,11 @@ def initialise(model: nn.Module) -> nn.Module:
     ends = {branch.norms[-1] for branch in branches if branch.norms}
     for name, module in model.named_modules():
         if isinstance(module, WEIGHTED):
+            if derived := derivation(module):
+                raise Unconvertible(
+                    f"{name or 'the model'} ({type(module).__name__}): fixup sets the initial weights, but here {derived} makes "
+                    "them: remove it, or choose a method that keeps BatchNorm, or gn"
+                )
             if name in zero:
                 for parameter in module.parameters():
                     parameter.zero_()

@@ -52,15 +52,15 @@ class HBNOptions(Options):
 
 def combine(reports: LayerReports, tracking: float, lam: float | None) -> Running:
     pooled = pool(reports.parts, reports.average)
-    return follow(reports.shared, pooled, tracking) if lam is None else ema(reports.shared, pooled, lam)
+    return follow(reports.shared, pooled, tracking, reports.scale) if lam is None else ema(reports.shared, pooled, lam)
 
 
 @takes(HBNOptions)
 def hbn(options: HBNOptions) -> Method:
     """HBN.
 
-    ``tracking`` is the weight on unit scale (``methods.tracking``), ``lam`` that of equation 11. ``lower_layers``: see ``StatisticsPass``;
-    ``hybrid`` is as in the paper's code.
+    ``tracking`` is the weight at the scale that a run starts with (``methods.tracking``), ``lam`` that of equation 11. ``lower_layers``:
+    see ``StatisticsPass``; ``hybrid`` is as in the paper's code.
 
     ``evaluate``: ``exact`` is right where the global statistics follow the weights at once (lam = 1): what is evaluated is BatchNorm of
     the union, by one exchange per layer. ``hybrid`` is right below: training then normalises with a mixture that holds old statistics,

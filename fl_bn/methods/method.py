@@ -15,7 +15,7 @@ from fl_bn.moments import Average, Moments, Running, pool, weighted_mean
 from fl_bn.names import check_name
 from fl_bn.options import option
 from fl_bn.robust.attacks import Adversary, Attack
-from fl_bn.roles import Role
+from fl_bn.roles import DOWN_ONLY, Role
 
 
 class Phase(Enum):
@@ -48,6 +48,7 @@ class Refresh(Enum):
     HYBRID = "hybrid"  # one pass in training mode: the moments of what every layer normalises with
 
 
+_NEVER_AVERAGED = DOWN_ONLY | {Role.COUNTER, Role.KEPT}
 INPUTS, NORMALISERS = MEASURED = ("inputs", "normalisers")
 LOWER_LAYERS = ("shared", "hybrid")
 
@@ -82,7 +83,8 @@ class LayerReports:
 
     ``shared``: the statistics sent down this round; ``parts``: one ``Moments`` per client, in partition order; ``momentum``: the
     layer's own; ``steps``: training batches per client (mean, weighted by their activations); ``average``: how n clients' values become
-    one; ``pace``: the round's learning rate as a share of the first round's.
+    one; ``pace``: the round's learning rate as a share of the first round's; ``scale``: the deviation of its input that the run started
+    with, where the server brought it there (``federation.unit_scale``), else 1.
     """
 
     shared: Running
@@ -91,6 +93,7 @@ class LayerReports:
     steps: float
     average: Average = weighted_mean
     pace: float = 1.0
+    scale: float = 1.0
 
 
 def replace_by_pooled(reports: LayerReports) -> Running:
@@ -117,7 +120,8 @@ class Method:
     statistics. ``phase(round, rounds)`` is the calendar, rounds counted from 1. ``refresh``: the shared statistics lag behind the
     weights (HBN), so statistics-only exchanges precede each evaluation. ``calibrate``: training uses the shared statistics, so they are
     measured before round 1; ``constant``: it normalises with nothing else (FBN). ``needs_running``: torch's BatchNorm will not do without
-    running statistics. ``frozen``: what does not change in frozen rounds. ``adversary``: clients that lie, in experiments.
+    running statistics. ``frozen``: what does not change in frozen rounds. ``frozen_rate``: the share of the learning rate that rounds with
+    frozen statistics run at, at most (``learning_rate``). ``adversary``: clients that lie, in experiments.
     """
 
     name: str
@@ -133,21 +137,52 @@ class Method:
     statistics_pass: StatisticsPass = StatisticsPass.asked(INPUTS)
     needs_running: bool = False
     frozen: frozenset[Role] = frozenset({Role.STATISTIC})
+    frozen_rate: float = 1.0
     adversary: Adversary | None = None
 
     def shares(self, role: Role) -> bool:
-        """Whether tensors of this role travel. Counters never do: averaging them yields 0, or 49.999 -> 49."""
-        return role not in self.local and role is not Role.COUNTER
+        """Whether tensors of this role travel both ways. Counters never do: averaging them yields 0, or 49.999 -> 49."""
+        return role not in self.local and role not in _NEVER_AVERAGED
+
+    def keeps(self, role: Role) -> bool:
+        """Whether tensors of this role stay at their client and survive between its rounds."""
+        return role in self.local or role is Role.KEPT or (role is Role.RECOMPUTED and Role.WEIGHT in self.local)
+
+    def sends_down(self, role: Role) -> bool:
+        """Whether clients receive the server's tensors of this role and send none back."""
+        return role in DOWN_ONLY and not self.keeps(role)
 
     def reports(self, phase: Phase) -> Report:
         """What a client reports in this phase."""
-        if phase is Phase.FROZEN and Role.STATISTIC in self.frozen:
+        if self.freezes_statistics(phase):
             return Report.NOTHING
         return Report.PASS if phase is Phase.MEASURE else self.report
 
+    def freezes_statistics(self, phase: Phase) -> bool:
+        """Whether the statistics do not change in this phase."""
+        return phase is Phase.FROZEN and Role.STATISTIC in self.frozen
+
+    def learning_rate(self, schedule: Callable[[int, int], float], round: int, rounds: int) -> float:
+        """Return the learning rate of ``round``: that of ``schedule``, but while the statistics are frozen at most ``frozen_rate`` times
+        the highest rate of the rounds before the freeze.
+
+        So a schedule that has dropped as far by itself is not dropped once more. Where the statistics are frozen from round 1 on, no round
+        is before the freeze, and the schedule holds.
+
+        Args:
+            schedule: ``(round, rounds) -> learning rate``.
+            round: From 1.
+            rounds: Of the whole run.
+        """
+        rate = schedule(round, rounds)
+        if self.frozen_rate == 1 or not self.freezes_statistics(self.phase(round, rounds)):
+            return rate
+        before = [schedule(earlier, rounds) for earlier in range(1, round) if not self.freezes_statistics(self.phase(earlier, rounds))]
+        return min(rate, self.frozen_rate * max(before)) if before else rate
+
     def starts_constant(self, rounds: int) -> bool:
         """Whether the first batch is normalised with shared statistics and nothing else."""
-        frozen = self.phase(1, rounds) is Phase.FROZEN and Role.STATISTIC in self.frozen
+        frozen = self.freezes_statistics(self.phase(1, rounds))
         return self.shares(Role.STATISTIC) and (self.constant or frozen)
 
     def uses_shared(self, rounds: int) -> bool:
@@ -160,25 +195,56 @@ class Method:
         return bool(self.local & {Role.AFFINE, Role.STATISTIC})
 
 
-def freeze(method: Method, after: int | None = None, what: frozenset[Role] = frozenset({Role.STATISTIC})) -> Method:
+FROZEN_RATE = 0.1
+"""FixBN's: the paper freezes when it divides the learning rate by ten (seed 000, section 4.3 and Table G)."""
+
+
+def freeze(
+    method: Method,
+    after: int | None = None,
+    what: frozenset[Role] = frozenset({Role.STATISTIC}),
+    rate: float | None = None,
+) -> Method:
     """``method`` for the first ``after`` rounds (default: half of them), then with its statistics frozen (FixBN, FedTAN-II).
 
     In frozen rounds BatchNorm layers normalise with the statistics of round ``after``, bit for bit; affine and everything else
     keep training, and nothing about statistics is reported. ``what``: FixBN's Table H freezes the affine parameters as well, or these
     alone, which then are in no optimiser.
+
+    With constants a network is no longer invariant to the scale of its weights, and frozen at a high learning rate it collapses. So rounds
+    with frozen statistics run at no more than the share ``rate`` (default: ``FROZEN_RATE``) of the learning rate before, see
+    ``Method.learning_rate``; with 1 the schedule holds.
+
+    Raises:
+        ValueError: ``what`` is nothing that freezes, ``after`` is negative, ``rate`` is not in (0, 1], or there are no statistics.
     """
+    rate = FROZEN_RATE if rate is None else rate
+    if not 0 < rate <= 1:
+        raise ValueError(f"the share of the learning rate in frozen rounds must be in (0, 1], but got {rate}")
     if not what or not what <= {Role.STATISTIC, Role.AFFINE}:
         raise ValueError(f"what freezes must be the statistics, the affine parameters or both, but got {set(what)}")
     if after is not None and after < 0:
         raise ValueError(f"freeze after must be a round >= 0, but got {after}")
     if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is Report.NOTHING:
         raise ValueError(f"{method.name} knows no statistics in training, so there are none to freeze: leave out freeze after")
-    return replace(method, phase=partial(_freeze_phase, method.phase, after), needs_running=True, frozen=what)
+    return replace(method, phase=partial(_freeze_phase, method.phase, after), needs_running=True, frozen=what, frozen_rate=rate)
 
 
 def freeze_after() -> Any:
     """The option of methods that freeze by themselves; a run config can freeze the statistics of any other by the same key."""
     return option(None, "last round before the statistics freeze", ">= 0", key="freeze-after", unset=-1, otherwise="half of the rounds")
+
+
+def frozen_rate(default: float = FROZEN_RATE) -> Any:
+    """The option beside it: ``default`` is the method's own."""
+    return option(
+        None,
+        "most that rounds with frozen statistics run at, as a share of the learning rate before; 1: the schedule alone decides",
+        "(0, 1]",
+        key="frozen-rate",
+        unset=0.0,
+        otherwise=f"{default:g}",
+    )
 
 
 def _freeze_phase(before: Callable[[int, int], Phase], after: int | None, round: int, rounds: int) -> Phase:

@@ -2,8 +2,8 @@
 
 They are constants of a round: the gradient does not know that they will cancel its step (Batch Normalization, Ioffe and Szegedy, ICML 2015,
 section 2). If they follow at once, the scale of activations grows from round to round, and the accuracy falls. So they follow slowly, and
-the slower the more a layer's scale has grown from 1, where ``training.unit_scale`` starts it; at ``LIMIT`` they stop, and from there on the
-gradient feels what its steps do.
+the slower the more a layer's scale has grown from where it started, ``SCALE`` if ``federation.unit_scale`` brought it there; at ``LIMIT``
+times that they stop, and from there on the gradient feels what its steps do.
 """
 
 from __future__ import annotations
@@ -14,25 +14,32 @@ from typing import Any
 from fl_bn.moments import Moments, Running, ema
 from fl_bn.options import option
 
+SCALE = 0.5
+"""Standard deviation of every BatchNorm layer's input when training starts.
+
+At half the scale a step of the same rate moves what the network computes by four times as much. Fresh networks have about a third. At a
+scale of 1 HBN learned too slowly on ordinary data, at a third FBN did with one class per client: docs/concepts/statistics.md.
+"""
 LIMIT = 1.5
-"""Standard deviation of a layer's input, as its living channels' geometric mean, at which its statistics have come to a stop."""
+"""The growth of a layer's deviation, as its living channels' geometric mean, at which its statistics have come to a stop."""
 DEAD = 1e-12
 """Share of the layer's median variance at which a channel counts as dead (behind a ReLU, or constant): it says nothing about a scale."""
 
 
-def slowdown(shared: Running) -> float:
-    """1 up to a deviation of 1, then falling with its logarithm to 0 at ``LIMIT``. Dead channels do not count; 1 where all are dead."""
+def slowdown(shared: Running, scale: float = 1.0) -> float:
+    """1 up to a deviation of ``scale``, then falling with its logarithm to 0 at ``LIMIT`` times that. Dead channels do not count; 1 where
+    all are dead."""
     var = shared.var.double()
     living = var[var > DEAD * var.median()]
     if len(living) == 0:
         return 1.0
-    log_deviation = float(living.log().mean()) / 2
-    return min(1.0, max(0.0, 1 - log_deviation / math.log(LIMIT)))
+    log_growth = float(living.log().mean()) / 2 - math.log(scale)
+    return min(1.0, max(0.0, 1 - log_growth / math.log(LIMIT)))
 
 
-def follow(shared: Running, measured: Moments, tracking: float) -> Running:
-    """One step of ``tracking``, in (0, 1], towards what was measured, slowed down as the layer's scale has grown; float64."""
-    return ema(shared, measured, tracking * slowdown(shared))
+def follow(shared: Running, measured: Moments, tracking: float, scale: float = 1.0) -> Running:
+    """One step of ``tracking``, in (0, 1], towards what was measured, slowed down as the scale has grown from ``scale``; float64."""
+    return ema(shared, measured, tracking * slowdown(shared, scale))
 
 
 def tracking(default: float | None, otherwise: str = "") -> Any:

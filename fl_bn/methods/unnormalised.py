@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 class ScaleShift(_NormBase):
     """``x * weight + bias`` for inputs (B, C, *); with one feature, the same two numbers for every channel.
 
-    A norm layer by type, though it normalises nothing, so that its tensors are affine by role, as those of the layer it replaces.
+    A norm layer by type, though it normalises nothing, so that its tensors are those of a norm layer by role, too.
     """
 
     def forward(self, x_BC: Tensor) -> Tensor:

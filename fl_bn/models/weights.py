@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fl_bn.derived import plain_names
 from fl_bn.models.head import head_of
 from fl_bn.roles import Role, roles
 
@@ -20,13 +21,15 @@ SHOWN = 5  # names in an error
 def load_weights(model: nn.Module, path: str) -> None:
     """Load the tensors of a state_dict in ``path`` (.pt, .pth or .safetensors) into ``model``: all of them, by name.
 
-    Two things may differ: a head of another shape (pre-training had other classes) stays fresh, and counters may be missing, as
-    from the files of a run. A ``.pt`` is read without running any code from it.
+    Three things may differ: a head of another shape (pre-training had other classes) stays fresh, counters may be missing, and names may
+    have the prefixes ``module.`` (DataParallel, DistributedDataParallel) and ``_orig_mod.`` (``torch.compile``), or lack them. A ``.pt``
+    is read without running any code from it.
 
     Raises:
         ValueError: there is no such file, it is no state_dict, or its names or shapes are not the model's.
     """
-    tensors, own = _read(Path(path)), model.state_dict()
+    own = model.state_dict()
+    tensors = _named_as(model, _read(Path(path)))
     role, head = roles(model), head_of(model)
     of_head = set() if head is None else {f"{head[0]}.{key}" if head[0] else key for key in head[1].state_dict()}
     missing = [name for name in own if name not in tensors and role[name] is not Role.COUNTER]
@@ -49,6 +52,21 @@ def load_weights(model: nn.Module, path: str) -> None:
         raise ValueError(f"weights {path}: {len(others)} tensors have another shape ({_few(shapes)}); only the head's may differ")
     kept = of_head if wrong else set()  # a head is one thing: an old bias beside a fresh weight would be neither
     model.load_state_dict(own | {name: tensor for name, tensor in tensors.items() if name not in kept})
+
+
+def _named_as(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` by ``model``'s own names, where theirs differ in the prefixes of wrappers alone."""
+    names = plain_names(model)
+    own = {plain: name for name, plain in names.items()}
+    found = {name: name if name in names else own.get(_without_prefixes(name), name) for name in tensors}
+    return tensors if len({*found.values()}) < len(found) else {found[name]: tensor for name, tensor in tensors.items()}
+
+
+def _without_prefixes(name: str) -> str:
+    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ Symbols: z -> z, z_glob -> z_global, z_prev -> z_previous, tau -> temperature, m
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fl_bn.derived import copied
 from fl_bn.models.head import head_of
 from fl_bn.objectives.objective import Finish, Objective, Round, Start, Step
 from fl_bn.options import option
@@ -59,7 +59,7 @@ class _Fixed:
     """A model that is only asked for representations."""
 
     def __init__(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.model = copied(model).eval().requires_grad_(False)
         self.model.load_state_dict(state)
         self._representation = _Representation(self.model)
 

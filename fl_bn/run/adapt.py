@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fl_bn import durable
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.domains import only_domain
+from fl_bn.derived import plain_names
 from fl_bn.federation.adaptation import HOW, NEAREST, TEST_BATCH, Adaptation, Known, with_batch_statistics
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.names import expected
@@ -88,9 +89,14 @@ def read_run(folder: Path) -> Adaptation:
     config = read_config(folder)
     method, network = config.build_method(), assembly.source_model(config)
     files = sorted((folder / CLIENTS).glob("client-*.safetensors"), key=lambda file: (len(file.name), file.name)) if method.personal else []
-    clients = {file.stem.replace("-", " "): _tensors(file) for file in files}
-    told = _tensors(folder / TOLD) if method.personal and (folder / TOLD).exists() else {}
-    made = Adaptation(network, method, Known(_tensors(folder / MODEL), clients, told))
+    own = {plain: name for name, plain in plain_names(network).items()}  # files have no prefixes of wrappers
+
+    def tensors(file: Path) -> dict[str, Tensor]:
+        return {own.get(name, name): tensor for name, tensor in _tensors(file).items()}
+
+    clients = {file.stem.replace("-", " "): tensors(file) for file in files}
+    told = tensors(folder / TOLD) if method.personal and (folder / TOLD).exists() else {}
+    made = Adaptation(network, method, Known(tensors(folder / MODEL), clients, told))
     if not (clients or told or method.shares(Role.AFFINE)):
         raise ConfigError(
             f"{folder}: with {config.method} the affine stays at the clients, and neither their models ({CLIENTS}/client-0.safetensors "
@@ -195,7 +201,8 @@ def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, fold
             writer.writerow([outcome.how, *figures, used, len(client.test), outcome.note])
     for outcome in outcomes:
         metadata = {"method": config.method, "model": config.model, "how": outcome.how, "client": client.name}
-        state = {name: tensor.contiguous() for name, tensor in outcome.model.state_dict().items()}
+        names = plain_names(outcome.model)
+        state = {names[name]: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in outcome.model.state_dict().items()}
         durable.write(folder / f"model-{outcome.how}.safetensors", save(state, metadata), mode=0o666)
     bars = {outcome.how: {} if outcome.before is None else {"before": [scale * outcome.before[metric]]} for outcome in outcomes}
     for outcome in outcomes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from fl_bn.data.domains import without_domain
 from fl_bn.data.partition import label_counts, partition
 from fl_bn.data.record import describe
 from fl_bn.data.shift import limited, shifted
+from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import MEMORY_FORMATS, Network
@@ -31,7 +31,7 @@ from fl_bn.models.standardise import standardised
 from fl_bn.names import names_of
 from fl_bn.own_code import OWN, VARIABLE, Modules, function
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
-from fl_bn.roles import Role
+from fl_bn.roles import Role, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.keys import known_device, nodes_of
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
@@ -233,6 +233,7 @@ def source_model(config: RunConfig) -> nn.Module:
         modules=_modules,
     )
     standardised(model, config.standardise, channels)
+    set_buffer_roles(model, parse_buffer_roles(config.buffers))
     if config.moon_projection:
         with torch_seed(config.seed, torch.device("cpu")):
             with_projection(model, config.moon_projection)
@@ -251,14 +252,15 @@ def network(config: RunConfig, device: torch.device) -> Network:
     """What all clients of this process train, by turns."""
     model = client_model(at_client(config))
     if (layout := MEMORY_FORMATS[config.memory_format]) is not torch.contiguous_format:
-        model = copy.deepcopy(model).to(memory_format=layout)
+        model = copied(model).to(memory_format=layout)
     return Network(model, config.build_method(), device)
 
 
 @lru_cache(maxsize=4)
 def at_client(config: RunConfig) -> RunConfig:
     """What a client builds its network from: it needs no file of weights where all of them come from the server."""
-    if not config.model_weights or config.build_method().local & {Role.WEIGHT, Role.AFFINE, Role.STATISTIC}:
+    kept = "kept" in parse_buffer_roles(config.buffers).values()
+    if not config.model_weights or kept or config.build_method().local & {Role.WEIGHT, Role.AFFINE, Role.STATISTIC}:
         return config
     return replace(config, model_weights="")
 

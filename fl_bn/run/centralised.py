@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import replace
 
@@ -10,12 +9,14 @@ import torch
 
 from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
+from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callbacks
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import IndexBatches, alone, train
 from fl_bn.methods import METHODS, Phase
+from fl_bn.roles import inputs_like
 from fl_bn.run.assembly import dataset, device, source_model, task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.run_directory import RunDirectory
@@ -37,7 +38,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     data, target = dataset(config), device(config)
     samples, of = Samples(data.x_train, data.y_train), task(config, data.y_train)
     cohort = max(1, int(config.fraction * config.clients + 0.5))
-    model = copy.deepcopy(source_model(config)).to(target)
+    model = copied(source_model(config)).to(target)
     settings = replace(config.local_training(), update="weights")  # one gradient, one step: the same
     steps = config.local_steps or config.local_epochs * max(1, len(samples) // (cohort * config.batch_size))
     optimizer = settings.make_optimizer([p for p in model.parameters() if p.requires_grad], config.learning_rate)
@@ -51,7 +52,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
                 begin = time.perf_counter()
                 drawn = list(draw_batches(len(samples), cohort * config.batch_size, seeded(config.seed, 0, round, 0), steps=steps))
                 augment = augmenter(settings.augment, seeded(config.seed, 0, round, 2))
-                batches = IndexBatches(samples, drawn, next(model.parameters()), augment)
+                batches = IndexBatches(samples, drawn, inputs_like(model), augment)
                 local = alone(model, method, settings, rate(round, config.rounds))
                 for group in optimizer.param_groups:
                     group["lr"] = local.instruction.learning_rate

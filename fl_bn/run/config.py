@@ -18,7 +18,7 @@ from fl_bn.called import Called
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.clipping import chosen
+from fl_bn.federation.clipping import FROZEN, chosen
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.narrow import check_payload
@@ -172,7 +172,9 @@ class RunConfig(RunKeys):
         constructor = METHODS[self.method]
         method = build(constructor, self.__getitem__)
         freezes_itself = "freeze-after" in options_by_key(constructor)
-        return self._attacked(method if self.freeze_after < 0 or freezes_itself else freeze(method, self.freeze_after))
+        if self.freeze_after >= 0 and not freezes_itself:
+            method = freeze(method, self.freeze_after, rate=self.frozen_rate or None)
+        return self._attacked(method)
 
     def _attacked(self, method: Method) -> Method:
         if self.attack == "none":
@@ -264,7 +266,9 @@ class RunConfig(RunKeys):
 
     def local_training(self) -> LocalTraining:
         several = self.local_steps != 1 and self.optimizer == "sgd" and not self.build_objective().travels and self.method not in FEDTAN
-        clip, limit = chosen(self.clip, self.clip_limit, drifts=several and self.build_method().starts_constant(self.rounds))
+        constant = self.build_method().starts_constant(self.rounds)
+        clip, limit = chosen(self.clip, self.clip_limit, drifts=several and constant)
+        clips_frozen = self.clip == "auto" and not constant and self.update == "weights" and not self.build_objective().travels
         return LocalTraining(
             self.batch_size,
             self.local_epochs,
@@ -279,6 +283,7 @@ class RunConfig(RunKeys):
             self.maintain_momentum,
             clip,
             limit,
+            FROZEN if clips_frozen else 0.0,
         )
 
     def build_objective(self) -> Objective:

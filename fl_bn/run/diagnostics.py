@@ -6,7 +6,6 @@ model, without a random number of the run's: a run with diagnostics has the numb
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.derived import copied
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.record import RoundRecord
@@ -24,7 +24,7 @@ from fl_bn.layers import observe, pooled
 from fl_bn.methods import METHODS, Phase
 from fl_bn.moments import Moments, Running, pool
 from fl_bn.names import expected
-from fl_bn.roles import Role, batch_norms
+from fl_bn.roles import Role, batch_norms, inputs_like
 from fl_bn.run.assembly import client_model, client_samples, device, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.gradient_deviation import Batch, gradient_deviations
@@ -92,13 +92,13 @@ class Diagnostics:
         rows: list[Measurement] = []
         target = device(self.config)
         if TRAINING_LOSS in self.names:
-            on_device = copy.deepcopy(model).to(target)
+            on_device = copied(model).to(target)
             of = task(self.config, self.clients[0].y)
             found = MetricState.union(evaluate(on_device, samples, task=of) for samples in self.clients)
             for quantity, value in (("training-loss", found.loss), (f"training-{of.metric}", found[of.metric])):
                 rows.append(Measurement(record.round, "", None, quantity, value))
         if DRIFT in self.names:
-            rows += self._drift(record, copy.deepcopy(model).to(target))
+            rows += self._drift(record, copied(model).to(target))
         if GRADIENTS in self.names:
             rows += self._gradients(record.round, model, target)
         return rows
@@ -131,7 +131,7 @@ class Diagnostics:
         frozen = record.phase == Phase.FROZEN.value and Role.STATISTIC in self.config.build_method().frozen
         for layer in batch_norms(model).values():
             layer.train(not frozen)
-        for client, (x, _) in self._batches(next(model.parameters())):
+        for client, (x, _) in self._batches(inputs_like(model)):
             with observe(model) as observed:
                 model(x)
             for name, part in pooled(observed).items():
@@ -160,7 +160,7 @@ class Diagnostics:
     def _gradients(self, round: int, model: nn.Module, target: torch.device) -> list[Measurement]:
         network = convert(source_model(self.config), METHODS["fedtan"]())
         network.load_state_dict({k: t for k, t in model.state_dict().items() if k in network.state_dict()})
-        clients, batches = zip(*self._batches(next(network.parameters()).to(target)), strict=True)
+        clients, batches = zip(*self._batches(inputs_like(network).to(target)), strict=True)
         found = gradient_deviations(network.to(target), batches, task(self.config, self.clients[0].y))
         rows = [Measurement(round, "", i, "gradient-deviation", value) for i, value in zip(clients, found.squared, strict=True)]
         rows.append(Measurement(round, "", None, "gradient-deviation", _mean(found.squared)))

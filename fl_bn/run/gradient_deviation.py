@@ -6,7 +6,6 @@ rate, is what keeps FedAvg with batch normalisation from converging where the cl
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -14,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fl_bn.derived import copied
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, ended
 from fl_bn.exchange.session import Session
 from fl_bn.methods.fedtan import exchanging
-from fl_bn.roles import batch_norms
+from fl_bn.roles import batch_norms, inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 Batch = tuple[Tensor, Tensor]
@@ -42,7 +42,7 @@ def gradient_deviations(model: nn.Module, batches: Sequence[Batch], task: Task =
 
     Symbols: B_i^2 -> squared, p_i -> batch sizes, normalised.
     """
-    like = next(model.parameters()).dtype
+    like = inputs_like(model).dtype
     layers = {name: Layer(layer.running_mean.numel(), like) for name, layer in batch_norms(model).items() if layer.running_mean is not None}
     session = Session(range(len(batches)), layers)
     tokens = admit(session)
@@ -68,7 +68,7 @@ def gradient_deviations(model: nn.Module, batches: Sequence[Batch], task: Task =
 
 
 def _gradient(model: nn.Module, batch: Batch, task: Task, exchange: LocalExchange | None = None) -> Gradient:
-    mine = copy.deepcopy(model).eval()
+    mine = copied(model).eval()
     mine.zero_grad()
     for layer in batch_norms(mine).values():
         layer.train()

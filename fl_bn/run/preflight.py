@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -10,16 +9,18 @@ from torch import Tensor
 
 from fl_bn.data.augment import augmenter
 from fl_bn.data.dataset import to_input
+from fl_bn.derived import copied
 from fl_bn.federation.local import torch_seed
+from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.rounds import AS_METHOD
 from fl_bn.federation.settings import seeded
 from fl_bn.flower.log import LOGGER
 from fl_bn.methods import Phase
-from fl_bn.roles import Role, batch_norms
+from fl_bn.roles import Role, batch_norms, inputs_like
 from fl_bn.run import recalibrate
-from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, task
+from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.history import round_columns
 from fl_bn.task import Classification, Task
@@ -38,6 +39,10 @@ def check(config: RunConfig) -> None:
     if config.dataset != SITES:
         partitions(config)
     model, method = client_model(config), config.build_method()
+    try:
+        check_layers(source_model(config), method)
+    except ValueError as error:
+        raise ConfigError(f"model {config.model!r}: {error}") from error
     measured = config.calibrate == -1 or config.calibrate > 0
     if measured and (reason := why_not(model, method)):
         raise ConfigError(f"calibrate={config.calibrate} would do nothing: {reason}. Set calibrate to 0")
@@ -84,8 +89,8 @@ def _two_samples(config: RunConfig) -> tuple[Tensor, Tensor | None] | None:
 def _try(config: RunConfig, x: Tensor, y: Tensor | None) -> None:
     """One batch in evaluation mode, in which every layer of every method works alone."""
     classes, of = shape(config)[0], task(config, y)
-    model = copy.deepcopy(client_model(config)).eval()
-    x = (x if len(x) > 1 else x.expand(2, *x.shape[1:])).to(next(model.parameters()).dtype)
+    model = copied(client_model(config)).eval()
+    x = (x if len(x) > 1 else x.expand(2, *x.shape[1:])).to(inputs_like(model).dtype)
     try:
         with torch.no_grad(), torch_seed(config.seed, torch.device("cpu")):
             raw = model(x)

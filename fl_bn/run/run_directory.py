@@ -16,8 +16,9 @@ from typing import IO, Self
 from safetensors.torch import save
 
 from fl_bn import durable, extras
+from fl_bn.derived import plain_names
 from fl_bn.federation.callbacks import Callback
-from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.flower import RunFailed
 from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.log import LOGGER
@@ -245,16 +246,19 @@ class RunDirectory(Callback):
             write_passes(passes, self.path / "recalibration.csv")
 
     def _save_model(self, strategy: BatchNormStrategy) -> None:
-        """The shared tensors, as evaluated last, by the names of the unconverted network: all of it but counters and what stays home.
+        """The shared model, as evaluated last, by the names of the unconverted network: all of it but what stays home.
 
         Of methods that replace BatchNorm (gn and its kin, FedWon, ...): by those of the converted network.
         """
         assert self.path is not None
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
-        durable.write(self.path / "model.safetensors", durable.in_order(save(strategy.shared.tensors(), metadata)), mode=0o666)
+        tensors = strategy.shared.whole(strategy.shared.tensors(), batches_trained(self.records))
+        durable.write(self.path / "model.safetensors", durable.in_order(save(tensors, metadata)), mode=0o666)
 
         if strategy.unseen:
-            durable.write(self.path / "unseen-client.safetensors", durable.in_order(save(strategy.unseen, metadata)), mode=0o666)
+            plain = plain_names(strategy.shared.model)
+            told = {plain[name]: tensor for name, tensor in strategy.unseen.items()}
+            durable.write(self.path / "unseen-client.safetensors", durable.in_order(save(told, metadata)), mode=0o666)
 
 
 def shown(path: Path) -> str:

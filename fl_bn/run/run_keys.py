@@ -16,7 +16,7 @@ from fl_bn.data.partition import KINDS
 from fl_bn.data.shift import SHIFTS
 from fl_bn.exchange.session import POLICIES
 from fl_bn.exchange.settings import CARRIERS
-from fl_bn.federation.clipping import CLIPS, PATH
+from fl_bn.federation.clipping import CLIPS, FROZEN, PATH
 from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
 from fl_bn.federation.network import MEMORY_FORMATS
@@ -26,12 +26,16 @@ from fl_bn.federation.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
 from fl_bn.federation.vectorised import ENGINES
 from fl_bn.federation.workers import MOST_WORKERS
 from fl_bn.methods import METHODS
+from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
+from fl_bn.methods.method import FROZEN_RATE
+from fl_bn.methods.tracking import SCALE
 from fl_bn.models import MODELS
 from fl_bn.models.standardise import STANDARDS
 from fl_bn.names import names_of
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import option
 from fl_bn.robust.attacks import ATTACKS, ON
+from fl_bn.roles import BUFFER_ROLES, parse_buffer_roles
 from fl_bn.run.keys import (
     DIAGNOSTICS,
     LIKE_RULES,
@@ -42,6 +46,7 @@ from fl_bn.run.keys import (
     known_nodes,
     known_rule,
     known_sites,
+    parses,
 )
 from fl_bn.secure.settings import FINEST, WIDEST
 from fl_bn.task import AUTO, TASKS
@@ -55,6 +60,12 @@ class RunKeys:
     freeze_after: int = option(
         -1, "last round before the statistics freeze, any method; -1: never (fixbn, fedtan2: half of the rounds)", "-1 or >= 0"
     )
+    frozen_rate: float = option(
+        0.0,
+        "most that rounds with frozen statistics run at, as a share of the highest learning rate before; 1: the schedule alone decides; 0: "
+        f"{FROZEN_RATE:g} (fedtan2: {FEDTAN2_RATE:g})",
+        "0 or (0, 1]",
+    )
     # model and data
     model: str = option(
         "digits-cnn-small",
@@ -67,6 +78,13 @@ class RunKeys:
         ("auto", "imagenet", "small"),
     )
     model_weights: str = option("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
+    buffers: str = option(
+        "",
+        f"what becomes of the network's own buffers, '*.codebook=shared, site_*=kept': {', '.join(BUFFER_ROLES)}; empty: known kinds by "
+        "their type, all others shared",
+        "NAME=ROLE,...",
+        parses(parse_buffer_roles),
+    )
     task: str = option(
         AUTO,
         "what the network learns, and so loss and metrics; auto: classification, of pixels (segmentation) where labels are masks",
@@ -138,7 +156,8 @@ class RunKeys:
     )
     unit_scale: bool = option(
         True,
-        "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1",
+        "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation "
+        f"{SCALE:g}",
     )
     # federation
     clients: int = option(10, "clients in the population; in simulation equal to options.num-supernodes", "1..100000")
@@ -282,7 +301,7 @@ class RunKeys:
         "auto",
         "of gradients: their norm over all parameters, the same so that a round's SGD moves weights by at most clip-limit (round), each "
         "value, or per output unit by its weights' norm (adaptive: FedWon); auto: round with "
-        f"{PATH:g} for fbn and freeze-after=0 with several local steps, else none",
+        f"{PATH:g} for fbn and freeze-after=0 with several local steps, else none, but adaptive with {FROZEN:g} once statistics are frozen",
         ("auto", *CLIPS),
     )
     clip_limit: float = option(1.0, "clip: largest norm, path or value; adaptive: share of the weights' norm; auto: has its own", "> 0")

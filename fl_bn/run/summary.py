@@ -92,6 +92,9 @@ def _composition(config: RunConfig) -> list[str]:
         said.append(f"momentum kept between rounds ({config.maintain_momentum})")
     if (training := config.local_training()).clip != "none":
         said.append(f"gradients clipped ({training.clip}, {training.clip_limit:g})")
+    method = config.build_method()
+    if training.frozen_clip and any(method.freezes_statistics(method.phase(round, config.rounds)) for round in (1, config.rounds)):
+        said.append(f"gradients of frozen rounds clipped (adaptive, {training.frozen_clip:g})")
     if config.server_optimizer != "fedavg":
         said.append(f"server optimizer `{config.server_optimizer}` at {config['server-learning-rate']:g}")
     if config.secure_aggregation:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
+from fl_bn.derived import copied
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.record import RoundRecord
 from fl_bn.run.assembly import DOMAINS, dataset, task
@@ -17,7 +16,7 @@ from fl_bn.task import MetricState
 
 def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> dict[str, float]:
     """By the names that records have; ``model`` stays as it is."""
-    data, model = dataset(config), copy.deepcopy(model).to(device)
+    data, model = dataset(config), copied(model).to(device)
     of = task(config, data.y_test)
     if data.domain_test is None:
         return evaluate(model, Samples(data.x_test, data.y_test), task=of).result()

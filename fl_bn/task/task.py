@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from abc import ABC, abstractmethod
@@ -95,9 +96,22 @@ class Task(ABC):
         raise ValueError(f"task {self.name}: a batch must be (inputs, targets) or a dict, but is a {shown}; override read(batch)")
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
-        """The network's answer: a dict of inputs becomes keyword arguments, a tuple or list positional ones."""
+        """The network's answer: a dict of inputs becomes keyword arguments, a tuple or list positional ones.
+
+        Raises:
+            ValueError: the network takes other arguments than the entries of a dict.
+        """
         if isinstance(inputs, Mapping):
-            return model(**inputs)
+            try:
+                return model(**inputs)
+            except TypeError as error:
+                if not (takes := _other_arguments(model, inputs)):
+                    raise
+                raise ValueError(
+                    f"task {self.name}: the inputs of a batch are {', '.join(map(str, inputs))}, but {type(model).__name__}.forward takes "
+                    f"{takes}. Name the entries that are its inputs: {type(self).__name__}(input_keys=('{next(iter(inputs))}',)); one "
+                    "alone is given by position"
+                ) from error
         return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
     def output(self, raw: Any) -> Any:
@@ -147,3 +161,16 @@ class Task(ABC):
     def worst(cls) -> str:
         """What the worst client's value of ``metric`` is: ``min``, or ``max`` where lower is better."""
         return "min" if cls.higher_is_better else "max"
+
+
+def _other_arguments(model: nn.Module, inputs: Mapping[Any, Any]) -> str:
+    """Return what the network's ``forward`` takes, where it cannot be called with ``inputs`` as keyword arguments; else nothing."""
+    try:
+        takes = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # a forward in C has none
+        return ""
+    try:
+        takes.bind(**{str(key): value for key, value in inputs.items()})
+    except TypeError:
+        return ", ".join(takes.parameters) or "none"
+    return ""

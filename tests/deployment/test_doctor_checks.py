@@ -311,8 +311,10 @@ def test_models() -> None:
     assert found.status == "ok"
     assert "3 BatchNorm2d, 1 BatchNorm1d" in found.text
     assert "stays at its client" in found.text
-    plain = experiment.model_layers(RunConfig(model="squeezenet1_1", dataset="sites", classes=4, channels=3, image_size=64))
-    assert (plain.status, "no BatchNorm layer" in plain.text) == ("warn", True), str(plain)
+    for method, status in {"fedbn": "warn", "fbn": "fail"}.items():  # federated averaging; refused
+        bare = RunConfig(method=method, model="squeezenet1_1", dataset="sites", classes=4, channels=3, image_size=64)
+        plain = experiment.model_layers(bare)
+        assert (plain.status, "no BatchNorm layer" in plain.text) == (status, True), str(plain)
     assert experiment.model_layers(RunConfig(model="resnet20:nothing")).status == "fail"
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from fl_bn import Federation, SeededBatches, convert, local_round, server_round, server_state
+from fl_bn.derived import copied
 from fl_bn.exchange import local
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns
@@ -37,8 +38,13 @@ from tests.in_process import run
 Tensors = dict[str, Tensor]
 Rounds = list[Tensors]
 Door = Callable[..., Rounds]
+Seen = Callable[[int, int, nn.Module], None]
 RATE = 0.1  # the rate that the application and the strategies have by default
 sgd = partial(SGD, lr=RATE, momentum=0.9)
+
+
+def ignore(client: int, round: int, model: nn.Module) -> None:
+    """Look at nothing."""
 
 
 def momentum_for(objective: Objective) -> float:
@@ -99,9 +105,20 @@ def federation(
 
 
 def own_loop(
-    model: nn.Module, method: Method, clients: Sequence[Samples], rounds: int, size: int, defence: Defence, objective: Objective = PLAIN
+    model: nn.Module,
+    method: Method,
+    clients: Sequence[Samples],
+    rounds: int,
+    size: int,
+    defence: Defence,
+    objective: Objective = PLAIN,
+    fresh: Callable[[], nn.Module] | None = None,
+    seen: Seen = ignore,
 ) -> Rounds:
-    """Door 2."""
+    """Door 2.
+
+    ``fresh``: how clients build their networks, where these are not the server's; ``seen(client, round, model)``: called after training.
+    """
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
     state, found = server_state(model, method, rounds, clients=len(clients), defence=defence, objective=objective), Rounds()
     kept: list[Kept] = [NOTHING] * len(clients)
@@ -112,7 +129,7 @@ def own_loop(
             tokens = local.admit(session)
 
         def client(i: int, asked: Any = asked, tokens: dict[int, str] = tokens) -> Reply:
-            mine = convert(model, method)
+            mine = convert(fresh() if fresh else model, method)
             connect = partial(LocalExchange, tokens[i]) if tokens else None
             with local_round(mine, method, asked, kept[i], objective=objective, connect=connect) as round:
                 if method.reports(asked.phase) is Report.PASS:
@@ -120,6 +137,7 @@ def own_loop(
                 batches = epoch(loaders[i], i, asked.round)
                 loss = my_loop(mine, batches) if objective is PLAIN else corrected_loop(round, batches)
             reply, kept[i] = round.reply(len(clients[i]), loss, client=i)
+            seen(i, asked.round, mine)
             return reply
 
         tasks = [partial(client, i) for i in range(len(clients))]
@@ -147,18 +165,23 @@ def flower(
     objective: Objective = PLAIN,
     carrier: str = "auto",
     passes: bool = False,
+    fresh: Callable[[], nn.Module] | None = None,
+    seen: Seen = ignore,
+    **options: Any,
 ) -> Rounds:
-    """Door 3: an app of one's own behind the in-process grid."""
+    """Door 3: an app of one's own behind the in-process grid. ``fresh`` and ``seen``: as in ``own_loop``; ``options``: of the strategy."""
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
     app, found = ClientApp(), Rounds()
-    answer(app, lambda: copy.deepcopy(model), method, lambda context: loaders[context.node_config["partition-id"]])
+    make = fresh or partial(copied, model)
+    answer(app, make, method, lambda context: loaders[context.node_config["partition-id"]])
 
     @app.train(mods=[replayed])
     def train(message: Message, context: Context) -> Message:
         i = int(context.node_config["partition-id"])
-        with training(message, context, copy.deepcopy(model), method, loaders[i], objective=objective) as round:
+        with training(message, context, make(), method, loaders[i], objective=objective) as round:
             batches = epoch(loaders[i], i, round.local.instruction.round)
             loss = my_loop(round.model, batches) if objective is PLAIN else corrected_loop(round.local, batches)
+        seen(i, round.local.instruction.round, round.model)
         return round.message(len(clients[i]), loss)
 
     def keep(round: int, arrays: ArrayRecord) -> None:
@@ -174,6 +197,7 @@ def flower(
         defence=defence,
         objective=objective,
         exchange=ExchangeSettings(carrier),
+        **options,
     )
     strategy.start(InProcessGrid(app, len(clients), {}), num_rounds=rounds, evaluate_fn=keep)
     return found

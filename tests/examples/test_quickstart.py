@@ -15,8 +15,10 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
+from fl_bn.federation import client as client_round
 from fl_bn.flower import InProcessGrid
 from fl_bn.flower.population import RunFailed
+from fl_bn.roles import batch_norms
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart_flower"
 METHODS = {"fixbn": "FixBN", "fedbn": "FedBN", "hbn": "HBN", "fbn": "FBN", "fedtan": "FedTAN"}
@@ -102,3 +104,40 @@ def test_another_strategy_s_message_is_named(written: Any, capsys: pytest.Captur
     (folder / "server_app.py").write_text(source("before", "server_app.py"))
     assert ran(folder, capsys) == {}  # Flower's own strategies go on without replies
     assert "in server_app.py start one of fl_bn.flower's" in caplog.text
+
+
+def moved_in_frozen_rounds(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a client's statistics moved in its training, for every client and frozen round of six rounds."""
+    moved: list[bool] = []
+    with app_in(folder) as (server, client):
+        module = sys.modules["client_app"]
+        own = module.train_fn
+
+        def train_fn(net: Any, *args: Any) -> float:
+            before = {k: t.clone() for k, t in net.state_dict().items() if "running" in k}
+            frozen = not any(layer.training for layer in batch_norms(net).values())
+            loss = own(net, *args)
+            if frozen:
+                moved.append(not all(torch.equal(t, net.state_dict()[k]) for k, t in before.items()))
+            return float(loss)
+
+        monkeypatch.setattr(module, "train_fn", train_fn)
+        torch.manual_seed(0)
+        config = CONFIG | {"num-server-rounds": 6}
+        server(InProcessGrid(client, 5, config), Context(1, 0, {}, RecordDict(), config))
+    capsys.readouterr()
+    return moved
+
+
+def test_its_own_train_does_not_thaw_fixbn(written: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quickstart's ``train`` calls ``net.train()``."""
+    assert moved_in_frozen_rounds(written("fixbn"), capsys, monkeypatch) == [False] * 15  # five clients, rounds 4 to 6
+
+    def by_mode(model: Any, frozen: bool = True, layers: Any = None) -> None:
+        for layer in batch_norms(model).values() if frozen and layers is None else ():
+            layer.train(False)
+
+    monkeypatch.setattr(client_round, "freeze_statistics", by_mode)  # control: frozen by evaluation mode alone
+    monkeypatch.setattr(client_round, "train_mode", lambda model: by_mode(model.train()))
+    monkeypatch.setattr(client_round.LocalRound, "freezes", property(lambda self: False))
+    assert True in moved_in_frozen_rounds(written("fixbn"), capsys, monkeypatch)

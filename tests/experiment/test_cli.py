@@ -125,3 +125,15 @@ def test_layers_of_a_network_of_ones_own_in_this_folder(tmp_path: Path, monkeypa
     result = command("layers", "own_net_of_this_folder:build", "--method", "fbn")
     assert result.exit_code == 0, result.output
     assert "1 BatchNorm2d" in said(result)
+
+
+def test_layers_says_one_thing_of_a_network_without_batch_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from torch import nn\n\ndef build(classes, channels, image_size):\n    return nn.Sequential(nn.LayerNorm(8))\n"
+    (tmp_path / "bare_net_of_this_folder.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    averaged, refused = (said(command("layers", "bare_net_of_this_folder:build", "--method", method)) for method in ("fedbn", "fbn"))
+    assert "2 tensors of role affine of other norms: shared" in averaged
+    assert "stays at its client" not in averaged
+    assert "this model has no BatchNorm layer: method fedbn is plain federated averaging here" in averaged
+    assert "method fbn is about the statistics of BatchNorm, but this model has no BatchNorm layer" in refused

@@ -51,6 +51,10 @@ def text(classes: int, channels: int, image_size: int) -> object:
     return "a network"
 
 
+def bare(classes: int, channels: int, image_size: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size**2, 8), nn.LayerNorm(8), nn.Linear(8, classes))
+
+
 def good(classes: int, channels: int, image_size: int) -> nn.Module:
     return Fails("", channels * image_size**2, classes)
 
@@ -75,6 +79,7 @@ def start(folder: Path, **changes: str | int | float | bool) -> Path | None:
         ({"clients": 49}, "clients must be between 1 and 48, the number of samples"),
         ({"method": "fedbn", "calibrate": 2}, "calibrate=2 would do nothing: method 'fedbn' keeps .* Set calibrate to 0"),
         ({"method": "gn", "calibrate": 1}, "calibrate=1 would do nothing: under method 'gn' this model has no BatchNorm layer"),
+        ({"method": "fixbn", "model": f"{HERE}:bare"}, "model '.*:bare': method fixbn is about the statistics of BatchNorm, but this"),
         ({"augment": "segmentation"}, "segmentation"),
         ({"device": "cuda:63"}, "device=cuda:63, but torch sees"),
     ],
@@ -84,6 +89,10 @@ def test_what_cannot_work_is_one_sentence(changes: dict[str, str | int | float],
     with pytest.raises(ConfigError, match=said):
         start(tmp_path, **changes)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_method_that_is_averaging_without_batch_norm_runs(tmp_path: Path) -> None:
+    assert start(tmp_path, method="fedbn", model=f"{HERE}:bare") is not None
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import ClientRecord, RoundRecord
-from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.flower.normalisation import describe_layers, describe_round, in_short, watch
 from fl_bn.methods import METHODS
 from fl_bn.task import CLASSIFICATION
@@ -98,16 +97,3 @@ def test_the_policy_counts_a_rounds_exchanges(method: str, schedule: str, said: 
     assert f"first local step: {said}" in list(describe_layers(source, convert(source, chosen), chosen))
     plain = METHODS["fedavg"]()
     assert not [line for line in describe_layers(source, convert(source, plain), plain) if "exchange" in line]  # control
-
-
-@pytest.mark.parametrize(
-    ("method", "warned"), [("hbn", True), ("fbn", True), ("fixbn", True), ("gn", True), ("fedavg", False), ("fedwon", False)]
-)
-def test_a_model_without_batch_norm_is_warned_about(method: str, warned: bool, log: pytest.LogCaptureFixture) -> None:
-    bare = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(4, 2))
-    BatchNormStrategy(bare, METHODS[method](), Rounds(2)).summary()
-    said = [r.levelname for r in log.records if f"no BatchNorm layer: method {method} is plain federated averaging" in r.getMessage()]
-    assert said == ["WARNING"] * warned
-    log.clear()
-    BatchNormStrategy(seeded_network("cnn"), METHODS[method](), Rounds(2)).summary()
-    assert "no BatchNorm layer" not in log.text  # control

@@ -85,7 +85,13 @@ def test_a_run_of_which_no_round_was_usable_has_failed(rounds: int, clients: lis
     assert len(run(FBN, clients, 2, grid=failing(clients, {0, 1, 2}, {"train 1"}), policy={"max_failed": 3}).records) == 2  # control
 
 
-@pytest.mark.parametrize("method", ["fbn", "hbn", "fedavg", "static-bn"])
+@pytest.mark.parametrize("method", ["fbn", "gn"])
+def test_a_client_with_one_sample_trains_where_no_layer_needs_its_batch(method: str, tiny_clients: Clients) -> None:
+    ran = run(METHODS[method](), tiny_clients((3, 1, 5)), 1)
+    assert [(c.client, c.samples) for c in ran.records[0].accepted] == [(0, 3), (1, 1), (2, 5)]
+
+
+@pytest.mark.parametrize("method", ["hbn", "fedavg", "static-bn"])
 def test_a_client_with_one_sample_sits_out_by_name(method: str, tiny_clients: Clients, log: pytest.LogCaptureFixture) -> None:
     ran = run(METHODS[method](), tiny_clients((3, 1, 5)), 1)
     assert "client 1 sits round 1 out: batch statistics need at least 2 samples, but this client has 1" in log.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,8 +61,8 @@ def test_a_pass_is_made_before_training(tiny_clients: Clients) -> None:
 @pytest.mark.parametrize(
     ("options", "steps", "pace", "weight"),
     [
-        ({}, 5.0, 1.0, 0.02),
-        ({}, 5.0, 0.3, 0.006),  # the learning rate stepped down: weights that move less need statistics that move less
+        ({}, 5.0, 1.0, 0.05),
+        ({}, 5.0, 0.3, 0.015),  # the learning rate stepped down: weights that move less need statistics that move less
         ({"tracking": 0.5}, 1.0, 1.0, 0.5),
         ({"momentum": 0.1}, 1.0, 0.3, 0.1),  # Algorithm 2: whatever the learning rate
         ({"momentum": 0.1}, 3.0, 1.0, 0.1),  # one batch is reported
@@ -79,6 +80,10 @@ def test_the_weight_of_a_round(options: dict[str, object], steps: float, pace: f
 def test_tracking_stops_where_the_scale_has_grown() -> None:
     part = Moments(11, torch.tensor([1.0, -2.0], dtype=torch.float64), torch.tensor([3.0, 0.5], dtype=torch.float64))
     moved = {}
+    brought = LayerReports(Running(torch.zeros(2, dtype=torch.float64), torch.full((2,), 0.375, dtype=torch.float64)), [part], 0.1, 1.0)
+    assert float(fbn(tracking=0.2).combine(brought).mean[0]) == pytest.approx(0.2)
+    brought = replace(brought, scale=0.5)  # by the server: from there it has grown by the square root of 1.5
+    assert float(fbn(tracking=0.2).combine(brought).mean[0]) == float(hbn(tracking=0.2).combine(brought).mean[0]) == pytest.approx(0.1)
     for deviation in (0.1, 1.0, 1.5**0.5, 1.5, 9.0):
         shared = Running(torch.zeros(2, dtype=torch.float64), torch.full((2,), deviation**2, dtype=torch.float64))
         reports = LayerReports(shared, [part], 0.1, 1.0)

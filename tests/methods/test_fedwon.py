@@ -89,7 +89,7 @@ def test_no_normalisation_is_left_and_scale_and_shift_are_the_gain_and_bias_of_n
     converted = convert(model, FEDWON)
     assert not any(type(module) in (nn.Conv2d, nn.BatchNorm2d) for module in converted.modules())
     assert not batch_norms(converted)
-    assert set(roles(converted).values()) == {Role.WEIGHT, Role.AFFINE}
+    assert set(roles(converted).values()) == {Role.WEIGHT, Role.OTHER_AFFINE}
     assert converted.state_dict().keys() <= model.state_dict().keys()
     convolution, norm = converted.stem[0], converted.stem[1]
     assert isinstance(norm, ScaleShift)

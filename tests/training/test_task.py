@@ -287,3 +287,26 @@ def test_what_is_no_tensor_stays_as_it_is() -> None:
     moved = to_device({"a": (torch.zeros(1), "text"), "b": [3]}, torch.device("meta"))
     assert moved["a"][0].device.type == "meta"
     assert (moved["a"][1], moved["b"]) == ("text", [3])
+
+
+def test_entries_of_a_dict_that_the_network_does_not_take_are_named_with_the_way_out() -> None:
+    """As MONAI's loaders give them: an image, its label, and what else is known of it."""
+    x, y = torch.randn(4, 3), torch.arange(4) % 2
+    monai = {"image": x, "label": y, "image_meta_dict": {"filename_or_obj": ["a", "b", "c", "d"]}}
+    net = nn.Sequential(nn.Linear(3, 2))
+    said = r"a batch are image, image_meta_dict, but Sequential.forward takes input\. .* Classification\(input_keys=\('image',\)\)"
+    with pytest.raises(ValueError, match=said):
+        evaluate(net, [monai])
+    told = evaluate(net, [monai], task=Classification(input_keys=("image",))).result()
+    assert told == evaluate(net, [(x, y)]).result()
+
+    class Typed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, image: Tensor, image_meta_dict: Any) -> Tensor:
+            raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="of its own"):  # control: it takes these entries
+        evaluate(Typed(), [monai])

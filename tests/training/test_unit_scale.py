@@ -16,6 +16,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.recalibration import epsilons, recalibrate
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.methods import METHODS, freeze
+from fl_bn.methods.tracking import SCALE
 from fl_bn.models import build
 from tests.federation import union
 from tests.in_process import arrays_of, run
@@ -31,7 +32,7 @@ def on_unit_scale(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["plain", "cnn", "resnet"])
-def test_the_function_stays_and_the_deviations_become_one(name: str, tiny_clients: Clients) -> None:
+def test_the_function_stays_and_the_deviations_become_the_scale(name: str, tiny_clients: Clients) -> None:
     clients = tiny_clients((6, 7, 5))
     model = seeded_network(name, dtype=torch.float64).eval()
     for layer in model.modules():
@@ -44,7 +45,7 @@ def test_the_function_stays_and_the_deviations_become_one(name: str, tiny_client
     on_unit_scale(model)
     assert (model(x) - before).abs().max() < 1e-9
     for running in running_statistics(model).values():
-        assert (running.var - 1).abs().max() < 1e-9
+        assert (running.var - SCALE**2).abs().max() < 1e-9
     now = running_statistics(model)
     recalibrate(model, clients)  # the statistics are still those of the union
     again = running_statistics(model)
@@ -113,13 +114,14 @@ def test_a_run_starts_on_unit_scale(tiny_clients: Clients) -> None:
     ran = run(METHODS["fbn"](), clients, 1, policy=policy)
     sent = ran.grid.train(1)[0]
     for layer in ("1", "5"):
-        assert np.allclose(sent["statistics"][f"{layer}.running_var"], 1, atol=1e-2)
+        assert np.allclose(sent["statistics"][f"{layer}.running_var"], SCALE**2, atol=1e-2)
+    assert ran.strategy.shared.scales == dict.fromkeys(("1", "5"), SCALE)
     model = convert(seeded_network("cnn"), METHODS["fbn"]())
     recalibrate(model, clients)
     assert np.allclose(sent["weights"]["0.weight"], on_unit_scale_of(model)["0.weight"], rtol=1e-4, atol=1e-6)
     off = run(METHODS["fbn"](), clients, 1, policy=policy | {"unit_scale": False}).grid.train(1)[0]  # control
     assert np.array_equal(off["weights"]["0.weight"], seeded_network("cnn").state_dict()["0.weight"].numpy())
-    assert not np.allclose(off["statistics"]["1.running_var"], 1, atol=1e-2)
+    assert not np.allclose(off["statistics"]["1.running_var"], SCALE**2, atol=1e-2)
     for method, scaled in ((METHODS["hbn"](), True), (METHODS["fedavg"](), False), (freeze(METHODS["fedavg"](), 0), True)):
         first = run(method, clients, 1, policy=policy).grid.train(1)[0]
         assert np.array_equal(first["weights"]["0.weight"], sent["weights"]["0.weight"]) is scaled

@@ -5,7 +5,6 @@ Imports of torch and Flower are inside the functions, so that a doctor can still
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,8 +40,8 @@ def refused(error: Exception) -> Finding:
 
 def model_layers(config: RunConfig) -> Finding:
     """The normalisation layers that the method finds, and what it does with their tensors."""
+    from fl_bn.federation.norm_layers import has_batch_norm, no_batch_norm, without_subject
     from fl_bn.flower.normalisation import describe_layers
-    from fl_bn.roles import batch_norms
     from fl_bn.run.assembly import client_model, source_model
 
     try:
@@ -50,7 +49,9 @@ def model_layers(config: RunConfig) -> Finding:
     except (ValueError, TypeError, FileNotFoundError) as error:
         return Finding("fail", "model", reason(error), "correct model, dataset or method in --run-config, or install what is missing")
     text = "; ".join(describe_layers(source, model, config.build_method()))
-    if not batch_norms(source):
+    if without_subject(method := config.build_method()) and (reason_without := no_batch_norm(source, method)):
+        return Finding("fail", "model", f"{text}; {reason_without}", "choose a model with BatchNorm, or method='fedavg'")
+    if not has_batch_norm(source):
         text = f"{text}; this model has no BatchNorm layer"
         return Finding("warn", "model", text, f"choose a model with BatchNorm, or know that method={config.method} is plain averaging here")
     return Finding("ok", "model", text)
@@ -183,10 +184,12 @@ def model_on_data(config: RunConfig, train: Samples) -> Finding:
     import numpy as np
     import torch
 
+    from fl_bn.derived import copied
+    from fl_bn.roles import inputs_like
     from fl_bn.run.assembly import source_model, task
 
-    model, of = copy.deepcopy(source_model(config)).train(), task(config, train.y)
-    x, _ = train.batch(np.arange(min(len(train), config.batch_size)), next(model.parameters()))
+    model, of = copied(source_model(config)).train(), task(config, train.y)
+    x, _ = train.batch(np.arange(min(len(train), config.batch_size)), inputs_like(model))
     try:
         with torch.no_grad():
             out = of.predict(model, x)

@@ -1,0 +1,178 @@
+"""Weights that a layer derives from its parameters (spectral norm, weight norm, pruning, parametrizations): how such networks are copied,
+and how the buffers that follow from the weights are computed anew.
+
+Spectral norm divides a weight by its largest singular value, whose singular vectors ``u`` and ``v`` are buffers. Every training pass makes
+one step of the power iteration. The average of several clients' vectors belongs to none of their weights, and not to the average either.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from fl_bn.roles import RECOMPUTE, STATED, Role, fake_quantizes, roles
+
+Holder = TypeVar("Holder")
+MOST_STEPS = 200  # of a power iteration, which starts from the vectors before; more only where two singular values are nearly equal
+
+
+def copied(holder: Holder) -> Holder:
+    """A deep copy of a network, or of an object whose attributes hold networks.
+
+    ``copy.deepcopy`` refuses the weights that old-style weight norm, spectral norm and pruning leave in a layer after a forward pass. They
+    are results of a computation, and the copy's next forward pass makes them anew.
+    """
+    memo: dict[int, Any] = {}
+    for model in _networks(holder):
+        for module in model.modules():
+            for value in vars(module).values():
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(holder, memo)
+
+
+def _networks(holder: object, depth: int = 2) -> Iterator[nn.Module]:
+    if isinstance(holder, nn.Module):
+        yield holder
+    elif depth and hasattr(holder, "__dict__"):
+        for value in vars(holder).values():
+            yield from _networks(value, depth - 1)
+
+
+def derivation(module: nn.Module) -> str:
+    """What derives a weight of ``module`` from its parameters, in words; empty where nothing does.
+
+    For example ``torch.nn.utils.spectral_norm of 'weight'``.
+    """
+    if is_parametrized(module):
+        lists: Any = module.parametrizations
+        return ", ".join(f"parametrization {type(one).__name__.lstrip('_')} of {name!r}" for name, chain in lists.items() for one in chain)
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm | WeightNorm):
+            kind = "spectral_norm" if isinstance(hook, SpectralNorm) else "weight_norm"
+            return f"torch.nn.utils.{kind} of {hook.name!r}"
+        if isinstance(hook, BasePruningMethod):
+            return f"torch.nn.utils.prune of {hook._tensor_name!r}"
+    return ""
+
+
+def to_pickle(model: nn.Module) -> nn.Module:
+    """``model``, or a copy of it that can be pickled where it has parametrized layers: torch refuses their classes, made at run time."""
+    if not any(map(is_parametrized, model.modules())):
+        return model
+    model = copied(model)
+    for module in model.modules():
+        if is_parametrized(module):
+            module.__class__ = type(module).__bases__[0]
+    return model
+
+
+def from_pickle(model: nn.Module) -> nn.Module:
+    """Make, in place, the layers parametrized again that ``to_pickle`` took the classes from."""
+    for module in model.modules():
+        lists = module._modules.get("parametrizations")
+        if isinstance(lists, nn.ModuleDict) and not is_parametrized_class(module):
+            parametrize._inject_new_class(module)
+            for name in lists:
+                parametrize._inject_property(module, name)
+    return model
+
+
+def is_parametrized_class(module: nn.Module) -> bool:
+    """Whether torch made the class of ``module`` for its parametrizations."""
+    return type(module).__name__.startswith("Parametrized") and type(module).__module__ == parametrize.__name__
+
+
+def results(module: nn.Module) -> frozenset[str]:
+    """The attributes of ``module`` that a hook of torch's makes anew before every forward pass: no state of its own."""
+    hooks = module._forward_pre_hooks.values()
+    named = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
+    return frozenset(named | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)})
+
+
+@torch.no_grad()
+def recompute(model: nn.Module) -> None:
+    """Compute, in place, the buffers of role RECOMPUTED from the weights that ``model`` has now."""
+    role = roles(model)
+    for path, module in model.named_modules():
+
+        def wanted(key: str, module: nn.Module = module, path: str = path) -> bool:
+            return key in module._buffers and role.get(f"{path}.{key}" if path else key) is Role.RECOMPUTED
+
+        if isinstance(module, ParametrizationList):
+            for place, one in enumerate(module):
+                of_one = f"{path}.{place}" if path else str(place)
+                if isinstance(one, parametrizations._SpectralNorm) and role.get(f"{of_one}._u") is Role.RECOMPUTED:
+                    _iterate(one._reshape_weight_to_matrix(_given_to(module, place)), one._u, one._v, one.eps)
+            continue
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, SpectralNorm) and wanted(f"{hook.name}_u"):
+                weight = hook.reshape_weight_to_matrix(getattr(module, f"{hook.name}_orig"))
+                _iterate(weight, getattr(module, f"{hook.name}_u"), getattr(module, f"{hook.name}_v"), hook.eps)
+        if wanted("scale") and fake_quantizes(module):
+            _quantise(module)
+        elif Role.RECOMPUTED in vars(module).get(STATED, {}).values() and hasattr(module, RECOMPUTE):
+            getattr(module, RECOMPUTE)()
+
+
+def _given_to(chain: ParametrizationList, place: int) -> Tensor:
+    """The tensor that parametrization number ``place`` of ``chain`` gets."""
+    given: list[Tensor] = [chain.original] if chain.is_tensor else [getattr(chain, f"original{i}") for i in range(chain.ntensors)]
+    for one in list(chain)[:place]:
+        given = [one(*given)]
+    return given[0]
+
+
+def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
+    """Power iteration from ``u`` and ``v`` until they stand still."""
+    still = 8 * torch.finfo(weight.dtype).eps
+    for _ in range(MOST_STEPS):
+        before = u.clone()
+        v.copy_(F.normalize(torch.mv(weight.t(), u), dim=0, eps=eps))
+        u.copy_(F.normalize(torch.mv(weight, v), dim=0, eps=eps))
+        if float((u - before).abs().max()) <= still:
+            return
+
+
+def _quantise(module: Any) -> None:
+    """Scale and zero point of a FakeQuantize, from the extremes that its observer has; none before it has seen a batch."""
+    observer = module.activation_post_process
+    if observer.min_val.numel() and bool((observer.min_val <= observer.max_val).all()):
+        scale, zero_point = observer.calculate_qparams()
+        if module.scale.shape == scale.shape:
+            module.scale.copy_(scale)
+            module.zero_point.copy_(zero_point)
+
+
+def plain_names(model: nn.Module) -> dict[str, str]:
+    """The names of ``model``'s state_dict without what wrappers put into them: ``module.`` of DataParallel and DistributedDataParallel,
+    ``_orig_mod.`` of ``torch.compile``. A module that its owner called ``module`` keeps its name.
+    """
+    return {name: _plain(model, name) for name in model.state_dict()}
+
+
+def _plain(model: nn.Module, name: str) -> str:
+    here: nn.Module | None = model
+    left = []
+    for part in name.split("."):
+        if here is None or part != _wrapped(here):
+            left.append(part)
+        here = None if here is None else here._modules.get(part)
+    return ".".join(left)
+
+
+def _wrapped(module: nn.Module) -> str:
+    """The attribute in which a wrapper has the network; empty for all other modules."""
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return "module"
+    return "_orig_mod" if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules else ""

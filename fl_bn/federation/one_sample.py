@@ -1,0 +1,110 @@
+"""Batches of one sample, which have no variance where a BatchNorm layer sees one value per channel of them.
+
+Where no layer normalises with the statistics of its batch (FBN, group and layer normalisation, frozen rounds), one sample is a batch like
+any other. Where one does, a loader's batch of one sample is left out if a layer would see one value per channel of it. Batches that fl-bn
+draws itself are never of one sample there: it joins the batch before, and a client of one sample sits the round out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_bn.methods import Method, Phase
+from fl_bn.roles import Role, batch_norms
+from fl_bn.task import CLASSIFICATION, Task, tensors_in, to_device
+
+if TYPE_CHECKING:
+    from fl_bn.federation.client import LocalRound
+
+NO_VARIANCE = "more than 1 value per channel"  # in the messages of torch and of HBN's layer
+ADVICE = (
+    "One sample has no variance where BatchNorm normalises with its batch: let the loader leave it out (DataLoader(..., drop_last=True)), "
+    "or take another batch size or a method without batch statistics (fbn, gn, ln)"
+)
+
+
+def batch_statistics(model: nn.Module, method: Method, phase: Phase) -> dict[str, nn.Module]:
+    """Return the BatchNorm layers of ``model`` (converted) that normalise a training batch with its statistics in ``phase``, by name."""
+    frozen = phase is Phase.FROZEN and Role.STATISTIC in method.frozen
+    return {} if method.constant or frozen else dict(batch_norms(model))
+
+
+def fewest(model: nn.Module, method: Method, phase: Phase) -> int:
+    """Return how many samples a batch that fl-bn draws must have at least: 2 where a layer normalises with its statistics, else 1."""
+    return 2 if batch_statistics(model, method, phase) else 1
+
+
+class Trainable:
+    """The ``batches`` of a loader that ``round`` can train on, to be gone through inside ``round.open()``.
+
+    ``left_out`` counts the others, in all passes so far. ``drawn``: fl-bn draws the batches itself.
+    """
+
+    def __init__(self, round: LocalRound, batches: Iterable[Any], task: Task = CLASSIFICATION, drawn: bool = False) -> None:
+        self._round, self._batches, self._task, self._drawn, self.left_out = round, batches, task, drawn, 0
+        self._seen: dict[tuple[tuple[int, ...], ...], bool] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            if self._fits(batch):
+                yield batch
+            else:
+                self.left_out += 1
+
+    def _fits(self, batch: Any) -> bool:
+        round = self._round
+        x, y = self._task.read(batch)
+        if len(y) != 1:
+            return True
+        layers = {k: m for k, m in batch_statistics(round.model, round.method, round.phase).items() if m.training}
+        if self._drawn or not layers:
+            return not layers
+        if round.phase is Phase.EXCHANGE and round.steps == 0:
+            return True  # FedTAN's first step normalises with the statistics of the cohort
+        shape = tuple(tuple(part.shape) for part in tensors_in(x))
+        if shape not in self._seen:
+            self._seen[shape] = not without_variance(round.model, layers, to_device(x, next(round.model.parameters()).device), self._task)
+        return self._seen[shape]
+
+
+@torch.no_grad()
+def without_variance(model: nn.Module, layers: Mapping[str, nn.Module], x: Any, task: Task = CLASSIFICATION) -> list[str]:
+    """Return the names of those ``layers`` of ``model`` that see one value per channel of the inputs ``x``.
+
+    That takes a forward pass in evaluation mode. It changes nothing of the model.
+    """
+    found: list[str] = []
+
+    def reached(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        seen = next(iter([*args, *named.values()]))
+        if seen.numel() == seen.shape[1]:
+            found.append(name)
+
+    modes = {module: vars(module)["training"] for module in model.modules()}
+    model.eval()
+    try:
+        with ExitStack() as hooks:
+            for name, layer in layers.items():
+                hooks.callback(layer.register_forward_pre_hook(partial(reached, name), with_kwargs=True).remove)
+            task.forward(model, x)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return found
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Let the error that a layer raises for a batch of one sample, in a training loop of the user's own, say what to do."""
+    try:
+        yield
+    except ValueError as error:
+        if NO_VARIANCE in str(error):
+            error.add_note(ADVICE)
+        raise

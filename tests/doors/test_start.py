@@ -1,0 +1,318 @@
+"""A client's first BatchNorm is the one that the run starts with, in every door: the server's, and not what the client built."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from fl_bn import Federation, SeededBatches, convert, local_round, server_state
+from fl_bn.federation.defence import NO_DEFENCE
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.schema import START
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, evaluating, training
+from fl_bn.methods import METHODS
+from fl_bn.roles import roles
+from fl_bn.wire import WireError
+from tests.doors.doors import RATE, application, epoch, flower, my_loop, own_loop
+from tests.in_process import WatchedGrid, client_app, run
+
+SIZE, ROUNDS = 4, 2
+PERSONAL = ["fedbn", "silobn", "single"]
+Models = dict[tuple[int, int], dict[str, Tensor]]
+"""By client and round: the state of its network after training."""
+
+
+def fresh() -> nn.Sequential:
+    """What a client builds: torch's own initial BatchNorm."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+def pretrained() -> nn.Sequential:
+    """What the server has."""
+    model = fresh()
+    torch.manual_seed(8)
+    for tensor in model.state_dict().values():
+        tensor.copy_(torch.rand_like(tensor) + 0.5 if tensor.is_floating_point() else torch.tensor(33))
+    return model
+
+
+def data(clients: int = 3) -> list[Samples]:
+    def one(n: int, seed: int) -> Samples:
+        x = torch.randn(n, 3, 2, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return Samples(x, x.flatten(1)[:, :3].argmax(1))
+
+    return [one(8 + i, i) for i in range(clients)]
+
+
+def remember(found: Models) -> Callable[[int, int, nn.Module], None]:
+    def seen(client: int, round: int, model: nn.Module) -> None:
+        found[client, round] = copy.deepcopy(model.state_dict())
+
+    return seen
+
+
+def alone(model: nn.Module, samples: Samples, index: int) -> dict[str, Tensor]:
+    """Plain PyTorch: round 1 of a client that starts with ``model``."""
+    mine = copy.deepcopy(model).train()
+    my_loop(mine, epoch(SeededBatches(samples.x, samples.y, SIZE), index, 1))
+    return mine.state_dict()
+
+
+def through_federation(method: str) -> Models:
+    clients, found = data(), Models()
+    loaders = [SeededBatches(client.x, client.y, SIZE) for client in clients]
+    fed = Federation(pretrained(), METHODS[method](), loaders, optimizer=partial(SGD, lr=RATE, momentum=0.9), progress=False)
+    for record in fed.run(ROUNDS):
+        found |= {(i, record.round): dict(fed._kept[i].get("local")) for i in range(len(clients))}
+    return found
+
+
+@pytest.mark.parametrize("method", PERSONAL)
+def test_a_client_s_first_batch_norm_is_the_server_s_in_every_door(method: str) -> None:
+    clients, chosen = data(), METHODS[method]()
+    home = {name for name, role in roles(fresh()).items() if role in chosen.local}
+    plain = [alone(pretrained(), samples, i) for i, samples in enumerate(clients)]
+    found: dict[str, Models] = {"federation": through_federation(method)}
+    for name, door in (("own loop", own_loop), ("flower", flower)):
+        found[name] = {}
+        door(pretrained(), chosen, clients, ROUNDS, SIZE, NO_DEFENCE, fresh=fresh, seen=remember(found[name]))
+    for models in found.values():
+        assert set(models) == {(i, round) for i in range(len(clients)) for round in (1, 2)}
+        for i, expected in enumerate(plain):
+            assert all(torch.equal(models[i, 1][name], expected[name]) for name in home)
+        for place, state in models.items():
+            assert all(torch.equal(state[name], found["federation"][place][name]) for name in home)
+    control = [alone(fresh(), samples, i) for i, samples in enumerate(clients)]
+    assert not any(torch.equal(control[i][name], plain[i][name]) for i in range(3) for name in home)
+
+
+def test_the_application_starts_with_it_too() -> None:
+    """Its clients build what the server builds, from the same run config."""
+    for method in ("fedbn", "silobn"):
+        (first, *_), (same, *_) = (
+            door(pretrained(), METHODS[method](), data(), ROUNDS, SIZE, NO_DEFENCE) for door in (application, partial(flower, fresh=fresh))
+        )
+        assert all(torch.equal(first[name], same[name]) for name in first)
+        (other, *_) = application(fresh(), METHODS[method](), data(), ROUNDS, SIZE, NO_DEFENCE)
+        assert not any(torch.equal(first[name], other[name]) for name in first)  # control
+
+
+def started(messages: list[Message], round: int) -> set[int]:
+    """The nodes that were sent a start in ``round``."""
+    trained = [m for m in messages if m.metadata.message_type == "train" and m.metadata.group_id == str(round)]
+    return {m.metadata.dst_node_id for m in trained if START in m.content}
+
+
+def own_app(method: str, seen: Callable[[int, int, nn.Module], None], fails: int = -1) -> ClientApp:
+    """``fails``: the client whose round 1 ends in an error, after training."""
+    app, clients, chosen = ClientApp(), data(), METHODS[method]()
+    loaders = [SeededBatches(client.x, client.y, SIZE) for client in clients]
+    answer(app, fresh, chosen, lambda context: loaders[context.node_config["partition-id"]])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        i = int(context.node_config["partition-id"])
+        with training(message, context, fresh(), chosen) as round:
+            loss = my_loop(round.model, epoch(loaders[i], i, round.local.instruction.round))
+        seen(i, round.local.instruction.round, round.model)
+        if i == fails and round.local.instruction.round == 1:
+            raise RuntimeError("its power failed")
+        return round.message(len(clients[i]), loss)
+
+    @app.evaluate()
+    def evaluate_it(message: Message, context: Context) -> Message:
+        i = int(context.node_config["partition-id"])
+        model = evaluating(message, context, fresh(), chosen)
+        loss = evaluate(model, clients[i]).result()["loss"]
+        return Message(RecordDict({"metrics": MetricRecord({"loss": loss, "num-examples": 1, f"client-{i}": 1.0})}), reply_to=message)
+
+    return app
+
+
+def test_a_client_that_joins_later_starts_with_it_and_nobody_is_sent_it_twice() -> None:
+    found: Models = {}
+    grid = WatchedGrid(own_app("fedbn", remember(found)), 3)
+    strategy = OwnAppStrategy(pretrained(), METHODS["fedbn"](), fraction_train=0.34, min_train_nodes=1, fraction_evaluate=0)
+    strategy.start(grid, num_rounds=4)
+    firsts = {client: min(round for c, round in found if c == client) for client, _ in found}
+    assert max(firsts.values()) > 1  # one joins later
+    for client, round in found:
+        nodes = started(grid.sent, round)
+        assert len(nodes) == (firsts[client] == round)
+    late = max(firsts, key=lambda client: firsts[client])
+    mine = pretrained().train()
+    shared = [name for name, role in roles(mine).items() if METHODS["fedbn"]().shares(role)]
+    sent = next(m for m in grid.sent if m.metadata.message_type == "train" and m.metadata.group_id == str(firsts[late]))
+    down = {name: torch.from_numpy(array.numpy().copy()) for name, array in sent.content["weights"].items()}
+    assert set(down) == set(shared)
+    mine.load_state_dict(down, strict=False)
+    samples = data()[late]
+    my_loop(mine, epoch(SeededBatches(samples.x, samples.y, SIZE), late, firsts[late]))
+    assert all(torch.equal(found[late, firsts[late]][name], tensor) for name, tensor in mine.state_dict().items())
+
+
+def test_a_client_whose_reply_was_lost_is_sent_it_again_and_goes_on_from_what_it_kept() -> None:
+    found: Models = {}
+    grid = WatchedGrid(own_app("fedbn", remember(found), fails=1), 3)
+    OwnAppStrategy(pretrained(), METHODS["fedbn"](), fraction_evaluate=0).start(grid, num_rounds=2)
+    assert (len(started(grid.sent, 1)), len(started(grid.sent, 2))) == (3, 1)
+    kept = found[1, 1]["2.running_mean"]
+    assert torch.equal(grid_state(grid, 1)["2.running_mean"], found[1, 2]["2.running_mean"])
+    assert not torch.equal(kept, pretrained()[2].running_mean)  # control
+
+
+def grid_state(grid: InProcessGrid, client: int) -> dict[str, Tensor]:
+    context = next(c for c in grid._contexts.values() if int(c.node_config["partition-id"]) == client)
+    return {name: torch.from_numpy(array.numpy().copy()) for name, array in context.state["local"].items()}
+
+
+def test_initial_arrays_with_batch_norm_are_the_start() -> None:
+    """Flower's own way to begin from pre-trained weights: ``start(grid, ArrayRecord(net.state_dict()))``, and a strategy of ``Net()``."""
+    found: Models = {}
+    initial = ArrayRecord({k: v.clone() for k, v in pretrained().state_dict().items()})
+    strategy = OwnAppStrategy(fresh(), METHODS["fedbn"](), fraction_evaluate=0)
+    strategy.start(InProcessGrid(own_app("fedbn", remember(found)), 3, {}), initial, num_rounds=1)
+    expected = alone(pretrained(), data()[0], 0)
+    assert all(torch.equal(found[0, 1][name], tensor) for name, tensor in expected.items())
+    assert not torch.equal(found[0, 1]["2.running_mean"], alone(fresh(), data()[0], 0)["2.running_mean"])  # control
+
+
+def test_the_start_is_exact_where_weights_travel_in_two_bytes() -> None:
+    grid = WatchedGrid(own_app("silobn", remember({})), 3)
+    OwnAppStrategy(pretrained(), METHODS["silobn"](), fraction_evaluate=0, payload="bfloat16").start(grid, num_rounds=1)
+    (sent, *_) = grid.train(1)
+    state = pretrained().state_dict()
+    assert set(sent[START]) == {"2.running_mean", "2.running_var", "2.num_batches_tracked"}
+    assert all(torch.equal(torch.from_numpy(array.copy()), state[name]) for name, array in sent[START].items())
+    assert {str(array.dtype) for array in sent["weights"].values()} == {"uint16"}  # control
+
+
+def test_the_bytes_of_the_start_are_in_the_record_of_those_that_were_sent_it() -> None:
+    records = []
+
+    class Keep:
+        def on_round(self, record: Any, rounds: int) -> None:
+            records.append(record)
+
+        def on_evaluation(self, *args: Any) -> None: ...
+        def on_end(self, *args: Any) -> None: ...
+
+    strategy = OwnAppStrategy(pretrained(), METHODS["fedbn"](), fraction_evaluate=0, callbacks=[Keep()])  # type: ignore[list-item]
+    strategy.start(InProcessGrid(own_app("fedbn", lambda *_: None), 3, {}), num_rounds=2)
+    first, second = records
+    size = sum(t.numel() * t.element_size() for t in pretrained()[2].state_dict().values())
+    assert first.bytes_down[START] == size
+    assert START not in second.bytes_down
+    assert [c.bytes_down - d.bytes_down for c, d in zip(first.clients, second.clients, strict=True)] == [size] * 3
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fbn", "hbn", "fixbn"])
+def test_methods_that_keep_no_layer_send_no_start(method: str) -> None:
+    asked = server_state(pretrained(), METHODS[method](), rounds=2).instruction()
+    assert START not in asked.sections
+    assert START in server_state(pretrained(), METHODS["fedbn"](), rounds=2).instruction().sections  # control
+
+
+Forge = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+FORGED: dict[str, tuple[Forge, str]] = {
+    "a tensor short": (lambda t: {k: v for k, v in t.items() if k != "2.bias"}, "start/2.bias: missing"),
+    "a tensor more": (lambda t: t | {"4.weight": torch.ones(3, 8).double()}, "start/4.weight: extra"),
+    "another shape": (lambda t: t | {"2.bias": torch.zeros(9).double()}, "start/2.bias: expected shape"),
+    "another type": (lambda t: t | {"2.bias": torch.zeros(8)}, "start/2.bias: expected dtype"),
+    "no number": (lambda t: t | {"2.bias": torch.full((8,), torch.nan).double()}, "start/2.bias: 8 of 8 values are not finite"),
+    "a negative variance": (lambda t: t | {"2.running_var": -torch.ones(8).double()}, "start/2.running_var: expected values >= 0"),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_start_that_is_none_is_refused_by_name(forged: str) -> None:
+    forge, said = FORGED[forged]
+    method = METHODS["fedbn"]()
+    asked = server_state(pretrained(), method, rounds=1).instruction()
+    with local_round(convert(fresh(), method), method, asked) as round:
+        assert torch.equal(round.model.state_dict()["2.bias"], pretrained().state_dict()["2.bias"])  # control
+    wrong = replace(asked, sections={**asked.sections, START: forge(asked.sections[START])})
+    with pytest.raises(WireError, match=said), local_round(convert(fresh(), method), method, wrong):
+        pass
+    fedavg = METHODS["fedavg"]()
+    unasked = server_state(pretrained(), fedavg, rounds=1).instruction()
+    with_start = replace(unasked, sections={**unasked.sections, START: asked.sections[START]})
+    with pytest.raises(WireError, match="start: extra"), local_round(convert(fresh(), fedavg), fedavg, with_start):
+        pass
+
+
+def test_the_application_s_clients_read_a_start_too() -> None:
+    """A train message with the section, as an own app's strategy sends it, to ``BatchNormClient``."""
+    method, app = METHODS["fedbn"](), client_app(METHODS["fedbn"](), data(), model=fresh())
+    grid = InProcessGrid(app, 3, {})
+    strategy = OwnAppStrategy(pretrained(), method, fraction_evaluate=0)
+    strategy.start(grid, num_rounds=1)
+    assert all(not torch.equal(grid_state(grid, i)["2.weight"], torch.ones(8).double()) for i in range(3))
+
+
+# Evaluations are of clients that have trained
+
+
+def test_federation_evaluates_clients_that_have_trained() -> None:
+    clients = data(4)
+    loaders = [SeededBatches(client.x, client.y, SIZE) for client in clients]
+    test = [(data(5)[4].x, data(5)[4].y)]
+    fed = Federation(pretrained(), METHODS["fedbn"](), loaders, fraction=0.25, test=test, progress=False)
+    before = fed.evaluate()["loss"]
+    assert before == evaluate(pretrained(), test).result()["loss"]
+    (record,) = fed.run(1)
+    (trained,) = [client.client for client in record.clients]
+    losses = [evaluate(fed.client_model(i), test).result()["loss"] for i in range(4)]
+    assert record.evaluation["loss"] == losses[trained]
+    assert record.evaluation["loss"] != sum(losses) / 4  # control
+
+
+def test_an_own_app_s_strategy_evaluates_clients_that_have_trained(log: pytest.LogCaptureFixture) -> None:
+    found: Models = {}
+    strategy = OwnAppStrategy(pretrained(), METHODS["fedbn"](), fraction_train=0.34, min_train_nodes=1)
+    result = strategy.start(InProcessGrid(own_app("fedbn", remember(found)), 3, {}), num_rounds=1)
+    metrics = result.evaluate_metrics_clientapp[1]
+    ((trained, _),) = found
+    assert {name for name in metrics if name.startswith("client-")} == {f"client-{trained}"}
+    assert "round 1: 1 of 3 clients have trained so far" in log.text
+    everyone = OwnAppStrategy(pretrained(), METHODS["fedavg"](), fraction_train=0.34, min_train_nodes=1)
+    shared = everyone.start(InProcessGrid(own_app("fedavg", remember({})), 3, {}), num_rounds=1).evaluate_metrics_clientapp[1]
+    assert len([name for name in shared if name.startswith("client-")]) == 3  # control
+
+
+def test_the_application_evaluates_clients_that_have_trained(tmp_path: Path) -> None:
+    ran = run(METHODS["fedbn"](), data(), 1, model=pretrained(), policy={"fraction": 0.34})
+    (record,) = ran.records
+    assert set(record.client_evaluation) == {client.client for client in record.clients}
+    assert len(record.client_evaluation) == 1
+    grid = WatchedGrid(client_app(METHODS["fedbn"](), data(), model=pretrained(), folder=tmp_path), 3)
+    saved = run(METHODS["fedbn"](), data(), 1, grid=grid, model=pretrained(), policy={"fraction": 0.34}, save_clients="saved")
+    assert len(list((tmp_path / "saved" / "clients").glob("*"))) == 3  # all save what they have
+    assert saved.records[0].client_evaluation == record.client_evaluation
+    all_of_them = run(METHODS["fedbn"](), data(), 1, model=pretrained())
+    assert set(all_of_them.records[0].client_evaluation) == {0, 1, 2}  # control
+
+
+def test_what_unseen_clients_get_is_the_average_of_clients_that_have_trained() -> None:
+    def told(fraction: float) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        grid = WatchedGrid(client_app(METHODS["fedbn"](), data(), model=pretrained(), tells=True), 3)
+        ran = run(METHODS["fedbn"](), data(), 1, grid=grid, model=pretrained(), policy={"fraction": fraction, "unseen": True})
+        return ran.strategy.unseen, [grid_state(grid, c.client) for c in ran.records[0].clients]
+
+    average, (kept,) = told(0.34)
+    assert all(torch.equal(average[name], kept[name]) for name in ("2.weight", "2.running_mean"))
+    average, everyone = told(1.0)
+    assert len(everyone) == 3
+    assert not torch.equal(average["2.weight"], everyone[0]["2.weight"])  # control

@@ -1,0 +1,323 @@
+"""Buffers that are no statistics: shared, kept, recomputed or constant, in every door."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.ao import quantization
+from torch.nn.utils import parametrizations, prune, spectral_norm
+from torch.optim import SGD
+
+from fl_bn import Federation, convert, local_round, methods, server_round, server_state, set_buffer_roles
+from fl_bn.federation.values import NOTHING
+from fl_bn.roles import Role, parse_buffer_roles, roles
+from fl_bn.run.config import ConfigError, RunConfig
+from tests.doors.doors import DOORS, through, wide
+from tests.federation import random_samples
+
+CLIENTS = wide([random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate((8, 9, 7))])
+FEDAVG = methods.fedavg()
+MASK = torch.full((3, 3), -torch.inf).triu(1)
+
+
+class Averaging(nn.Module):
+    """Keeps the mean of the batches that it saw last, and has an attention mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ema", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("mask", MASK.clone())
+        self.register_buffer("ids", torch.arange(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.ema.copy_(x.mean((0, 2, 3)))
+        return x
+
+
+def net(stated: dict[str, str] | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Averaging(), nn.Flatten(), nn.Linear(192, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4)).double()
+    model[0].mask = MASK.clone()
+    return set_buffer_roles(model, stated or {})
+
+
+MEANS = [client.x.mean((0, 2, 3)) for client in CLIENTS]
+MEAN = sum(len(client) * mean for client, mean in zip(CLIENTS, MEANS, strict=True)) / 24
+
+
+def test_known_kinds_have_a_role_by_their_type() -> None:
+    model = nn.Sequential(
+        parametrizations.spectral_norm(nn.Linear(2, 2)),
+        spectral_norm(nn.Linear(2, 2)),
+        prune.l1_unstructured(nn.Linear(2, 2), "weight", amount=0.5),
+        parametrizations.orthogonal(nn.Linear(2, 2)),
+        quantization.FakeQuantize(),
+        Averaging(),
+    )
+    role = {name: part for name, part in roles(model).items() if part not in (Role.WEIGHT, Role.COUNTER)}
+    assert {name for name, part in role.items() if part is Role.RECOMPUTED} == {
+        "0.parametrizations.weight.0._u", "0.parametrizations.weight.0._v", "1.weight_u", "1.weight_v", "4.scale",
+    }  # fmt: skip
+    assert {name for name, part in role.items() if part is Role.CONSTANT} == {"2.weight_mask", "3.parametrizations.weight.0.base"}
+    shared = {name for name, part in role.items() if part is Role.BUFFER}
+    assert shared == {"4.activation_post_process.min_val", "4.activation_post_process.max_val", "4.activation_post_process.eps",
+                      "5.ema", "5.mask"}  # fmt: skip
+    assert roles(convert(model, FEDAVG))["5.mask"] is Role.CONSTANT  # by its values, which no training can leave
+    named = nn.Module()  # control: the name alone decides nothing
+    named.register_buffer("weight_u", torch.zeros(2))
+    assert roles(named) == {"weight_u": Role.BUFFER}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_buffer_is_averaged_by_default_and_a_constant_stays_in_every_door(door: str) -> None:
+    (tensors,) = through(DOORS[door], net(), FEDAVG, CLIENTS, rounds=1, size=64)
+    assert float((tensors["0.ema"] - MEAN).abs().max()) < 1e-14
+    assert torch.equal(tensors["0.mask"], MASK)
+    assert not torch.allclose(tensors["0.ema"], sum(MEANS) / 3)  # control: by samples, not one for each client
+
+
+@pytest.mark.parametrize("role", ["kept", "constant"])
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_kept_or_constant_is_no_result_of_a_round(door: str, role: str) -> None:
+    (tensors,) = through(DOORS[door], net({"*.ema": role}), FEDAVG, CLIENTS, rounds=1, size=64)
+    assert ("0.ema" in tensors) == (role == "constant")
+    if role == "constant":
+        assert torch.equal(tensors["0.ema"], torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "fbn"])
+def test_a_kept_buffer_never_leaves_its_client_and_survives(method: str) -> None:
+    model, how = net({"*.ema": "kept"}), methods.METHODS[method]()
+    state, kept, sent = server_state(model, how, rounds=2, clients=3), [NOTHING] * 3, []
+    for number in (1, 2):
+        asked = state.instruction()
+        sent.append(asked.sections)
+        for i, client in enumerate(CLIENTS):
+            mine = convert(model, how)
+            with local_round(mine, how, asked, kept[i]) as round:
+                if number == 2:
+                    assert torch.equal(mine[0].ema, MEANS[i])  # before any batch
+                mine(client.x).square().mean().backward()
+                SGD(mine.parameters(), 0.1).step()
+            reply, kept[i] = round.reply(len(client), client=i)
+            assert all("0.ema" not in tensors for tensors in reply.sections.values())
+        state, _ = server_round(state, [reply])
+    assert all("0.ema" not in tensors for sections in sent for tensors in sections.values())
+
+
+def test_clients_with_kept_buffers_are_evaluated_with_their_own() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("site", torch.zeros(()))
+            self.layer = nn.Linear(1, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.site.fill_(float(x.mean()))
+            return self.layer(x - self.site)
+
+    loss: dict[str, float] = {}
+    for role in ("kept", "constant"):
+        torch.manual_seed(0)
+        model = set_buffer_roles(Shifted(), {"site": role})
+        x, y = torch.randn(6, 1), torch.tensor([0, 1] * 3)
+        fed = Federation(model, FEDAVG, [[(x + 9, y)], [(x - 9, y)]], test=[(x, y)], progress=False)
+        loss[role] = list(fed.run(1))[-1].evaluation["loss"]
+        sites = [float(fed.client_model(i).site) for i in range(2)]
+        assert sites == ([float((x + 9).mean()), float((x - 9).mean())] if role == "kept" else [0.0, 0.0])
+    assert loss["kept"] > 2 * loss["constant"]  # the test data are nobody's: what is measured is the clients' own models
+
+
+def test_a_module_recomputes_its_own_buffers() -> None:
+    class Normed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(192, 4, dtype=torch.float64)
+            self.register_buffer("norm", torch.ones((), dtype=torch.float64))
+
+        def recompute_buffers(self) -> None:
+            self.norm.copy_(self.weight.norm())
+
+    for role, wrong in (("recomputed", False), ("constant", True)):
+        torch.manual_seed(0)
+        model = set_buffer_roles(nn.Sequential(nn.Flatten(), Normed()), {"*.norm": role})
+        (tensors,) = through(DOORS["own loop"], model, FEDAVG, CLIENTS, rounds=1, size=64)
+        assert (float((tensors["1.norm"] - tensors["1.weight"].norm()).abs()) > 1e-9) == wrong
+
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ({"0.em": "kept"}, "no buffer is called '0.em': the model has 0.ema, 0.mask, 0.ids: did you mean '0.ema'"),
+        ({"0.ema": "local"}, "must be one of shared, kept, recomputed, constant, but got 'local'"),
+        ({"0.ids": "shared"}, "0.ids is torch.int64, and only floating-point buffers are averaged"),
+        ({"0.ema": "recomputed"}, r"Averaging has no method recompute_buffers\(\)"),
+        ({"3.running_mean": "kept"}, "no buffer is called '3.running_mean'"),
+    ],
+)
+def test_what_cannot_be_stated_is_refused(stated: dict[str, str], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        net(stated)
+
+
+def test_the_last_pattern_counts_and_copies_know() -> None:
+    model = net({"*": "kept", "0.ema": "constant", "0.mask": "shared"})
+    assert [roles(convert(model, FEDAVG))[f"0.{key}"] for key in ("ema", "mask", "ids")] == [Role.CONSTANT, Role.BUFFER, Role.KEPT]
+
+
+def test_the_key_of_a_run_config() -> None:
+    assert parse_buffer_roles("*.ema=kept, mask = constant") == {"*.ema": "kept", "mask": "constant"}
+    assert parse_buffer_roles("") == {}
+    assert RunConfig(buffers="*.ema=kept").buffers == "*.ema=kept"
+    for wrong in ("ema", "ema=local", "=kept"):
+        with pytest.raises(ConfigError, match="buffers must be NAME=ROLE"):
+            RunConfig(buffers=wrong)
+
+
+def test_a_line_in_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
+    data = [[(torch.randn(4, 3, 8, 8, dtype=torch.float64), torch.arange(4))]]
+    with caplog.at_level(logging.INFO, "flwr"):
+        Federation(net(), FEDAVG, data, progress=False)
+        server_state(net({"*.ema": "kept"}), FEDAVG, rounds=1)
+        server_state(nn.Linear(2, 2), FEDAVG, rounds=1)  # control: nothing to say
+    assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("buffers")] == [
+        "buffers: averaged 0.ema; constant 0.mask",
+        "buffers: kept by each client 0.ema; constant 0.mask",
+    ]
+
+
+# Numbers that are not finite
+
+
+def rounds_of(model: nn.Module, method: str = "fedavg", **options: Any) -> Federation:
+    data = [[(client.x, client.y)] for client in CLIENTS]
+    fed = Federation(model, methods.METHODS[method](), data, optimizer=lambda p: SGD(p, 0.1), progress=False, **options)
+    assert all(record.aggregated for record in fed.run(2))
+    return fed
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_an_infinite_mask_passes_with_every_method(method: str) -> None:
+    if method not in ("in", "fedwon"):  # which take no network of linear layers
+        rounds_of(net(), method)
+
+
+def quantised() -> nn.Module:
+    torch.manual_seed(0)
+    observed = quantization.FakeQuantize(quantization.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+    return nn.Sequential(nn.Flatten(), observed, nn.Linear(192, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4)).double()
+
+
+def test_observers_start_with_infinite_extremes_and_are_averaged() -> None:
+    model = quantised()
+    fed = rounds_of(model)
+    least = [float(client.x.min()) for client in CLIENTS]
+    observer = fed.model[1].activation_post_process
+    assert abs(float(observer.min_val) - sum(len(c) * low for c, low in zip(CLIENTS, least, strict=True)) / 24) < 1e-6
+    scale, zero_point = observer.calculate_qparams()
+    assert torch.equal(fed.model[1].scale, scale)  # from the averaged extremes
+    assert torch.equal(fed.model[1].zero_point, zero_point)
+    assert not torch.equal(model[1].scale, scale)  # control: as it was before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("method", ["fedavg", "fbn"])
+def test_quantisation_aware_training(method: str, tmp_path: Path) -> None:
+    """torch's prepare_qat on fused layers: trained here, saved, loaded and converted there."""
+
+    def prepared() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)
+        model = nn.Sequential(quantization.QuantStub(), *layers, quantization.DeQuantStub()).train()
+        model.qconfig = quantization.get_default_qat_qconfig("x86")
+        quantization.fuse_modules_qat(model, [["1", "2", "3"]], inplace=True)
+        model = quantization.prepare_qat(model)
+        model(CLIENTS[0].x.float())  # gives the observers their shapes
+        return model
+
+    data = [[(client.x.float(), client.y)] for client in CLIENTS]
+    fed = Federation(prepared(), methods.METHODS[method](), data, test=data[0], progress=False)
+    losses = [record.evaluation["loss"] for record in fed.run(4)]
+    assert losses[-1] < losses[0]
+    fed.save(tmp_path / "model.safetensors")
+    there = prepared()
+    there.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    quantization.convert(there.eval())
+
+
+def test_an_observer_without_a_shape_is_refused_by_name() -> None:
+    model = nn.Sequential(quantization.PerChannelMinMaxObserver(), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"0 \(PerChannelMinMaxObserver\): its extremes have no shape yet: run one batch"):
+        convert(model, FEDAVG)
+    model(torch.randn(4, 2))
+    convert(model, FEDAVG)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_shared_buffer_that_training_makes_infinite_is_refused_by_name(value: float) -> None:
+    class Diverging(Averaging):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.ema.fill_(value)
+            return x
+
+    def run(stated: dict[str, str]) -> Any:
+        model = net()
+        model[0].__class__ = Diverging
+        state, mine = server_state(set_buffer_roles(model, stated), FEDAVG, rounds=1), convert(model, FEDAVG)
+        with local_round(mine, FEDAVG, state.instruction()) as round:
+            mine(CLIENTS[0].x)
+        return server_round(state, [round.reply(8)[0]])[1]
+
+    record = run({})
+    assert not record.aggregated
+    assert "weights/0.ema: 3 of 3 values are not finite" in record.clients[0].refused
+    assert run({"*.ema": "constant"}).aggregated  # control: it is no result then
+
+
+def test_a_mask_that_is_sent_back_changed_is_refused() -> None:
+    """Stated as shared, it passes as long as its bits are those that were sent."""
+    model = net({"*.mask": "shared"})
+
+    def run(change: Callable[[nn.Module], Any]) -> Any:
+        state, mine = server_state(model, FEDAVG, rounds=1), convert(model, FEDAVG)
+        with local_round(mine, FEDAVG, state.instruction()) as round:
+            change(mine)
+        return server_round(state, [round.reply(8)[0]])
+
+    after, record = run(lambda mine: None)
+    assert record.aggregated
+    assert torch.equal(after.model[0].mask, MASK)
+    _, record = run(lambda mine: mine[0].mask.neg_())
+    assert "weights/0.mask: 3 of 9 values are not finite" in record.clients[0].refused
+
+
+def test_robust_rules_leave_out_what_is_infinite() -> None:
+    from fl_bn.federation.defence import Defence
+
+    rounds_of(net({"*.mask": "shared"}), defence=Defence(1, "median", "median"))
+
+
+@pytest.mark.parametrize("options", [{"engine": "vectorised"}, pytest.param({"workers": 2}, marks=pytest.mark.slow)], ids=str)
+def test_roles_hold_in_other_engines(options: dict[str, Any]) -> None:
+    fed = rounds_of(net({"*.ema": "kept"}), **options)
+    assert all(torch.equal(fed.client_model(i)[0].ema, MEANS[i]) for i in range(3))
+
+
+def test_other_roles_are_another_model() -> None:
+    """Server and client must state the same: the signature has the roles, and the message names the buffer."""
+    state = server_state(net(), FEDAVG, rounds=1)
+    with (
+        pytest.raises(ValueError, match=r"0\.ema is nothing here, and \(3,\) float64 there"),
+        local_round(convert(net({"*.ema": "kept"}), FEDAVG), FEDAVG, state.instruction()),
+    ):
+        pass

@@ -1,0 +1,204 @@
+"""What is saved loads, with ``strict=True``, into the network as its owner wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision import models
+
+from fl_bn import Federation, methods
+from fl_bn.derived import plain_names
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, training
+from fl_bn.methods import METHODS
+from fl_bn.models.weights import load_weights
+
+X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2
+CLIENTS = [[(X[i::3], Y[i::3])] * 5 for i in range(3)]
+SAME = ("fedavg", "fixbn", "hbn", "fbn", "fedtan", "fedtan2", "fedavg-alg2", "static-bn")
+"""Methods whose file loads into the unconverted network: docs/how-to/export.md has the same list."""
+
+
+class WithIds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.arange(4))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        norm = nn.BatchNorm1d(8)
+        self.layers = nn.Sequential(nn.Linear(4, 8), norm, nn.ReLU(), nn.Linear(8, 8), norm, nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x[:, self.ids])  # type: ignore[no-any-return]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return WithIds()
+
+
+def trained(method: str, model: nn.Module | None = None, rounds: int = 2) -> Federation:
+    fed = Federation(net() if model is None else model, METHODS[method](), CLIENTS, progress=False)
+    list(fed.run(rounds))
+    return fed
+
+
+@pytest.mark.parametrize("method", SAME)
+def test_integer_buffers_tied_layers_and_counters_are_in_the_file(method: str, tmp_path: Path) -> None:
+    fed, plain = trained(method), net()
+    fed.save(tmp_path / "model.safetensors")
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    steps = 1 if method in ("fedtan", "fedtan2", "fedavg-alg2") else 5
+    assert int(plain.layers[1].num_batches_tracked) in (10, 2 * steps)
+    if method != "hbn":  # whose own layers mix
+        assert torch.allclose(plain.eval()(X), fed.model(X), atol=1e-5)
+    shared = fed.server.shared.tensors()
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: .*"ids"'):  # control: what travels
+        net().load_state_dict(shared)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in SAME and name not in ("in", "fedwon", "single")])
+def test_the_other_methods_files_lack_or_add_something(method: str, tmp_path: Path) -> None:
+    """As docs/how-to/export.md says of them: they load into the converted network, but for what the clients keep."""
+    fed = trained(method)
+    fed.save(tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        net().load_state_dict(tensors)
+    from fl_bn import convert
+
+    missing, extra = convert(net(), METHODS[method]()).load_state_dict(tensors, strict=False)
+    kept = method in ("fedbn", "silobn")
+    assert not extra
+    assert bool(missing) == kept
+    if kept:  # the clients' own models have everything
+        net().load_state_dict(fed.client_model(0).state_dict())
+
+
+def test_a_flower_app_of_one_s_own_saves_the_same_file(tmp_path: Path) -> None:
+    app, method = ClientApp(), methods.fbn()
+    answer(app, net, method, lambda context: CLIENTS[int(context.node_config["partition-id"])])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with training(message, context, net(), method) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), 0.05)
+            for x, y in CLIENTS[int(context.node_config["partition-id"])]:
+                optimizer.zero_grad()
+                F.cross_entropy(round.model(x), y).backward()
+                optimizer.step()
+        return round.message(40)
+
+    strategy = OwnAppStrategy(net(), method, fraction_evaluate=0)
+    result = strategy.start(InProcessGrid(app, 3, {}), num_rounds=2)
+    strategy.save(tmp_path / "model.safetensors")
+    plain = net()
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert int(plain.layers[1].num_batches_tracked) == 10
+    arrays = result.arrays.to_torch_state_dict()
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in arrays.items())
+    with pytest.raises(RuntimeError, match="Missing key"):  # control: what travels
+        net().load_state_dict(arrays)
+
+
+def test_the_counter_goes_on_from_the_network_s(tmp_path: Path) -> None:
+    model = net()
+    model.layers[1].num_batches_tracked += 100
+    fed = trained("fbn", model)
+    fed.save(tmp_path / "model.safetensors")
+    assert int(load_file(tmp_path / "model.safetensors")["layers.1.num_batches_tracked"]) == 110
+    assert int(fed.server.source.layers[1].num_batches_tracked) == 100
+
+
+def wrapped(kind: str) -> nn.Module:
+    if kind == "parallel":
+        return nn.DataParallel(net())
+    if kind == "compiled":
+        return torch.compile(net(), backend="eager")  # type: ignore[return-value]
+    model = net()
+    model.layers = nn.DataParallel(model.layers)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["parallel", "compiled", "a part"])
+def test_prefixes_of_wrappers_are_not_in_the_file(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    fed = trained("fedavg", wrapped(kind))
+    fed.save(path)
+    net().load_state_dict(load_file(path))
+    with pytest.raises(RuntimeError, match="Missing key"):  # control: the names of the wrapped network
+        net().load_state_dict(fed.model.state_dict())
+    other = wrapped(kind)
+    load_weights(other, str(path))  # and back
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), fed.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_checkpoints_with_prefixes_are_weights_to_start_from(prefix: str, tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    source = net()
+    with torch.no_grad():
+        source.layers[0].weight.add_(1)
+    save_file({prefix + name: tensor.clone() for name, tensor in source.state_dict().items()}, path)
+    model = net()
+    load_weights(model, str(path))
+    assert torch.equal(model.layers[0].weight, source.layers[0].weight)
+    save_file({f"other.{name}": tensor.clone() for name, tensor in source.state_dict().items()}, path)
+    with pytest.raises(ValueError, match="it is a file of another network"):  # control: any other prefix
+        load_weights(net(), str(path))
+
+
+def test_a_module_that_is_called_module_keeps_its_name() -> None:
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    assert plain_names(model) == {"module.weight": "module.weight", "module.bias": "module.bias"}
+    assert plain_names(nn.DataParallel(model)) == {"module.module.weight": "module.weight", "module.module.bias": "module.bias"}
+
+
+QUICK = {"resnet18", "swin_t"}
+LARGE = {"googlenet": {"aux_logits": False, "init_weights": False}, "inception_v3": {"aux_logits": False, "init_weights": False}}
+
+
+def classifier(name: str) -> nn.Module:
+    with torch.device("meta"):  # names, shapes and types: no memory
+        return models.get_model(name, weights=None, **LARGE.get(name, {}))
+
+
+@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in models.list_models(module=models)]
+)
+def test_every_classifier_of_torchvision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "cpu", lambda model: model)
+    plain = classifier(name)
+    shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in plain.state_dict().items()}
+    for method in (methods.fedavg(), methods.fbn(), methods.hbn()):
+        shared = SharedModel(plain, method)
+        file = shared.whole(shared.tensors(), batches=7)
+        plain.load_state_dict(file)
+        assert {key: (tensor.shape, tensor.dtype) for key, tensor in file.items()} == shapes
+    if name in ("maxvit_t", "swin_t"):  # control: what travels lacks their integers
+        with pytest.raises(RuntimeError, match="relative_position_index"):
+            plain.load_state_dict(shared.tensors())
+
+
+def test_a_real_file_of_a_real_network(tmp_path: Path) -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        return models.shufflenet_v2_x0_5(num_classes=2)
+
+    images = torch.randn(4, 3, 32, 32)
+    fed = Federation(build(), methods.fedavg(), [[(images, Y[:4])]] * 2, progress=False)
+    list(fed.run(1))
+    fed.save(tmp_path / "model.safetensors")
+    plain = build()
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(plain.eval()(images), fed.model(images))
+    assert not torch.equal(build().eval()(images), fed.model(images))  # control
