@@ -156,8 +156,8 @@ def _check_rate(round: LocalRound) -> None:
     told, stepped = round.instruction.learning_rate, round.rates[-1]
     if round.instruction.rate_share < 1 and stepped > told * (1 + 1e-6):
         LOGGER.warning(
-            "round %d: the statistics are frozen, and %s steps at a learning rate of %.3g then, but this loop at %.3g: multiply your rate by "
-            "round.instruction.rate_share (%.3g), or the network may collapse",
+            "round %d: the statistics are frozen, and %s steps at a learning rate of %.3g then, but this loop at %.3g: multiply your rate "
+            "by round.instruction.rate_share (%.3g), or the network may collapse",
             round.instruction.round, round.method.name, told, stepped, round.instruction.rate_share,
         )  # fmt: skip
 
