@@ -140,7 +140,7 @@ NETWORKS = {
     "timm regnetx_002": of_timm("regnetx_002"),
     "timm resnetv2_18d": of_timm("resnetv2_18d", channels=(16, 16, 32, 32)),
     "timm densenet121": of_timm("densenet121", growth_rate=8, block_config=(2, 2, 2, 2)),
-    "timm ghostnet_050": of_timm("ghostnet_050"),
+    "timm ghostnet_050": of_timm("ghostnet_050", drop_rate=0.0),
     "torchvision detector": Network(partial(detector, False), (3, 64, 64), Detection(), steps=False),
     "torchvision MaxVit": Network(maxvit),
     "smp Unet, resnet18": unet("resnet18"),
@@ -340,24 +340,27 @@ def test_a_round_is_what_plain_pytorch_computes(name: str, method: str) -> None:
             assert not apart(federation.client_model(client).state_dict(), of_client[1 - client], moved) < EXACT * 1e3
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedbn", "fbn", "fedtan"])
-def test_frozen_layers_of_torchvision_are_constants(method: str) -> None:
-    """Pre-trained detectors have FrozenBatchNorm2d, whose weight, bias and statistics are buffers."""
-    NETWORKS["frozen"] = Network(partial(detector, True), (3, 64, 64), Detection(), steps=False)
-    try:
-        before = built("frozen").state_dict()
-        after = federated("frozen", METHODS[method]).server.shared.tensors()
-    finally:
-        del NETWORKS["frozen"]
-    kept = [f"{name}.{key}" for name, m in built_modules(before) for key in m]
-    assert len(kept) > 100
-    assert all(torch.equal(after.get(key, before[key]), before[key]) for key in kept)
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A detector as it is around pre-trained weights: FrozenBatchNorm2d, whose weight, bias and statistics are buffers."""
+    monkeypatch.setitem(NETWORKS, "frozen", Network(partial(detector, True), (3, 64, 64), Detection(), steps=False))
+    return "frozen"
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "gn"])
+def test_frozen_layers_of_torchvision_are_constants(method: str, frozen: str) -> None:
+    before, layers = built(frozen).state_dict(), {n for n, m in built(frozen).named_modules() if isinstance(m, FrozenBatchNorm2d)}
+    after = federated(frozen, METHODS[method]).server.shared.tensors()
+    constants = [f"{name}.{key}" for name in layers for key in ("weight", "bias", "running_mean", "running_var")]
+    assert len(constants) > 100
+    assert all(torch.equal(after.get(key, before[key]), before[key]) for key in constants)
     assert not torch.equal(after["rpn.head.cls_logits.weight"], before["rpn.head.cls_logits.weight"])  # control: what learns
 
 
-def built_modules(state: Mapping[str, Tensor]) -> list[tuple[str, tuple[str, ...]]]:
-    keys = ("weight", "bias", "running_mean", "running_var")
-    return [(name.removesuffix(".running_mean"), keys) for name in state if name.endswith(".running_mean")]
+@pytest.mark.parametrize("method", ["hbn", "fbn", "fedtan", "static-bn"])
+def test_methods_about_statistics_refuse_a_network_of_frozen_layers(method: str, frozen: str) -> None:
+    with pytest.raises(ValueError, match=r"is about the statistics of BatchNorm, but this model has no BatchNorm layer.* Take fedavg, or"):
+        federated(frozen, METHODS[method])
 
 
 def test_groups_that_do_not_divide_are_refused_by_layer() -> None:
