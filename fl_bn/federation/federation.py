@@ -80,8 +80,6 @@ class Federation:
     >>> [record.round for record in federation.run(rounds=2)]
     [1, 2]
 
-    Raises ValueError where an argument makes no sense: a client that is a generator, which can be gone through once, say.
-
     ``history`` has every round's record, ``model`` the network as evaluated last. Every argument: docs/start/plain-torch.md.
     """
 

@@ -94,7 +94,7 @@ def test_a_flower_app_of_one_s_own_saves_the_same_file(tmp_path: Path) -> None:
                 optimizer.zero_grad()
                 F.cross_entropy(round.model(x), y).backward()
                 optimizer.step()
-        return round.message(40)
+        return round.message(20)
 
     strategy = OwnAppStrategy(net(), method, fraction_evaluate=0)
     result = strategy.start(InProcessGrid(app, 3, {}), num_rounds=2)
