@@ -320,6 +320,11 @@ def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[s
             vars(layer).pop("frozen", None)
 
 
+def mixes_samples(layer: _BatchNorm) -> bool:
+    """Whether ``layer``, in the mode that it is in, normalises a sample with statistics of the batch that the sample came in."""
+    return not isinstance(layer, FederatedBatchNorm) and (layer.training or layer.running_mean is None)
+
+
 def inputs(layer: nn.Module, seen: Moments) -> Moments:
     """Raw moments of a layer's input, whatever it normalises with."""
     return seen

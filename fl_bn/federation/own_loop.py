@@ -19,9 +19,10 @@ from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.one_sample import advised
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, Instruction, Kept
-from fl_bn.layers import in_backward, observe
-from fl_bn.methods import Method, Phase
+from fl_bn.layers import in_backward, mixes_samples, observe
+from fl_bn.methods import MOMENTS, Method, Phase
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.roles import batch_norms
 
 LOGGER = logging.getLogger("flwr")
 
@@ -93,6 +94,29 @@ def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
         )
 
 
+def _per_sample(round: LocalRound) -> bool:
+    """Whether opacus computes the gradients of single samples.
+
+    opacus itself refuses torch's BatchNorm by type, and layers with buffers where a parameter of the layer learns. Of other layers it says
+    nothing, so this function does.
+
+    Raises:
+        ValueError: there are no such gradients, or the objective adds a part that opacus leaves out.
+    """
+    if not any(hasattr(p, "grad_sample") for p in round.parameters.values()):
+        return False
+    if mixing := [name for name, layer in batch_norms(round.model).items() if mixes_samples(layer)]:
+        raise ValueError(
+            f"BatchNorm layer {mixing[0]!r} normalises every sample with the statistics of its batch, so under {round.method.name} there "
+            "is no gradient of one sample, and the epsilon of opacus does not hold: choose a method without batch statistics, such as gn"
+        )
+    if round.settings.objective is not PLAIN:
+        raise ValueError(
+            f"opacus replaces the gradients, and with them the part that {round.settings.objective.name} adds: train without an objective"
+        )
+    return True
+
+
 @contextmanager
 def _watched(round: LocalRound) -> Iterator[None]:
     """Tell ``round`` of the batches and the optimiser's steps of a foreign loop."""
@@ -102,6 +126,12 @@ def _watched(round: LocalRound) -> Iterator[None]:
     def stepped(optimizer: Optimizer, args: Any, named: Any) -> None:
         if mine.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
             return
+        if not seen and _per_sample(round) and round.method.reports(round.phase) in MOMENTS:
+            LOGGER.warning(
+                "%s sends the moments of a training batch, which the noise of opacus does not protect: its epsilon holds for the weights "
+                "alone",
+                round.method.name,
+            )
         seen.append(optimizer)
         if round.settings.objective is not PLAIN and not round.corrected:
             name = round.settings.objective.name
@@ -181,6 +211,7 @@ class _FirstBatch:
             return
         self._passes += 1
         if self._passes == 1:
+            _per_sample(round)
             self._said = round.begun
             self._sizes = [*_sizes((args, named))]
         elif round.phase is Phase.EXCHANGE:

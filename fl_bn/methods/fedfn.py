@@ -46,7 +46,8 @@ def normalise_features(model: nn.Module) -> nn.Module:
     name, module = head
     if type(module) not in KINDS:
         raise Unconvertible(
-            f"{name or 'the model'} ({type(module).__name__}): fedfn takes torch's own Linear or Conv2d for the head, not a derived one"
+            f"{name or 'the model'} ({type(module).__name__}): fedfn takes torch's own Linear or Conv2d for the head, not "
+            f"{type(module).__module__}.{type(module).__qualname__}: put one of torch's there before converting, or choose gn"
         )
     module.__class__ = KINDS[type(module)]  # the same tensors, hooks and modes; only the forward differs
     return model

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.documentation.given import GIVEN
 from tests.documentation.pages import PAGES, ROOT, SITE, blocks, inline_code, name
 
 LANGUAGES = {"python", "bash", "toml", "text"}
+SLOW = re.compile(r"^(from|import) (accelerate|lightning|monai|opacus)\b", re.MULTILINE)  # of the extra loops, which slow tests alone need
 SHELL = [page for page in PAGES if any(block.language in ("bash", "") for block in blocks(page))]
 
 
@@ -32,8 +35,17 @@ def undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     METHODS.update(before)
 
 
+def pages_of_python() -> Iterator[Any]:
+    """Those with Python in them; slow tests where that imports other people's training loops."""
+    for page in PAGES:
+        if code := [block.text for block in blocks(page) if block.language == "python"]:
+            yield pytest.param(page, id=name(page), marks=[pytest.mark.slow] if SLOW.search("\n".join(code)) else [])
+
+
 @pytest.mark.usefixtures("undisturbed")
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.language == "python" for block in blocks(page))], ids=name)
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("page", list(pages_of_python()))
 def test_python_runs(page: Path) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     checks = []

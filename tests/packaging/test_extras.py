@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,9 @@ from fl_bn import extras, locks
 from fl_bn.cli.main import app
 from fl_bn.extras import NotInstalled, lacking, need
 from fl_bn.models import build
+from tests.test_architecture import at_the_top
 
+ROOT = Path(__file__).resolve().parents[2]
 RUN = "rounds=1 clients=2 model='mlp' local-steps=1 name='first'"
 
 
@@ -94,3 +99,16 @@ def test_a_lock_keeps_a_second_process_out(tmp_path: Path) -> None:
         locks.hold(second, shared=True)
         with pytest.raises(BlockingIOError):
             locks.hold(second)
+
+
+def test_the_default_tests_need_no_package_of_the_slow_ones() -> None:
+    """Slow tests import the packages of ``loops`` inside functions: there they are missed, and in the default tests they are not."""
+    loops = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["loops"]
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert {*loops} <= pinned
+    brought = {re.split(r"[^\w-]", one)[0] for one in requires("segmentation-models-pytorch") or []}
+    assert {*loops} & brought == {"timm"}
+    beyond = {*loops} - brought
+    files = [file for folder in ("fl_bn", "tests") for file in (ROOT / folder).rglob("*.py")]
+    assert {str(file.relative_to(ROOT)) for file in files if at_the_top(file.read_text()) & beyond} == set()
+    assert at_the_top("import opacus.validators\ndef f():\n    import monai") & beyond == {"opacus"}  # control
