@@ -92,7 +92,7 @@ class LocalRound:
         self.corrected = 0  # gradients that the objective made
         self.rates: list[float] = []  # of the optimiser's steps, where that is not the instruction's
         self.measured_samples = 0
-        self.moments: dict[str, Moments] = {}
+        self.moments: dict[str, Moments] | None = None  # of a pass, once it was made; layers that are held still are in none
         self.buffers: Buffers = {}
         self._connect, self._exchange = connect, ExitStack()
         self._observing, self.passes = ExitStack(), TrainingPasses({})
@@ -346,7 +346,7 @@ class LocalRound:
 
     def report(self) -> dict[str, Moments]:
         """Return the moments that were measured or observed so far, by BatchNorm layer."""
-        return self.moments or pooled(self.passes.observed)
+        return pooled(self.passes.observed) if self.moments is None else self.moments
 
     def reply(
         self,
@@ -363,7 +363,7 @@ class LocalRound:
         one's own, for the record. ``tells_drift``: how far statistics that stay at home moved is told.
         """
         if not self.trains:
-            return Reply(client, {"moments": self._complete(self.moments)}, samples, samples), self.kept
+            return Reply(client, {"moments": self._complete(self.moments or {})}, samples, samples), self.kept
         if self.method.reports(self.phase) is Report.FIRST and self.batch > samples:
             raise ValueError(
                 f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this "
@@ -374,7 +374,7 @@ class LocalRound:
         if gradients:
             self._step_local(gradients)
         moments, reports = self.report(), self.method.reports(self.phase)
-        if reports is Report.PASS and not moments:
+        if reports is Report.PASS and self.moments is None:
             raise ValueError(f"{self.method.name} reports moments of a pass before training: call round.measure(batches) first")
         told: dict[str, float] = {**(metrics or {}), "loss": loss, "steps": self.steps, "waited": self.waited}
         told |= self._local_drift() if tells_drift else {}

@@ -88,6 +88,20 @@ def test_what_the_user_froze_does_not_move(name: str, how: str, door: str) -> No
     assert not any(moved(found[key], before[key]) < 1e-6 for key in learning)  # control: what is not frozen
 
 
+@pytest.mark.parametrize("door", DOORS_1_TO_3)
+@pytest.mark.parametrize("name", ["hbn", "fbn", "static-bn", "fixbn"])
+def test_a_network_whose_every_batch_norm_is_held(name: str, door: str) -> None:
+    """As where a whole backbone is frozen: there is nothing to measure, and the head trains."""
+    model = Tuned("parameters")
+    model.head = nn.Linear(8, 2).double()
+    before = copy.deepcopy(model.state_dict())
+    *_, found = DOORS_1_TO_3[door](model, method_of(name), clients(), plain, 2)
+    assert moved(found["body.0.weight"], before["body.0.weight"]) < 1e-12
+    assert moved(found["head.weight"], before["head.weight"]) > 1e-3
+    if name != "fixbn":
+        assert moved(found["body.1.running_mean"], before["body.1.running_mean"]) < 1e-12
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_the_mode_that_a_part_came_in(name: str) -> None:
     if name == "fedwon":
