@@ -11,6 +11,7 @@ import matplotlib.image
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from fl_bn.cli.main import app
@@ -72,10 +73,14 @@ def test_it_is_the_pure_function_on_the_same_clients(trained: Path, done: tuple[
     config = RunConfig.from_mapping(parse_overrides(str(folder / "config.toml")))
     model = source_model(config)
     recalibrate(model, [client_samples(config, client)[0] for client in range(config.clients)])
-    after = load_file(folder / "model.safetensors")
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in after.items())
-    untouched = load_file(trained / "model.safetensors")
-    assert not all(torch.equal(tensor, untouched[name]) for name, tensor in after.items())  # control
+    after, exact = load_file(folder / "model.safetensors"), model.state_dict()
+
+    def same(tensors: dict[str, Tensor]) -> bool:
+        """Up to the order of sums: which kernels torch takes for other batches depends on the processor."""
+        return all(torch.allclose(tensor, tensors[name], rtol=1e-5, atol=1e-6) for name, tensor in after.items())
+
+    assert same(exact)
+    assert not same(load_file(trained / "model.safetensors"))  # control
 
 
 def test_the_line_that_is_printed_makes_the_same_run(done: tuple[Path, Result], tmp_path: Path) -> None:
