@@ -58,6 +58,7 @@ FIRST = [  # blocks of data, rounds, steps and seed, over all regimes and method
 ]
 KEY = ("data", "regime", "method", "steps", "rounds", "seed")
 FIELDS = (*KEY, "last", "at_freeze", "lowest", "growth", "curve", "seconds")
+OVERHEAD = 4  # local steps as long as the rest of a round, by the cells of runaway.py
 MARGIN = 2.0  # points that a method may be behind FedAvg
 CHANCE = 10.0  # percent: all data sets have ten classes
 Key = tuple[str, str, str, int, int, int]
@@ -151,9 +152,9 @@ def cost(key: Key, rows: dict[Key, Row]) -> float:
     """Seconds that a cell will take, from those that were run: of the same data and method if there are any, per local step."""
     for alike in ((0, 2), (0,), ()):
         known = [(done, float(row["seconds"])) for done, row in rows.items() if row["seconds"] and all(done[i] == key[i] for i in alike)]
-        per_step = [seconds / (done[3] * done[4]) for done, seconds in known]
+        per_step = [seconds / ((done[3] + OVERHEAD) * done[4]) for done, seconds in known]
         if per_step:
-            return mean(per_step) * key[3] * key[4]
+            return mean(per_step) * (key[3] + OVERHEAD) * key[4]
     return float("nan")
 
 
