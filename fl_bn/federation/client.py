@@ -428,7 +428,7 @@ class LocalRound:
         return Kept(self.instruction.round, sections)
 
     def _finite(self, new: Kept, client: int) -> Kept:
-        """What is kept: ``new``, or where one of its tensors is not finite, what was kept before. One bad round then spoils no later one."""
+        """What is kept: ``new``, or where a tensor of it is not finite, what was kept before. One bad round then spoils no later one."""
         for section, tensors in new.sections.items():
             for name, tensor in tensors.items():
                 if not bool(tensor.isfinite().all()):
