@@ -25,9 +25,7 @@ _BY_NAME = dict.fromkeys(("timm.layers.norm_act.BatchNormAct2d", "timm.layers.no
 _BY_TYPE: dict[type[nn.Module], Kind] = {}
 
 
-def register_batch_norm(
-    kind: type[nn.Module], then: Sequence[str] = (), convert: Callable[[nn.Module], _BatchNorm] | None = None
-) -> None:
+def register_batch_norm(kind: type[nn.Module], then: Sequence[str] = (), convert: Callable[[nn.Module], _BatchNorm] | None = None) -> None:
     """Say what layers of class ``kind`` compute: torch's BatchNorm, and then the submodules named in ``then``.
 
     ``convert(layer)``: needed where ``kind`` is no subclass of torch's BatchNorm; returns one, with the submodules of ``then``.

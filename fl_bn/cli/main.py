@@ -117,6 +117,7 @@ def resume(
 
 def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> None:
     with quick():
+        from fl_bn.durable import Damaged
         from fl_bn.flower import RunFailed, run_in_process
         from fl_bn.layers import Unconvertible
         from fl_bn.run.config import ConfigError
@@ -125,7 +126,7 @@ def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> No
     try:
         with shown(verbose):
             run_in_process(config.to_mapping(), workers=workers)
-    except (ConfigError, Unconvertible, RunFailed, OSError) as error:
+    except (ConfigError, Damaged, Unconvertible, RunFailed, OSError) as error:
         raise refused(error) from error
     except KeyboardInterrupt:  # the log has said where the results are, and how to go on
         raise typer.Exit(130) from None
@@ -137,7 +138,7 @@ def compare(
         str, typer.Option(help="separated by commas; `centralised` too; one may differ in keys: fbn:learning-rate=0.01;rounds=9")
     ] = ("centralised,fedavg,gn,fixbn,hbn,fbn"),
     seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from the config's seed on")] = 3,
-    jobs: Annotated[int, typer.Option(min=1, help="runs at a time, each in a process of its own")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs at a time, each in a process of its own")] = 2,
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/compare-<time>")] = "",
     run_config: RunConfigOption = "",
 ) -> None:
@@ -200,7 +201,7 @@ def attack_grid(
     ),
     attacks: Annotated[str, typer.Option(help="of whom the worst counts")] = "sign-flip,foe,alie,alie-optimised",
     seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from the config's seed on")] = 3,
-    jobs: Annotated[int, typer.Option(min=1, help="runs at a time, each in a process of its own")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs at a time, each in a process of its own")] = 2,
     too_few: Annotated[
         bool, typer.Option(help="also tell every rule of one attacker too few, under the attack that was worst for it")
     ] = True,

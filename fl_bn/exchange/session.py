@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import median, median_high, median_low
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from fl_bn.roles import batch_norms
 POLICIES = ("abort", "shrink")
 NOT_JOINED = "did not join"
 LARGEST_COUNT = 2**53  # whole numbers are exact in float64 up to here
+STEEPEST = 1e3  # a client's largest gradient of a layer, in units of the median client's: without a defence no larger one is believed
 
 Deliver = Callable[[Answer | ExchangeFailed], None]
 LOGGER = logging.getLogger("flwr")  # the log in which a run tells its story; by name, since Flower stays behind its boundary
@@ -98,6 +99,7 @@ class Session:
         self._over = ""  # why nobody is answered any more
         self.traffic = {client: Traffic() for client in self.active}
         self.exchanges = 0
+        self._passes = Counter[tuple[str, Quantity]]()  # exchanges so far, by layer and quantity
         self._done: set[int] = set()
         self._waiting: dict[int, tuple[Request, Deliver]] = {}
         self._since = time.monotonic()
@@ -141,6 +143,8 @@ class Session:
                 self._drop(client, reason)
             elif client in self.active:
                 self._done.add(client)
+                if client in self._waiting and isinstance(self._waiting[client][0], Local):
+                    self._remove({client}, f"left, and did not {self._awaited()}")
                 self._advance()
 
     def expire(self) -> None:
@@ -179,6 +183,8 @@ class Session:
     def _check(self, client: int, request: Request) -> None:
         if client in self._waiting:
             raise Refused("a second request before the first was answered")
+        if client in self._done:
+            raise Refused("a request after it left")
         if isinstance(request, Join):
             if client in self.batches:
                 raise Refused("it has joined already")
@@ -199,12 +205,15 @@ class Session:
             raise Refused(f"{key}: expected a count of 1 to {LARGEST_COUNT}, but got {request.count}")
         if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):  # the sum alone is quicker; it may overflow
             raise Refused(f"{key}: {int((~values.isfinite()).sum())} of {values.numel()} values are not finite (NaN or Inf)")
-        if key.quantity is not Quantity.GRADIENTS:
-            self._check_range(key, values, layer)
+        self._check_range(key, values, layer)
 
     def _check_range(self, key: Key, values: torch.Tensor, layer: Layer) -> None:
-        """Variances are not negative, and no client's values are so large that they overflow in the pooled variance of the others."""
+        """Variances are not negative, and no client's values are so large that they overflow in what is made of all of them."""
         mean_bound, var_bound = bounds(layer.dtype)
+        if key.quantity is Quantity.GRADIENTS:
+            if (most := float(values.abs().max())) > mean_bound:  # rules and clients square them
+                raise Refused(f"{key}: expected gradients within +-{mean_bound:.2g}, but the largest is {most:.2g}")
+            return
         means = values[:0] if key.quantity is Quantity.VARIANCE else values[: layer.channels]
         variances = values if key.quantity is Quantity.VARIANCE else values[layer.channels :]
         if len(means) and (most := float(means.abs().max())) > mean_bound:
@@ -236,9 +245,7 @@ class Session:
             LOGGER.warning("exchange: %s. %s on, with weights over these", who.rstrip("."), left)
 
     def _advance(self) -> None:
-        """Answer, if everyone awaited is here."""
-        if any(isinstance(request, Local) for request, _ in self._waiting.values()):
-            self._settle(self._done & self.active)
+        """Answer, if everyone has spoken: sent a request, or left in good order."""
         if self._over or not self._waiting or self.active - set(self._waiting) - self._done:
             return
         requests = {client: self._waiting[client][0] for client in sorted(self._waiting)}
@@ -246,46 +253,101 @@ class Session:
         if joins:  # then all are: nobody's join is answered before the last has joined
             self.batches.update(joins)
             self._deliver(Answer(torch.empty(0), 0, self._together(list(joins.values()))))
-        elif self._agree({client: request.key for client, request in requests.items() if isinstance(request, Local)}):
-            self._average({client: request for client, request in requests.items() if isinstance(request, Local)})
-        else:
+            return
+        local = {client: request for client, request in requests.items() if isinstance(request, Local)}
+        agreed = self._agree({client: request.key for client, request in local.items()}, self._done & self.active)
+        values = self._combined(local) if agreed else None
+        if values is None:
             self._advance()
-
-    def _settle(self, left: set[int]) -> None:
-        """Some have left in good order, but others go on: the majority is right."""
-        going = self.active - left
-        if len(left) < len(going):
-            self._remove(left, f"left, and did not {self._awaited()}")
-        elif len(left) == len(going):
-            ended, others = self.called.clients(sorted(left)), self.called.clients(sorted(going))
-            self.fail(f"the clients disagree about the last layer: {ended} left, {others} went on")
         else:
-            self._remove(
-                self._waiting, f"it wants to {self._awaited()}, but most clients are done: does it run the same model and version?"
+            self._average(local, values)
+
+    def _combined(self, requests: Mapping[int, Local]) -> torch.Tensor | None:
+        """What the cohort goes on with; None where some are dropped, since with their values it could not.
+
+        The step that follows has the mean of the gradients. One client's that is many times the others' makes every client diverge, and
+        the liar could not be told from them any more. Loss and scale are common, so that honest gradients do not differ so much.
+        """
+        key = next(iter(requests.values())).key
+        largest = {client: float(request.values.abs().max()) for client, request in requests.items()}
+        if key.quantity is Quantity.GRADIENTS and self.believing:
+            limit = STEEPEST * max(1.0, median_high(largest.values()))
+            if steep := {client for client, most in largest.items() if most > limit}:
+                most = max(largest[client] for client in steep)
+                self._remove(
+                    steep,
+                    f"refused: {key}: expected gradients within +-{limit:.2g}, which is {STEEPEST:g} times the median client's, or "
+                    f"{STEEPEST:g}, but the largest is {most:.2g}",
+                )
+                return None
+        values = self._reduced(requests)
+        if bool(values.isfinite().all()):
+            return values
+        client = max(largest, key=largest.__getitem__)
+        self._remove({client}, f"refused: {key}: with its values, up to {largest[client]:.2g}, the cohort's are not finite")
+        return None
+
+    def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
+        """Whether all sent the same key and nobody ``left``; if not, those in the minority are dropped, or the round fails.
+
+        Every active client has a vote here, and has used it: one that has not spoken yet may be about to leave, as all do after the last
+        layer. In a tie, a key that cannot come next loses.
+        """
+        votes: Counter[Key | None] = Counter(keys.values())
+        if left:
+            votes[None] = len(left)
+        most = max(votes.values())
+        tied = [key for key, count in votes.items() if count == most]
+        likely = [key for key in tied if key is None or self._may_come(key)]
+        if len(likely or tied) > 1:
+            self.fail(self._disagreement(keys, left, likely or tied))
+            return False
+        (right,) = likely or tied
+        if right is not None and left:
+            self._remove(left, f"left, and did not send its part of {right}")
+        for other in [key for key in votes if key not in (right, None)]:
+            odd = [client for client, sent in keys.items() if sent == other]
+            wrong = (
+                f"it wants to send its part of {other}, but most clients are done"
+                if right is None
+                else f"expected {right}, but it sent {other}"
             )
+            self._remove(odd, f"{wrong}: does it run the same model and version?")
+        return len(votes) == 1
 
-    def _agree(self, keys: Mapping[int, Key]) -> bool:
-        """Whether all sent the same key; if not, those in the minority are dropped, or the round fails."""
-        (key, votes), *others = Counter(keys.values()).most_common()
-        if others and others[0][1] == votes:
-            self.fail(f"the clients disagree about the next layer, {key} or {others[0][0]}: do all run the same model and version?")
-        for other, _ in others:
-            odd = [client for client, came in keys.items() if came == other]
-            self._remove(odd, f"expected {key}, but it sent {other}: does it run the same model and version?")
-        return not others
+    def _may_come(self, key: Key) -> bool:
+        """Whether who follows the protocol may send ``key`` now: a layer's passes come in order, and gradients after their pass."""
+        if key.quantity is Quantity.GRADIENTS:
+            return key.call < max(self._passes[key.layer, quantity] for quantity in (Quantity.MOMENTS, Quantity.VARIANCE))
+        return key.call == self._passes[key.layer, key.quantity]
 
-    def _average(self, requests: Mapping[int, Local]) -> None:
+    def _disagreement(self, keys: Mapping[int, Key], left: set[int], tied: list[Key | None]) -> str:
+        if None in tied:
+            ended, others = self.called.clients(sorted(left)), self.called.clients(sorted(keys))
+            return f"the clients disagree about the last layer: {ended} left, {others} went on"
+        return f"the clients disagree about the next layer, {tied[0]} or {tied[1]}: do all run the same model and version?"
+
+    def _reduced(self, requests: Mapping[int, Local]) -> torch.Tensor:
+        """The cohort's values, in the layer's dtype."""
         batches, key = [self.batches[client] for client in requests], next(iter(requests.values())).key
         values = reduce(list(requests.values()), batches, self.average)
-        dtype, statistics = self.layers[key.layer].dtype, key.quantity is Quantity.STATISTICS
-        count = self._together([r.count for r in requests.values()], median if statistics else median_low)
-        if statistics and count > 1:
+        count = self._activations(requests)
+        if key.quantity is Quantity.STATISTICS and count > 1:
             values[len(values) // 2 :] *= count / (count - 1)  # unbiased, as ``Moments.bessel``
+        return values.to(self.layers[key.layer].dtype)
+
+    def _activations(self, requests: Mapping[int, Local]) -> int:
+        statistics = next(iter(requests.values())).key.quantity is Quantity.STATISTICS
+        return self._together([r.count for r in requests.values()], median if statistics else median_low)
+
+    def _average(self, requests: Mapping[int, Local], values: torch.Tensor) -> None:
+        key = next(iter(requests.values())).key
         self.exchanges += 1
+        self._passes[key.layer, key.quantity] += 1
         for client in requests:
-            traffic, nbytes = self.traffic[client], values.numel() * dtype.itemsize
-            self.traffic[client] = Traffic(traffic.exchanges + 1, traffic.up + nbytes, traffic.down + nbytes)
-        self._deliver(Answer(values.to(dtype), count, self._together(batches)))
+            traffic = self.traffic[client]
+            self.traffic[client] = Traffic(traffic.exchanges + 1, traffic.up + values.nbytes, traffic.down + values.nbytes)
+        self._deliver(Answer(values, self._activations(requests), self._together([self.batches[client] for client in requests])))
 
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
         """The cohort's activations, or samples, by what each client claims; ``usual``: the median client's."""

@@ -381,7 +381,7 @@ class LocalRound:
         told |= {"batch": int(self.batch)} if reports is Report.FIRST else {}
         counts = tuple(count - self._updates[name] for name, count in updates(self.model).items()) if reports is Report.RUNNING else ()
         moved = counts if {*counts} - {self.steps} else ()
-        kept = self._to_keep(gradients, finish)
+        kept = self._finite(self._to_keep(gradients, finish), client)
         if kept.sections:
             told["kept"] = self.kept.round
         return Reply(client, self._sections(gradients, finish, moments), samples, samples, told, moved), kept
@@ -426,6 +426,16 @@ class LocalRound:
         if maintained := to_kept(buffers):
             sections["optimizer"] = maintained
         return Kept(self.instruction.round, sections)
+
+    def _finite(self, new: Kept, client: int) -> Kept:
+        """What is kept: ``new``, or where a tensor of it is not finite, what was kept before. One bad round then spoils no later one."""
+        for section, tensors in new.sections.items():
+            for name, tensor in tensors.items():
+                if not bool(tensor.isfinite().all()):
+                    what = f"what was kept after round {self.kept.round} stays" if self.kept.sections else "nothing is kept yet"
+                    LOGGER.warning("client %s: %s/%s is not finite after round %s: %s", client, section, name, new.round, what)
+                    return self.kept
+        return new
 
     def _local_drift(self) -> dict[str, float]:
         if self.method.shares(Role.STATISTIC):

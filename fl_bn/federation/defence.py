@@ -56,9 +56,19 @@ class Defence:
             if problem := _problem(rule, n, self.f):
                 raise TooFew(problem)
 
-    def without(self, refused: int) -> Defence:
-        """When ``refused`` clients are known to be Byzantine, and have left."""
-        return replace(self, f=max(0, self.f - refused))
+    def without(self, refused: int, n: int) -> Defence:
+        """Return the defence of the ``n`` replies that are left when ``refused`` were left out for what they hold.
+
+        A client that is refused may be honest (its training diverged, say), and then all Byzantine ones are still there: ``f`` stays as
+        it is wherever the rules can do with it. Only where ``n`` is too small for it is ``f`` lowered, and by no more than ``refused``.
+        """
+        least = max(0, self.f - refused)
+        fits = (replace(self, f=f) for f in range(self.f, least, -1))
+        return next((defence for defence in fits if defence.serves(n)), replace(self, f=least))
+
+    def serves(self, n: int) -> bool:
+        """Whether ``n`` replies are enough for both rules."""
+        return not any(_problem(rule, n, self.f) for rule in (self.updates, self.statistics))
 
     @property
     def update_rule(self) -> Rule:

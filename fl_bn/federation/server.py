@@ -162,13 +162,13 @@ class Server:
         found = {} if all(part.folded for part in came.parts) else shared.undercut(came.parts, phase)
         low = {came.parts[i].client: reason for i, reason in found.items() if not came.parts[i].folded}
         parts = [part for part in came.parts if part.client not in low]
-        refused, left = came.refused | low, self.defence.without(len(came.wrong | low.keys()))
+        refused, wrong = came.refused | low, len(came.wrong | low.keys())
         if phase is Phase.EXCHANGE and came.exchange is not None:
             parts = taking_part(came.exchange, parts, refused)
         before = shared.statistics()
 
         def change(parts: list[Reply], overflowing: int) -> list[float]:
-            return self._change(parts, overflowing, len(came.cohort), left, came.folded)
+            return self._change(parts, overflowing, len(came.cohort), wrong, came.folded)
 
         try:
             parts, overflowing, distances = without_overflow(parts, change, self.policy.called)
@@ -188,8 +188,9 @@ class Server:
         """See ``LayerReports``."""
         return self.policy.pace(self.record.learning_rate, self.rounds)
 
-    def _change(self, parts: list[Reply], overflowing: int, cohort: int, defence: Defence, folded: Folded | None = None) -> list[float]:
-        """Change the shared model by a round's replies, of a ``cohort`` of so many; ``overflowing``: how many were left out for that.
+    def _change(self, parts: list[Reply], overflowing: int, cohort: int, wrong: int, folded: Folded | None = None) -> list[float]:
+        """Change the shared model by a round's replies, of a ``cohort`` of so many; ``overflowing``: how many were left out for that,
+        ``wrong``: for what they hold.
 
         Returns what ``SharedModel.change`` does.
 
@@ -204,7 +205,7 @@ class Server:
             raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed: nothing changes")
         if overflowing and phase is Phase.EXCHANGE and policy.exchange.policy == "abort":
             raise TooFew("nothing changes: clients left the cohort's batch after its exchange (exchange-policy is abort)")
-        defence = defence.without(overflowing)
+        defence = self.defence.without(wrong + overflowing, len(parts))
         try:
             defence.check(len(parts))
         except TooFew as error:
@@ -222,7 +223,7 @@ class Server:
         """
 
         def store(parts: list[Reply], overflowing: int) -> None:
-            defence = self.defence.without(wrong + overflowing)
+            defence = self.defence.without(wrong + overflowing, len(parts))
             defence.check(len(parts))
             self.shared.store(self.shared.measured(parts, defence))
 

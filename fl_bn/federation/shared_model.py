@@ -263,9 +263,7 @@ class SharedModel:
     def _without_infinite(self, tensors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """``tensors`` without buffers that hold numbers which are not finite, as the server sent them: robust rules take distances."""
         left_out = {
-            name
-            for name in tensors[0]
-            if name not in self._learnable and not all(bool(part[name].isfinite().all()) for part in tensors)
+            name for name in tensors[0] if name not in self._learnable and not all(bool(part[name].isfinite().all()) for part in tensors)
         }
         return [{name: tensor for name, tensor in part.items() if name not in left_out} for part in tensors] if left_out else tensors
 

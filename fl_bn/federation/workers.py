@@ -22,6 +22,7 @@ from joblib.externals.loky.backend.reduction import dumps
 from fl_bn.imports import quick
 
 MOST_WORKERS = 1024  # processes of one machine
+MOST_THREADS = 1024  # of one process: of 100,000, torch ends with a segmentation fault
 LOGGER = logging.getLogger("flwr")
 REPLACED = "A worker stopped while some jobs were given to the executor"  # joblib warns so where a process grew by 300 MB
 DIED = "its worker process died (killed, or out of memory)"

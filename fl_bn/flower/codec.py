@@ -143,6 +143,10 @@ def header_from(values: Mapping[str, Any]) -> Header:
     return Header(**{field.name: values[field.name] for field in fields(Header) if field.name in values})
 
 
+DTYPES = frozenset(map(np.dtype, "?bBhHiIqQefd"))
+"""Types of numbers that an array off the wire may have, little-endian."""
+
+
 def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
     """The array of NumPy's .npy ``data``, read-only and without a copy: an array takes no more memory than its bytes.
 
@@ -151,14 +155,14 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
     """
     try:
         shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])
-        empty = None if (count := math.prod(shape)) else np.empty(shape, dtype)
+        count, rest = math.prod(shape), len(data) - begin
+        if count * dtype.itemsize != rest:
+            raise ValueError(f"{rest} bytes, where shape {said(shape)} of {dtype} has others")
+        if count == 0:
+            return np.empty(shape, dtype)
+        return np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if fortran else "C")
     except Exception as error:  # on bytes off the wire NumPy raises whatever its parsers do: TokenError, SyntaxError, OverflowError ...
         raise WireError(section, name, f"expected a NumPy array, but its bytes cannot be read: {reason(str(error))}") from error
-    if count * dtype.itemsize != (rest := len(data) - begin):
-        raise WireError(section, name, f"expected a NumPy array, but its bytes are {rest} where shape {said(shape)} of {dtype} has others")
-    if empty is not None:
-        return empty
-    return np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if fortran else "C")
 
 
 @lru_cache(maxsize=1024)
@@ -170,8 +174,10 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     if (version := np.lib.format.read_magic(stream)) != (1, 0):
         raise ValueError(f"version {version} of the format")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=LONGEST_HEAD)
-    if dtype.hasobject or dtype.names or len(shape) > 16 or min(shape, default=0) < 0:
-        raise ValueError(f"a shape of {len(shape)} dimensions of {dtype}")
+    if dtype not in DTYPES:
+        raise ValueError(f"numbers of type {dtype}, where one of {', '.join(sorted(map(str, DTYPES)))} is expected")
+    if len(shape) > 16 or not all(type(size) is int and size >= 0 for size in shape):  # True is an int, too
+        raise ValueError(f"a shape of {len(shape)} dimensions, {said(shape)}")
     return shape, fortran, dtype, stream.tell()
 
 

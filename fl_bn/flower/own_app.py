@@ -160,7 +160,7 @@ def training(
         raise ValueError(f"{method.name} measures the training data before training: give training(..., batches=trainloader)")
 
     def keep(local: LocalRound, kept: Any) -> None:
-        if kept.sections:
+        if kept.sections and kept.round == asked.round:  # else the state before stays
             state.write(asked.round, kept.sections)
 
     own, repeatable = OwnRound(message, None, keep), ExitStack()

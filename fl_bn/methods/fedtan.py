@@ -152,7 +152,8 @@ class CohortBatchNorm(_SharedNorm):
         """Move the running statistics towards the cohort's moments, as torch's BatchNorm would on the union of the batches."""
         mean_C, var_C = moments.values.to(self.running_mean.device).chunk(2)
         self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum)
-        self.running_var.lerp_((var_C * moments.count / max(moments.count - 1, 1)).to(self.running_var.dtype), self.momentum)
+        unbiased_C = var_C * (moments.count / max(moments.count - 1, 1))  # the factor first: variance times count may overflow
+        self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), self.momentum)
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
 

@@ -11,6 +11,8 @@ from fl_bn.flower.checkpoint import Checkpoint
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import FIELDS, ConfigError, RunConfig
 from fl_bn.run.history import History
+from fl_bn.run.overrides import UNREADABLE
+from fl_bn.wire import reason
 
 FOLDER, CONFIG = "checkpoints", "config.toml"
 AT_ONCE = 2  # the one before the last is there in case the last is damaged
@@ -101,8 +103,8 @@ def _differences(run: Path, config: RunConfig) -> str:
     """The keys that decide numbers in which the two differ, in words; empty if none."""
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        return f"its {CONFIG} cannot be read: {error}"
+    except (OSError, *UNREADABLE) as error:
+        return f"its {CONFIG} cannot be read: {reason(str(error))}"
     mine = config.to_mapping()
     keys = [key for key in mine if key not in FREE]
     return ", ".join(f"{key} was {values.get(key)!r}, and is {mine[key]!r}" for key in keys if values.get(key) != mine[key])

@@ -71,8 +71,10 @@ class RunConfig(RunKeys):
         for name, field in FIELDS.items():
             object.__setattr__(self, field, values.pop(name))
         object.__setattr__(self, "options", tuple(values.items()))
-        if self.name and (self.name != self.name.strip() or not re.fullmatch(FOLDER, self.name)):
-            raise ConfigError(f"name must be a plain file name that starts with no '.', '-' or '~', but got {short(self.name)}")
+        if self.name and (self.name != self.name.strip() or not re.fullmatch(FOLDER, self.name) or not self.name.isprintable()):
+            raise ConfigError(
+                f"name must be a plain file name of printable characters that starts with no '.', '-' or '~', but got {short(self.name)}"
+            )
         if len(self.name.encode()) > LONGEST:
             raise ConfigError(f"name must be at most {LONGEST} bytes long, but got {len(self.name.encode())}: {short(self.name)}")
         if self.rounds == 0 and self.calibrate in (0, AS_METHOD):

@@ -20,6 +20,7 @@ from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
 from fl_bn.flower.log import LOGGER
 from fl_bn.options import Value
 from fl_bn.task import CLASS, CLASSIFICATION, Task
+from fl_bn.wire import reason
 
 SECTIONS = ("weights", "statistics", "moments", "gradients", "control", "momentum", "second-moment", "steps", "masked", "exchange")
 BEFORE = ("round", "phase", "learning-rate", "cohort", "accepted", "aggregated", "loss")  # the columns around those of the metrics
@@ -225,8 +226,8 @@ class History:
         path = self.folder / "rounds.jsonl"
         try:
             return [record_of(json.loads(line), self.task) for line in path.read_text().splitlines()] if path.exists() else []
-        except (ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"{path}: expected one round per line, but cannot read it: {error!r}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Damaged(f"{path}: expected one round per line, but cannot read it: {reason(repr(error))}") from error
 
     def _write(self) -> None:
         for file, text in self._waiting.items():
@@ -255,8 +256,11 @@ def _header(path: Path) -> tuple[str, ...]:
     """The columns of a file that another version of the program may have begun; empty where there is none."""
     if not path.exists():
         return ()
-    with path.open(newline="") as file:
-        return tuple(next(csv.reader(file), ()))
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return tuple(next(csv.reader(file), ()))
+    except (ValueError, csv.Error) as error:
+        raise Damaged(f"{path}: expected a table, but cannot read it: {reason(str(error))}") from error
 
 
 def _finite(value: float | None) -> float | None:

@@ -10,6 +10,8 @@ from fl_bn.durable import SUFFIX
 from fl_bn.extras import ABSENT, version_of
 from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.run.overrides import UNREADABLE
+from fl_bn.wire import reason
 
 
 def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
@@ -20,8 +22,10 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
     """
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{run} is no run's folder: its {CONFIG} cannot be read ({error}). Expected runs/NAME, say") from error
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(
+            f"{run} is no run's folder: its {CONFIG} cannot be read ({reason(str(error))}). Expected runs/NAME, say"
+        ) from error
     _check_version(run)
     config = RunConfig.from_mapping({**values, "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
     done = _rounds_done(run)
@@ -39,7 +43,7 @@ def _check_version(run: Path) -> None:
     """Another version may compute other numbers, or know other keys."""
     try:
         was = str(json.loads((run / "environment.json").read_text())["packages"]["fl-bn"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # from before there was this file, or killed before it was written
     if was not in (ABSENT, here := version_of("fl-bn")):
         raise ConfigError(f"{run} was made by fl-bn {was}, and this is {here}: install that version to go on with it, or start it anew")

@@ -24,7 +24,7 @@ from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.federation.rounds import RECALIBRATIONS
 from fl_bn.federation.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
 from fl_bn.federation.vectorised import ENGINES
-from fl_bn.federation.workers import MOST_WORKERS
+from fl_bn.federation.workers import MOST_THREADS, MOST_WORKERS
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
 from fl_bn.methods.hbn import SCALE
@@ -347,7 +347,7 @@ class RunKeys:
         "the order of sums)",
         ENGINES,
     )
-    threads: int = option(1, "CPU threads per process", ">= 1")
+    threads: int = option(1, "CPU threads per process", f"1..{MOST_THREADS}")
     workers: int = option(
         1,
         "fl-bn run and sweeps: processes of this machine that compute clients at the same time; 0: as many as there are cores. The results "

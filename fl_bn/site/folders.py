@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, get_type_hints
 from fl_bn.called import SITE
 from fl_bn.names import unknown
 
+MOST_RUNS = 1024  # at a time
 EXCHANGE_PORTS = 4  # that the sites' firewalls let through, unless told otherwise
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]\"\\]+):([0-9]{1,5})")
 
@@ -53,6 +54,11 @@ def _nowhere_or_address(address: str) -> None:
 def _some(number: int) -> None:
     if number < 1:
         raise ValueError(f"must be at least 1, but got {number}")
+
+
+def _few(number: int) -> None:
+    if not 1 <= number <= MOST_RUNS:
+        raise ValueError(f"must be 1..{MOST_RUNS}, but got {number}")
 
 
 def _device(name: str) -> None:
@@ -133,7 +139,7 @@ class ServerFolder(Folder):
     )
     exchange_port: int = _line("and at this port, or one of those after it", 9095, _port)
     exchange_ports: int = _line("how many ports from there: every run that is going on has one of its own", EXCHANGE_PORTS, _some)
-    parallel: int = _line("runs at a time; others wait in the queue", 1, _some)
+    parallel: int = _line("runs at a time; others wait in the queue", 1, _few)
     sites: tuple[str, ...] = _line("who takes part in runs; each has a key in sites/", check=_sites)
     metrics: str = _line("where metrics for Prometheus are published: 127.0.0.1:9096, say; empty: nowhere", "", _nowhere_or_address)
     state: Path = _line("the SuperLink's database and files; relative paths start at this folder", "state", _given)

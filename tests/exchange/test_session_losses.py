@@ -296,14 +296,69 @@ def test_several_minorities_are_all_dropped() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("calls", [(0, 1), (0, 1, 1, 0), (0, 1, 2), (0, 0, 1, 1, 2)])
-def test_a_tie_fails_the_round_under_both_policies(calls: tuple[int, ...], policy: str) -> None:
-    cohort = joined(policy, batches=(1,) * len(calls))
-    outcomes = [cohort.send(client, key=Key(WIDE, MEAN, call)) for client, call in enumerate(calls)]
-    said = "the clients disagree about the next layer, stem.bn (mean) or stem.bn (mean, call 2): do all run the same model and version?"
-    assert [reason(outcome) for outcome in outcomes] == [said] * len(calls)
+@pytest.mark.parametrize("which", [(0, 1), (0, 1, 1, 0), (0, 1, 2), (0, 0, 1, 1, 2)])
+def test_a_tie_fails_the_round_under_both_policies(which: tuple[int, ...], policy: str) -> None:
+    """Each of these keys may come first."""
+    keys = (Key(WIDE, MEAN), Key(WIDE, VARIANCE), Key(NARROW, MEAN))
+    cohort = joined(policy, batches=(1,) * len(which))
+    outcomes = [cohort.send(client, *[1.0] * LAYERS[keys[i].layer].channels, key=keys[i]) for client, i in enumerate(which)]
+    said = "the clients disagree about the next layer, stem.bn (mean) or stem.bn (variance): do all run the same model and version?"
+    assert [reason(outcome) for outcome in outcomes] == [said] * len(which)
     assert cohort.session.failure == said
     assert cohort.session.dropped == {}
+
+
+@pytest.mark.parametrize("odd", [Key(WIDE, MEAN, 1), Key(WIDE, GRADIENTS), Key(WIDE, MEAN, 7)])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_in_a_tie_what_cannot_come_next_loses(order: tuple[int, ...], odd: Key) -> None:
+    """Passes of a layer come one by one, and gradients after them."""
+    cohort = joined("shrink", batches=(1, 1))
+    width = odd.quantity.width(LAYERS[odd.layer].channels)
+    outcomes = {client: cohort.send(client, *[1.0] * (width if client else 2), key=odd if client else None) for client in order}
+    assert answer(outcomes[0]).batch == 1
+    assert cohort.session.dropped == {1: f"expected stem.bn (mean), but it sent {odd}: does it run the same model and version?"}
+
+
+# one request too many
+
+
+@pytest.mark.parametrize("extra", [Key(WIDE, MEAN), Key(WIDE, MEAN, 1), Key(WIDE, GRADIENTS)])
+@pytest.mark.parametrize("when", range(4))
+@pytest.mark.parametrize("clients", [3, 5, 8])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_request_after_the_last_layer_costs_its_sender_alone(policy: str, clients: int, when: int, extra: Key) -> None:
+    """However many have left when it comes: who has not spoken yet has not voted. Before, whoever left first was dropped."""
+    cohort = joined(policy, batches=(1,) * clients)
+    for client in range(clients):
+        cohort.send(client)
+    liar, honest = clients - 1, list(range(clients - 1))
+    came: Outcome = []
+    for client in honest:
+        if client == min(when, clients - 2):
+            came = cohort.send(liar, *[1.0] * extra.quantity.width(2), key=extra)
+        cohort.session.leave(client)
+    said = f"it wants to send its part of {extra}, but most clients are done: does it run the same model and version?"
+    assert cohort.session.dropped == {liar: said}
+    assert list(cohort.session.taking_part) == honest
+    assert cohort.session.failure == (f"client {liar}: {said}" if policy == "abort" else "")
+    assert reason(came) == said
+
+
+@pytest.mark.parametrize("moment", ["before joining", "after joining"])
+def test_who_left_may_ask_for_nothing_more(moment: str) -> None:
+    """Before, a join of one that had left answered, with nothing, those who waited for a layer."""
+    cohort = Cohort(policy="shrink")
+    if moment == "before joining":
+        cohort.session.leave(0)
+    for client in (0, 1, 2) if moment == "after joining" else (1, 2):
+        cohort.submit(client, Join(BATCHES[client]))
+    if moment == "after joining":
+        cohort.session.leave(0)
+    waits = [cohort.send(client) for client in (1,)]
+    assert reason(cohort.submit(0, Join(1) if moment == "before joining" else GOOD)) == "refused: a request after it left"
+    waits.append(cohort.send(2))
+    assert [answer(outcome).values.tolist() for outcome in waits] == [[1.0, 1.0]] * 2
+    assert list(cohort.session.dropped) == [0]
 
 
 def test_under_abort_disagreement_fails_the_round_and_names_the_minority() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Request
 from fl_bn.exchange.session import LARGEST_COUNT
+from fl_bn.federation.defence import Defence
 from tests.exchange.cohorts import (
     BATCHES,
     GOOD,
@@ -18,6 +19,7 @@ from tests.exchange.cohorts import (
     MOMENTS,
     NAN,
     NARROW,
+    STATISTICS,
     VARIANCE,
     WIDE,
     Cohort,
@@ -80,6 +82,16 @@ REFUSED = {
     ),
     "a huge variance": Case(
         True, (local(1.0, 1e308, quantity=VARIANCE),), r"stem.bn \(variance\): expected variances up to .*, but the largest is 1e\+308"
+    ),
+    "gradients whose squares overflow": Case(
+        True,
+        (local(1.0, -1e154, 1.0, 1.0, quantity=GRADIENTS),),
+        r"stem.bn \(gradients\): expected gradients within .*, but the largest is 1e\+154",
+    ),
+    "float32 gradients whose squares overflow": Case(
+        True,
+        (local(*[1e20] * 6, quantity=GRADIENTS, layer=NARROW, dtype=torch.float32),),
+        r"the model \(gradients\): expected gradients within .*, but the largest is 1e\+20",
     ),
     "a negative variance": Case(
         True, (local(1.0, -0.25, quantity=VARIANCE),), r"stem.bn \(variance\): expected variances >= 0, but the smallest is -0.25"
@@ -146,8 +158,8 @@ ACCEPTED: dict[str, tuple[Request, ...]] = {
     "a variance of 0": (Join(1), local(0.0, -0.0, quantity=VARIANCE)),
     "a negative mean": (Join(1), local(-1.0, -2.0, 0.0, 0.0, quantity=MOMENTS)),
     "negative gradients": (Join(1), local(-1.0, -2.0, -3.0, -4.0, quantity=GRADIENTS)),
-    "gradients whose sum overflows": (Join(1), local(*[1e308] * 4, quantity=GRADIENTS)),
-    "float32 gradients whose sum overflows": (Join(1), local(*[-3e38] * 6, quantity=GRADIENTS, layer=NARROW, dtype=torch.float32)),
+    "large gradients": (Join(1), local(*[3e153] * 4, quantity=GRADIENTS)),
+    "large float32 gradients": (Join(1), local(*[-4e18] * 6, quantity=GRADIENTS, layer=NARROW, dtype=torch.float32)),
     "large moments": (Join(1), local(-3e153, 3e153, 8e307, 8e307, quantity=MOMENTS)),
     "large float32 moments": (Join(1), local(*[-4e18] * 3, *[1.6e38] * 3, quantity=MOMENTS, layer=NARROW, dtype=torch.float32)),
     "subnormal values": (Join(1), local(5e-324, 5e-324, quantity=VARIANCE)),
@@ -183,3 +195,45 @@ def test_an_answer_is_finite_or_there_is_none(far: float, answered: bool) -> Non
     for (came,) in outcomes:
         assert isinstance(came, Answer) == answered
         assert isinstance(came, ExchangeFailed) or came.values.isfinite().all()
+
+
+@pytest.mark.parametrize("clients", [3, 5])
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("steep", [1e6, 1e12, 4e18, 1e20, 3e38])
+def test_gradients_that_dwarf_the_others_cost_their_sender_alone(steep: float, order: int, clients: int) -> None:
+    """Their mean would make every client diverge. Control: a hundred times the others', and large values that all have, are believed."""
+    for value, believed in ((steep, False), (100.0, True)):
+        cohort = joined("shrink", (1,) * clients)
+        outcomes = {c: cohort.send(c, *[value if c == 1 else 0.5] * 6, key=Key(NARROW, GRADIENTS)) for c in range(clients)[::order]}
+        assert [c for c in range(clients) if isinstance(outcomes[c][0], Answer)] == [c for c in range(clients) if believed or c != 1]
+        assert list(cohort.session.dropped) == ([] if believed else [1])
+        assert answer(outcomes[0]).values.abs().max() <= 50
+    scaled = joined("shrink", (1,) * clients)
+    assert [len(scaled.send(c, *[1e9 * (c + 1)] * 6, key=Key(NARROW, GRADIENTS))) for c in range(clients)][-1] == 1
+    assert scaled.session.dropped == {}
+
+
+def test_under_abort_the_round_ends_with_the_name_of_who_sent_such_gradients() -> None:
+    cohort = joined("abort")
+    outcomes = [cohort.send(c, *[1e12 if c == 1 else 0.5] * 4, key=Key(WIDE, GRADIENTS)) for c in range(3)]
+    for client, outcome in enumerate(outcomes):
+        pytest.raises(ExchangeFailed, _raise, outcome).match(
+            f"^{'' if client == 1 else 'client 1: '}refused: stem.bn .gradients.: expected"
+        )
+
+
+def test_under_a_defence_the_rule_decides_about_large_gradients() -> None:
+    cohort = joined("shrink", (1, 1, 1), average=Defence(1, "median", "median").average, believing=False)
+    outcomes = [cohort.send(c, *[1e12 if c == 1 else 0.5] * 4, key=Key(WIDE, GRADIENTS)) for c in range(3)]
+    assert [answer(outcome).values.tolist() for outcome in outcomes] == [[0.5] * 4] * 3
+
+
+def test_whose_values_overflow_in_the_answer_is_left_out() -> None:
+    """The unbiased variance of two activations is twice the biased one."""
+    cohort = joined("shrink", (1, 1))
+    far = 4.6e18
+    mine = cohort.send(0, *[far] * 3, *[1.7e38] * 3, key=Key(NARROW, STATISTICS))
+    its = cohort.send(1, *[-far] * 3, *[1.69e38] * 3, key=Key(NARROW, STATISTICS))
+    assert isinstance(mine[0], ExchangeFailed)
+    assert "with its values, up to 1.7e+38, the cohort's are not finite" in str(mine[0])
+    assert answer(its).values.isfinite().all()

@@ -75,12 +75,25 @@ def test_both_rules_count() -> None:
     Defence(2, "median", "median").check(6)
 
 
-def test_known_byzantine_clients_leave_f() -> None:
+def test_refused_clients_lower_f_only_where_the_rest_is_too_few_for_it() -> None:
+    """nnm+median needs 2f + 1 rows, krum 2f + 3: who was refused may have been honest."""
     defence = Defence(3, "nnm+median", "krum")
-    assert defence.without(2) == Defence(1, "nnm+median", "krum")
-    assert defence.without(0) == defence
-    assert defence.without(5) == Defence(0, "nnm+median", "krum")
+    assert [defence.without(2, n).f for n in (20, 9, 8, 7, 6, 5)] == [3, 3, 2, 2, 1, 1]
+    assert [defence.without(5, n).f for n in (9, 4, 3, 2)] == [3, 0, 0, 0]
+    assert [defence.without(0, n) for n in (9, 5)] == [defence] * 2
+    with pytest.raises(TooFew, match="krum withstands f=1 Byzantine rows among at least 5, but got n=4"):
+        defence.without(2, 4).check(4)
     assert defence.f == 3
+
+
+@pytest.mark.parametrize("rule", ["nnm+median", "median", "trimmed-mean", "geometric-median"])
+def test_an_honest_client_that_diverged_opens_no_door_for_a_byzantine_one(rule: str) -> None:
+    """f = 1, one honest row of NaN that is refused, one Byzantine of 1e6. Control: with an f lowered to 0, NNM follows the liar."""
+    rows = [{"w": torch.tensor([value], dtype=torch.float64)} for value in (0.98, 1.0, 1.0, 1.02, 1e6)]
+    value, _ = Defence(1, rule, rule).without(1, len(rows)).update(rows, None)
+    assert 0.9 < value["w"].item() < 1.1
+    if rule == "nnm+median":
+        assert Defence(0, rule, rule).update(rows, None)[0]["w"].item() > 1e5
 
 
 @pytest.mark.parametrize("values", [{"f": -1}, {"statistics": "medain"}, {"updates": "krum+median"}, {"updates": ""}])

@@ -1,0 +1,151 @@
+"""A session of honest clients and one liar: whatever it asks for, in any order and number, it alone is lost, or nobody is named wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from fl_bn.exchange import session as session_module
+from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Quantity, Request
+from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session
+from fl_bn.federation.defence import Defence
+from tests.exchange.cohorts import GRADIENTS, LAYERS, MEAN, MOMENTS, NARROW, VARIANCE, WIDE, Outcome
+
+MERGED = (
+    Key(WIDE, MOMENTS),
+    Key(NARROW, MOMENTS),
+    Key(WIDE, MOMENTS, 1),
+    Key(WIDE, GRADIENTS, 1),
+    Key(NARROW, GRADIENTS),
+    Key(WIDE, GRADIENTS),
+)
+PAPER = (Key(WIDE, MEAN), Key(WIDE, VARIANCE), Key(NARROW, MEAN), Key(NARROW, VARIANCE), Key(NARROW, GRADIENTS), Key(WIDE, GRADIENTS))
+KEYS = st.one_of(
+    st.sampled_from(MERGED + PAPER), st.builds(Key, st.sampled_from([WIDE, NARROW, "none"]), st.sampled_from(Quantity), st.integers(-1, 3))
+)
+EDGES = [0.0, 1.0, -1.0, 1e12, 1e20, 3e38, -3e38, 1.6e38, 1e308, -1e308, 5e-324, float("nan"), float("inf")]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    if draw(st.integers(0, 4)) == 0:
+        return Join(draw(st.sampled_from([-1, 0, 1, 5, LARGEST_COUNT, LARGEST_COUNT + 1])))
+    key = draw(KEYS)
+    layer = LAYERS.get(key.layer, LAYERS[WIDE])
+    width = key.quantity.width(layer.channels) + draw(st.sampled_from([0, 0, 0, 0, 1, -1]))
+    values = torch.full((width,), draw(st.sampled_from(EDGES)), dtype=torch.float64).to(
+        draw(st.sampled_from([layer.dtype] * 4 + [torch.int64]))
+    )
+    return Local(key, values, draw(st.sampled_from([1, 1, 5, 0, -1, LARGEST_COUNT])))
+
+
+class Protocol(RuleBasedStateMachine):
+    """Client ``liar`` does anything; the others join, send ``keys`` one after the other as they are answered, and leave."""
+
+    @initialize(
+        clients=st.integers(3, 7),
+        liar=st.integers(0, 6),
+        policy=st.sampled_from(POLICIES),
+        keys=st.sampled_from([MERGED, PAPER]),
+        layers=st.integers(0, 6),
+        robust=st.booleans(),
+    )
+    def begin(self, clients: int, liar: int, policy: str, keys: tuple[Key, ...], layers: int, robust: bool) -> None:
+        options: dict[str, Any] = {"average": Defence(1, "median", "median").average, "believing": False} if robust else {}
+        self.session = Session(range(clients), LAYERS, policy=policy, **options)
+        self.liar, self.keys, self.policy = liar % clients, keys[:layers], policy
+        self.honest = [client for client in range(clients) if client != self.liar]
+        self.got: dict[int, list[Outcome]] = {client: [] for client in self.honest}
+        self.left: set[int] = set()
+
+    @rule(who=st.integers(0, 5))
+    def an_honest_client_goes_on(self, who: int) -> None:
+        client = self.honest[who % len(self.honest)]
+        got = self.got[client]
+        if client in self.left or (got and not got[-1]) or self.session.failure:
+            return
+        if len(got) == len(self.keys) + 1:
+            self.left.add(client)
+            self.session.leave(client)
+            return
+        outcome: Outcome = []
+        got.append(outcome)
+        self.session.submit(client, self.request(client, len(got) - 1), outcome.append)
+
+    def request(self, client: int, step: int) -> Request:
+        if step == 0:
+            return Join(client + 1)
+        key = self.keys[step - 1]
+        layer = LAYERS[key.layer]
+        return Local(key, torch.full((key.quantity.width(layer.channels),), 1.0 + client, dtype=layer.dtype), client + 1)
+
+    @rule()
+    def all_honest_clients_go_on(self) -> None:
+        for who in range(len(self.honest)):
+            self.an_honest_client_goes_on(who)
+
+    @rule(request=requests())
+    def the_liar_asks(self, request: Request) -> None:
+        self.session.submit(self.liar, request, lambda outcome: None)
+
+    @rule(joins=st.booleans())
+    def the_liar_does_as_the_others(self, joins: bool) -> None:
+        step = max(len(got) for got in self.got.values())
+        if 0 < step <= len(self.keys) + 1:
+            self.session.submit(self.liar, self.request(self.liar, step - 1), lambda outcome: None)
+        elif joins:
+            self.session.submit(self.liar, Join(1), lambda outcome: None)
+
+    @rule(reason=st.sampled_from(["", "", "out of memory"]))
+    def the_liar_leaves(self, reason: str) -> None:
+        self.session.leave(self.liar, reason)
+
+    @precondition(lambda self: hasattr(self, "session"))
+    @invariant()
+    def only_the_liar_is_lost(self) -> None:
+        assert set(self.session.dropped) <= {self.liar}, self.session.dropped
+        if self.session.failure:
+            assert self.policy == "abort", self.session.failure  # two or more of three or more are honest: there is no tie
+            assert self.session.failure.startswith(f"client {self.liar}: ")
+            assert "\n" not in self.session.failure
+        for got in self.got.values():
+            for outcome in got:
+                assert len(outcome) <= 1
+                if outcome and isinstance(outcome[0], ExchangeFailed):
+                    assert str(outcome[0]) == self.session.failure != ""
+                elif outcome and isinstance(outcome[0], Answer):
+                    assert bool(outcome[0].values.isfinite().all())
+
+    def teardown(self) -> None:
+        """In the end all honest clients have all their answers, and take part."""
+        if not hasattr(self, "session"):
+            return
+        self.session.leave(self.liar, "its stream broke")
+        for _ in range(len(self.keys) + 2):
+            self.all_honest_clients_go_on()
+        self.only_the_liar_is_lost()
+        if self.policy == "abort" and self.session.failure:
+            return
+        for step in range(len(self.keys) + 1):
+            widths = {
+                len(outcome[0].values) for client in self.honest for outcome in [self.got[client][step]] if isinstance(outcome[0], Answer)
+            }
+            assert widths == {0 if step == 0 else self.keys[step - 1].quantity.width(LAYERS[self.keys[step - 1].layer].channels)}
+        assert set(self.honest) <= set(self.session.taking_part)
+        assert self.left == set(self.honest)
+
+
+def test_one_liar_among_honest_clients_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module.LOGGER, "disabled", True)
+    run_state_machine_as_test(Protocol, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+
+
+@pytest.mark.slow
+def test_one_liar_among_honest_clients_is_lost_alone_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module.LOGGER, "disabled", True)
+    run_state_machine_as_test(Protocol, settings=settings(max_examples=10_000, stateful_step_count=30, deadline=None, derandomize=False))
