@@ -10,9 +10,11 @@ All take 1d, 2d and 3d inputs: channels at dimension 1.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, Self, TypeVar
+from functools import wraps
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from fl_bn.moments import Moments, channel_moments, pool
 from fl_bn.roles import batch_norms
 
 M = TypeVar("M", bound=nn.Module)
+F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 class Unconvertible(ValueError):
@@ -345,6 +348,19 @@ def always(layer: nn.Module, x: Tensor) -> bool:
     return True
 
 
+def eagerly(function: F_) -> F_:
+    """Let ``function`` run outside of the graph of a compiled network. Where nobody compiles, torch's compiler is not imported."""
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **named)
+        return torch.compiler.disable(function)(*args, **named)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable marks what it returns
+    return cast(F_, call)
+
+
 class Observation:
     """What one layer does with its inputs while it is observed. A copy of the layer is observed by nobody, in memory as in a pickle."""
 
@@ -357,7 +373,7 @@ class Observation:
         """``record(layer, moments)`` takes every input that ``counts(layer, x)``; ``outer`` is told, too: who observed the layer before."""
         self._record, self._counts, self._outer = record, counts, outer
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled network leaves its graph here
+    @eagerly
     def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
         """Record the input ``x`` (B, C, *), if its pass counts. ``batch``: its mean and biased variance, if the layer has them already."""
         if self._outer is not None:

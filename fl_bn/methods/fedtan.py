@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.exchange.call import Answer, Exchange, Key, Quantity
-from fl_bn.layers import _SharedNorm, in_backward
+from fl_bn.layers import _SharedNorm, eagerly, in_backward
 from fl_bn.methods.fedavg import combine
 from fl_bn.methods.method import Method, Phase, Report, freeze, freeze_after, frozen_rate
 from fl_bn.moments import channel_moments
@@ -115,10 +115,9 @@ class CohortBatchNorm(_SharedNorm):
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
             return self._normalise_together(x, self.live.exchange.clients)
-        y: Tensor = self._normalise_over_cohort(x, self.live, self.live.exchange)
-        return y
+        return self._normalise_over_cohort(x, self.live, self.live.exchange)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled network leaves its graph to talk to the cohort
+    @eagerly
     def _normalise_over_cohort(self, x: Tensor, live: Live, exchange: Exchange) -> Tensor:
         """Normalise ``x`` with the moments of the cohort's batches.
 

@@ -62,7 +62,7 @@ def epoch(client: SeededBatches, index: int, round: int) -> Any:
     return client.epochs(0, index, round, 1)
 
 
-def my_loop(model: nn.Module, batches: Any, rate: float) -> float:
+def my_loop(model: nn.Module, batches: Any, rate: float = RATE) -> float:
     """A training loop as anybody would write it, at the rate that the round tells."""
     optimizer, losses = SGD(model.parameters(), rate, momentum=0.9), []
     for x, y in batches:

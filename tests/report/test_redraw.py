@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import redraw
+from tests.scripts import script
+
+redraw = script("benchmarks/redraw.py")
 
 
 @pytest.mark.parametrize("name", ["main-job", "classes-2", "dirichlet-0.1", "fedtan"])
