@@ -8,7 +8,8 @@ one step of the power iteration. The average of several clients' vectors belongs
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -152,6 +153,16 @@ def _quantise(module: Any) -> None:
         if module.scale.shape == scale.shape:
             module.scale.copy_(scale)
             module.zero_point.copy_(zero_point)
+
+
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:
+    """``model.load_state_dict(tensors, strict)`` of tensors in the model's own form.
+
+    Modules that read older forms look at the version that a state_dict has, and some refuse one without (torchvision's MNASNet).
+    """
+    state: Any = OrderedDict(tensors)
+    state._metadata = getattr(model.state_dict(), "_metadata", None)
+    model.load_state_dict(state, strict=strict)
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:

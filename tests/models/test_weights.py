@@ -60,7 +60,7 @@ def without(state: State) -> State:
 
 
 def renamed(state: State) -> State:
-    return {f"module.{k}": t for k, t in state.items()}
+    return {f"other.{k}": t for k, t in state.items()}
 
 
 def reshaped(state: State) -> State:
@@ -71,7 +71,7 @@ def reshaped(state: State) -> State:
     ("change", "message"),
     [
         (without, r"of 26 tensors by name, 5 are missing \(block1.conv.weight, block1.norm.weight, .*\): it is a file of another network"),
-        (renamed, r"22 are missing \(.*, \.\.\.\) and 26 are not the model's \(module.block1.conv.weight, "),
+        (renamed, r"22 are missing \(.*, \.\.\.\) and 26 are not the model's \(other.block1.conv.weight, "),
         (reshaped, r"1 tensors have another shape \(block1.conv.weight \(16, 1, 3, 3\) instead of \(16, 3, 3, 3\)\); only the head's"),
         (lambda state: {"model": state, "epoch": 3}, "expected a state_dict, tensors by name, but it holds a dict of model, epoch"),
         (lambda state: [1, 2], "but it holds a list"),
