@@ -128,7 +128,7 @@ def wrapped(kind: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", ["parallel", "compiled", "a part"])
+@pytest.mark.parametrize("kind", ["parallel", pytest.param("compiled", marks=pytest.mark.slow), "a part"])
 def test_prefixes_of_wrappers_are_not_in_the_file(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     fed = trained("fedavg", wrapped(kind))
