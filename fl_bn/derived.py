@@ -8,7 +8,8 @@ one step of the power iteration. The average of several clients' vectors belongs
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ MOST_STEPS = 200  # of a power iteration, which starts from the vectors before; 
 
 
 def copied(holder: Holder) -> Holder:
-    """A deep copy of a network, or of an object whose attributes hold networks.
+    """Copy a network deeply, or an object whose attributes hold networks.
 
     ``copy.deepcopy`` refuses the weights that old-style weight norm, spectral norm and pruning leave in a layer after a forward pass. They
     are results of a computation, and the copy's next forward pass makes them anew.
@@ -50,9 +51,10 @@ def _networks(holder: object, depth: int = 2) -> Iterator[nn.Module]:
 
 
 def derivation(module: nn.Module) -> str:
-    """What derives a weight of ``module`` from its parameters, in words; empty where nothing does.
+    """Say what derives a weight of ``module`` from its parameters.
 
-    For example ``torch.nn.utils.spectral_norm of 'weight'``.
+    Returns:
+        For example ``torch.nn.utils.spectral_norm of 'weight'``. Empty where nothing does.
     """
     if is_parametrized(module):
         lists: Any = module.parametrizations
@@ -67,7 +69,12 @@ def derivation(module: nn.Module) -> str:
 
 
 def to_pickle(model: nn.Module) -> nn.Module:
-    """``model``, or a copy of it that can be pickled where it has parametrized layers: torch refuses their classes, made at run time."""
+    """Make ``model`` a network that can be pickled.
+
+    Returns:
+        ``model`` itself, or a copy where it has parametrized layers: torch makes their classes at run time, and refuses to pickle them.
+        ``from_pickle`` is the inverse.
+    """
     if not any(map(is_parametrized, model.modules())):
         return model
     model = copied(model)
@@ -78,7 +85,7 @@ def to_pickle(model: nn.Module) -> nn.Module:
 
 
 def from_pickle(model: nn.Module) -> nn.Module:
-    """Make, in place, the layers parametrized again that ``to_pickle`` took the classes from."""
+    """Give, in place, the parametrized layers of ``model`` the classes that ``to_pickle`` took from them."""
     for module in model.modules():
         lists = module._modules.get("parametrizations")
         if isinstance(lists, nn.ModuleDict) and not is_parametrized_class(module):
@@ -89,12 +96,12 @@ def from_pickle(model: nn.Module) -> nn.Module:
 
 
 def is_parametrized_class(module: nn.Module) -> bool:
-    """Whether torch made the class of ``module`` for its parametrizations."""
+    """Say whether torch made the class of ``module`` for its parametrizations."""
     return type(module).__name__.startswith("Parametrized") and type(module).__module__ == parametrize.__name__
 
 
 def results(module: nn.Module) -> frozenset[str]:
-    """The attributes of ``module`` that a hook of torch's makes anew before every forward pass: no state of its own."""
+    """Name the attributes of ``module`` that a hook of torch's makes anew before every forward pass. They are no state of its own."""
     hooks = module._forward_pre_hooks.values()
     named = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
     return frozenset(named | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)})
@@ -154,9 +161,30 @@ def _quantise(module: Any) -> None:
             module.zero_point.copy_(zero_point)
 
 
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:
+    """Load tensors of the model's own form, by ``load_state_dict``.
+
+    Modules that read older forms look at the version that a state_dict has, and some refuse one without (torchvision's MNASNet).
+
+    Args:
+        model: changed in place.
+        tensors: by the names of its state_dict.
+        strict: whether all of them must be there.
+
+    Raises:
+        RuntimeError: torch's, for a name or shape that does not fit.
+    """
+    state: Any = OrderedDict(tensors)
+    state._metadata = getattr(model.state_dict(), "_metadata", None)
+    model.load_state_dict(state, strict=strict)
+
+
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """The names of ``model``'s state_dict without what wrappers put into them: ``module.`` of DataParallel and DistributedDataParallel,
-    ``_orig_mod.`` of ``torch.compile``. A module that its owner called ``module`` keeps its name.
+    """Map the names of ``model``'s state_dict to those of the network inside its wrappers.
+
+    Returns:
+        The name without ``module.`` of DataParallel and DistributedDataParallel, and without ``_orig_mod.`` of ``torch.compile``, by the
+        full name. A module that its owner called ``module`` keeps its name.
     """
     return {name: _plain(model, name) for name in model.state_dict()}
 

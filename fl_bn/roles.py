@@ -111,7 +111,7 @@ _DERIVED = ("weight_", "bias_orig", "bias_mask")
 
 
 def _known(module: nn.Module, key: str) -> Role | None:
-    """The role of buffer ``key`` where ``module`` is of a known kind. None elsewhere."""
+    """Return the role of buffer ``key`` where ``module`` is of a known kind, and None elsewhere."""
     if isinstance(module, parametrizations._SpectralNorm) and key in ("_u", "_v"):
         return Role.RECOMPUTED
     if isinstance(module, parametrizations._Orthogonal) and key == "base":
@@ -127,7 +127,7 @@ def _known(module: nn.Module, key: str) -> Role | None:
 
 
 def fake_quantizes(module: nn.Module) -> bool:
-    """Whether ``module`` is a FakeQuantize of torch.ao whose observer computes its scale and zero point."""
+    """Say whether ``module`` is a FakeQuantize of torch.ao whose observer computes its scale and zero point."""
     quantization = sys.modules.get("torch.ao.quantization")  # nobody has such a module who did not import it
     return (
         quantization is not None
@@ -137,7 +137,7 @@ def fake_quantizes(module: nn.Module) -> bool:
 
 
 def observes(module: nn.Module) -> bool:
-    """Whether ``module`` is an observer or FakeQuantize of torch.ao, whose extremes are infinite until the first batch."""
+    """Say whether ``module`` is an observer or FakeQuantize of torch.ao. Their extremes are infinite until the first batch."""
     quantization = sys.modules.get("torch.ao.quantization")
     return quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase))
 
@@ -181,7 +181,13 @@ def state_role(module: nn.Module, key: str, role: Role) -> None:
 
 
 def parse_buffer_roles(text: str) -> dict[str, str]:
-    """``"*.codebook=shared, site.*=kept"`` as a dict; empty of an empty text.
+    """Read the roles of buffers from the text of a run config.
+
+    Args:
+        text: ``NAME=ROLE, ...``, for example ``"*.codebook=shared, site.*=kept"``. May be empty.
+
+    Returns:
+        The role by name or pattern, as ``set_buffer_roles`` takes it.
 
     Raises:
         ValueError: it is not of that form, or a role is unknown.
@@ -198,7 +204,7 @@ def parse_buffer_roles(text: str) -> dict[str, str]:
 
 
 def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
-    """The buffers whose role may be stated: name, module, key and tensor of each that is no statistic or counter of a norm layer."""
+    """Yield name, module, key and tensor of the buffers whose role may be stated: all but statistics and counters of norm layers."""
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if key not in module._non_persistent_buffers_set and not (isinstance(module, NORM_LAYERS) and key in _NORM_TENSORS):
@@ -217,9 +223,10 @@ def state_constants(model: nn.Module) -> None:
 
 
 def buffers_in_words(model: nn.Module) -> str:
-    """What becomes of ``model``'s buffers that are no statistics, by name; empty where it has none.
+    """Say what becomes of the buffers that are no statistics, for the log.
 
-    For example ``buffers: averaged 0.codebook; constant 2.mask``.
+    Returns:
+        For example ``buffers: averaged 0.codebook; constant 2.mask``. Empty where ``model`` has no such buffer.
     """
     role, said = roles(model), {Role.BUFFER: "averaged", Role.KEPT: "kept by each client", Role.RECOMPUTED: "recomputed from the weights"}
     names: dict[Role, list[str]] = {}
@@ -235,9 +242,11 @@ def _some(names: list[str], shown: int = 8) -> str:
 
 
 def inputs_like(model: nn.Module) -> Tensor:
-    """A tensor on the device and in the dtype that ``model``'s inputs take: its first floating-point parameter, else buffer.
+    """Return a tensor on the device and of the dtype that ``model``'s inputs take.
 
-    Integer and complex parameters say nothing of the inputs. A model without any floating-point tensor takes torch's default dtype.
+    Returns:
+        The first floating-point parameter, else buffer. Integer and complex parameters say nothing of the inputs. Without any
+        floating-point tensor, an empty tensor of torch's default dtype.
     """
     tensors = [*model.parameters(), *model.buffers()]
     return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0, device=tensors[0].device if tensors else None))

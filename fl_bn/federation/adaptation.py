@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
-from fl_bn.derived import copied
+from fl_bn.derived import copied, load_tensors
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.recalibration import epsilons, recalibrate, without_statistics
@@ -152,7 +152,7 @@ class Adaptation:
 
     def _with(self, tensors: Named) -> nn.Module:
         model = copied(self._network)
-        model.load_state_dict({**self.known.shared, **tensors}, strict=False)
+        load_tensors(model, {**self.known.shared, **tensors})
         return model.eval()
 
     def _distances(self, x: Tensor) -> dict[str, float]:

@@ -33,7 +33,7 @@ def extremes(array: np.ndarray) -> tuple[float, float]:
 
 
 def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bool:
-    """Whether all values are finite in ``dtype``, or not other than ``before``."""
+    """Say whether all values are finite in ``dtype``. Infinite numbers and NaN that ``before`` has at the same place pass."""
     if not dtype.is_floating_point:
         return True
     flat = tensor.reshape(-1)

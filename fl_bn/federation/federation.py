@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_bn.derived import copied
+from fl_bn.derived import copied, load_tensors
 from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import LocalExchange, Turns
@@ -166,13 +166,13 @@ class Federation:
         """A copy of the shared network as it was evaluated last, in evaluation mode; of methods that keep BatchNorm it is BatchNorm."""
         model = copied(self.server.model)
         counters = self.server.shared.counters(batches_trained(self.history))
-        model.load_state_dict({**counters, **self._evaluated}, strict=False)
+        load_tensors(model, {**counters, **self._evaluated})
         return model.eval()
 
     def client_model(self, client: int) -> nn.Module:
         """The network of one client: the shared tensors as evaluated last, and those of its own."""
         model = self.model
-        model.load_state_dict(self._kept[client].get("local"), strict=False)
+        load_tensors(model, self._kept[client].get("local"))
         return model
 
     def save(self, path: str | Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fl_bn.derived import copied, results
+from fl_bn.derived import copied, load_tensors, results
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.payload import signature
@@ -105,7 +105,7 @@ class Copy:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """``model.load_state_dict(tensors, strict=False)``, of tensors that have passed a schema."""
         if self._slots is None:
-            self.model.load_state_dict(dict(tensors), strict=False)
+            load_tensors(self.model, tensors)
         elif tensors:
             slots = map(self._slots.__getitem__, tensors)
             torch._foreach_copy_([own[key] for own, key in slots], list(tensors.values()))

@@ -97,6 +97,10 @@ class RoundRecord:
 
 
 def batches_trained(records: Iterable[RoundRecord]) -> int:
-    """How many training batches a client had in the rounds that counted: the mean over a round's clients, rounded, at least 1 a round."""
+    """Count the training batches that a client had in the rounds that changed the model.
+
+    Returns:
+        The sum over these rounds of the mean over the round's clients, rounded, at least 1 a round.
+    """
     steps = [[client.steps for client in record.accepted] for record in records if record.aggregated and record.phase != "measure"]
     return sum(max(1, round(sum(own) / len(own))) for own in steps if own)

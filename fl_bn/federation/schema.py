@@ -127,9 +127,15 @@ def _usual(specs: Mapping[str, Spec], arrays: Mapping[str, np.ndarray]) -> tuple
 
 
 def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
-    """Names the first tensor in which what came differs from ``expected``, section by section; ``dtypes``: of these, too.
+    """Name the first tensor in which two sides differ.
 
-    Where all names, shapes and dtypes agree, it says what may differ then, and how to find it.
+    Args:
+        expected: what this side has.
+        payload: what came from the other side.
+        dtypes: whether dtypes are compared, too.
+
+    Returns:
+        A sentence. Where all names, shapes and dtypes agree, it says what may differ then, and how to find it.
     """
     for section, ours in expected.sections.items():
         theirs = payload.get(section, {})

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.conversion import convert
-from fl_bn.derived import copied, plain_names, recompute
+from fl_bn.derived import copied, load_tensors, plain_names, recompute
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import average, combine, difference, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
@@ -123,7 +123,7 @@ class SharedModel:
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
         if ahead and self._recomputes:
             other = copied(self.model)
-            other.load_state_dict(sections["weights"], strict=False)
+            load_tensors(other, sections["weights"])
             recompute(other)
             sections["weights"] = {name: other.state_dict()[name] for name in sections["weights"]}
         sections |= {section: dict(tensors) for section, tensors in self.auxiliary.items()}
@@ -162,7 +162,7 @@ class SharedModel:
         return {} if self.method.keeps(Role.COUNTER) else {name: count + batches for name, count in self._counters.items()}
 
     def load(self, tensors: Named) -> None:
-        self.model.load_state_dict(dict(tensors), strict=False)
+        load_tensors(self.model, tensors)
 
     def to_unit_scale(self) -> None:
         """Bring the weights to unit scale, see ``unit_scale.rescaled``; they stay as they are, with a warning, where the network cannot be
@@ -175,12 +175,13 @@ class SharedModel:
             return
         LOGGER.info("unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(made), len(self.layers))
         eps, self.scales = epsilons(self.model), dict.fromkeys(made, self.method.scale)
-        self.model.load_state_dict(rescaled(self.model.state_dict(), self.statistics(), eps, made, self.method.scale), strict=False)
+        load_tensors(self.model, rescaled(self.model.state_dict(), self.statistics(), eps, made, self.method.scale))
 
     def was_at_unit_scale(self) -> None:
         """The run that goes on from a checkpoint was brought to unit scale when it began."""
         with suppress(ValueError):  # where it cannot be traced it was left as it is
-            self.scales = dict.fromkeys(producers(self._source), self.method.scale)
+            held = held_layers(self.model)
+            self.scales = {norm: self.method.scale for norm in producers(self.model) if norm not in held}
 
     def restore(self, tensors: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
         """``auxiliary``: by ``section/name``. Raises ValueError where they are not exactly what is shared, by name, shape and dtype."""
@@ -190,7 +191,7 @@ class SharedModel:
             ours, theirs = (f"{tuple(t[name].shape)} {t[name].dtype}" if name in t else "nothing" for t in (mine, came))
             if ours != theirs:
                 raise ValueError(f"{name}: the run shares {ours}, but the checkpoint has {theirs}")
-        self.model.load_state_dict(tensors, strict=False)
+        load_tensors(self.model, tensors)
         self.auxiliary = {k: {name: auxiliary[f"{k}/{name}"] for name in section} for k, section in self.auxiliary.items()}
 
     def auxiliary_tensors(self) -> dict[str, Tensor]:
@@ -210,7 +211,7 @@ class SharedModel:
         for name, tensor in tensors.items():
             if not fits(tensor, state[name].dtype, state[name]):
                 raise NotFinite(name)
-        self.model.load_state_dict(dict(tensors), strict=False)
+        load_tensors(self.model, tensors)
 
     def change(self, step: ServerStep, statistics: Mapping[str, Running]) -> list[float]:
         """One server step, along the pseudo-gradient ``weights - average`` or with the clients' averaged gradients, and the new shared

@@ -57,10 +57,16 @@ class Header:
 
 
 def check_header(expected: Header, came: Header, ours: Schema, payload: Payload) -> None:
-    """``expected.check(came)``; where the signatures differ, with the first tensor of ``payload`` that is not as ``ours`` has it.
+    """Check the header of a message.
+
+    Args:
+        expected: what this side is for.
+        came: the message's.
+        ours: the tensors that this side expects.
+        payload: the message's tensors.
 
     Raises:
-        WireError: a field differs.
+        WireError: a field differs. Where it is the signature, the error names the first tensor that differs.
     """
     if came.signature != expected.signature and came.method == expected.method and came.format == expected.format:
         found = difference(ours, payload, dtypes=came.payload == AS_THE_MODEL)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fl_bn.derived import plain_names
+from fl_bn.derived import load_tensors, plain_names
 from fl_bn.models.head import head_of
 from fl_bn.roles import Role, roles
 
@@ -51,7 +51,7 @@ def load_weights(model: nn.Module, path: str) -> None:
         shapes = [f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in others]
         raise ValueError(f"weights {path}: {len(others)} tensors have another shape ({_few(shapes)}); only the head's may differ")
     kept = of_head if wrong else set()  # a head is one thing: an old bias beside a fresh weight would be neither
-    model.load_state_dict(own | {name: tensor for name, tensor in tensors.items() if name not in kept})
+    load_tensors(model, own | {name: tensor for name, tensor in tensors.items() if name not in kept}, strict=True)
 
 
 def _named_as(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

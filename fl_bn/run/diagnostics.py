@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
-from fl_bn.derived import copied
+from fl_bn.derived import copied, load_tensors
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.record import RoundRecord
@@ -159,7 +159,7 @@ class Diagnostics:
 
     def _gradients(self, round: int, model: nn.Module, target: torch.device) -> list[Measurement]:
         network = convert(source_model(self.config), METHODS["fedtan"]())
-        network.load_state_dict({k: t for k, t in model.state_dict().items() if k in network.state_dict()})
+        load_tensors(network, {k: t for k, t in model.state_dict().items() if k in network.state_dict()})
         clients, batches = zip(*self._batches(inputs_like(network).to(target)), strict=True)
         found = gradient_deviations(network.to(target), batches, task(self.config, self.clients[0].y))
         rows = [Measurement(round, "", i, "gradient-deviation", value) for i, value in zip(clients, found.squared, strict=True)]

@@ -88,8 +88,15 @@ def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("kind", KINDS)
+EVERYWHERE = ("old spectral norm", "old weight norm", "orthogonal")  # a hook's buffers, a hook's results, a constant
+PAIRS = [
+    pytest.param(kind, door, marks=[] if door == "federation" or kind in EVERYWHERE else pytest.mark.slow)
+    for kind in KINDS
+    for door in DOORS
+]
+
+
+@pytest.mark.parametrize(("kind", "door"), PAIRS)
 def test_one_local_step_is_plain_pytorch_s_on_the_union(kind: str, door: str) -> None:
     ours = through(DOORS[door], derived(kind), FEDAVG, CLIENTS, rounds=3, size=64)[-1]
     assert farthest(ours, plain(kind, 3)) < 1e-9
@@ -151,7 +158,7 @@ REFUSED = {
     "fedwon": "weight standardisation is defined for torch's own Conv1d, Conv2d and Conv3d, not for transposed, parametrized",
     "fixup": "fixup sets the initial weights, but here .* makes them: remove it",
 }
-QUICK = {"fedavg", "fbn", "fixup"}
+QUICK = {"fbn", "fixup"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,8 +37,9 @@ class First(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("extra", [torch.arange(3), torch.ones(2, dtype=torch.bool)], ids=["integers", "truths"])
-@pytest.mark.parametrize("method", ["fedavg", "fbn"])
+@pytest.mark.parametrize(
+    ("method", "extra"), [("fedavg", torch.ones(2, dtype=torch.bool)), ("fbn", torch.arange(3))], ids=["truths", "integers"]
+)
 @pytest.mark.parametrize("door", ALL)
 def test_an_integer_parameter_changes_nothing(door: str, method: str, extra: Tensor) -> None:
     """Inputs keep their type, and what is trained is what is trained without it."""
