@@ -65,7 +65,8 @@ def main() -> None:
             path = run_in_process({**BASE, "method": name, "output": folder, **keys})
             assert path is not None
             tensors = load_file(path / "model.safetensors")
-            model = hashlib.sha256(b"".join(key.encode() + tensors[key].numpy().tobytes() for key in sorted(tensors) if "num_batches" not in key))
+            names = sorted(key for key in tensors if "num_batches" not in key)
+            model = hashlib.sha256(b"".join(key.encode() + tensors[key].numpy().tobytes() for key in names))
             rows = (path / "rounds.csv").read_text().splitlines()
             curve = hashlib.sha256("\n".join(",".join(row.split(",")[:COLUMNS]) for row in rows).encode())
         print(f"{name}: {model.hexdigest()[:16]} {curve.hexdigest()[:16]}", flush=True)
