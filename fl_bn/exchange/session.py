@@ -263,7 +263,7 @@ class Session:
             self._average(local, values)
 
     def _combined(self, requests: Mapping[int, Local]) -> torch.Tensor | None:
-        """What the cohort goes on with; None where some are dropped, since with their values it could not.
+        """Combine the cohort's values. Returns None where clients are dropped, because the cohort could not go on with their values.
 
         The step that follows has the mean of the gradients. One client's that is many times the others' makes every client diverge, and
         the liar could not be told from them any more. Loss and scale are common, so that honest gradients do not differ so much.
@@ -288,7 +288,7 @@ class Session:
         return None
 
     def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
-        """Whether all sent the same key and nobody ``left``; if not, those in the minority are dropped, or the round fails.
+        """Check that all sent the same key and that nobody ``left``; otherwise drop the minority, or fail the round.
 
         Every active client has a vote here, and has used it: one that has not spoken yet may be about to leave, as all do after the last
         layer. In a tie, a key that cannot come next loses.
@@ -316,7 +316,7 @@ class Session:
         return len(votes) == 1
 
     def _may_come(self, key: Key) -> bool:
-        """Whether who follows the protocol may send ``key`` now: a layer's passes come in order, and gradients after their pass."""
+        """Tell whether the protocol allows ``key`` now: a layer's passes come in order, and gradients after their pass."""
         if key.quantity is Quantity.GRADIENTS:
             return key.call < max(self._passes[key.layer, quantity] for quantity in (Quantity.MOMENTS, Quantity.VARIANCE))
         return key.call == self._passes[key.layer, key.quantity]

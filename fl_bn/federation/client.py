@@ -136,8 +136,11 @@ class LocalRound:
         ``full_gradient``: of the loss over all of the client's samples, for SCAFFOLD's option 1.
         """
         self.set_modes(self.model)
-        layers, statistics, self._updates = batch_norms(self.model), running_statistics(self.model), updates(self.model)
-        frozen = {name: before for name, before in statistics.items() if getattr(layers[name], "frozen", False)}
+        layers = batch_norms(self.model)
+        freezing = {name for name, layer in layers.items() if getattr(layer, "frozen", False)}
+        statistics = running_statistics(self.model) if freezing else {}
+        frozen = {name: before for name, before in statistics.items() if name in freezing}
+        self._updates = updates(self.model) if self.method.reports(self.phase) is Report.RUNNING else {}
         parameters = self.parameters
         shared = frozenset(name for name in parameters if self.method.shares(self.network.role[name]))
         control = self.instruction.sections.get(CONTROL, {})
@@ -159,16 +162,16 @@ class LocalRound:
 
     @property
     def freezes(self) -> bool:
-        """Whether the running statistics are frozen in this round."""
+        """Tell whether the running statistics are frozen in this round."""
         return self.phase is Phase.FROZEN and Role.STATISTIC in self.method.frozen
 
     @property
     def observes(self) -> bool:
-        """Whether the moments of training batches are reported."""
+        """Tell whether the moments of training batches are reported."""
         return self.method.reports(self.phase) in (Report.BATCHES, Report.FIRST)
 
     def set_modes(self, model: nn.Module) -> None:
-        """Training mode for ``model``, except for the parts that its owner holds in evaluation mode; frozen layers are frozen."""
+        """Put ``model`` into training mode, except for the parts that its owner holds in evaluation mode; frozen layers are frozen."""
         freeze_statistics(model, layers=None if self.freezes else frozen_affine(model))
         train_mode(model)
 
@@ -205,7 +208,7 @@ class LocalRound:
 
     @property
     def begun(self) -> bool:
-        """Whether somebody has said how many samples the first batch has."""
+        """Tell whether the size of the first batch is known already."""
         return self._batch > 0
 
     @property
@@ -246,7 +249,8 @@ class LocalRound:
     def step_done(self) -> None:
         """Count a step of the weights. Call it after each step of a loop whose optimiser is none of torch's (``p -= lr * p.grad``)."""
         self.gradient_ready()
-        self._batch = self.batch
+        if self.steps == 0:
+            self._batch = int(self.batch)
         self.steps += 1
         self.passes.next_step()
         if self.method.reports(self.phase) is Report.FIRST:
@@ -428,7 +432,7 @@ class LocalRound:
         return Kept(self.instruction.round, sections)
 
     def _finite(self, new: Kept, client: int) -> Kept:
-        """What is kept: ``new``, or where a tensor of it is not finite, what was kept before. One bad round then spoils no later one."""
+        """Return ``new``, or the state kept before where a tensor of ``new`` is not finite: one bad round then spoils no later one."""
         for section, tensors in new.sections.items():
             for name, tensor in tensors.items():
                 if not bool(tensor.isfinite().all()):

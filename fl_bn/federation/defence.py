@@ -67,7 +67,7 @@ class Defence:
         return next((defence for defence in fits if defence.serves(n)), replace(self, f=least))
 
     def serves(self, n: int) -> bool:
-        """Whether ``n`` replies are enough for both rules."""
+        """Tell whether ``n`` replies are enough for both rules."""
         return not any(_problem(rule, n, self.f) for rule in (self.updates, self.statistics))
 
     @property

@@ -131,7 +131,7 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
 
     Args:
         expected: what this side has.
-        payload: what came from the other side.
+        payload: the arrays that the other side sent.
         dtypes: whether dtypes are compared, too.
 
     Returns:
