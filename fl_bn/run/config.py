@@ -190,6 +190,11 @@ class RunConfig(RunKeys):
 
     def _check_together(self) -> None:
         method, robust = self.build_method(), self.byzantine > 0 or self.defence().active
+        if self.frozen_rate and not any(method.freezes_statistics(method.phase(number, self.rounds)) for number in (1, self.rounds)):
+            raise ConfigError(
+                f"frozen-rate={self.frozen_rate:g} is for rounds with frozen statistics, but method={self.method!r} has none here: set "
+                "freeze-after, or leave frozen-rate out"
+            )
         check_composition(method, self.local_training(), robust, self.server_optimizer)
         check_payload(self.payload_dtype, method)
         self.schedule(), self.build_server_optimizer()

@@ -236,6 +236,13 @@ def test_round_trip_through_the_mapping_and_through_toml() -> None:
     assert made != RunConfig()
 
 
+def test_a_rate_of_frozen_rounds_needs_frozen_rounds() -> None:
+    with pytest.raises(ConfigError, match=r"frozen-rate=0\.5 is for rounds with frozen statistics, but method='fbn' has none here"):
+        RunConfig(method="fbn", frozen_rate=0.5)
+    RunConfig(method="fbn", frozen_rate=0.5, freeze_after=3, rounds=5)
+    RunConfig(method="fixbn", frozen_rate=0.5)
+
+
 @given(text=st.text(st.characters(codec="utf-8")))
 def test_every_text_survives_its_file(text: str) -> None:
     """What cannot be read again cannot be gone on with."""
