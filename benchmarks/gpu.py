@@ -1,258 +1,294 @@
-"""Every engine on the device at hand: equal numbers, equal bits, rounds per second; and the hours that the papers' experiments take.
+"""The GPU at hand: every method's numbers and bits, what makes a step faster there, and the hours that the papers' experiments take.
 
     python benchmarks/gpu.py                                # the first GPU, or without one the CPU, where it runs small
+    python benchmarks/gpu.py --minutes 5                    # the papers' experiments until then; the rest of them is named as missing
     python benchmarks/gpu.py --device cpu --quick           # smaller still: to see that it runs
 
-A round is the clients' half: networks loaded, local steps, replies on the CPU. Made data of the real shapes; float64 for the difference
-between engines, float32 for all else. The hours are those of the local steps alone, a few of which are timed and multiplied. On a GPU they
-are written to experiments/results/gpu.json, too, for the column of `fl-bn experiments evidence`.
+Made data of the real shapes. Numbers: two rounds of ``Federation``, compared with the same on the CPU, one by one, in float64; bits: of
+two such runs in float32. Speed: a round is the clients' half: networks loaded, local steps, replies on the CPU. The hours are those of the
+local steps alone, a few of which are timed and multiplied. On a GPU they are written to experiments/results/gpu.json, too, for
+`fl-bn experiments evidence`.
 """
 
 from __future__ import annotations
 
-import copy
-import json
+import logging
 import os
 import platform
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
+from gpu_hours import Size, console, made, one_round, paper_hours, timed, write_hours
 from torch import Tensor, nn
 
+from fl_bn import Federation, SeededBatches
 from fl_bn.conversion import convert
-from fl_bn.federation.local import Samples
+from fl_bn.derived import copied
+from fl_bn.federation.eager import SGD
+from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.training import alone, client_round
-from fl_bn.federation.values import Reply
-from fl_bn.federation.vectorised import ENGINES, SEQUENTIAL, CannotVectorise, vectorised_round
+from fl_bn.federation.stack import Stack
+from fl_bn.federation.training import alone, loss_of
+from fl_bn.federation.vectorised import ENGINES, SEQUENTIAL, VECTORISED
 from fl_bn.methods import METHODS, Method
 from fl_bn.models import build
-from fl_bn.run.config import RunConfig
 from fl_bn.sweep.evidence import HOURS, RESULTS
-from fl_bn.sweep.file import PAPER, read
+from fl_bn.task import CLASSIFICATION
 
-T = TypeVar("T")
 HERE = Path(__file__).parent
 NETWORKS = {"digits-cnn-small": 16, "simple-cnn": 32, "resnet20": 32}  # and the side of their images
 COMPARED = ("fedavg", "gn", "hbn", "fbn")
-DATA = {  # classes, channels, side and samples of the papers' data; masks where classes are of pixels
-    "cifar10": (10, 3, 32, 50_000),
-    "cifar100": (100, 3, 32, 50_000),
-    "tiny-imagenet": (200, 3, 64, 100_000),
-    "mnist": (10, 1, 28, 60_000),
-    "digits": (10, 1, 8, 1_437),
-    "digits-five": (10, 3, 28, 37_190),
-    "office-caltech10": (10, 3, 256, 2_026),
-    "domainnet": (10, 3, 256, 16_000),
-    "abide": (2, 5_995, 1, 870),
-    "cityscapes": (19, 3, 512, 2_975),
+
+
+class Way(NamedTuple):
+    """Of training a cohort."""
+
+    engine: str = SEQUENTIAL
+    layout: str = "contiguous"
+    precision: str = "float32"
+    deterministic: bool = False
+
+
+WAYS = {
+    "one by one": Way(),
+    "channels last": Way(layout="channels-last"),
+    "bfloat16": Way(precision="mixed"),
+    "bfloat16, channels last": Way(layout="channels-last", precision="mixed"),
+    "deterministic": Way(deterministic=True),
+    "vectorised": Way(VECTORISED),
+    "vectorised, deterministic": Way(VECTORISED, deterministic=True),
 }
-console = Console()
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for deterministic sums, before the GPU is first used
 
 
-@dataclass(frozen=True)
-class Size:
-    """How much is done. ``steps``: local steps; ``timed``: rounds; ``most``: clients of a paper's cohort that are timed."""
-
-    cohorts: tuple[int, ...]
-    steps: int
-    batch: int
-    timed: int
-    most: int
+SIZES = {"cuda": Size((10, 50), 5, 32, 2, 10), "cpu": Size((4,), 3, 8, 2, 3), "quick": Size((2,), 1, 4, 1, 1)}
 
 
-class Hours(NamedTuple):
-    """Of the local steps of one experiment, all runs that ``runs`` counts, by engine."""
-
-    runs: int = 0
-    one_by_one: float = 0.0
-    vectorised: float = 0.0
+# Numbers and bits
 
 
-SIZES = {"cuda": Size((10, 50), 10, 32, 3, 100), "cpu": Size((4,), 3, 8, 2, 3), "quick": Size((2,), 1, 4, 1, 1)}
-
-
-def made(clients: int, n: int, shape: Sequence[int], classes: int, masks: bool = False) -> list[Samples]:
-    draw = torch.Generator().manual_seed(0)
-    targets = (n, *shape[1:]) if masks else (n,)
-    return [
-        Samples(torch.randint(0, 256, (n, *shape), generator=draw, dtype=torch.uint8), torch.randint(0, classes, targets, generator=draw))
-        for _ in range(clients)
+def two_rounds(name: str, device: torch.device, engine: str, dtype: torch.dtype) -> list[Tensor]:
+    """All tensors of every client's network after two rounds of two clients, two batches of 16 images each."""
+    model = build("resnet20", classes=10, image_size=16, seed=0).to(dtype)
+    draw = torch.Generator().manual_seed(1)
+    clients = [
+        SeededBatches((torch.randn(32, 3, 16, 16, generator=draw) + i).to(dtype), torch.randint(0, 10, (32,), generator=draw), 16)
+        for i in range(2)
     ]
+    federation = Federation(model, METHODS[name](), clients, device=device, engine=engine, progress=False)
+    for _ in federation.run(2):
+        pass
+    return [tensor.double() for i in range(2) for _, tensor in sorted(federation.client_model(i).state_dict().items())]
 
 
-def one_round(
-    engine: str, model: nn.Module, method: Method, settings: LocalTraining, samples: Sequence[Samples], device: torch.device
-) -> list[Reply]:
-    """``model``: converted, on the CPU."""
-    clients = range(len(samples))
-    if engine == SEQUENTIAL:
-        rounds = [alone(copy.deepcopy(model).to(device), method, settings, 0.01) for _ in clients]  # copies cost either engine the same
-        return [client_round(round, samples[i], 0, i)[0] for i, round in zip(clients, rounds, strict=True)]
-    rounds = [alone(copy.deepcopy(model), method, settings, 0.01) for _ in clients]
-    return [reply for reply, _ in vectorised_round(rounds, samples, 0, clients, device=device)]
+def apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """The norm of the difference, as a share of the norm of ``b``."""
+    x, y = (torch.cat([tensor.double().cpu().flatten() for tensor in one]) for one in (a, b))
+    return float((x - y).norm()) / float(y.norm())
 
 
-def timed(call: Callable[[], T], times: int, device: torch.device) -> tuple[float, list[T]]:
-    """Seconds of the shortest of ``times`` calls, after one that warms up; and what all of them returned.
-
-    On the CPU of processor time, which other programs do not change much.
-    """
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
-    found, results = [], []
-    for _ in range(times + 1):
-        begin = clock()
-        results.append(call())
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        found.append(clock() - begin)
-    return min(found[1:]), results
+@contextmanager
+def deterministic(wanted: bool = True) -> Iterator[None]:
+    """Inside, torch takes kernels whose sums have one order, as the key ``deterministic`` makes it."""
+    were = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(were)
 
 
-def numbers(replies: Sequence[Reply]) -> Iterator[Tensor]:
-    for reply in replies:
-        for _, section in sorted(reply.sections.items()):
-            yield from (tensor for _, tensor in sorted(section.items()))
+def check_numbers(device: torch.device, names: Sequence[str]) -> list[str]:
+    rows = ["| method | one by one | vectorised | same bits again, one by one | vectorised | deterministic: one by one | vectorised |"]
+    rows.append("|---" * 7 + "|")
+    for name in names:
+        exact = two_rounds(name, torch.device("cpu"), SEQUENTIAL, torch.float64)
+        row = [name, *(f"{apart(two_rounds(name, device, engine, torch.float64), exact):.0e}" for engine in ENGINES)]
+        for wanted in (False, True):
+            with deterministic(wanted):
+                row += ["yes" if again(name, device, engine) else "no" for engine in ENGINES]
+        console.print(*row)
+        rows.append("| " + " | ".join(row) + " |")
+    return rows
 
 
-def difference(a: Sequence[Reply], b: Sequence[Reply]) -> float:
-    return max(float((x.double() - y.double()).abs().max()) for x, y in zip(numbers(a), numbers(b), strict=True))
+def again(name: str, device: torch.device, engine: str) -> bool:
+    """Whether the same run has the same bits, in float32."""
+    one, other = (two_rounds(name, device, engine, torch.float32) for _ in range(2))
+    return all(map(torch.equal, one, other))
 
 
-def compare(device: torch.device, size: Size) -> list[str]:
-    """Rows of the first table."""
-    rows = []
+# Speed
+
+
+def compare_ways(device: torch.device, size: Size, ways: Mapping[str, Way]) -> list[str]:
+    """Rounds per second of ``ways``, and for how much of each engine's time the GPU computes."""
+    rows = ["| network | method | clients x batch | " + " | ".join(ways) + " | GPU busy, one by one | vectorised |"]
+    rows.append("|---" * (len(ways) + 5) + "|")
     for network, side in NETWORKS.items():
         for cohort in size.cohorts:
+            if cohort > 10 and network == "resnet20":  # a minute per row, and nothing new
+                continue
             samples = made(cohort, size.steps * size.batch, (3, side, side), 10)
             for name in COMPARED:
-                method, settings = METHODS[name](), LocalTraining(size.batch, steps=size.steps, momentum=0.9)
-                model = convert(build(network, classes=10, image_size=side, seed=0), method)
-                wide = copy.deepcopy(model).double()
-                exact = [one_round(engine, wide, method, settings, samples, device) for engine in ENGINES]
-                calls = [
-                    timed(partial(one_round, engine, model, method, settings, samples, device), size.timed, device) for engine in ENGINES
-                ]
-                same = ["yes" if all(difference(results[0], other) == 0 for other in results[1:]) else "no" for _, results in calls]
-                spent, plain = [spent for spent, _ in calls], [results[0] for _, results in calls]
-                rates = [f"{1 / s:.2f}" for s in spent]
-                apart = [f"{difference(*pair):.0e}" for pair in (exact, plain)]
-                rows.append([network, name, f"{cohort} x {size.batch}", *rates, f"{spent[0] / spent[1]:.2f}", *apart, *same])
-                console.print(*rows[-1])
-    return ["| " + " | ".join(row) + " |" for row in rows]
+                method = METHODS[name]()
+                plain = convert(build(network, classes=10, image_size=side, seed=0), method)
+                found, busy = [], {}
+                for way in ways.values():
+                    usual = way == Way(way.engine)
+                    if cohort > 10 and not usual:
+                        found.append("")
+                        continue
+                    settings = LocalTraining(size.batch, steps=size.steps, momentum=0.9, precision=way.precision)
+                    model = copied(plain).to(memory_format=MEMORY_FORMATS[way.layout])
+                    call = partial(one_round, way.engine, model, method, settings, samples, device)
+                    with deterministic(way.deterministic):
+                        spent = timed(lambda call=call: call, size.timed, device)  # type: ignore[misc]
+                    found.append(f"{1 / spent:.2f}")
+                    if usual and device.type == "cuda":
+                        busy[way.engine] = f"{100 * kernels(call) / spent:.0f} %"
+                ends = [busy.get(engine, "") for engine in ENGINES]
+                rows.append("| " + " | ".join([network, name, f"{cohort} x {size.batch}", *found, *ends]) + " |")
+                console.print(rows[-1], markup=False)
+    return rows
 
 
-def steps_of(config: RunConfig, samples: int) -> int:
-    """Local steps of a client with as many samples as the mean client."""
-    return config.local_steps or config.local_epochs * max(1, -(-samples // config.batch_size))
+def kernels(call: Callable[[], object]) -> float:
+    """Seconds that the GPU computes in ``call``."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return float(sum(event.self_device_time_total for event in profile.key_averages())) / 1e6
 
 
-def papers(device: torch.device, size: Size, only: Callable[[RunConfig], bool]) -> dict[str, Hours]:
-    """By experiment: every distinct round of ``--variant paper``, timed once per engine and multiplied."""
-    spent: dict[tuple[object, ...], list[float]] = {}
-    hours: dict[str, Hours] = defaultdict(Hours)
-    for file in sorted((HERE.parent / "fl_bn" / "experiments").glob("0*.toml")):
-        if "program" in file.read_text().split("[run]")[0]:
-            continue
-        for cell in read(file, PAPER).cells(Path("none")):
-            config = cell.config
-            if cell.centralised or config.dataset not in DATA or not only(config):
-                continue
-            cohort = max(1, round(config.clients * config.fraction))
-            steps = steps_of(config, DATA[config.dataset][3] // config.clients)
-            key = (config.dataset, config.model, config.method, config.batch_size, cohort)
-            if key not in spent:
-                spent[key] = timed_steps(config, min(cohort, size.most), device, size)
-                console.print(*key, *(f"{value:.3f}" for value in spent[key]))
-            scale = steps * config.rounds * (cohort / min(cohort, size.most)) / 3600
-            total, (one, together) = hours[file.stem], spent[key]
-            hours[file.stem] = Hours(total.runs + 1, total.one_by_one + one * scale, total.vectorised + together * scale)
-    return hours
+def compare_graphs(device: torch.device, size: Size) -> list[str]:
+    """Milliseconds of one stacked training step as torch launches it, and replayed as a CUDA graph; and whether the weights agree."""
+    rows = [
+        "| network | method | clients x batch | launched (ms) | CUDA graph (ms) | ratio | difference |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    cohort = size.cohorts[0]
+    for network, side in NETWORKS.items():
+        x = torch.randn(cohort, size.batch, 3, side, side, device=device)
+        y = torch.randint(0, 10, (cohort, size.batch), device=device)
+        for name in ("fedavg", "fbn"):
+            model = convert(build(network, classes=10, image_size=side, seed=0), METHODS[name]())
+            try:
+                (launched, weights), (graph, others) = (
+                    graph_step(model, METHODS[name](), cohort, x, y, graphed) for graphed in (False, True)
+                )
+                found = [f"{launched:.2f}", f"{graph:.2f}", f"{launched / graph:.2f}", f"{apart(others, weights):.0e}"]
+            except RuntimeError as error:
+                found = [f"cannot be captured: {str(error).splitlines()[0]}", "", "", ""]
+            rows.append("| " + " | ".join([network, name, f"{cohort} x {size.batch}", *found]) + " |")
+            console.print(rows[-1], markup=False)
+    return rows
 
 
-def timed_steps(config: RunConfig, cohort: int, device: torch.device, size: Size) -> list[float]:
-    """Seconds of one local step of ``cohort`` clients, by engine; where it cannot be one program, those of one by one.
+def graph_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Tensor, graphed: bool) -> tuple[float, list[Tensor]]:
+    """Milliseconds of a step, and the weights after nine of them."""
+    step, stack = stacked_step(model, method, cohort, x, y)
+    beside = torch.cuda.Stream()  # a capture wants its warm-up on a stream of its own
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    run: Callable[[], object] = step
+    if graphed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
+    for _ in range(6):
+        run()
+    weights = [parameter.detach().clone() for parameter in stack.parameters.values()]
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(20):
+        run()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - begin) / 20, weights
 
-    What a round costs beside its steps is taken off: the time of one step is subtracted.
-    """
-    classes, channels, side, _ = DATA[config.dataset]
-    side = config.image_size or side
-    method = config.build_method()
-    model = convert(build(config.model, classes=classes, channels=channels, image_size=side, seed=0, stem=config.model_stem), method)
-    steps = min(size.steps, 5)
-    samples = made(cohort, config.batch_size, (channels, side, side), classes, masks=config.dataset == "cityscapes")
-    settings = replace(config.local_training(), steps=1, epochs=0, augment="none", maintain="reset", update="weights")
 
-    def spent(engine: str, steps: int) -> float:
-        call = partial(one_round, engine, model, method, replace(settings, steps=steps), samples, device)
-        return timed(call, size.timed, device)[0]
+def stacked_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Tensor) -> tuple[Callable[[], None], Stack]:
+    settings = LocalTraining(x.shape[1], steps=1, momentum=0.9)
+    round, template = alone(copied(model), method, settings, 0.01), copied(model).to(x.device)
+    round.set_modes(template)
+    stack = Stack([copied(model) for _ in range(cohort)], template)
+    buffers = dict(stack.buffers)
+    optimizer = SGD(stack.parameters.values(), lr=0.01, momentum=0.9, foreach=True)
 
-    found: list[float] = []
-    for engine in ENGINES:
-        try:
-            found.append(max(spent(engine, 1 + steps) - spent(engine, 1), 0.0) / steps)
-        except CannotVectorise as reason:
-            console.print(f"  {config.model}, {config.method}: {reason}")
-            found.append(found[0])
-    return found
+    def answer(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(model, CLASSIFICATION, settings, x, y)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        losses, _ = stack.run(range(cohort), answer, (x, y), {})
+        losses.sum().backward()
+        optimizer.step()
+        for name, tensor in buffers.items():  # a replay reads where the capture read
+            tensor.copy_(stack.buffers[name])
+        stack.buffers = dict(buffers)
+
+    return step, stack
 
 
 def main(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="as small as it gets, without the papers' experiments")] = False,
+    minutes: Annotated[float, typer.Option(help="for the papers' experiments; 0: none")] = 15.0,
     results: Annotated[Path, typer.Option(help="where the tables are written")] = HERE / "results" / "gpu.md",
     hours: Annotated[Path, typer.Option(help="where the hours are written, on a GPU")] = HERE.parent / "experiments" / RESULTS / HOURS,
 ) -> None:
+    logging.getLogger("flwr").setLevel(logging.WARNING)
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     size = SIZES["quick" if quick else on.type]
-    if on.type == "cpu":
+    small = on.type == "cpu"
+    if small:
         torch.set_num_threads(1)
-    name = (
-        torch.cuda.get_device_name(on)
-        if on.type == "cuda"
-        else f"{os.cpu_count()} cores of {platform.machine()}, processor time of one thread"
-    )
-    lines = [f"{name}, torch {torch.__version__}; {size.steps} local steps, {size.timed} rounds timed, the best counts.", ""]
-    if on.type == "cpu":
+    name = f"{os.cpu_count()} cores of {platform.machine()}, processor time of one thread" if small else torch.cuda.get_device_name(on)
+    lines = [f"{name}, torch {torch.__version__}.", ""]
+    if small:
         lines += ["**No GPU was at hand.** Everything is shrunk for a CPU, where the engine saves little: no figure here is a GPU's.", ""]
-    lines += [
-        "| network | method | clients x batch | one by one (rounds/s) | vectorised (rounds/s) | ratio | difference, float64 | float32 "
-        "| same bits again, one by one | vectorised |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *compare(on, size),
-    ]
-    write(results, lines)  # the second table takes longer
-    if not quick:
-        small = on.type == "cpu"
-        lines += ["", "Hours of the local steps of the papers' experiments, all seeds:", ""]
-        if small:
-            lines += [f"Only those on CIFAR-10 with Simple-CNN; {size.most} clients timed and multiplied, since there is no GPU.", ""]
-        lines += ["| experiment | runs | one by one | vectorised |", "|---|---|---|---|"]
-        found = papers(on, size, lambda config: not small or (config.dataset, config.model) == ("cifar10", "simple-cnn"))
-        lines += [f"| {name} | {of.runs} | {of.one_by_one:.1f} | {of.vectorised:.1f} |" for name, of in found.items()]
-        write(results, lines)
+
+    def add(title: str, rows: Sequence[str]) -> None:
+        lines.extend([title, "", *rows, ""])
+        write(results, lines)  # what comes next takes longer
+
+    names = [name for name in METHODS if name != "fedavg-alg2"]  # an optimiser's momentum for it is a setting of the papers
+    add(
+        "Two rounds, two clients, ResNet-20: difference in float64 from the CPU; and whether float32 has the same bits again.",
+        check_numbers(on, names[:2] if quick else names),
+    )
+    ways = {name: way for name, way in WAYS.items() if way == Way(way.engine)} if quick else WAYS
+    add(f"Rounds per second, {size.steps} local steps; the best of {size.timed}.", compare_ways(on, size, ways))
+    if on.type == "cuda":
+        add("One stacked step as a CUDA graph.", compare_graphs(on, size))
+    if not quick and minutes > 0:
+        found = paper_hours(
+            on,
+            size,
+            lambda config: not small or (config.dataset, config.model) == ("cifar10", "simple-cnn"),
+            time.monotonic() + 60 * minutes,
+        )
+        rows = [f"| {name} | {of.runs} | {of.one_by_one:.1f} | {of.vectorised:.1f} | {of.missing or ''} |" for name, of in found.items()]
+        said = "Hours of the local steps of the papers' experiments, all seeds"
+        said += f"; only those on CIFAR-10 with Simple-CNN, {size.most} clients timed and multiplied." if small else "."
+        add(said, ["| experiment | runs | one by one | vectorised | runs not timed |", "|---|---|---|---|---|", *rows])
         if not small:  # those of a CPU are no GPU's
-            write_hours(hours, name, found)
-
-
-def write_hours(file: Path, device: str, found: Mapping[str, Hours]) -> None:
-    """The faster engine's, for ``fl-bn experiments evidence``."""
-    said = {"device": device, "hours": {name: round(min(of.one_by_one, of.vectorised), 2) for name, of in found.items()}}
-    file.write_text(json.dumps(said, indent=1) + "\n")
-    console.print(f"written: {file}")
+            write_hours(hours, name, {name: of for name, of in found.items() if not of.missing})
 
 
 def write(results: Path, lines: Sequence[str]) -> None:
     results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text("\n".join(lines) + "\n")
+    results.write_text("\n".join(lines).rstrip() + "\n")
     console.print(f"written: {results}")
 
 

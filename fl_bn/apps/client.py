@@ -11,13 +11,13 @@ from fl_bn.run.assembly import (
     OwnData,
     allow_modules,
     client_samples,
-    device,
     known,
     limit_threads,
     network,
     partition_of,
     task,
 )
+from fl_bn.run.device import device
 
 
 def make_app(folder: Path | None = None) -> ClientApp:

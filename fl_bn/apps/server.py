@@ -6,9 +6,10 @@ from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.flower import BatchNormStrategy, RunFailed
-from fl_bn.run.assembly import allow_modules, device, limit_threads, own_callbacks, source_model
+from fl_bn.run.assembly import allow_modules, limit_threads, own_callbacks, source_model
 from fl_bn.run.config import RunConfig
 from fl_bn.run.console import bars, shown
+from fl_bn.run.device import device
 from fl_bn.run.preflight import check
 from fl_bn.run.run_directory import RunDirectory
 from fl_bn.run.testing import test_metrics

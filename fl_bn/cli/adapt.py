@@ -30,7 +30,8 @@ def adapt(
     """A finished run's model for a client that it did not have: BatchNorm fitted to its unlabelled data, metrics before and after."""
     from fl_bn.federation.adaptation import HOW
     from fl_bn.run import adapt as adapting
-    from fl_bn.run.assembly import device, limit_threads, task
+    from fl_bn.run.assembly import limit_threads, task
+    from fl_bn.run.device import device
 
     try:
         config = adapting.read_config(model)

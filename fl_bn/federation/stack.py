@@ -111,4 +111,4 @@ def _stacked(
 ) -> Iterator[Tensor]:
     device = inputs_like(template).device
     for tensors in zip(*([tensor for _, tensor in named(model)] for model in models), strict=True):
-        yield torch.stack([tensor.detach() for tensor in tensors]).to(device)
+        yield torch.stack([tensor.detach().contiguous() for tensor in tensors]).to(device)  # vmap may not know channels last

@@ -33,7 +33,7 @@ from fl_bn.own_code import OWN, VARIABLE, Modules, function
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
-from fl_bn.run.keys import known_device, nodes_of
+from fl_bn.run.keys import nodes_of
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
 
 KNOWN = 8  # run configs that a process remembers
@@ -339,26 +339,6 @@ def limit_threads(threads: int) -> None:
 @lru_cache(maxsize=1)
 def _limit_blas(threads: int) -> None:  # takes milliseconds to find the library
     threadpool_limits(threads, user_api="blas")
-
-
-def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.device:
-    """Where to compute: as the client's node config says, else the run config.
-
-    Raises:
-        ConfigError: it is no device, or a GPU that torch does not see.
-    """
-    name = str((node or {}).get("device", "") or config.device)
-    if not known_device(name):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:0 ..., but the node config has {name!r}")
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen, seen = torch.device(name), torch.cuda.device_count()
-    if chosen.type == "cuda" and (chosen.index or 0) >= seen:
-        raise ConfigError(
-            f"device={name}, but torch sees {seen or 'no'} GPU in this process. In simulation give clients a share of one: the profile "
-            "local-simulation-gpu, or --federation-config 'options.backend.client-resources.num-gpus=0.2'"
-        )
-    return chosen
 
 
 def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -> int:

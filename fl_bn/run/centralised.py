@@ -17,8 +17,9 @@ from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import IndexBatches, alone, train
 from fl_bn.methods import METHODS, Phase
 from fl_bn.roles import inputs_like
-from fl_bn.run.assembly import dataset, device, source_model, task
+from fl_bn.run.assembly import dataset, source_model, task
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.device import device
 from fl_bn.run.run_directory import RunDirectory
 from fl_bn.run.testing import test_metrics
 

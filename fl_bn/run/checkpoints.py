@@ -18,7 +18,7 @@ FOLDER, CONFIG = "checkpoints", "config.toml"
 AT_ONCE = 2  # the one before the last is there in case the last is damaged
 FREE = {  # what may differ from the run that is resumed: none of it decides a number, but for last digits
     "name", "output", "resume", "checkpoint-every", "pictures", "callbacks", "device", "threads", "workers",
-    "memory-format", "share-label-counts", "min-replies", "min-cohort", "clients-at-start", "client-nodes", "client-names",
+    "deterministic", "memory-format", "share-label-counts", "min-replies", "min-cohort", "clients-at-start", "client-nodes", "client-names",
     "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout", "recalibration", "recalibration-memory",
     *(name for name in FIELDS if name.startswith("exchange")),
 }  # fmt: skip

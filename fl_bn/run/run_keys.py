@@ -336,6 +336,10 @@ class RunKeys:
         "of local training; mixed: bfloat16 where torch's autocast sees fit, batch statistics and all that travels float32",
         PRECISIONS,
     )
+    deterministic: bool = option(
+        True,
+        "on a GPU, kernels whose sums have one order, so that the same seed has the same bits; torch warns of layers for which it has none",
+    )
     memory_format: str = option(
         "contiguous",
         "of the clients' networks; channels-last: torch's faster convolutions on many machines, equal up to the order of sums",

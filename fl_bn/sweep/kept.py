@@ -24,7 +24,7 @@ from fl_bn.task import CLASSIFICATION
 ANY_DATA = "{data}"  # for --data: leaves the paths of a sweep file as they stand there
 CURVE = ("round", "loss", "per-domain", "drift", "min-var", *sorted(EVALUATION))
 DIGITS = 6
-ROUNDS_OTHERWISE = {"memory-format"}  # keys that change last digits, so that results with either stand beside each other
+ROUNDS_OTHERWISE = {"memory-format", "deterministic"}  # keys that change last digits, so that results with either stand beside each other
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,9 @@ from fl_bn.conversion import convert
 from fl_bn.federation.local import evaluate
 from fl_bn.flower import InProcessGrid, RunFailed
 from fl_bn.methods import METHODS
-from fl_bn.run.assembly import OwnData, client_samples, device, partition_of, source_model
+from fl_bn.run.assembly import OwnData, client_samples, partition_of, source_model
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.device import device
 from server_app.app import app as server_app
 from tests.experiment.resuming import network, small_run
 from tests.experiment.small_data import small_npz
@@ -222,6 +224,19 @@ def test_auto_is_a_gpu_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(torch.cuda, "is_available", lambda seen=seen: seen)
         assert device(config, {"device": "auto"}) == torch.device(chosen)
     assert device(config, {}) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_on_a_gpu_kernels_have_one_order_of_sums_unless_the_run_says_otherwise(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[bool, bool]]()
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda wanted, warn_only: asked.append((wanted, warn_only)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    config = RunConfig.from_mapping({"device": "cpu"} | ({} if wanted else {"deterministic": False}))
+    device(config)
+    assert (asked, "CUBLAS_WORKSPACE_CONFIG" in os.environ) == ([], False)
+    device(config, {"device": "cuda"})
+    assert (asked, os.environ["CUBLAS_WORKSPACE_CONFIG"]) == ([(wanted, True)], ":4096:8")
 
 
 def test_a_device_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

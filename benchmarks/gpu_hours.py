@@ -1,0 +1,174 @@
+"""The hours of the papers' experiments: a few local steps of every distinct round are timed and multiplied. A part of ``gpu.py``."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from fl_bn.conversion import convert
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.training import alone, client_round
+from fl_bn.federation.values import Reply
+from fl_bn.federation.vectorised import ENGINES, SEQUENTIAL, CannotVectorise, vectorised_round
+from fl_bn.methods import Method
+from fl_bn.models import build
+from fl_bn.run.config import RunConfig
+from fl_bn.sweep.file import PAPER, read
+
+EXPERIMENTS = Path(__file__).parent.parent / "fl_bn" / "experiments"
+DATA = {  # classes, channels, side and samples of the papers' data; masks where classes are of pixels
+    "cifar10": (10, 3, 32, 50_000),
+    "cifar100": (100, 3, 32, 50_000),
+    "tiny-imagenet": (200, 3, 64, 100_000),
+    "mnist": (10, 1, 28, 60_000),
+    "digits": (10, 1, 8, 1_437),
+    "digits-five": (10, 3, 28, 37_190),
+    "office-caltech10": (10, 3, 256, 2_026),
+    "domainnet": (10, 3, 256, 16_000),
+    "abide": (2, 5_995, 1, 870),
+    "cityscapes": (19, 3, 512, 2_975),
+}
+console = Console()
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is done. ``steps``: local steps; ``timed``: rounds; ``most``: clients of a paper's cohort that are timed."""
+
+    cohorts: tuple[int, ...]
+    steps: int
+    batch: int
+    timed: int
+    most: int
+
+
+class Hours(NamedTuple):
+    """Of the local steps of one experiment, all runs that ``runs`` counts, by engine; ``missing`` runs were not timed."""
+
+    runs: int = 0
+    one_by_one: float = 0.0
+    vectorised: float = 0.0
+    missing: int = 0
+
+
+def made(clients: int, n: int, shape: Sequence[int], classes: int, masks: bool = False) -> list[Samples]:
+    draw = torch.Generator().manual_seed(0)
+    targets = (n, *shape[1:]) if masks else (n,)
+    return [
+        Samples(torch.randint(0, 256, (n, *shape), generator=draw, dtype=torch.uint8), torch.randint(0, classes, targets, generator=draw))
+        for _ in range(clients)
+    ]
+
+
+def one_round(
+    engine: str, model: nn.Module, method: Method, settings: LocalTraining, samples: Sequence[Samples], device: torch.device
+) -> list[Reply]:
+    """``model``: converted, on the CPU."""
+    return prepared(engine, model, method, settings, samples, device)()
+
+
+def prepared(
+    engine: str, model: nn.Module, method: Method, settings: LocalTraining, samples: Sequence[Samples], device: torch.device
+) -> Callable[[], list[Reply]]:
+    """What is left of ``one_round`` when every client has its network."""
+    clients = range(len(samples))
+    home = device if engine == SEQUENTIAL else torch.device("cpu")
+    rounds = [alone(copy.deepcopy(model).to(home), method, settings, 0.01) for _ in clients]
+    if engine == SEQUENTIAL:
+        return lambda: [client_round(round, samples[i], 0, i)[0] for i, round in zip(clients, rounds, strict=True)]
+    return lambda: [reply for reply, _ in vectorised_round(rounds, samples, 0, clients, device=device)]
+
+
+def timed(prepare: Callable[[], Callable[[], object]], times: int, device: torch.device) -> float:
+    """Seconds of the shortest of ``times`` calls of what ``prepare`` returns, after one that warms up.
+
+    On the CPU of processor time, which other programs do not change much.
+    """
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    found = []
+    for _ in range(times + 1):
+        call = prepare()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = clock()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(clock() - begin)
+    return min(found[1:])
+
+
+def steps_of(config: RunConfig, samples: int) -> int:
+    """Local steps of a client with as many samples as the mean client."""
+    return config.local_steps or config.local_epochs * max(1, -(-samples // config.batch_size))
+
+
+def paper_hours(device: torch.device, size: Size, only: Callable[[RunConfig], bool], until: float) -> dict[str, Hours]:
+    """By experiment: every distinct round of ``--variant paper``, timed once per engine until ``until``, and multiplied."""
+    spent: dict[tuple[object, ...], list[float]] = {}
+    hours: dict[str, Hours] = defaultdict(Hours)
+    for file in sorted(EXPERIMENTS.glob("0*.toml")):
+        if "program" in file.read_text().split("[run]")[0]:
+            continue
+        for cell in read(file, PAPER).cells(Path("none")):
+            config = cell.config
+            if cell.centralised or config.dataset not in DATA or not only(config):
+                continue
+            cohort = max(1, round(config.clients * config.fraction))
+            steps = steps_of(config, DATA[config.dataset][3] // config.clients)
+            key = (config.dataset, config.model, config.method, config.batch_size, cohort)
+            total = hours[file.stem]
+            if key not in spent and time.monotonic() > until:
+                hours[file.stem] = total._replace(missing=total.missing + 1)
+                continue
+            if key not in spent:
+                spent[key] = timed_steps(config, min(cohort, size.most), device, size)
+                console.print(*key, *(f"{value:.3f}" for value in spent[key]))
+            scale = steps * config.rounds * (cohort / min(cohort, size.most)) / 3600
+            one, together = spent[key]
+            hours[file.stem] = Hours(total.runs + 1, total.one_by_one + one * scale, total.vectorised + together * scale, total.missing)
+    return hours
+
+
+def timed_steps(config: RunConfig, cohort: int, device: torch.device, size: Size) -> list[float]:
+    """Seconds of one local step of ``cohort`` clients, by engine; where it cannot be one program, those of one by one.
+
+    What a round costs beside its steps is taken off: the time of a round of one step is subtracted from that of many.
+    """
+    classes, channels, side, _ = DATA[config.dataset]
+    side = config.image_size or side
+    method = config.build_method()
+    model = convert(build(config.model, classes=classes, channels=channels, image_size=side, seed=0, stem=config.model_stem), method)
+    samples = made(cohort, config.batch_size, (channels, side, side), classes, masks=config.dataset == "cityscapes")
+    settings = replace(config.local_training(), steps=1, epochs=0, augment="none", maintain="reset", update="weights")
+
+    def spent(engine: str, steps: int) -> float:
+        return timed(partial(prepared, engine, model, method, replace(settings, steps=steps), samples, device), size.timed, device)
+
+    found: list[float] = []
+    for engine in ENGINES:
+        try:
+            found.append(max(spent(engine, 1 + size.steps) - spent(engine, 1), 0.0) / size.steps)
+        except CannotVectorise as reason:
+            console.print(f"  {config.model}, {config.method}: {reason}")
+            found.append(found[0])
+    return found
+
+
+def write_hours(file: Path, device: str, found: Mapping[str, Hours]) -> None:
+    """The faster engine's, for ``fl-bn experiments evidence``."""
+    said = {"device": device, "hours": {name: round(min(of.one_by_one, of.vectorised), 2) for name, of in found.items()}}
+    file.write_text(json.dumps(said, indent=1) + "\n")
+    console.print(f"written: {file}")

@@ -1,0 +1,42 @@
+"""Where a run computes, and by which kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.keys import known_device
+
+
+def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.device:
+    """Return where to compute, as the client's node config says, else the run config. On a GPU, this process then computes with the kernels
+    that the run config wants.
+
+    Raises:
+        ConfigError: it is no device, or a GPU that torch does not see.
+    """
+    chosen = _device(config, node)
+    if chosen.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the GPU is first used; torch asks for it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, and nothing here reads such memory
+        torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
+    return chosen
+
+
+def _device(config: RunConfig, node: Mapping[str, Any] | None) -> torch.device:
+    name = str((node or {}).get("device", "") or config.device)
+    if not known_device(name):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:0 ..., but the node config has {name!r}")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen, seen = torch.device(name), torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= seen:
+        raise ConfigError(
+            f"device={name}, but torch sees {seen or 'no'} GPU in this process. In simulation give clients a share of one: the profile "
+            "local-simulation-gpu, or --federation-config 'options.backend.client-resources.num-gpus=0.2'"
+        )
+    return chosen
