@@ -20,6 +20,7 @@ from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
+from fl_bn.federation.centring import centring
 from fl_bn.federation.layer_by_layer import Forward, Inputs, Look, called, layer_by_layer
 from fl_bn.federation.measuring import measured
 from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, to_kept
@@ -152,7 +153,7 @@ class LocalRound:
                 self.passes = TrainingPasses(parameters)
                 self._observing.enter_context(self.passes.watching())
                 self.passes.observed = self._observing.enter_context(observe(self.model, counts=self.passes.counts))
-            with self._exchange:
+            with self._exchange, centring(parameters, self.network.centred):
                 yield self
         finally:
             self._observing.close()

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from fl_bn.derived import copied, load_tensors, results
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import Auxiliary
+from fl_bn.federation.centring import centred_weights
 from fl_bn.federation.payload import signature
 from fl_bn.methods import Method, Phase
 from fl_bn.roles import Role, inputs_like, roles
@@ -69,6 +70,11 @@ class Network:
     def role(self) -> dict[str, Role]:
         """Return each tensor's role, by the tensor's name."""
         return roles(self.original)
+
+    @cached_property
+    def centred(self) -> list[str]:
+        """Return the names of the weights whose gradients the method centres."""
+        return centred_weights(self.original) if self.method.centre else []
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
         """See ``schema.instruction``."""

@@ -22,6 +22,10 @@ from fl_bn.methods.tracking import follow, tracking
 from fl_bn.moments import Running, ema, pool
 from fl_bn.options import Options, option, takes
 
+SCALE = 0.3
+"""Deviation of every BatchNorm layer's input at the start, about that of a fresh network. At a scale of 1 a step of the same rate moves
+what the network computes by a tenth of that, and FBN learned too slowly: docs/methods/fbn.md."""
+
 REPORTS = {"first": Report.FIRST, "pass": Report.PASS, "all": Report.BATCHES}
 
 
@@ -54,8 +58,11 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 
 @takes(FBNOptions)
 def fbn(options: FBNOptions) -> Method:
-    """FBN. ``tracking`` holds at the first round's learning rate and at the scale that a run starts with (``methods.tracking``)."""
-    report = REPORTS[options.report]
+    """FBN. ``tracking`` holds at the first round's learning rate and at the scale that a run starts with (``methods.tracking``).
+
+    Gradients are centred (``federation.centring``) and the scale at the start is ``SCALE``, except with ``momentum``: Algorithm 2.
+    """
+    report, own = REPORTS[options.report], options.momentum is None
     return Method(
         "fbn",
         layer=FederatedBatchNorm.from_batch_norm,
@@ -63,4 +70,6 @@ def fbn(options: FBNOptions) -> Method:
         combine=partial(combine, tracking=options.tracking, momentum=options.momentum, report=report),
         calibrate=True,
         constant=True,
+        scale=SCALE if own else 1.0,
+        centre=own,
     )

@@ -122,7 +122,8 @@ class Method:
     measured before round 1; ``constant``: it normalises with nothing else (FBN). ``needs_running``: torch's BatchNorm will not do without
     running statistics. ``frozen``: what does not change in frozen rounds. ``frozen_rate``: the share of the learning rate that rounds with
     frozen statistics run at, at most (``learning_rate``). ``scale``: the deviation of every BatchNorm layer's input that training starts
-    with, where it starts with shared statistics (``federation.unit_scale``). ``adversary``: clients that lie, in experiments.
+    with, where it starts with shared statistics (``federation.unit_scale``). ``centre``: gradients of weights lose their mean over the
+    inputs (``federation.centring``). ``adversary``: clients that lie, in experiments.
     """
 
     name: str
@@ -140,6 +141,7 @@ class Method:
     frozen: frozenset[Role] = frozenset({Role.STATISTIC})
     frozen_rate: float = 1.0
     scale: float = 1.0
+    centre: bool = False
     adversary: Adversary | None = None
 
     def shares(self, role: Role) -> bool:
