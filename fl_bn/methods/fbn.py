@@ -22,9 +22,12 @@ from fl_bn.methods.tracking import follow, tracking
 from fl_bn.moments import Running, ema, pool
 from fl_bn.options import Options, option, takes
 
-SCALE = 0.3
-"""Deviation of every BatchNorm layer's input at the start, about that of a fresh network. At a scale of 1 a step of the same rate moves
-what the network computes by a tenth of that, and FBN learned too slowly: docs/methods/fbn.md."""
+BOUNDED_SCALE = 0.3
+"""Deviation of every BatchNorm layer's input at the start where gradients are clipped, about that of a fresh network.
+
+At a scale of 1 a step of the same rate moves what the network computes by a tenth of that, and FBN learns more slowly. Without clipping it
+diverges at 0.3, with one class per client and several steps: docs/methods/fbn.md.
+"""
 
 REPORTS = {"first": Report.FIRST, "pass": Report.PASS, "all": Report.BATCHES}
 
@@ -60,7 +63,8 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 def fbn(options: FBNOptions) -> Method:
     """FBN. ``tracking`` holds at the first round's learning rate and at the scale that a run starts with (``methods.tracking``).
 
-    Gradients are centred (``federation.centring``) and the scale at the start is ``SCALE``, except with ``momentum``: Algorithm 2.
+    Gradients are centred (``federation.centring``), and the scale at the start is ``BOUNDED_SCALE`` where they are clipped, too; not so
+    with ``momentum``, which is Algorithm 2.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(
@@ -70,6 +74,6 @@ def fbn(options: FBNOptions) -> Method:
         combine=partial(combine, tracking=options.tracking, momentum=options.momentum, report=report),
         calibrate=True,
         constant=True,
-        scale=SCALE if own else 1.0,
+        bounded_scale=BOUNDED_SCALE if own else None,
         centre=own,
     )

@@ -25,11 +25,11 @@ from fl_bn.roles import Role
 
 TRACKING, PARTIAL = 0.05, 0.01
 """With full and with partial participation."""
-SCALE = 0.5
-"""Deviation of every BatchNorm layer's input at the start.
+SCALE = 0.3
+"""Deviation of every BatchNorm layer's input at the start, about that of a fresh network.
 
-At half the scale a step of the same rate moves what the network computes by four times as much. Fresh networks have about a third. At a
-scale of 1 HBN learned too slowly on ordinary data, by ten points in 25 rounds: docs/concepts/statistics.md.
+At a scale of 1 a step of the same rate moves what the network computes by a tenth of that. HBN then learned too slowly on ordinary data, by
+ten points in 25 rounds: docs/concepts/statistics.md.
 """
 
 
@@ -65,8 +65,9 @@ def combine(reports: LayerReports, tracking: float, lam: float | None) -> Runnin
 def hbn(options: HBNOptions) -> Method:
     """HBN.
 
-    ``tracking`` is the weight at the scale that a run starts with (``methods.tracking``), ``lam`` that of equation 11. ``lower_layers``:
-    see ``StatisticsPass``; ``hybrid`` is as in the paper's code.
+    ``tracking`` is the weight at the scale that a run starts with (``methods.tracking``), ``lam`` that of equation 11, which leaves
+    gradients as they are; without it they are centred (``federation.centring``). ``lower_layers``: see ``StatisticsPass``; ``hybrid`` is
+    as in the paper's code.
 
     ``evaluate``: ``exact`` is right where the global statistics follow the weights at once (lam = 1): what is evaluated is BatchNorm of
     the union, by one exchange per layer. ``hybrid`` is right below: training then normalises with a mixture that holds old statistics,
@@ -83,5 +84,6 @@ def hbn(options: HBNOptions) -> Method:
         refresh=Refresh(evaluate),
         calibrate=True,
         scale=SCALE,
+        centre=options.lam is None,
         statistics_pass=StatisticsPass(options.lower_layers, options.stat_samples),
     )

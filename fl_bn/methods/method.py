@@ -122,8 +122,9 @@ class Method:
     measured before round 1; ``constant``: it normalises with nothing else (FBN). ``needs_running``: torch's BatchNorm will not do without
     running statistics. ``frozen``: what does not change in frozen rounds. ``frozen_rate``: the share of the learning rate that rounds with
     frozen statistics run at, at most (``learning_rate``). ``scale``: the deviation of every BatchNorm layer's input that training starts
-    with, where it starts with shared statistics (``federation.unit_scale``). ``centre``: gradients of weights lose their mean over the
-    inputs (``federation.centring``). ``adversary``: clients that lie, in experiments.
+    with, where it starts with shared statistics (``federation.unit_scale``); ``bounded_scale``: another one, where the loop bounds how far
+    a client may move the weights in a round (``bounded``). ``centre``: gradients of weights lose their mean over the inputs
+    (``federation.centring``). ``adversary``: clients that lie, in experiments.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Method:
     frozen: frozenset[Role] = frozenset({Role.STATISTIC})
     frozen_rate: float = 1.0
     scale: float = 1.0
+    bounded_scale: float | None = None
     centre: bool = False
     adversary: Adversary | None = None
 
@@ -192,6 +194,10 @@ class Method:
     def uses_shared(self, rounds: int) -> bool:
         """Whether shared statistics have a part in normalising the first batch: they are calibrated before."""
         return self.calibrate or self.starts_constant(rounds)
+
+    def bounded(self) -> Method:
+        """Return the method for a loop that clips gradients where steps would lead too far."""
+        return self if self.bounded_scale is None else replace(self, scale=self.bounded_scale)
 
     @property
     def personal(self) -> bool:

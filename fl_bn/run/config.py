@@ -176,6 +176,8 @@ class RunConfig(RunKeys):
         freezes_itself = "freeze-after" in options_by_key(constructor)
         if self.freeze_after >= 0 and not freezes_itself:
             method = freeze(method, self.freeze_after, rate=self.frozen_rate or None)
+        if self.clip != "none":
+            method = method.bounded()
         if self.centre_gradients != "auto":
             method = replace(method, centre=self.centre_gradients == "always")
         return self._attacked(method)

@@ -26,9 +26,9 @@ from fl_bn.federation.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
 from fl_bn.federation.vectorised import ENGINES
 from fl_bn.federation.workers import MOST_THREADS, MOST_WORKERS
 from fl_bn.methods import METHODS
-from fl_bn.methods.fbn import SCALE as FBN_SCALE
+from fl_bn.methods.fbn import BOUNDED_SCALE
 from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
-from fl_bn.methods.hbn import SCALE as HBN_SCALE
+from fl_bn.methods.hbn import SCALE
 from fl_bn.methods.method import FROZEN_RATE
 from fl_bn.models import MODELS
 from fl_bn.models.standardise import STANDARDS
@@ -158,12 +158,12 @@ class RunKeys:
     unit_scale: bool = option(
         True,
         "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1 "
-        f"(hbn: {HBN_SCALE:g}, fbn: {FBN_SCALE:g}, but 1 with fbn-momentum)",
+        f"(hbn: {SCALE:g}; fbn: {BOUNDED_SCALE:g}, but 1 with fbn-momentum or clip='none')",
     )
     centre_gradients: str = option(
         "auto",
-        "the gradients of weights before the head lose their mean over the inputs, as BatchNorm's do by themselves; auto: with fbn, "
-        "but not with fbn-momentum",
+        "the gradients of weights before the head lose their mean over the inputs, as BatchNorm's do by themselves; auto: with fbn "
+        "and hbn, but not with fbn-momentum or hbn-lam",
         ("auto", "always", "never"),
     )
     # federation

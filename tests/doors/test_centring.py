@@ -1,0 +1,115 @@
+"""Centred gradients, in every door and engine, whatever loop asks for them: SGD leaves the sum over the inputs of each output as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_bn import convert, local_round, methods, server_state
+from fl_bn.federation.centring import centred_weights
+from fl_bn.run.config import RunConfig
+from tests.doors.doors import ALL, Rounds, through, wide
+from tests.federation import random_samples
+from tests.methods.centralised import rough_network
+from tests.training.cohorts import STEPS, Cohort
+
+CLIENTS = wide([random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate((8, 9, 7))])
+METHODS = {"fbn": methods.fbn(), "hbn": methods.hbn(), "gn": replace(methods.gn(), centre=True)}
+STILL, MOVES = 1e-12, 1e-4
+
+
+def sums(tensors: dict[str, Tensor], names: Sequence[str]) -> list[Tensor]:
+    return [tensors[name].double().flatten(1).sum(1) for name in names]
+
+
+def moved(rounds: Rounds, names: Sequence[str]) -> float:
+    """How far the sums move after the first round, which unit scale comes before."""
+    first, last = sums(rounds[0], names), sums(rounds[-1], names)
+    return max(float((a - b).abs().max()) for a, b in zip(first, last, strict=True))
+
+
+@pytest.mark.parametrize("door", ALL)
+@pytest.mark.parametrize("name", METHODS)
+def test_the_sum_over_the_inputs_stays_in_every_door(name: str, door: str) -> None:
+    method, net = METHODS[name], rough_network("plain")
+    names = centred_weights(net)
+    assert len(names) > 1
+    assert moved(through(ALL[door], net, method, CLIENTS, rounds=3), names) < STILL
+    assert moved(through(ALL[door], net, replace(method, centre=False), CLIENTS, rounds=3), names) > MOVES
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_sum_stays_in_one_program_too(name: str) -> None:
+    cohort = Cohort(METHODS[name], settings=replace(STEPS, weight_decay=0.0))
+    names = centred_weights(cohort.network())
+    for one, centred in ((cohort, True), (replace(cohort, method=replace(METHODS[name], centre=False)), False)):
+        start = sums(convert(cohort.network(), one.method).state_dict(), names)
+        for reply, _ in one.together():
+            apart = max(float((a - b).abs().max()) for a, b in zip(sums(reply.sections["weights"], names), start, strict=True))
+            assert apart < STILL if centred else apart > MOVES
+
+
+def test_a_gradient_is_that_of_plain_torch_without_its_mean() -> None:
+    """By ``backward`` in two parts, and by ``torch.autograd.grad``; a copy, and the network after the block, have plain ones."""
+    method, net = methods.fbn(), rough_network("plain")
+    model, (x, y) = convert(net, method), (CLIENTS[0].x, CLIENTS[0].y)
+    with local_round(model, method, server_state(net, method, rounds=3, clients=3).instruction()):
+        plain = copy.deepcopy(model)
+        F.cross_entropy(plain(x), y).backward()
+        want = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        for part, label in zip(x.split(4), y.split(4), strict=True):
+            (F.cross_entropy(model(part), label) * len(part) / len(x)).backward()
+        by_backward = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found = torch.autograd.grad(F.cross_entropy(model(x), y), [p for p in model.parameters() if p.requires_grad])
+        by_grad = dict(zip(want, found, strict=True))
+    for name in centred_weights(net):
+        assert float(want[name].flatten(1).mean(1).abs().max()) > MOVES
+        flat = want[name].flatten(1)
+        want[name] = (flat - flat.mean(1, keepdim=True)).view_as(want[name])
+    for found_by in (by_backward, by_grad):
+        assert max(float((found_by[name] - want[name]).abs().max()) for name in want) < 1e-12
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    assert all(float(p.grad.flatten(1).mean(1).abs().max()) > MOVES for n, p in model.named_parameters() if n in centred_weights(net))
+
+
+def test_heads_small_and_derived_weights_are_left() -> None:
+    tied = nn.Linear(8, 8)
+    net = nn.Sequential(
+        nn.Linear(7, 8),
+        nn.BatchNorm1d(8),
+        tied,
+        nn.BatchNorm1d(8),
+        tied,
+        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+        nn.Linear(8, 2),
+    )
+    assert centred_weights(net) == ["2.weight"]
+    assert centred_weights(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 3))) == [
+        "1.weight",
+        "2.weight",
+    ]
+
+
+def test_the_papers_constants_leave_gradients_as_they_are() -> None:
+    assert [methods.fbn().centre, methods.hbn().centre] == [True, True]
+    assert not any(
+        method.centre for method in (methods.fbn(momentum=0.1), methods.hbn(lam=0.1), methods.fedavg(), methods.fixbn(), methods.fedtan())
+    )
+
+
+def test_the_application_has_a_key_for_every_method() -> None:
+    for wanted, centre in (("auto", True), ("never", False), ("always", True)):
+        assert RunConfig.from_mapping({"method": "fbn", "centre-gradients": wanted}).build_method().centre is centre
+    assert RunConfig.from_mapping({"method": "gn", "centre-gradients": "always"}).build_method().centre
+    assert not RunConfig.from_mapping({"method": "gn"}).build_method().centre
+    scales = [
+        RunConfig.from_mapping({"method": "fbn", **keys}).build_method().scale for keys in ({}, {"clip": "none"}, {"fbn-momentum": 0.1})
+    ]
+    assert scales == [0.3, 1.0, 1.0]
