@@ -15,7 +15,7 @@ from random import Random
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -28,6 +28,7 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks
 from fl_bn.federation.client import LocalRound, check_optimizer
 from fl_bn.federation.clients import LEFT_OUT, Clients, Connect, InWorkers, in_workers
+from fl_bn.federation.clipping import chosen
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.eager import SGD
@@ -102,6 +103,7 @@ class Federation:
         defence: Defence = NO_DEFENCE,
         calibrate: int = AS_METHOD,
         unit_scale: bool = True,
+        clip: str = "auto",
         seed: int = 0,
         device: torch.device | str | None = None,
         engine: str = "sequential",
@@ -131,6 +133,7 @@ class Federation:
         check_learns(model)
         example = optimizer(model.parameters())
         check_optimizer(objective, example)
+        method, settings = _bounded(method, clip, example, settings)
         self._rate = _rate_of(example)
         policy = Rounds(
             len(clients),
@@ -418,6 +421,15 @@ def _in_turns(session: Session, clients: Sequence[int], work: Callable[[int, Cal
         return Turns(len(clients)).run([partial(one, client) for client in clients])
     finally:
         turns.dismiss(tokens)
+
+
+def _bounded(method: Method, clip: str, optimizer: Optimizer, settings: LocalTraining) -> tuple[Method, LocalTraining]:
+    """Return both for steps of ``optimizer``, whose path in a round is bounded where ``clip`` says so and it is SGD."""
+    check_name("clip", clip, ("auto", "none"))
+    if clip == "none" or not isinstance(optimizer, optim.SGD) or settings.objective.travels:
+        return method, settings
+    how, limit = chosen(clip, settings.clip_limit, drifts=method.calibrate)
+    return method.bounded(), replace(settings, momentum=float(optimizer.param_groups[0]["momentum"]), clip=how, clip_limit=limit)
 
 
 def _rate_of(optimizer: Optimizer) -> float | None:

@@ -50,6 +50,10 @@ class Trainable:
         self._round, self._batches, self._task, self._drawn, self.left_out = round, batches, task, drawn, 0
         self._seen: dict[tuple[tuple[int, ...], ...], bool] = {}
 
+    def __len__(self) -> int:
+        """The number of batches of one pass, those that are left out included. TypeError where the loader does not know it."""
+        return len(self._batches)  # type: ignore[arg-type]
+
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
             if self._fits(batch):

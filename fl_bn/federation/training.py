@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,8 +89,8 @@ def train(
     how, limit = settings.clipping(round.method.freezes_statistics(round.phase))
     head = head_of(model) if how == "adaptive" else None
     if how == "round":
-        batches = batches if isinstance(batches, Sized) else list(batches)
-        limit = norm_in_round(limit, rate, len(batches), settings.momentum)
+        batches, number = counted(batches)
+        limit = norm_in_round(limit, rate, number, settings.momentum)
     total, count = torch.zeros((), dtype=torch.float64, device=like.device), 0
     for batch in batches:
         x, y = (to_device(part, like.device) for part in task.read(batch))
@@ -109,6 +109,14 @@ def train(
         count += len(y)
         total += loss.detach().double() * len(y)
     return Trained(float(total) / max(count, 1), count)
+
+
+def counted(batches: Iterable[Any]) -> tuple[Iterable[Any], int]:
+    """Return ``batches``, and how many there are: a list of them where they do not know it themselves."""
+    try:
+        return batches, len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return (kept := list(batches)), len(kept)
 
 
 def loss_of(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: Any) -> Tensor:

@@ -176,11 +176,16 @@ class RunConfig(RunKeys):
         freezes_itself = "freeze-after" in options_by_key(constructor)
         if self.freeze_after >= 0 and not freezes_itself:
             method = freeze(method, self.freeze_after, rate=self.frozen_rate or None)
-        if self.clip != "none":
+        if self._bounds_paths():
             method = method.bounded()
         if self.centre_gradients != "auto":
             method = replace(method, centre=self.centre_gradients == "always")
         return self._attacked(method)
+
+    def _bounds_paths(self) -> bool:
+        """Tell whether gradients are clipped where several local steps would lead too far."""
+        corrects = (objective := self.build_objective()).on and objective.travels
+        return self.clip != "none" and (self.clip != "auto" or (self.optimizer == "sgd" and not corrects))
 
     def _attacked(self, method: Method) -> Method:
         if self.attack == "none":
@@ -276,8 +281,8 @@ class RunConfig(RunKeys):
             raise ConfigError(f"classes and channels are for dataset={SITES!r}: {self.dataset} has its own")
 
     def local_training(self) -> LocalTraining:
-        several = self.local_steps != 1 and self.optimizer == "sgd" and not self.build_objective().travels and self.method not in FEDTAN
-        method = self.build_method()
+        method, several = self.build_method(), self.local_steps != 1 and self._bounds_paths() and self.method not in FEDTAN
+        several = several and not self.build_objective().travels
         clip, limit = chosen(self.clip, self.clip_limit, drifts=several and method.uses_shared(self.rounds))
         corrects = (objective := self.build_objective()).on and objective.travels
         clips_frozen = self.clip == "auto" and not method.starts_constant(self.rounds) and self.update == "weights" and not corrects
