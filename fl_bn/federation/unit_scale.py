@@ -1,5 +1,5 @@
 """One scale: before round 1, weights are rescaled so that every BatchNorm layer's input has a standard deviation of
-``scale``, the method's (1, HBN: 0.5).
+``scale``, the method's (``Method.scale``).
 
 Where training normalises with constants, a step of the weights is as large as the constants make it: a fresh network's activations are
 small, a small deviation divides them, and the gradient of the weights grows by as much. BatchNorm survives that, since its gradient is
