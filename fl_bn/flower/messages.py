@@ -132,7 +132,8 @@ KEYS = Form(RECORD_KEY_CONFIGS, {"pk1": data(KEY, 1), "pk2": data(KEY, 1)})
 SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NODES, SHARE)})
 UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)})  # in place of a masked vector
 MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)})  # the size of the vector is known: see secure
-RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS), "kept": whole(default=None)}).and_also(PLAN, HEADER)
+DIGEST = Form("fitres.metrics", {"digest": text(64, "[0-9a-f]{64}", wanted="64 hexadecimal digits")})  # of the client's instruction
+RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS), "kept": whole(default=None)}).and_also(PLAN, HEADER, DIGEST)
 STATUS = Form("fitres.status", {"code": whole(0, 0), "message": text(REASON)})
 WEIGHT = Form("fitres.num_examples", {"num_examples": whole(1, 1)})
 SHARES_BACK = Form(RECORD_KEY_CONFIGS, {"nids": wholes(NODES), "shares": blobs(NODES, SHARE)})
@@ -148,6 +149,7 @@ SET_UP = Form(
         "target_range": whole(2**4, 2**30),
         "mod_range": whole(1),
         "max_weight": number(0),
+        "cohort": wholes(NODES),
     },
 )
 SHARE_KEYS = Form(RECORD_KEY_CONFIGS, {"stage": text(32)}, others=True)  # the others: keys by node

@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from fl_bn.called import UNNAMED, Called
 from fl_bn.flower.codec import Header
 from fl_bn.flower.compat import GridClientProxy, Stage, parameters_to_arrayrecord
-from fl_bn.flower.masks import server_half
+from fl_bn.flower.masks import bound_to, server_half
 from fl_bn.flower.population import Client
 from fl_bn.flower.secure_stages import Stages
 from fl_bn.flower.sums import Plan, Weighting
@@ -195,7 +195,7 @@ def _unmask(workflow: Any, stages: Stages, context: Any, state: Any, legacy: _Le
         state.active_node_ids, state.aggregate_ndarrays = set(active), list(summed)
         state.nid_to_neighbours = {node: set(of) for node, of in neighbours.items()}
         try:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), bound_to(bytes.fromhex(stages.digest)):
                 done = workflow.unmask_stage(stages, context, state)
             if not done:
                 problem = problem or f"too few clients kept the others' shares to remove the masks (threshold {state.threshold})"

@@ -8,7 +8,7 @@ sample.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -27,6 +27,7 @@ from fl_bn.federation.training import BATCHES
 from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import from_records, header_of
 from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, share_keys_plaintext_separate
+from fl_bn.flower.instruction_digest import instruction_digest
 from fl_bn.flower.log import log
 from fl_bn.flower.masks import client_half, secagg_mod
 from fl_bn.flower.messages import COLLECT, KEY, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SET_UP, SHARE_KEYS, TO_MEASURE, UNMASK
@@ -72,10 +73,11 @@ def secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Han
             raise Insecure(f"{REQUIRED} is on, so this client answers no {kind} message in the clear")
         if kind != MessageType.TRAIN:  # which Flower's mod lets pass, so that the vector would leave unmasked
             raise Insecure(f"SecAgg+ serves train messages alone, but this is a {kind} message: its vector would not be masked")
-        stage, plan = str(content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE)), Plan(0, 0, 0)
+        stage, plan, digest = str(content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE)), Plan(0, 0, 0), b""
         _check_order(stage, context)
         if stage == Stage.SETUP:
-            check_setup(SET_UP.of_configs(content))
+            setup = SET_UP.of_configs(content)
+            check_setup(setup, context.node_id)
             plan = plan_of(build(context), message)
         elif stage == Stage.SHARE_KEYS:
             check_keys(SHARE_KEYS.of_configs(content), _state(context), context.node_id)
@@ -83,15 +85,17 @@ def secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Han
             if unreadable := check_collect(COLLECT.of_configs(content), _state(context), context.node_id):
                 del context.state[RECORD_KEY_STATE]
                 return Message(RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({"unreadable": unreadable})}), reply_to=message)
+            digest = instruction_digest(message, context.run_config, _state(context))
         else:
             check_unmask(UNMASK.of_configs(content), _state(context), context.node_id)
         before = np.random.get_state()  # noqa: NPY002
         try:
-            reply = secagg_mod(message, context, lambda m, c: _summand(m, c, handle, build))
+            reply = secagg_mod(message, context, lambda m, c: _summand(m, c, handle, build, digest), digest)
         finally:
             np.random.set_state(before)  # noqa: NPY002
         if stage == Stage.SETUP:
             reply.content["plan"] = MetricRecord(asdict(plan))
+            context.state.config_records[RECORD_KEY_STATE]["cohort"] = sorted(setup["cohort"])
         elif stage == Stage.UNMASK:
             del context.state[RECORD_KEY_STATE]  # keys and shares have served
         return reply
@@ -117,11 +121,13 @@ def plan_of(client: BatchNormClient, message: Message) -> Plan:
     return Plan(len(np.unique(np.concatenate(batches))), passes, len(batches))
 
 
-def check_setup(configs: Mapping[str, Any]) -> None:
-    """Raises Insecure where the parameters leave a client alone in its sum, or its keys to a minority."""
+def check_setup(configs: Mapping[str, Any], node: int) -> None:
+    """Raises Insecure where the parameters leave a client alone in its sum, its keys to a minority, or this client's ``node`` out."""
     clients, shares, threshold = configs["sample_num"], configs["share_num"], configs["threshold"]
     if clients < LEAST or not LEAST <= shares <= clients:
         raise Insecure(f"SecAgg+ needs at least {LEAST} clients and shares, but got {shares} shares among {clients} clients")
+    if len(cohort := set(configs["cohort"])) != clients or len(configs["cohort"]) != clients or node not in cohort:
+        raise Insecure(f"expected the {clients} nodes of the cohort, this client's among them, but got {said(configs['cohort'])}")
     if not shares < 2 * threshold <= 2 * shares:
         raise Insecure(
             f"the threshold must be more than half of the {shares} shares, or two minorities unmask a client, but got {threshold}"
@@ -149,6 +155,8 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
     nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]
     if len(nodes) != len(keys) or len(nodes) != state.share_num or node not in nodes:
         raise Insecure(f"expected the keys of {state.share_num} clients, this one among them, but got those of {said(list(keys))}")
+    if others := set(nodes) - set(state.cohort):
+        raise Insecure(f"expected keys of clients of the cohort, but got those of nodes {said(sorted(others))}")
     pems = [pem for pair in keys.values() for pem in (pair if type(pair) is list and len(pair) == 2 else [None])]
     if any(type(pem) is not bytes or len(pem) > KEY for pem in pems) or len(set(pems)) != len(pems):
         raise Insecure("expected two keys of each client, all of them different")
@@ -196,7 +204,17 @@ def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
         raise Insecure(f"only {len(active)} clients are in the sum, but fewer than {state.threshold} hide nobody")
 
 
-def _summand(message: Message, context: Context, handle: Handler, build: Callable[[Context], BatchNormClient]) -> Message:
+def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, levels: int) -> None:
+    """Raises Insecure for a weight beside which this client's own part would fill less than one level of the quantiser, or exceed 1."""
+    for section in sections:
+        if not 2 / levels <= (weight := weighting.of(section, plan)) <= 1:
+            raise Insecure(
+                f"expected {section} to weigh between 2 / {levels} and 1 here, but with {asdict(plan)} it would weigh {weight:g} as the "
+                f"server has it ({asdict(weighting)})"
+            )
+
+
+def _summand(message: Message, context: Context, handle: Handler, build: Callable[[Context], BatchNormClient], digest: bytes) -> Message:
     """The plain reply as Flower's mod wants it: one vector, weight 1, and the counts."""
     client, plan = build(context), plan_of(build(context), message)
     received, header = from_records(message.content)
@@ -216,6 +234,7 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
     weighting = Weighting(*(config[f"secagg-{key}-weight"] for key in ("update", "statistics", "samples")))
     per_sample = activations(reply, plan)
     state = context.state.config_records[RECORD_KEY_STATE]
+    check_weights(weighting, shapes, plan, int(state[Key.TARGET_RANGE]))  # type: ignore[arg-type]
     limit = float(state[Key.CLIPPING_RANGE])  # type: ignore[arg-type]
     parts, cut = additive(reply, to_tensors(received.get("weights", {})), reference, limit)
     parts = {s: {k: t * weighting.of(s, plan) for k, t in part.items()} for s, part in parts.items() if s in shapes}
@@ -225,7 +244,8 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
     _warn(client, header.round, {k: n for k, n in cut.items() if n}, beyond_range, limit)
     loss = float(told.get("loss", 0.0))  # type: ignore[arg-type]
     parts |= flags(loss, weighting.of("loss", plan), any(cut.values()), bool(beyond_range), limit)
-    counts: dict[str, Any] = {**asdict(plan), "activations": dump(per_sample), **({"kept": told["kept"]} if "kept" in told else {})}
+    counts: dict[str, Any] = {**asdict(plan), "activations": dump(per_sample), "digest": digest.hex()}
+    counts |= {"kept": told["kept"]} if "kept" in told else {}
     result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([to_vector(parts, shapes)]), 1, counts | asdict(repeated))
     if not private:  # a sum of integers is exact: with the same roundings a run is reproducible, bit for bit
         rng = seeded(client.seed, client.site.client, header.round, ROUNDING, not trained)

@@ -36,6 +36,7 @@ READERS = {
     "secure_client.py": "the stage, before its form is chosen; this side's own reply",
     "secure_rounds.py": "adds to messages of its own",
     "carriers.py": "adds to messages of its own",
+    "instruction_digest.py": "hashes an instruction as it came",
     "transcript.py": "adds to messages of its own",
     "recovery.py": "adds to messages of its own",
     "app_host.py": "this side's own reply, against the site's policy",

@@ -87,6 +87,10 @@ def swap_sources(record: dict, spy: Spy) -> dict:  # type: ignore[type-arg]
     return {**record, "srcs": [record["srcs"][1], record["srcs"][0], *record["srcs"][2:]]}
 
 
+def stranger(record: dict, spy: Spy) -> dict:  # type: ignore[type-arg]
+    return {**without(3)(record, spy), "9": record["3"]}
+
+
 STAGES: dict[str, tuple[str, Change, str]] = {
     "fewer than 3 clients": ("setup", sets(sample_num=2, share_num=2, threshold=2), "at least 3 clients"),
     "one share": ("setup", sets(share_num=1, threshold=1), "at least 3 clients and shares"),
@@ -94,6 +98,10 @@ STAGES: dict[str, tuple[str, Change, str]] = {
     "a threshold of half": ("setup", sets(threshold=2), "more than half"),
     "another modulus": ("setup", sets(mod_range=2**31), "need modulus"),
     "levels that overflow": ("setup", sets(target_range=2**30), "need modulus"),
+    "a range that hides the others": ("setup", sets(clipping_range=1e6), "clipping_range: expected a finite number 1e-06..1000"),
+    "a cohort without this client": ("setup", sets(cohort=[1, 3, 4, 5, 6]), "nodes of the cohort, this client's among them"),
+    "a cohort of another size": ("setup", sets(cohort=[1, 2, 3]), "expected the 5 nodes of the cohort"),
+    "keys of nodes outside the cohort": ("share_keys", stranger, "expected keys of clients of the cohort"),
     "another weight": ("setup", sets(max_weight=1000.0), "need modulus"),
     "a range that is none": ("setup", sets(clipping_range=float("nan")), "clipping_range: expected a finite number"),
     "a parameter of another type": ("setup", sets(threshold="3"), "threshold: expected a whole number"),
