@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from fl_bn.federation.values import Instruction
 from fl_bn.flower.client_state import ClientState, FileState, MemoryState
 from fl_bn.flower.codec import Header, check_header, flatten, header_from, unflatten
 from fl_bn.flower.log import log
-from fl_bn.flower.messages import TO_EVALUATE
+from fl_bn.flower.messages import TO_SAVE
 from fl_bn.flower.run_id import RunId
 from fl_bn.flower.transcript import Transcript, detach, request_payload
 from fl_bn.methods import INPUTS, Method, Phase, StatisticsPass
@@ -152,18 +153,32 @@ class BatchNormClient(NumPyClient):
 
     def evaluate(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Loss and other metrics on this client's test data, with its own local tensors; ``save``: file name under the site's folder."""
+        with self._own_model(parameters, config) as model:
+            metrics = evaluate(model, self.site.test, task=self.task).result()
+            self._save(model, str(config.get("save", "")))
+        return metrics.pop("loss"), len(self.site.test), metrics
+
+    def save(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> None:
+        """Save the model that ``evaluate`` would test under the site's folder, as ``save`` of ``config`` names it."""
+        with self._own_model(parameters, config) as model:
+            self._save(model, str(config["save"]))
+
+    @contextmanager
+    def _own_model(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> Iterator[nn.Module]:
+        """What the server sent with this client's own local tensors."""
         kept = self._state(config).read(before=int(config["round"]) + 1)
         asked = self._instruction(Phase.MEASURE, unflatten(parameters, config["layout"]), config)
         with self.network.lend() as lent:
-            model = LocalRound(lent, self.method, asked, kept).model
-            metrics = evaluate(model, self.site.test, task=self.task).result()
-            if (name := str(config.get("save", ""))) and self.site.folder is not None:
-                TO_EVALUATE.read({"save": name})  # a folder's name, and no way out of this client's own
-                path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                names = plain_names(model)
-                save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
-        return metrics.pop("loss"), len(self.site.test), metrics
+            yield LocalRound(lent, self.method, asked, kept).model
+
+    def _save(self, model: nn.Module, name: str) -> None:
+        if not name or self.site.folder is None:
+            return
+        TO_SAVE.read({"save": name})  # a folder's name, and no way out of this client's own
+        path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        names = plain_names(model)
+        save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
         """Scale, shift and statistics that this client keeps (``unseen.kept_layers``), for the average that unseen clients get.

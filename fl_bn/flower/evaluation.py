@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from flwr.app import Message, MetricRecord
 
-from fl_bn.called import UNNAMED, Called
-from fl_bn.federation import schema
 from fl_bn.federation.metrics import fits, over_clients
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower.codec import Header
-from fl_bn.flower.log import log
-from fl_bn.flower.messages import evaluated
-from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Reading, read_replies
 from fl_bn.task import Task
 
@@ -22,16 +15,16 @@ from fl_bn.task import Task
 def evaluation_at_clients(
     record: RoundRecord,
     replies: Iterable[Message],
-    clients: Sequence[Client],
-    header: Header,
-    sent: Iterable[Message],
+    reading: Reading,
     task: Task,
-    called: Called = UNNAMED,
+    missing: Callable[[Mapping[int, str]], None],
 ) -> MetricRecord | None:
-    """What ``over_clients`` makes of the clients' metrics; each one's own loss and metric go into ``record``."""
-    came, refused, _ = read_replies(replies, Reading(clients, schema.Schema({}), header, evaluated(task), sent))
-    for index, reason in refused.items():
-        log(logging.WARNING, "%s did not evaluate: %s", called.client(index), reason)
+    """What ``over_clients`` makes of the clients' metrics; each one's own loss and metric go into ``record``.
+
+    ``missing`` is told whose evaluation is not used, and why.
+    """
+    came, refused, _ = read_replies(replies, reading)
+    missing(refused)
     measured = {reply.client: reply.metrics for reply in came if fits(task, task.metric, reply.metrics[task.metric])}  # NaN: no label
     if not measured:
         return None

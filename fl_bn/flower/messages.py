@@ -63,7 +63,7 @@ TRAINED = REPLIED.and_also(
     )
 )
 REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})  # replay: needs an answer; the session knows the limits
-EVALUATED = Form("metrics", {"samples": whole(), "loss": measured()})
+EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": whole(default=None)})  # fewest: behind one of the numbers
 
 
 def evaluated(task: Task) -> Form:
@@ -102,9 +102,11 @@ EXCHANGE = Form(
     },
     others=True,
 )
+SUM_OF, REPLY, EVALUATION = "secagg-of", "reply", "evaluation"  # what a secure sum adds up
 SECURE = Form(
     "config",
     {
+        SUM_OF: one_of(REPLY, EVALUATION, default=REPLY),
         "secagg-update-weight": whole(default=None),
         "secagg-statistics-weight": whole(default=None),
         "secagg-samples-weight": whole(default=None),
@@ -119,6 +121,7 @@ TO_TRAIN = Form(
 ).and_also(RUN, EXCHANGE, SECURE)
 TO_MEASURE = RUN.and_also(Form("config", {"measured": one_of(*MEASURED, default=INPUTS)}, others=True), EXCHANGE, SECURE)
 TO_EVALUATE = RUN.and_also(Form("config", {"save": text(255, f"(?:{FOLDER})?", "", "a file name")}))
+TO_SAVE = RUN.and_also(Form("config", {"save": text(255, FOLDER, wanted="a file name")}))
 TO_TELL = RUN
 TO_MEET = EXCHANGE
 TO_GREET = Form("config", {"version": text(64, default="")}, others=True)
@@ -155,6 +158,10 @@ SET_UP = Form(
 SHARE_KEYS = Form(RECORD_KEY_CONFIGS, {"stage": text(32)}, others=True)  # the others: keys by node
 COLLECT = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "srcs": wholes(NODES), "ctxts": blobs(NODES, SHARE)})
 UNMASK = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "active_nids": wholes(NODES), "dead_nids": wholes(NODES)})
+
+# from the site itself: its node config, with the lines of its policy
+
+LIMITS = Form("node config", {"min-samples": whole(default=None), "max-evaluations": whole(default=None)})
 
 # what a run goes on from
 

@@ -41,7 +41,8 @@ from fl_bn.federation.values import Instruction
 from fl_bn.flower.client import connect, state_of
 from fl_bn.flower.client_app import HELLO, RENDEZVOUS, STATISTICS
 from fl_bn.flower.codec import Header, check_header, from_records, to_records
-from fl_bn.flower.messages import REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
+from fl_bn.flower.gate import Gate, admit_own
+from fl_bn.flower.messages import TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
 from fl_bn.flower.transcript import detach, request_payload
 from fl_bn.flower.versions import check_server, here
 from fl_bn.methods import INPUTS, Method, Phase, Report
@@ -192,10 +193,12 @@ def evaluating(message: Message, context: Context, model: nn.Module, method: Met
 def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batches: Batches, *, task: Task = CLASSIFICATION) -> None:
     """Let ``app`` answer what the server asks beside training: who it is, and the statistics of its data.
 
-    ``model()`` makes your network, unconverted. ``batches(context)``: the training batches.
+    ``model()`` makes your network, unconverted. ``batches(context)``: the training batches. What these answer passes a ``Gate``. Your own
+    handlers do, too, in an app that is made with one: ``ClientApp(mods=[Gate()])``.
     """
+    gate = Gate()
 
-    @app.query(HELLO.removeprefix("query."))
+    @app.query(HELLO.removeprefix("query."), mods=[gate])
     def hello(message: Message, context: Context) -> Message:
         check_server(message)
         data, loader = convert(model(), method), batches(context)
@@ -210,7 +213,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
         }
         return Message(RecordDict({"hello": ConfigRecord({**said})}), reply_to=message)
 
-    @app.query(STATISTICS.removeprefix("query."))
+    @app.query(STATISTICS.removeprefix("query."), mods=[gate])
     def statistics(message: Message, context: Context) -> Message:
         converted, (_, header) = convert(model(), method), from_records(message.content)
         asked, values = _read(message, context, converted, method, TO_MEASURE)
@@ -223,7 +226,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
         content["metrics"] = MetricRecord({"samples": reply.samples})
         return Message(content, reply_to=message)
 
-    @app.query(RENDEZVOUS.removeprefix("query."))
+    @app.query(RENDEZVOUS.removeprefix("query."), mods=[gate])
     def rendezvous(message: Message, context: Context) -> Message:
         connect(TO_MEET.of_configs(message.content), [], 1).close()
         return Message(RecordDict(), reply_to=message)
@@ -231,8 +234,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
 
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Any) -> tuple[Instruction, Any]:
     """The instruction in a message, and the checked values of its config."""
-    if any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config)):
-        raise ValueError(f"{REQUIRED} is on, but an app of your own answers in the clear: use fl-bn's application, or set it to false")
+    admit_own(context, evaluates=form is TO_EVALUATE)
     if "header" not in message.content:
         raise ValueError(
             "this message is of another strategy: in server_app.py start one of fl_bn.flower's (FixBN, FedBN, HBN, FBN, FedTAN, ...)"

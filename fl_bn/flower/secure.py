@@ -117,6 +117,7 @@ def secure_sum(
     statistics_by_passes: bool = True,
     layers: Iterable[str] = (),
     max_steps: int = 0,
+    evaluates: bool = False,
     whole: Callable[[np.ndarray], bool] = lambda mean: True,
     called: Called = UNNAMED,
 ) -> Sum:
@@ -124,7 +125,8 @@ def secure_sum(
 
     ``messages``: the plain instruction of each client, with a ``config`` record. ``least``: the fewest clients that may be in the sum.
     ``weighted``: whether updates, and statistics, weigh by samples; ``statistics_by_passes``: or statistics by all samples that passed.
-    ``layers``: whose activations are counted; ``max_steps`` that a client may plan. ``whole``: whether a mean can be one, so that all
+    ``layers``: whose activations are counted; ``max_steps`` that a client may plan; ``evaluates``: it is a sum of
+    evaluations. ``whole``: whether a mean can be one, so that all
     masks are gone. ``called``: what the log calls clients and nodes.
 
     Raises:
@@ -132,7 +134,7 @@ def secure_sum(
     """
     by_node = {client.node: client for client in cohort}
     instructions = {m.metadata.dst_node_id: m for m in messages}
-    stages = Stages(grid, header, by_node, instructions, timeout, size, frozenset(layers), max_steps, called=called)
+    stages = Stages(grid, header, by_node, instructions, timeout, size, frozenset(layers), max_steps, evaluates, called=called)
     nodes = sorted(by_node, key=lambda node: by_node[node].index)
     while True:
         if len(nodes) < max(least, LEAST):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from cryptography.fernet import InvalidToken
-from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 
 from fl_bn.data.batches import ClientTooSmall, draw_batches
@@ -24,13 +24,15 @@ from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES
+from fl_bn.flower import secure_evaluation
 from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import from_records, header_of
 from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, share_keys_plaintext_separate
+from fl_bn.flower.gate import Handler, Insecure, Limits, evaluations_left, sums_evaluations
 from fl_bn.flower.instruction_digest import instruction_digest
 from fl_bn.flower.log import log
 from fl_bn.flower.masks import client_half, secagg_mod
-from fl_bn.flower.messages import COLLECT, KEY, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SET_UP, SHARE_KEYS, TO_MEASURE, UNMASK
+from fl_bn.flower.messages import COLLECT, KEY, RECORD_KEY_CONFIGS, SECURE, SET_UP, SHARE_KEYS, TO_MEASURE, UNMASK
 from fl_bn.flower.sums import (
     REFERENCE,
     STATISTICS,
@@ -52,33 +54,29 @@ from fl_bn.wire import said
 
 ROUNDING = 100  # purpose of a seeded generator, beside those in client.py
 
-Handler = Callable[[Message, Context], Message]
 
+def secured(handle: Handler, evaluate: Handler, build: Callable[[Context], BatchNormClient]) -> Handler:
+    """``handle``, which trains and measures, and ``evaluate``, which answer in the clear, behind SecAgg+.
 
-class Insecure(ValueError):
-    """The server asked for something that would show one client's numbers."""
-
-
-def secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Handler:
-    """``handle``, which answers train messages in the clear, behind SecAgg+.
+    The ``Gate`` has let the message in: it carries a record of SecAgg+, and is one that Flower's mod masks the reply to.
 
     Raises (in the handler):
-        Insecure: the message carries no SecAgg+ record, so that it asks for a plain reply; or the protocol's parameters, or the shares
-            asked for, would undo the masks.
+        Insecure: the protocol's parameters, or the shares asked for, would undo the masks.
     """
 
+    def summand(message: Message, context: Context, digest: bytes) -> Message:
+        if sums_evaluations(message):
+            return _evaluated(message, context, evaluate, build, digest)
+        return _summand(message, context, handle, build, digest)
+
     def secure(message: Message, context: Context) -> Message:
-        kind, content = message.metadata.message_type, message.content
-        if RECORD_KEY_CONFIGS not in content:
-            raise Insecure(f"{REQUIRED} is on, so this client answers no {kind} message in the clear")
-        if kind != MessageType.TRAIN:  # which Flower's mod lets pass, so that the vector would leave unmasked
-            raise Insecure(f"SecAgg+ serves train messages alone, but this is a {kind} message: its vector would not be masked")
+        content = message.content
         stage, plan, digest = str(content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE)), Plan(0, 0, 0), b""
         _check_order(stage, context)
         if stage == Stage.SETUP:
             setup = SET_UP.of_configs(content)
             check_setup(setup, context.node_id)
-            plan = plan_of(build(context), message)
+            plan = plan_of(build(context), message, context)
         elif stage == Stage.SHARE_KEYS:
             check_keys(SHARE_KEYS.of_configs(content), _state(context), context.node_id)
         elif stage == Stage.COLLECT_MASKED_VECTORS:
@@ -90,7 +88,7 @@ def secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Han
             check_unmask(UNMASK.of_configs(content), _state(context), context.node_id)
         before = np.random.get_state()  # noqa: NPY002
         try:
-            reply = secagg_mod(message, context, lambda m, c: _summand(m, c, handle, build, digest), digest)
+            reply = secagg_mod(message, context, lambda m, c: summand(m, c, digest), digest)
         finally:
             np.random.set_state(before)  # noqa: NPY002
         if stage == Stage.SETUP:
@@ -103,8 +101,17 @@ def secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Han
     return secure
 
 
-def plan_of(client: BatchNormClient, message: Message) -> Plan:
-    """What this client will do in the round of ``message``: the batches are drawn from the run's seed, so they can be counted before."""
+def plan_of(client: BatchNormClient, message: Message, context: Context) -> Plan:
+    """What this client will do in the round of ``message``: the batches are drawn from the run's seed, so they can be counted before.
+
+    Of an evaluation the test samples: none where they are too few, or where this site's evaluations are spent.
+    """
+    if sums_evaluations(message):
+        tested, limits = len(client.site.test), Limits.of(context)
+        if tested >= max(limits.min_samples, 1) and evaluations_left(context, limits):
+            return Plan(tested, 0, 0)
+        log(logging.WARNING, "client %s has no part in the evaluation: %d test samples, %s", client.site.client, tested, limits)
+        return Plan(0, 0, 0)
     header = header_of(message.content)
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
@@ -216,7 +223,7 @@ def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, lev
 
 def _summand(message: Message, context: Context, handle: Handler, build: Callable[[Context], BatchNormClient], digest: bytes) -> Message:
     """The plain reply as Flower's mod wants it: one vector, weight 1, and the counts."""
-    client, plan = build(context), plan_of(build(context), message)
+    client, plan = build(context), plan_of(build(context), message, context)
     received, header = from_records(message.content)
     if header.payload != AS_THE_MODEL:
         raise Insecure(f"SecAgg+ masks whole numbers of full length, but the server asks for weights as {header.payload}")
@@ -246,10 +253,35 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
     parts |= flags(loss, weighting.of("loss", plan), any(cut.values()), bool(beyond_range), limit)
     counts: dict[str, Any] = {**asdict(plan), "activations": dump(per_sample), "digest": digest.hex()}
     counts |= {"kept": told["kept"]} if "kept" in told else {}
-    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([to_vector(parts, shapes)]), 1, counts | asdict(repeated))
-    if not private:  # a sum of integers is exact: with the same roundings a run is reproducible, bit for bit
-        rng = seeded(client.seed, client.site.client, header.round, ROUNDING, not trained)
-        np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
+    if not private:
+        _seed_rounding(client, header.round, 0 if trained else 1)
+    return _vector_reply(message, to_vector(parts, shapes), counts | asdict(repeated))
+
+
+def _evaluated(
+    message: Message, context: Context, evaluate: Handler, build: Callable[[Context], BatchNormClient], digest: bytes
+) -> Message:
+    """The evaluation as Flower's mod wants it: one vector, weight 1, and the counts."""
+    client, plan = build(context), plan_of(build(context), message, context)
+    if not plan.samples:
+        raise Insecure("this client's evaluations are spent, or its test samples too few, since the sum began")
+    plain = evaluate(message, context)
+    limit = float(context.state.config_records[RECORD_KEY_STATE][Key.CLIPPING_RANGE])  # type: ignore[arg-type]
+    numbers = {name: float(value) for name, value in plain.content.metric_records["metrics"].items() if isinstance(value, float)}
+    vector = to_vector(secure_evaluation.parts_of(numbers, client.task, limit), secure_evaluation.layout(client.task))
+    header = header_of(plain.content)
+    _seed_rounding(client, header.round, 2)
+    return _vector_reply(message, vector, {**asdict(plan), "activations": dump({}), "digest": digest.hex(), **asdict(header)})
+
+
+def _seed_rounding(client: BatchNormClient, round: int, purpose: int) -> None:
+    """Let the quantiser round by the run's seed: sums of integers are exact, so that a run is reproducible, bit for bit."""
+    rng = seeded(client.seed, client.site.client, round, ROUNDING, purpose)
+    np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
+
+
+def _vector_reply(message: Message, vector: np.ndarray, counts: Mapping[str, Any]) -> Message:
+    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), 1, dict(counts))
     content: RecordDict = fitres_to_recorddict(result, keep_input=False)
     return Message(content, reply_to=message)
 

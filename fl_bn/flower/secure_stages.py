@@ -40,7 +40,8 @@ class Stages:
     """What Flower's workflow takes for a grid: its messages get this project's records and time to live, and what is wrong with a reply
     is found here: Flower's stages see checked values alone.
 
-    ``layers``: whose activations a client counts; ``max_steps`` that it may plan, 0: unknown. ``shares``: the replies of the last stage,
+    ``layers``: whose activations a client counts; ``max_steps`` that it may plan, 0: unknown; ``evaluates``: the sum is one of
+    evaluations, whose samples are others than those that clients introduced themselves with. ``shares``: the replies of the last stage,
     of which ``without`` withholds one. ``called``: what the log calls clients and nodes.
     """
 
@@ -52,6 +53,7 @@ class Stages:
     size: int
     layers: frozenset[str]
     max_steps: int
+    evaluates: bool = False
     plans: dict[int, Plan] = field(default_factory=dict)
     activations: dict[int, dict[str, int]] = field(default_factory=dict)
     kept: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -149,7 +151,7 @@ class Stages:
 
     def _plan(self, told: Mapping[str, Any], node: int) -> Plan:
         plan, limit = Plan(told["samples"], told["passes"], told["steps"]), self.clients[node].samples
-        if plan.samples > limit:
+        if plan.samples > limit and not self.evaluates:
             raise WireError("plan", "samples", f"expected at most {limit}, as the client said of itself, but got {plan.samples}")
         if 0 < self.max_steps < plan.steps:
             raise WireError("plan", "steps", f"expected at most {self.max_steps}, as the server asked for, but got {plan.steps}")

@@ -24,19 +24,20 @@ from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.schema import Schema
 from fl_bn.federation.server import Arrived, Server
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.flower.adversary import corrupt
 from fl_bn.flower.checkpoint import Checkpoint
-from fl_bn.flower.client_app import STATISTICS
+from fl_bn.flower.client_app import SAVE, STATISTICS
 from fl_bn.flower.codec import arrays_of, header_for, tensors_of, to_records
 from fl_bn.flower.compat import simulated
 from fl_bn.flower.disclosure import DisclosureReport
 from fl_bn.flower.evaluation import evaluation_at_clients
 from fl_bn.flower.exchanges import BY_PASSES, Exchanges
 from fl_bn.flower.log import log, say_round
-from fl_bn.flower.messages import REPLIED, TRAINED
-from fl_bn.flower.messaging import receive, send_and_receive
+from fl_bn.flower.messages import REPLIED, TRAINED, evaluated
+from fl_bn.flower.messaging import copy_of, receive, send_and_receive
 from fl_bn.flower.normalisation import describe_round, in_short, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.recovery import Recovery
@@ -46,6 +47,7 @@ from fl_bn.flower.versions import here
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
+from fl_bn.wire import reason
 
 if TYPE_CHECKING:
     from fl_bn.flower.secure_rounds import SecureRounds
@@ -90,7 +92,7 @@ class BatchNormStrategy(Strategy):
         self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
         self.task = task
         self.population: Population | None = None
-        self._evaluating = list[Client]()
+        self._evaluating, self._said = list[Client](), set[tuple[int, str]]()
         self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
         self._batches = 0  # that a client trained on
         self._rounding = EXACT  # of the messages sent last
@@ -188,7 +190,33 @@ class BatchNormStrategy(Strategy):
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
-        return evaluation_at_clients(self.record, replies, self._evaluating, header, self._sent, self.task, self.rounds.called)
+        reading = Reading(self._evaluating, Schema({}), header, evaluated(self.task), self._sent)
+        return evaluation_at_clients(self.record, replies, reading, self.task, self._say_unevaluated)
+
+    def _evaluated_securely(self, server_round: int, grid: Grid, asked: list[Message], timeout: float) -> MetricRecord | None:
+        """The clients' evaluations, of which the server sees the mean alone. Models of their own are saved by a message of its own."""
+        if not asked:
+            return None
+        assert self.secure is not None
+        if any(message.content.config_records["config"]["save"] for message in asked):
+            saving = [copy_of(message, kind=SAVE) for message in asked]
+            for reply in send_and_receive(grid, saving, timeout, self.rounds.retry, self.rounds.called):
+                if reply.has_error():
+                    log(logging.WARNING, "node %s did not save its model: %s", reply.metadata.src_node_id, reason(reply.error.reason))
+        nodes = {client.node for client in self._evaluating}
+        messages = [copy_of(message, kind="train") for message in asked if message.metadata.dst_node_id in nodes]
+        for message in messages:
+            message.content["config"] = ConfigRecord({**message.content.config_records["config"], "save": ""})
+        means, refused = self.secure.evaluate(grid, messages, self._evaluating, timeout, self.task)
+        self._say_unevaluated(refused)
+        return MetricRecord({**means}) if means else None
+
+    def _say_unevaluated(self, refused: Mapping[int, str]) -> None:
+        """Say why clients' evaluations are missing, of each client and reason once in a run."""
+        for index, why in sorted(refused.items()):
+            if (index, why) not in self._said:
+                self._said.add((index, why))
+                log(logging.WARNING, "%s did not evaluate: %s", self.rounds.called.client(index), why)
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
         from fl_bn.flower.secure_rounds import SecureRounds  # only now: a plain run does without SecAgg+
@@ -316,8 +344,12 @@ class BatchNormStrategy(Strategy):
     ) -> None:
         arrays = result.arrays
         asked = self.configure_evaluate(server_round, arrays, config, grid)
-        replies = send_and_receive(grid, asked, timeout, self.rounds.retry, self.rounds.called)
-        if (at_clients := self.aggregate_evaluate(server_round, replies)) is not None:
+        if self.secure is not None:
+            at_clients = self._evaluated_securely(server_round, grid, list(asked), timeout)
+        else:
+            replies = send_and_receive(grid, asked, timeout, self.rounds.retry, self.rounds.called)
+            at_clients = self.aggregate_evaluate(server_round, self.disclosures.evaluations(replies, self._everyone()))
+        if at_clients is not None:
             result.evaluate_metrics_clientapp[server_round] = at_clients
             self.record.evaluation = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
         elif self.evaluate is not None and not self.at_clients:
@@ -416,7 +448,7 @@ class BatchNormStrategy(Strategy):
 
     def _overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Message]:
         """The replies, noted, and then rewritten where the method's adversary has Byzantine clients, which know all the others'."""
-        clients = self.cohort if self.population is None else self.population.everyone()
+        clients = self._everyone()
         noted = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)
         if self.method.adversary is None or self.method.adversary.flips_labels:
             return noted
@@ -424,6 +456,9 @@ class BatchNormStrategy(Strategy):
         momentum = {name: layer.momentum for name, layer in self.shared.layers.items()}
         corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self._down, momentum, self._rounding)
         return replies
+
+    def _everyone(self) -> list[Client]:
+        return self.cohort if self.population is None else self.population.everyone()
 
     def _tell(self) -> None:
         self._batches += batches_trained([self.record])

@@ -38,6 +38,8 @@ READERS = {
     "carriers.py": "adds to messages of its own",
     "instruction_digest.py": "hashes an instruction as it came",
     "transcript.py": "adds to messages of its own",
+    "strategy.py": "adds to messages of its own",
+    "gate.py": "this side's own replies; the kind of a message, before its form is chosen",
     "recovery.py": "adds to messages of its own",
     "app_host.py": "this side's own reply, against the site's policy",
     "in_process.py": "the engine: whether a message of this process is one of the local exchange",

@@ -230,7 +230,7 @@ def test_nothing_of_local_statistics_is_told_unasked(name: str) -> None:
     grid = WatchedGrid(client_app(method, clients, TWO_STEPS), len(clients))
     run(method, clients, 2, grid=grid)
     told = {key for m in grid.received for record in m.content.metric_records.values() for key in record}
-    assert told == {"samples", "steps", "loss", "waited", "kept", "accuracy"} | {f"accuracy-class-{i}" for i in range(4)}
+    assert told == {"samples", "steps", "loss", "waited", "kept", "accuracy", "fewest"} | {f"accuracy-class-{i}" for i in range(4)}
     kept = [record for state in grid.states() for record in state.array_records.values()]
     values = {float(v) for record in kept for name, array in record.items() if "running" in name for v in array.numpy().reshape(-1)}
     numbers = {float(v) for m in grid.received for record in m.content.metric_records.values() for v in record.values()}
