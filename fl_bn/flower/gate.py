@@ -7,12 +7,16 @@ refused: whoever adds a handler says here what its replies may hold.
 ``secure-aggregation`` in the node config or the run config means that nothing which summarises data leaves in the clear. Such a client
 answers who it is and how many samples it has, saves its model, and takes part in secure sums; all else is refused.
 
+Whether such a client fails, and with which words, may depend on its data, too: weights may overflow for some samples alone. It says that it
+failed and no more, and after ``MOST_FAILURES`` of them it takes part in no secure sum of the run.
+
 An evaluation is a disclosure. With weights of the server's choice, an accuracy answers any question of yes and no about the samples:
 ``max-evaluations`` bounds how many are answered in a run, ``min-samples`` how few samples a number may summarise.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -25,6 +29,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from fl_bn.durable import append
 from fl_bn.flower.disclosure import FEW
 from fl_bn.flower.fields import records_of
+from fl_bn.flower.log import log
 from fl_bn.flower.messages import EVALUATION, EXCHANGE, LIMITS, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SUM_OF
 from fl_bn.methods import Phase
 from fl_bn.wire import said, shown
@@ -32,6 +37,8 @@ from fl_bn.wire import said, shown
 Handler = Callable[[Message, Context], Message]
 COUNTS = ("samples", "num-examples", "fewest")  # under which an evaluation says how many samples are behind its numbers
 SPENT = "evaluations"  # record of Flower's context.state, and folder below state-dir
+FAILURES, MOST_FAILURES = "failures", 3
+MASKING = "collect_masked_vectors"  # Flower's name of the stage whose reply depends on the data
 _entered: ContextVar[bool] = ContextVar("entered", default=False)
 
 
@@ -98,9 +105,18 @@ class Gate:
     def __call__(self, message: Message, context: Context, handle: Handler) -> Message:
         kind, limits, name = admit(message, context, self.kinds), Limits.of(context), message.metadata.message_type
         evaluates = name == "evaluate" or sums_evaluations(message)
+        masks = kind is SUM and _config(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
         token = _entered.set(True)
         try:
             reply = handle(message, context)
+        except Refused:
+            raise
+        except Exception as error:
+            if not (masks and limits.secure):
+                raise
+            _count_failure(context)
+            log(logging.ERROR, "this client has no part in a secure sum, and the server is not told why: %r", error)
+            raise Refused("this client could not compute its part of a secure sum; its own log says why") from None
         finally:
             _entered.reset(token)
         if not reply.has_error():
@@ -124,6 +140,10 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
         raise Insecure(f"SecAgg+ serves train messages alone, but this is a {name} message: its vector would not be masked")
     if limits.secure and not kind.open:
         raise Insecure(f"{REQUIRED} is on, so this client answers no {name} message in the clear")
+    if kind is SUM and limits.secure and _failures(context) >= MOST_FAILURES:
+        raise Refused(
+            f"this client failed in {MOST_FAILURES} secure sums of this run, and takes part in no more: when it fails tells of its data"
+        )
     if (kind is SUM or limits.secure) and (went := _exchange(message)):
         raise Insecure(f"{went} would show this client's moments to the server: no secure sum has one")
     return kind
@@ -243,6 +263,15 @@ def _file(context: Context) -> Path | None:
     if "state-dir" not in node:
         return None
     return Path(str(node["state-dir"])) / SPENT / f"run-{context.run_id}.client-{node.get('partition-id', context.node_id)}"
+
+
+def _failures(context: Context) -> int:
+    told = _config(context.state, FAILURES).get("failed", 0)
+    return told if isinstance(told, int) else 0
+
+
+def _count_failure(context: Context) -> None:
+    context.state[FAILURES] = ConfigRecord({"failed": _failures(context) + 1})
 
 
 def _lines(file: Path) -> int:

@@ -79,9 +79,10 @@ def test_bytes_are_no_text() -> None:
 def test_an_honest_server_tells_all_clients_of_a_sum_the_same(name: str) -> None:
     ran = run(METHODS[name](), people(4), 2, secure=SecureAggregation(), policy={"fraction": 0.75, "min_cohort": 3, "calibrate": 1})
     assert all(record.aggregated for record in ran.records)
-    sums: dict[tuple[str, int], set[str]] = {}
+    sums: dict[tuple[str, int, int], set[str]] = {}
     for message in ran.grid.received:
         if message.has_content() and (told := message.content.config_records.get("fitres.metrics")) is not None:
-            sums.setdefault((str(told["phase"]), int(told["round"])), set()).add(str(told["digest"]))  # type: ignore[arg-type]
-    assert all(len(digests) == 1 for (phase, _), digests in sums.items() if phase != "measure")
+            which = str(told["phase"]), int(told["round"]), int(told["steps"])  # type: ignore[arg-type]
+            sums.setdefault(which, set()).add(str(told["digest"]))
+    assert all(len(digests) == 1 for (phase, _, _), digests in sums.items() if phase != "measure")
     assert len({digest for digests in sums.values() for digest in digests}) >= len(sums)

@@ -21,7 +21,7 @@ from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import Classification, Segmentation
 from tests.hostile.bisecting import Bisecting, network, samples, secrets_of, with_node_config
-from tests.in_process import WatchedGrid, client_app, run
+from tests.in_process import FULL_BATCH, WatchedGrid, client_app, run
 
 DATA = [samples(12, seed=i) for i in range(3)]
 SECRETS = secrets_of(DATA[0])
@@ -235,6 +235,52 @@ def test_a_reply_holds_what_its_kind_may_and_nothing_else() -> None:
 def test_the_application_s_own_handlers_are_all_known() -> None:
     app = client_app(METHODS["fedavg"](), DATA, model=network())
     assert {name.removesuffix(".default") for name in app._registered_funcs} == set(KINDS)
+
+
+# failures
+
+
+def test_a_client_that_fails_does_not_say_why_and_fails_three_times_at_most(log: pytest.LogCaptureFixture) -> None:
+    """A server could send weights that overflow for samples above a threshold alone, and bisect on who fails."""
+    app, secret = ClientApp(mods=[Gate()]), SECRETS[0]
+    tried: list[float] = []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        tried.append(secret)
+        raise ValueError(f"fc.weight: not finite, since {secret}")
+
+    def reasons(asked: WatchedGrid, stage: str = "collect_masked_vectors") -> list[str]:
+        found = []
+        for _ in range(6):
+            message = Bisecting(asked).message(1, 0.5, "train")
+            message.content[RECORD_KEY_CONFIGS] = ConfigRecord({"stage": stage})
+            found += [str(reply.error.reason) for reply in asked.send_and_receive([message])]
+        return found
+
+    said = reasons(with_node_config(WatchedGrid(app, 1), secure_aggregation=True))
+    assert len(tried) == 3
+    assert not any(str(secret) in why or "fc.weight" in why for why in said)
+    assert all("could not compute its part of a secure sum; its own log says why" in why for why in said[:3])
+    assert all("failed in 3 secure sums of this run, and takes part in no more" in why for why in said[3:])
+    assert str(secret) in log.text
+    assert all(str(secret) in why for why in reasons(WatchedGrid(app, 1)))  # control: a client that does not require secure aggregation
+    assert all(
+        str(secret) in why for why in reasons(with_node_config(WatchedGrid(app, 1), secure_aggregation=True), "setup")
+    )  # no model yet
+
+
+def test_which_samples_overflow_is_not_told() -> None:
+    """The same through a whole secure round: the victim's loss is infinite where one of its samples lies above a threshold."""
+    people = [samples(12, seed=i) for i in range(4)]
+    people[0].x[0, 0, 0, 0] = float("nan")
+    asked = with_node_config(WatchedGrid(client_app(METHODS["fedavg"](), people, FULL_BATCH, model=network()), 4), secure_aggregation=True)
+    ran = run(METHODS["fedavg"](), people, 5, settings=FULL_BATCH, grid=asked, model=network(), secure=SecureAggregation())
+    refused = [next(c.refused for c in record.clients if c.client == 0) for record in ran.records]
+    assert all(record.aggregated for record in ran.records)
+    assert all("could not compute its part" in why for why in refused[:3])
+    assert all("takes part in no more" in why for why in refused[3:])
+    assert "finite" not in "".join(refused)
 
 
 # evaluations in a secure sum
