@@ -115,10 +115,11 @@ class DisclosureReport:
                 self._add(_of_evaluation(reply, index))
             yield reply
 
-    def masked(self, parts: Iterable[Reply]) -> None:
+    def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
         """Of a secure sum: what each client in it sent can be read by nobody."""
+        what = "a masked evaluation: the mean of all can be read" if evaluates else "a masked vector: of all of them the sum can be read"
         for part in parts:
-            self._add([Disclosure(part.client, "masked", "a masked vector: of all of them the sum can be read", 1, nbytes(part.sections))])
+            self._add([Disclosure(part.client, "masked", what, 1, nbytes(part.sections))])
 
     def enter(self, record: RoundRecord) -> RoundRecord:
         """``record``, with all that left since the last one."""

@@ -119,10 +119,13 @@ class Gate:
             raise Refused("this client could not compute its part of a secure sum; its own log says why") from None
         finally:
             _entered.reset(token)
-        if not reply.has_error():
-            _check(reply, name, kind, limits)
-            if evaluates and (kind is not SUM or _is_vector(reply)):
-                spend(context, limits)
+        if reply.has_error():
+            if limits.secure:  # a handler's own words
+                raise Refused("this client could not answer; its own log says why")
+            return reply
+        _check(reply, name, kind, limits)
+        if evaluates and (kind is not SUM or _is_vector(reply)):
+            spend(context, limits)
         return reply
 
 

@@ -37,6 +37,8 @@ from fl_bn.secure.settings import LEAST, SecureAggregation
 from fl_bn.task import Task
 from fl_bn.wire import WireError, said
 
+Note = Callable[[Sequence[Reply], bool], None]
+"""Takes the parts of a sum, and whether they are evaluations."""
 NO_BUDGET = "dp-noise bounds what updates and statistics tell, and evaluations would add to that: none is made at clients"
 REPEATS = 6  # exchanges for one measurement, where the reference is far off
 
@@ -65,7 +67,7 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
 class SecureRounds:
     """Secure aggregation for one run. ``accountant`` has the cost so far where its settings ask for privacy."""
 
-    def __init__(self, settings: SecureAggregation, server: Server, note: Callable[[Sequence[Reply]], None] = lambda parts: None) -> None:
+    def __init__(self, settings: SecureAggregation, server: Server, note: Note = lambda parts, evaluates: None) -> None:
         self.settings, self.server, self.shared, self.rounds = settings, server, server.shared, server.policy
         check_secure(settings, server.method, server.policy, server.defence)
         self._note = note
@@ -178,7 +180,7 @@ class SecureRounds:
             )
         except SumFailed as error:
             return {}, {client.index: error.refused.get(client.index, str(error)) for client in clients}
-        self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts])
+        self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts], True)
         return secure_evaluation.values_of(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
 
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
@@ -215,7 +217,7 @@ class SecureRounds:
             whole=self._unmasked(shapes),
             called=self.rounds.called,
         )
-        self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts])
+        self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts], False)
         average = from_vector(total.mean, shapes)
         return total, {s: {k: t / total.weight(s) for k, t in part.items()} for s, part in average.items()}
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +30,15 @@ from fl_bn.federation.server import Arrived, Server
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.flower.adversary import corrupt
 from fl_bn.flower.checkpoint import Checkpoint
-from fl_bn.flower.client_app import SAVE, STATISTICS
+from fl_bn.flower.client_app import STATISTICS
 from fl_bn.flower.codec import arrays_of, header_for, tensors_of, to_records
 from fl_bn.flower.compat import simulated
 from fl_bn.flower.disclosure import DisclosureReport
-from fl_bn.flower.evaluation import evaluation_at_clients
+from fl_bn.flower.evaluation import EvaluationsAtClients
 from fl_bn.flower.exchanges import BY_PASSES, Exchanges
 from fl_bn.flower.log import log, say_round
 from fl_bn.flower.messages import REPLIED, TRAINED, evaluated
-from fl_bn.flower.messaging import copy_of, receive, send_and_receive
+from fl_bn.flower.messaging import receive, send_and_receive
 from fl_bn.flower.normalisation import describe_round, in_short, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.recovery import Recovery
@@ -47,7 +48,6 @@ from fl_bn.flower.versions import here
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
-from fl_bn.wire import reason
 
 if TYPE_CHECKING:
     from fl_bn.flower.secure_rounds import SecureRounds
@@ -92,7 +92,7 @@ class BatchNormStrategy(Strategy):
         self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
         self.task = task
         self.population: Population | None = None
-        self._evaluating, self._said = list[Client](), set[tuple[int, str]]()
+        self._evaluating, self._evaluations = list[Client](), EvaluationsAtClients(task, rounds.called)
         self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
         self._batches = 0  # that a client trained on
         self._rounding = EXACT  # of the messages sent last
@@ -191,32 +191,7 @@ class BatchNormStrategy(Strategy):
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
         reading = Reading(self._evaluating, Schema({}), header, evaluated(self.task), self._sent)
-        return evaluation_at_clients(self.record, replies, reading, self.task, self._say_unevaluated)
-
-    def _evaluated_securely(self, server_round: int, grid: Grid, asked: list[Message], timeout: float) -> MetricRecord | None:
-        """The clients' evaluations, of which the server sees the mean alone. Models of their own are saved by a message of its own."""
-        if not asked:
-            return None
-        assert self.secure is not None
-        if any(message.content.config_records["config"]["save"] for message in asked):
-            saving = [copy_of(message, kind=SAVE) for message in asked]
-            for reply in send_and_receive(grid, saving, timeout, self.rounds.retry, self.rounds.called):
-                if reply.has_error():
-                    log(logging.WARNING, "node %s did not save its model: %s", reply.metadata.src_node_id, reason(reply.error.reason))
-        nodes = {client.node for client in self._evaluating}
-        messages = [copy_of(message, kind="train") for message in asked if message.metadata.dst_node_id in nodes]
-        for message in messages:
-            message.content["config"] = ConfigRecord({**message.content.config_records["config"], "save": ""})
-        means, refused = self.secure.evaluate(grid, messages, self._evaluating, timeout, self.task)
-        self._say_unevaluated(refused)
-        return MetricRecord({**means}) if means else None
-
-    def _say_unevaluated(self, refused: Mapping[int, str]) -> None:
-        """Say why clients' evaluations are missing, of each client and reason once in a run."""
-        for index, why in sorted(refused.items()):
-            if (index, why) not in self._said:
-                self._said.add((index, why))
-                log(logging.WARNING, "%s did not evaluate: %s", self.rounds.called.client(index), why)
+        return self._evaluations.in_the_clear(self.record, replies, reading)
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
         from fl_bn.flower.secure_rounds import SecureRounds  # only now: a plain run does without SecAgg+
@@ -344,11 +319,11 @@ class BatchNormStrategy(Strategy):
     ) -> None:
         arrays = result.arrays
         asked = self.configure_evaluate(server_round, arrays, config, grid)
+        send = partial(send_and_receive, grid, timeout=timeout, patience=self.rounds.retry, called=self.rounds.called)
         if self.secure is not None:
-            at_clients = self._evaluated_securely(server_round, grid, list(asked), timeout)
+            at_clients = self._evaluations.as_a_sum(self.secure, grid, list(asked), self._evaluating, timeout, send)
         else:
-            replies = send_and_receive(grid, asked, timeout, self.rounds.retry, self.rounds.called)
-            at_clients = self.aggregate_evaluate(server_round, self.disclosures.evaluations(replies, self._everyone()))
+            at_clients = self.aggregate_evaluate(server_round, self.disclosures.evaluations(send(asked), self._everyone()))
         if at_clients is not None:
             result.evaluate_metrics_clientapp[server_round] = at_clients
             self.record.evaluation = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}

@@ -38,7 +38,7 @@ READERS = {
     "carriers.py": "adds to messages of its own",
     "instruction_digest.py": "hashes an instruction as it came",
     "transcript.py": "adds to messages of its own",
-    "strategy.py": "adds to messages of its own",
+    "evaluation.py": "adds to messages of its own",
     "gate.py": "this side's own replies; the kind of a message, before its form is chosen",
     "recovery.py": "adds to messages of its own",
     "app_host.py": "this side's own reply, against the site's policy",

@@ -318,7 +318,9 @@ def test_no_message_of_a_secure_run_holds_one_client_s_evaluation() -> None:
     own = {value for record in plain.records for m in record.client_evaluation.values() for value in m.values()}
     assert not (numbers & own) - {0.0, 1.0}
     assert not any(m.metadata.message_type == "evaluate" for m in ran.grid.sent)
-    assert {d.section for record in ran.records for d in record.disclosures} == {"masked"}
+    told = [d for record in ran.records for d in record.disclosures]
+    assert {d.section for d in told} == {"masked"}
+    assert sum(d.what.startswith("a masked evaluation") for d in told) == 2 * 5
 
 
 @pytest.mark.parametrize("why", [{"max-evaluations": 1}, {"min-samples": 13}])
