@@ -16,7 +16,7 @@ from fl_bn.flower.codec import Header, flatten, from_records, header_of, to_reco
 from fl_bn.flower.fields import Form, Values
 from fl_bn.flower.gate import Gate, Handler, Limits, enough
 from fl_bn.flower.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_SAVE, TO_TELL, TO_TRAIN
-from fl_bn.flower.versions import check_server, here
+from fl_bn.flower.versions import here
 from fl_bn.methods import Phase
 
 HELLO = "query.hello"
@@ -32,7 +32,6 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
     app = ClientApp(mods=[Gate()])
 
     def fit(message: Message, context: Context) -> Message:
-        check_server(message)
         payload, header = from_records(message.content)
         arrays, layout = flatten(payload)
         form = TO_MEASURE if header.phase == Phase.MEASURE.value else TO_TRAIN
@@ -42,7 +41,6 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
         return Message(content, reply_to=message)
 
     def evaluate(message: Message, context: Context) -> Message:
-        check_server(message)
         payload, header = from_records(message.content)
         arrays, layout = flatten(payload)
         client = build(context)
@@ -54,14 +52,12 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
         return Message(content, reply_to=message)
 
     def save(message: Message, context: Context) -> Message:
-        check_server(message)
         payload, header = from_records(message.content)
         arrays, layout = flatten(payload)
         build(context).save(arrays, _call(message, TO_SAVE, header, layout))
         return Message(RecordDict(), reply_to=message)
 
     def kept(message: Message, context: Context) -> Message:
-        check_server(message)
         client, header = build(context), header_of(message.content)
         arrays = client.get_parameters(_call(message, TO_TELL, header))
         named = dict(zip(kept_layers(client.model, client.method).sections[KEPT], arrays, strict=True))
@@ -70,7 +66,6 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
         return Message(content, reply_to=message)
 
     def hello(message: Message, context: Context) -> Message:
-        check_server(message)
         told = {**build(context).get_properties({}), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
         return Message(RecordDict({"hello": ConfigRecord(told)}), reply_to=message)
 

@@ -31,6 +31,7 @@ from fl_bn.flower.disclosure import FEW
 from fl_bn.flower.fields import records_of
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import EVALUATION, EXCHANGE, LIMITS, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SUM_OF
+from fl_bn.flower.versions import check_server
 from fl_bn.methods import Phase
 from fl_bn.wire import said, shown
 
@@ -134,7 +135,9 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
 
     Raises:
         Refused: it is of no known kind, or what the site's settings exclude.
+        OtherVersion: the server has another version of fl-bn.
     """
+    check_server(message)
     name, limits = message.metadata.message_type, Limits.of(context)
     if name not in kinds:
         raise Refused(f"this client's gate does not know {shown(name)} messages, so none is answered: declare the kind (Gate, KINDS)")
@@ -152,14 +155,16 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
     return kind
 
 
-def admit_own(context: Context, evaluates: bool) -> None:
+def admit_own(message: Message, context: Context, evaluates: bool) -> None:
     """Let a message into a handler of one's own (``training``, ``evaluating``), which answers in the clear.
 
     Without a ``Gate`` around the app, what leaves is not seen: where the handler ``evaluates``, that is counted here, before.
 
     Raises:
         Refused: as ``admit``, and where this client requires secure aggregation.
+        OtherVersion: as ``admit``.
     """
+    check_server(message)
     if (limits := Limits.of(context)).secure:
         raise Insecure(f"{REQUIRED} is on, but an app of your own answers in the clear: use fl-bn's application, or set it to false")
     if evaluates and not _entered.get():

@@ -44,7 +44,7 @@ from fl_bn.flower.codec import Header, check_header, from_records, to_records
 from fl_bn.flower.gate import Gate, admit_own
 from fl_bn.flower.messages import TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
 from fl_bn.flower.transcript import detach, request_payload
-from fl_bn.flower.versions import check_server, here
+from fl_bn.flower.versions import here
 from fl_bn.methods import INPUTS, Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import inputs_like
@@ -200,7 +200,6 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
 
     @app.query(HELLO.removeprefix("query."), mods=[gate])
     def hello(message: Message, context: Context) -> Message:
-        check_server(message)
         data, loader = convert(model(), method), batches(context)
         samples = _count(loader, task)
         said: dict[str, int | str] = {
@@ -234,12 +233,11 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
 
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Any) -> tuple[Instruction, Any]:
     """The instruction in a message, and the checked values of its config."""
-    admit_own(context, evaluates=form is TO_EVALUATE)
+    admit_own(message, context, evaluates=form is TO_EVALUATE)
     if "header" not in message.content:
         raise ValueError(
             "this message is of another strategy: in server_app.py start one of fl_bn.flower's (FixBN, FedBN, HBN, FBN, FedTAN, ...)"
         )
-    check_server(message)
     payload, header = from_records(message.content)
     values = form.of_configs(message.content)
     phase = Phase(header.phase)

@@ -18,6 +18,7 @@ from fl_bn.flower import Gate, answer, evaluating
 from fl_bn.flower.gate import KINDS, Kind, enough
 from fl_bn.flower.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS
+from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import Classification, Segmentation
 from tests.hostile.bisecting import Bisecting, network, samples, secrets_of, with_node_config
@@ -232,6 +233,15 @@ def test_a_reply_holds_what_its_kind_may_and_nothing_else() -> None:
     assert not ask(app_with("train", arrays), "train").has_error()  # control
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_server_of_another_version_is_refused_at_the_gate(kind: str) -> None:
+    asked = grid()
+    message = Bisecting(asked).message(1, 0.5, kind)
+    message.content["config"] = ConfigRecord({"version": "0.0.1"})
+    (reply,) = asked.send_and_receive([message])
+    assert "and the server 0.0.1" in str(reply.error.reason)
+
+
 def test_the_application_s_own_handlers_are_all_known() -> None:
     app = client_app(METHODS["fedavg"](), DATA, model=network())
     assert {name.removesuffix(".default") for name in app._registered_funcs} == set(KINDS)
@@ -337,6 +347,25 @@ def test_with_too_few_clients_left_there_is_no_evaluation_and_the_run_goes_on(lo
     assert [bool(record.evaluation) for record in ran.records] == [True, False, False, False]
     assert all(record.aggregated for record in ran.records)
     assert log.text.count("client 1 did not evaluate: 2 of 3 clients are left, but 3 are needed") == 1
+
+
+def test_with_noise_no_client_evaluates_and_the_log_says_so_once(log: pytest.LogCaptureFixture) -> None:
+    people = [samples(12 + i, seed=i, of_class_0=6) for i in range(3)]
+    secure = SecureAggregation(privacy=Privacy(1.0, 1.0, 1.0))
+    policy = {"evaluate_every": 1, "client_weights": "uniform"}
+    ran = run(METHODS["fedbn"](), people, 3, model=network(), secure=secure, policy=policy)
+    assert all(record.aggregated and not record.evaluation for record in ran.records)
+    assert log.text.count("client 0 did not evaluate: dp-noise bounds what updates and statistics tell") == 1
+    assert not any(m.metadata.message_type == "evaluate" for m in ran.grid.sent)
+
+
+def test_clients_that_all_test_one_model_do_so_in_a_sum_too() -> None:
+    people = [samples(12 + i, seed=i, of_class_0=6) for i in range(3)]
+    plain, secure = (
+        run(METHODS["fedavg"](), people, 1, model=seeded_for(), secure=how, policy={"at_clients": True})
+        for how in (None, SecureAggregation())
+    )
+    assert abs(plain.records[0].evaluation["accuracy"] - secure.records[0].evaluation["accuracy"]) < 1e-5
 
 
 def test_models_of_their_own_are_saved_in_a_secure_run_too(tmp_path: Path) -> None:
