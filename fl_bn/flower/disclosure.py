@@ -108,12 +108,14 @@ class DisclosureReport:
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
     def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Message]:
-        """The ``replies`` to evaluate messages, each noted as it passes, used or not."""
+        """The ``replies`` to evaluate messages, each noted as it passes, used or not; what was noted counts when all have passed."""
         by_node = {client.node: client.index for client in clients}
+        found: list[Disclosure] = []
         for reply in replies:
             if (index := by_node.get(reply.metadata.src_node_id)) is not None and not reply.has_error():
-                self._add(_of_evaluation(reply, index))
+                found += _of_evaluation(reply, index)
             yield reply
+        self._add(sorted(found, key=lambda d: d.client))
 
     def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
         """Of a secure sum: what each client in it sent can be read by nobody."""

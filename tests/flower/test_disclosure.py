@@ -184,6 +184,15 @@ def test_what_stays_home_is_not_there(clients: list[Samples]) -> None:
     assert {d.section for d in run(METHODS["single"](), clients, 1).records[0].disclosures} <= {"metrics", "evaluation"}
 
 
+def test_the_order_of_replies_changes_nothing_in_the_report(clients: list[Samples]) -> None:
+    told = []
+    for shuffle in (None, 1, 2):
+        grid = WatchedGrid(client_app(METHODS["fedbn"](), clients), len(clients), shuffle)
+        told.append(run(METHODS["fedbn"](), clients, 1, grid=grid).records[0].disclosures)
+    assert told[0] == told[1] == told[2]
+    assert sum(d.section == "evaluation" for d in told[0]) == len(clients)
+
+
 def test_every_evaluation_is_counted_with_the_fewest_samples_behind_a_number(tiny_clients: Clients) -> None:
     clients = tiny_clients((6, 9, 5))
     ran = run(METHODS["fedbn"](), clients, 2, policy={"evaluate_every": 1})
