@@ -208,7 +208,7 @@ class Federation:
                 server.shared.load(tensors)
                 asked, cohort = server.begin(number), self._cohort(number)
                 replies, session = self._train(asked, cohort)
-                came = server.checked(replies)
+                came = server.checked(replies, asked)
                 came.exchange, came.carrier = session, "local"
                 failed = 0 if server.conclude(came) else failed + 1
                 record, tensors = server.record, server.shared.tensors()
@@ -392,7 +392,7 @@ class Federation:
         return replace(self._stored(asked, parts), session=session, carrier="local")
 
     def _stored(self, asked: Instruction, parts: Sequence[Reply]) -> Exchanged:
-        came = self.server.checked(parts, asked.phase)
+        came = self.server.checked(parts, asked)
         used, overflowing = self.server.measured(came.parts, len(came.wrong))
         return Exchanged(range(len(self.clients)), used, came.refused | overflowing, len(used))
 

@@ -141,7 +141,6 @@ class BatchNormClient(NumPyClient):
         except Overflow as reason:
             return self._sits_out(number, reason)
         metrics: dict[str, Any] = {"layout": layout, **{key: WHOLE.get(key, float)(value) for key, value in reply.metrics.items()}}
-        metrics |= {"updates": list(reply.updates)} if reply.updates else {}
         if round.trains and keeps.sections and keeps.round == number:  # else the state before stays
             state.write(number, keeps.sections)
         return arrays, reply.samples, metrics

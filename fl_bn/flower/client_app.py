@@ -10,10 +10,11 @@ from pathlib import Path
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fl_bn.federation.fields import Values
 from fl_bn.federation.schema import KEPT, kept_layers
 from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import Header, flatten, from_records, header_of, to_records, unflatten
-from fl_bn.flower.fields import Form, Values
+from fl_bn.flower.fields import Form
 from fl_bn.flower.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
 from fl_bn.flower.versions import check_server, here
 from fl_bn.methods import Phase

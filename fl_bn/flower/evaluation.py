@@ -8,14 +8,15 @@ from collections.abc import Iterable, Sequence
 from flwr.app import Message, MetricRecord
 
 from fl_bn.called import UNNAMED, Called
-from fl_bn.federation import schema
 from fl_bn.federation.metrics import fits, over_clients
 from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.replies import Expected
+from fl_bn.federation.schema import Schema
 from fl_bn.flower.codec import Header
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import evaluated
 from fl_bn.flower.population import Client
-from fl_bn.flower.replies import Reading, read_replies
+from fl_bn.flower.replies import Reading, read_replies, with_header
 from fl_bn.task import Task
 
 
@@ -29,7 +30,8 @@ def evaluation_at_clients(
     called: Called = UNNAMED,
 ) -> MetricRecord | None:
     """What ``over_clients`` makes of the clients' metrics; each one's own loss and metric go into ``record``."""
-    came, refused, _ = read_replies(replies, Reading(clients, schema.Schema({}), header, evaluated(task), sent))
+    expected = Expected(header.round, header.signature, Schema({}), evaluated(task))
+    came, refused, _ = read_replies(replies, Reading(clients, with_header(header, expected), sent))
     for index, reason in refused.items():
         log(logging.WARNING, "%s did not evaluate: %s", called.client(index), reason)
     measured = {reply.client: reply.metrics for reply in came if fits(task, task.metric, reply.metrics[task.metric])}  # NaN: no label

@@ -6,8 +6,11 @@ hold, in ``exchange.session``. All else that one side reads of what the other se
 
 from __future__ import annotations
 
+from fl_bn.federation.fields import NEEDED, blobs, data, measured, number, one_of, text, whole, whole_list, wholes, wholes_by_name
 from fl_bn.federation.narrow import PAYLOADS
-from fl_bn.flower.fields import NEEDED, Form, blobs, data, measured, number, one_of, text, whole, whole_list, wholes, wholes_by_name
+from fl_bn.federation.replies import REPLIED as SAMPLES
+from fl_bn.federation.replies import TRAINED as NUMBERS
+from fl_bn.flower.fields import Form
 from fl_bn.flower.run_id import FOLDER, NAME, RESUMES
 from fl_bn.methods import INPUTS, MEASURED, Phase
 from fl_bn.secure.settings import FINEST, WIDEST
@@ -44,24 +47,8 @@ HELLO = Form(
         "version": text(64, default=""),
     },
 )
-REPLIED = Form("metrics", {"samples": whole()})  # 0: the client sat out, and says no more
-TRAINED = REPLIED.and_also(
-    Form(
-        "metrics",
-        {
-            "steps": whole(1),
-            "loss": measured(),
-            "waited": number(0, default=0.0),
-            "kept": whole(default=None),
-            "updates": wholes(LAYERS, default=None),
-            "batch": whole(default=None),
-            "drift": measured(default=None),
-            "drift-layer": whole(default=None),
-            "min-var": measured(default=None),
-            "growth": measured(default=None),
-        },
-    )
-)
+REPLIED = Form(SAMPLES.record, SAMPLES.fields)
+TRAINED = Form(NUMBERS.record, NUMBERS.fields)
 REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})  # replay: needs an answer; the session knows the limits
 EVALUATED = Form("metrics", {"samples": whole(), "loss": measured()})
 

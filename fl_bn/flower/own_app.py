@@ -86,7 +86,6 @@ class OwnRound:
         content = to_records(rounding.narrow({section: to_numpy(tensors) for section, tensors in reply.sections.items()}), header)
         whole = {"steps", "batch", "kept"}
         metrics: dict[str, Any] = {key: int(value) if key in whole else value for key, value in reply.metrics.items()}
-        metrics |= {"updates": list(reply.updates)} if reply.updates else {}
         content["metrics"] = MetricRecord({"samples": reply.samples, **metrics})
         self._keep(self.local, kept)
         return Message(content, reply_to=self._message)
