@@ -26,7 +26,7 @@ TRAINED = REPLIED.and_also(
     Form(
         "metrics",
         {
-            "steps": whole(),
+            "steps": whole(1),
             "loss": measured(),
             "waited": number(0, default=0.0),
             "kept": whole(default=None),
@@ -38,6 +38,7 @@ TRAINED = REPLIED.and_also(
         },
     )
 )
+LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a loop of one's own may end before its first step
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from fl_bn.federation.norm_layers import check_layers, say_absent
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import count_tensors
 from fl_bn.federation.record import ClientRecord, RoundRecord
-from fl_bn.federation.replies import REPLIED, TRAINED, Expected
+from fl_bn.federation.replies import LOOPED, REPLIED, TRAINED, Expected
 from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
@@ -136,6 +136,7 @@ class Server:
         Of several usable replies that call themselves the same client's, none counts. What is no client's reply is named in the log.
         """
         expected, parts, refused, wrong = self.expects(asked.round, asked.phase), dict[int, list[Reply]](), dict[int, str](), set[int]()
+        expected = replace(expected, form=LOOPED) if expected.form is TRAINED else expected
         for reply in replies:
             if (problem := self._stranger(reply)) is not None:
                 LOGGER.warning("round %s: a reply is not used: %s", asked.round, problem)
@@ -158,7 +159,8 @@ class Server:
         if not isinstance(reply, Reply):
             return f"expected what round.reply(...) returns first, but got a {type(reply).__name__}"
         if type(reply.client) is not int or not 0 <= reply.client < self.policy.clients:
-            return f"expected one of client 0..{self.policy.clients - 1}, but it calls itself client {said(reply.client)}"
+            known = f"expected one of client 0..{self.policy.clients - 1}, as many as the server was told of"
+            return f"{known}, but it calls itself client {said(reply.client)}"
         return None
 
     def intake(self, samples: Mapping[int, int]) -> Intake | None:
