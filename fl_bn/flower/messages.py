@@ -19,7 +19,7 @@ from fl_bn.wire import REASON
 
 REQUIRED = "secure-aggregation"  # in the run config, or in a client's own node config: answer nothing in the clear
 RECORD_KEY_CONFIGS = "secaggplus_configs"  # Flower's name for SecAgg+'s record, here so that a plain run loads nothing of SecAgg+
-CLASSES, LAYERS, NODES = 65_536, 10_000, 10_000  # the most of each that a message may name
+CLASSES, LAYERS, NODES, CLIENTS = 65_536, 10_000, 10_000, 100_000  # the most of each that a message may name
 KEY, SHARE = 1024, 4096  # bytes of a public key, of an encrypted pair of shares, at most
 
 HEADER = Form(
@@ -40,7 +40,7 @@ HELLO = Form(
     "hello",
     {
         "client": whole(),
-        "clients": whole(1),
+        "clients": whole(1, CLIENTS),
         "samples": whole(),
         "signature": text(64),
         "label-counts": whole_list(CLASSES),
@@ -61,7 +61,7 @@ def evaluated(task: Task) -> Form:
     return Form(EVALUATED.record, {**EVALUATED.fields, **fields}, series)
 
 
-OWN_METRICS = Form("metrics", {"num-examples": whole()}, others=True)  # of an evaluation by an app of one's own: any numbers
+OWN_METRICS = Form("metrics", {"num-examples": whole()}, others=True)  # the others: own_evaluation checks them
 
 # from the server
 

@@ -329,9 +329,12 @@ class BatchNormStrategy(Strategy):
 
     def _clients(self, grid: Grid) -> Population:
         if self.population is None:
-            self.population = Population(grid, self.rounds, self.shared.signature, self.recovery.run_id.gone_back_to + 1)
+            self.population = self._population(grid)
             self.population.gather()
         return self.population
+
+    def _population(self, grid: Grid) -> Population:
+        return Population(grid, self.rounds, self.shared.signature, self.recovery.run_id.gone_back_to + 1)
 
     def _due(self, server_round: int) -> bool:
         return self.server.rounds in (0, server_round) or server_round % self.rounds.evaluate_every == 0
