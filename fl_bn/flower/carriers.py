@@ -115,7 +115,8 @@ class GrpcCarrier(Carrier):
 
     @property
     def address(self) -> str:
-        return f"{self.settings.host}:{self.service.port}"
+        host = self.settings.host
+        return f"{f'[{host}]' if ':' in host else host}:{self.service.port}"
 
     def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
         tokens, certificates = self.service.open(session), self.settings.certificates
@@ -147,7 +148,8 @@ class GrpcCarrier(Carrier):
         if not all(NOT_JOINED in reason for reason in session.dropped.values()):
             raise RunFailed(
                 f"the exchange at {self.address} cannot be used: {session.failure}. Check exchange-host (the name by which clients reach "
-                "this machine, and for which the certificate is valid), exchange-port and the certificates; or set exchange='replay'"
+                "this machine, and for which the certificate is valid), exchange-port and the certificates. The clients' own logs say "
+                "more: their node configs must allow the address (exchange-addresses). Or set exchange='replay'"
             )
         return (
             f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure}. "

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -14,6 +12,7 @@ from fl_bn.federation.fields import Values
 from fl_bn.federation.schema import KEPT, kept_layers
 from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import Header, flatten, from_records, header_of, to_records, unflatten
+from fl_bn.flower.exchange_address import deployed
 from fl_bn.flower.fields import Form
 from fl_bn.flower.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
 from fl_bn.flower.versions import check_server, here
@@ -22,7 +21,6 @@ from fl_bn.methods import Phase
 HELLO = "query.hello"
 STATISTICS = "query.statistics"
 RENDEZVOUS = "query.rendezvous"
-DEPLOYED = "flwr-clientapp"  # Flower's program that runs a ClientApp for one message
 Handler = Callable[[Message, Context], Message]
 
 
@@ -95,7 +93,7 @@ def _within_its_time(handle: Handler) -> Handler:
 
     One that hangs (on a dead network drive, say) would keep its client from every later round. Where it hung is printed to stderr.
     """
-    if Path(sys.argv[0]).name != DEPLOYED:
+    if not deployed():
         return handle
 
     def within(message: Message, context: Context) -> Message:

@@ -10,6 +10,7 @@ from fl_bn.federation.fields import NEEDED, blobs, data, measured, number, one_o
 from fl_bn.federation.narrow import PAYLOADS
 from fl_bn.federation.replies import REPLIED as SAMPLES
 from fl_bn.federation.replies import TRAINED as NUMBERS
+from fl_bn.flower.exchange_address import ADDRESS
 from fl_bn.flower.fields import Form
 from fl_bn.flower.run_id import FOLDER, NAME, RESUMES
 from fl_bn.methods import INPUTS, MEASURED, Phase
@@ -80,7 +81,7 @@ EXCHANGE = Form(
     {
         "exchange": one_of("grpc", "replay", "local", default=None),
         "exchange-token": text(128, default=None),
-        "exchange-address": text(300, default=None),
+        "exchange-address": text(300, ADDRESS, default=None, wanted="HOST:PORT"),
         "exchange-authority": data(2**20, default=None),
         "exchange-timeout": number(0, default=None),
         "exchange-patience": number(0, default=None),

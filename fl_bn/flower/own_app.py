@@ -41,6 +41,7 @@ from fl_bn.federation.values import Instruction
 from fl_bn.flower.client import connect, state_of
 from fl_bn.flower.client_app import HELLO, RENDEZVOUS, STATISTICS
 from fl_bn.flower.codec import Header, check_header, from_records, to_records
+from fl_bn.flower.exchange_address import ExchangeAddresses
 from fl_bn.flower.messages import REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
 from fl_bn.flower.transcript import detach, request_payload
 from fl_bn.flower.versions import check_server, here
@@ -154,7 +155,8 @@ def training(
     kept = state.read(before=asked.round)
     kept = replace(kept, counted=int(values.get("counted", kept.round)) >= kept.round)
     transcript = detach(from_records(message.content)[0], values) if asked.phase is Phase.EXCHANGE else []
-    joins: Connect | None = partial(connect, values, transcript) if asked.phase is Phase.EXCHANGE else None
+    addresses = ExchangeAddresses.of(context.node_config)
+    joins: Connect | None = partial(connect, addresses, values, transcript) if asked.phase is Phase.EXCHANGE else None
     if method.reports(asked.phase) is Report.PASS and batches is None:
         raise ValueError(f"{method.name} measures the training data before training: give training(..., batches=trainloader)")
 
@@ -214,7 +216,8 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
         converted, (_, header) = convert(model(), method), from_records(message.content)
         asked, values = _read(message, context, converted, method, TO_MEASURE)
         state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
-        joins: Connect | None = partial(connect, values, []) if values.get("exchange") else None
+        addresses = ExchangeAddresses.of(context.node_config)
+        joins: Connect | None = partial(connect, addresses, values, []) if values.get("exchange") else None
         with local_round(converted, method, asked, state.read(before=asked.round + 1), connect=joins) as local:
             local.measure(batches(context), task)
         reply, _ = local.reply(local.measured_samples)
@@ -224,7 +227,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
 
     @app.query(RENDEZVOUS.removeprefix("query."))
     def rendezvous(message: Message, context: Context) -> Message:
-        connect(TO_MEET.of_configs(message.content), [], 1).close()
+        connect(ExchangeAddresses.of(context.node_config), TO_MEET.of_configs(message.content), [], 1).close()
         return Message(RecordDict(), reply_to=message)
 
 
