@@ -115,9 +115,7 @@ def test_a_client_connects_to_no_address_that_its_site_does_not_allow(
 
 
 @apps
-@pytest.mark.parametrize(
-    "address", ["unix:/run/a.sock", "unix:a:1", "ipv4:127.0.0.1:22,127.0.0.1:23", "dns://h/x:1", "a:1/", "", "x"]
-)
+@pytest.mark.parametrize("address", ["unix:/run/a.sock", "unix:a:1", "ipv4:127.0.0.1:22,127.0.0.1:23", "dns://h/x:1", "a:1/", "", "x"])
 def test_what_is_no_host_and_port_is_refused_by_its_form(app: str, address: str) -> None:
     assert Site(app, exchange_addresses="unix, dns, a").error(address).startswith("WireError: config/exchange-address: expected HOST:PORT")
 
