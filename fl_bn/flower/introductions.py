@@ -21,7 +21,7 @@ from fl_bn.flower.population import Introductions, RunFailed
 from fl_bn.flower.versions import client_differs, greeting
 from fl_bn.wire import WireError, reason, shown
 
-PATIENCE = 120.0  # seconds for an answer, and for those who are missing when enough are there
+PATIENCE = 120.0  # seconds for an answer of a node elsewhere, and for those who are missing when enough are there
 POLL = 1.0
 
 
@@ -42,8 +42,8 @@ def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: 
         RunFailed: too few may take part, or as many nodes say one number as say another. The message names a node, and says what to do.
     """
     begin, heard, asked = time.monotonic(), dict[int, Message](), set[int]()
-    patience = min(timeout, PATIENCE)
-    complete = isinstance(grid, InProcessGrid) or simulates(grid)  # nobody else will ever come
+    complete = isinstance(grid, InProcessGrid)  # nobody else will ever come
+    patience = timeout if simulates(grid) else min(timeout, PATIENCE)  # Ray may be slow to start
     enough_since, said_before = begin, ""
     while True:
         nodes = set(grid.get_node_ids())
