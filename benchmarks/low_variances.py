@@ -91,7 +91,7 @@ def accuracy(method: Method, lie: str, liars: int, defence: Defence, steps: int,
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed and one number of steps: two minutes on a core")
+    parser.add_argument("--quick", action="store_true", help="one seed and one number of steps: some minutes on a core")
     quick = parser.parse_args(argv).quick
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
