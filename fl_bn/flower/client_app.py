@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import faulthandler
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fl_bn.federation.fields import Values
 from fl_bn.federation.schema import KEPT, kept_layers
 from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import Header, flatten, from_records, header_of, to_records, unflatten
-from fl_bn.flower.fields import Form, Values
+from fl_bn.flower.exchange_address import deployed
+from fl_bn.flower.fields import Form
 from fl_bn.flower.gate import Gate, Handler, Limits, enough
 from fl_bn.flower.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_SAVE, TO_TELL, TO_TRAIN
 from fl_bn.flower.versions import here
@@ -23,7 +23,6 @@ HELLO = "query.hello"
 STATISTICS = "query.statistics"
 RENDEZVOUS = "query.rendezvous"
 SAVE = "query.save"
-DEPLOYED = "flwr-clientapp"  # Flower's program that runs a ClientApp for one message
 
 
 def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
@@ -95,7 +94,7 @@ def _within_its_time(handle: Handler) -> Handler:
 
     One that hangs (on a dead network drive, say) would keep its client from every later round. Where it hung is printed to stderr.
     """
-    if Path(sys.argv[0]).name != DEPLOYED:
+    if not deployed():
         return handle
 
     def within(message: Message, context: Context) -> Message:

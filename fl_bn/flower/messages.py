@@ -6,8 +6,12 @@ hold, in ``exchange.session``. All else that one side reads of what the other se
 
 from __future__ import annotations
 
+from fl_bn.federation.fields import NEEDED, blobs, data, measured, number, one_of, text, whole, whole_list, wholes, wholes_by_name
 from fl_bn.federation.narrow import PAYLOADS
-from fl_bn.flower.fields import NEEDED, Form, blobs, data, measured, number, one_of, text, whole, whole_list, wholes, wholes_by_name
+from fl_bn.federation.replies import REPLIED as SAMPLES
+from fl_bn.federation.replies import TRAINED as NUMBERS
+from fl_bn.flower.exchange_address import ADDRESS
+from fl_bn.flower.fields import Form
 from fl_bn.flower.run_id import FOLDER, NAME, RESUMES
 from fl_bn.methods import INPUTS, MEASURED, Phase
 from fl_bn.secure.settings import FINEST, WIDEST
@@ -16,7 +20,7 @@ from fl_bn.wire import REASON
 
 REQUIRED = "secure-aggregation"  # in the run config, or in a client's own node config: answer nothing in the clear
 RECORD_KEY_CONFIGS = "secaggplus_configs"  # Flower's name for SecAgg+'s record, here so that a plain run loads nothing of SecAgg+
-CLASSES, LAYERS, NODES = 65_536, 10_000, 10_000  # the most of each that a message may name
+CLASSES, LAYERS, NODES, CLIENTS = 65_536, 10_000, 10_000, 100_000  # the most of each that a message may name
 KEY, SHARE = 1024, 4096  # bytes of a public key, of an encrypted pair of shares, at most
 
 HEADER = Form(
@@ -37,31 +41,15 @@ HELLO = Form(
     "hello",
     {
         "client": whole(),
-        "clients": whole(1),
+        "clients": whole(1, CLIENTS),
         "samples": whole(),
         "signature": text(64),
         "label-counts": whole_list(CLASSES),
         "version": text(64, default=""),
     },
 )
-REPLIED = Form("metrics", {"samples": whole()})  # 0: the client sat out, and says no more
-TRAINED = REPLIED.and_also(
-    Form(
-        "metrics",
-        {
-            "steps": whole(1),
-            "loss": measured(),
-            "waited": number(0, default=0.0),
-            "kept": whole(default=None),
-            "updates": wholes(LAYERS, default=None),
-            "batch": whole(default=None),
-            "drift": measured(default=None),
-            "drift-layer": whole(default=None),
-            "min-var": measured(default=None),
-            "growth": measured(default=None),
-        },
-    )
-)
+REPLIED = Form(SAMPLES.record, SAMPLES.fields)
+TRAINED = Form(NUMBERS.record, NUMBERS.fields)
 REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})  # replay: needs an answer; the session knows the limits
 EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": whole(default=None)})  # fewest: behind one of the numbers
 
@@ -74,7 +62,7 @@ def evaluated(task: Task) -> Form:
     return Form(EVALUATED.record, {**EVALUATED.fields, **fields}, series)
 
 
-OWN_METRICS = Form("metrics", {"num-examples": whole()}, others=True)  # of an evaluation by an app of one's own: any numbers
+OWN_METRICS = Form("metrics", {"num-examples": whole()}, others=True)  # the others: own_evaluation checks them
 
 # from the server
 
@@ -93,7 +81,7 @@ EXCHANGE = Form(
     {
         "exchange": one_of("grpc", "replay", "local", default=None),
         "exchange-token": text(128, default=None),
-        "exchange-address": text(300, default=None),
+        "exchange-address": text(300, ADDRESS, default=None, wanted="HOST:PORT"),
         "exchange-authority": data(2**20, default=None),
         "exchange-timeout": number(0, default=None),
         "exchange-patience": number(0, default=None),

@@ -41,6 +41,7 @@ from fl_bn.federation.values import Instruction
 from fl_bn.flower.client import connect, state_of
 from fl_bn.flower.client_app import HELLO, RENDEZVOUS, STATISTICS
 from fl_bn.flower.codec import Header, check_header, from_records, to_records
+from fl_bn.flower.exchange_address import ExchangeAddresses
 from fl_bn.flower.gate import Gate, admit_own
 from fl_bn.flower.messages import TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
 from fl_bn.flower.transcript import detach, request_payload
@@ -87,7 +88,6 @@ class OwnRound:
         content = to_records(rounding.narrow({section: to_numpy(tensors) for section, tensors in reply.sections.items()}), header)
         whole = {"steps", "batch", "kept"}
         metrics: dict[str, Any] = {key: int(value) if key in whole else value for key, value in reply.metrics.items()}
-        metrics |= {"updates": list(reply.updates)} if reply.updates else {}
         content["metrics"] = MetricRecord({"samples": reply.samples, **metrics})
         self._keep(self.local, kept)
         return Message(content, reply_to=self._message)
@@ -156,7 +156,8 @@ def training(
     kept = state.read(before=asked.round)
     kept = replace(kept, counted=int(values.get("counted", kept.round)) >= kept.round)
     transcript = detach(from_records(message.content)[0], values) if asked.phase is Phase.EXCHANGE else []
-    joins: Connect | None = partial(connect, values, transcript) if asked.phase is Phase.EXCHANGE else None
+    addresses = ExchangeAddresses.of(context.node_config)
+    joins: Connect | None = partial(connect, addresses, values, transcript) if asked.phase is Phase.EXCHANGE else None
     if method.reports(asked.phase) is Report.PASS and batches is None:
         raise ValueError(f"{method.name} measures the training data before training: give training(..., batches=trainloader)")
 
@@ -217,7 +218,8 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
         converted, (_, header) = convert(model(), method), from_records(message.content)
         asked, values = _read(message, context, converted, method, TO_MEASURE)
         state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
-        joins: Connect | None = partial(connect, values, []) if values.get("exchange") else None
+        addresses = ExchangeAddresses.of(context.node_config)
+        joins: Connect | None = partial(connect, addresses, values, []) if values.get("exchange") else None
         with local_round(converted, method, asked, state.read(before=asked.round + 1), connect=joins) as local:
             local.measure(batches(context), task)
         reply, _ = local.reply(local.measured_samples)
@@ -227,7 +229,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
 
     @app.query(RENDEZVOUS.removeprefix("query."), mods=[gate])
     def rendezvous(message: Message, context: Context) -> Message:
-        connect(TO_MEET.of_configs(message.content), [], 1).close()
+        connect(ExchangeAddresses.of(context.node_config), TO_MEET.of_configs(message.content), [], 1).close()
         return Message(RecordDict(), reply_to=message)
 
 

@@ -24,6 +24,7 @@ from fl_bn.federation.passes import Exchanged, Measured, Passes, TooFewMeasured
 from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained
+from fl_bn.federation.replies import Expected
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.server import Arrived, Server
@@ -37,12 +38,12 @@ from fl_bn.flower.disclosure import DisclosureReport
 from fl_bn.flower.evaluation import EvaluationsAtClients
 from fl_bn.flower.exchanges import BY_PASSES, Exchanges
 from fl_bn.flower.log import log, say_round
-from fl_bn.flower.messages import REPLIED, TRAINED, evaluated
+from fl_bn.flower.messages import evaluated
 from fl_bn.flower.messaging import receive, send_and_receive
 from fl_bn.flower.normalisation import describe_round, in_short, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.recovery import Recovery
-from fl_bn.flower.replies import Reading, read_replies
+from fl_bn.flower.replies import Reading, read_replies, with_header
 from fl_bn.flower.unseen import average_kept
 from fl_bn.flower.versions import here
 from fl_bn.methods import Method, Phase, Refresh
@@ -132,8 +133,9 @@ class BatchNormStrategy(Strategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Read the replies, and leave the rest to the server's half of the round. ``(None, None)`` if too few were usable."""
         phase = Phase(self.record.phase)
-        expected, header = self.server.expected(phase), header_for(self.shared, server_round, phase, self.rounds.payload)
-        reading = Reading(self.cohort, expected, header, TRAINED, self._sent, self.rounds.max_steps, self.server.rounding)
+        expected = self.server.expects(server_round, phase, {client.index: client.samples for client in self.cohort})
+        header = header_for(self.shared, server_round, phase, self.rounds.payload)
+        reading = Reading(self.cohort, with_header(header, expected, self.server.rounding), self._sent)
         came = self._taken_in(self._overheard(replies), reading)
         if phase is Phase.EXCHANGE:
             came.exchange, came.messages = self.exchanges.session, self.exchanges.messages
@@ -190,7 +192,8 @@ class BatchNormStrategy(Strategy):
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
-        reading = Reading(self._evaluating, Schema({}), header, evaluated(self.task), self._sent)
+        expected = Expected(header.round, header.signature, Schema({}), evaluated(self.task))
+        reading = Reading(self._evaluating, with_header(header, expected), self._sent)
         return self._evaluations.in_the_clear(self.record, replies, reading)
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
@@ -336,9 +339,12 @@ class BatchNormStrategy(Strategy):
 
     def _clients(self, grid: Grid) -> Population:
         if self.population is None:
-            self.population = Population(grid, self.rounds, self.shared.signature, self.recovery.run_id.gone_back_to + 1)
+            self.population = self._population(grid)
             self.population.gather()
         return self.population
+
+    def _population(self, grid: Grid) -> Population:
+        return Population(grid, self.rounds, self.shared.signature, self.recovery.run_id.gone_back_to + 1)
 
     def _due(self, server_round: int) -> bool:
         return self.server.rounds in (0, server_round) or server_round % self.rounds.evaluate_every == 0
@@ -380,8 +386,9 @@ class BatchNormStrategy(Strategy):
     def _reports(
         self, replies: Iterable[Message], asked: Instruction, clients: Sequence[Client], sent: Sequence[Message]
     ) -> tuple[list[Reply], dict[int, str], set[int]]:
+        expected = self.server.expects(asked.round, asked.phase, {client.index: client.samples for client in clients})
         header = header_for(self.shared, asked.round, asked.phase)
-        return read_replies(replies, Reading(clients, self.server.expected(asked.phase), header, REPLIED, sent))
+        return read_replies(replies, Reading(clients, with_header(header, expected), sent))
 
     def _stored(self, asked: Instruction, who: Sequence[int], parts: list[Reply], refused: dict[int, str], wrong: set[int]) -> Exchanged:
         """After the statistics of ``parts`` were stored, or too few came."""
@@ -428,8 +435,7 @@ class BatchNormStrategy(Strategy):
         if self.method.adversary is None or self.method.adversary.flips_labels:
             return noted
         replies = list(noted)
-        momentum = {name: layer.momentum for name, layer in self.shared.layers.items()}
-        corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self._down, momentum, self._rounding)
+        corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
         return replies
 
     def _everyone(self) -> list[Client]:
