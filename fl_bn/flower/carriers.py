@@ -115,7 +115,8 @@ class GrpcCarrier(Carrier):
 
     @property
     def address(self) -> str:
-        return f"{self.settings.host}:{self.service.port}"
+        host = self.settings.host
+        return f"{f'[{host}]' if ':' in host else host}:{self.service.port}"
 
     def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
         tokens, certificates = self.service.open(session), self.settings.certificates
@@ -137,17 +138,22 @@ class GrpcCarrier(Carrier):
         """Have the whole cohort join at once, without training; how to make that possible where it is not, else empty.
 
         Raises:
-            RunFailed: a client cannot reach the service, or does not trust it.
+            RunFailed: a client cannot reach the service, or does not trust it, and under the policy ``abort`` all rounds would fail for it.
         """
         messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
-        session = Session(messages, {}, join_deadline=self.settings.join_deadline, called=self.called)
+        settings = self.settings
+        session = Session(messages, {}, policy=settings.policy, join_deadline=settings.join_deadline, called=self.called)
         self.carry(grid, messages, session, timeout)
-        if session.batches:
+        unable = {client: why for client, why in session.dropped.items() if NOT_JOINED not in why}
+        if session.batches and len(unable) == len(session.dropped):  # under shrink rounds go on without them
+            for client, why in sorted(unable.items()):
+                log(logging.WARNING, "%s cannot use the exchange at %s: %s", self.called.client(client), self.address, why)
             return ""
-        if not all(NOT_JOINED in reason for reason in session.dropped.values()):
+        if unable:
             raise RunFailed(
                 f"the exchange at {self.address} cannot be used: {session.failure}. Check exchange-host (the name by which clients reach "
-                "this machine, and for which the certificate is valid), exchange-port and the certificates; or set exchange='replay'"
+                "this machine, and for which the certificate is valid), exchange-port and the certificates. The clients' own logs say "
+                "more: their node configs must allow the address (exchange-addresses). Or set exchange='replay'"
             )
         return (
             f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure}. "

@@ -53,10 +53,10 @@ def receive(
         yield from _Post(grid, sent, timeout, patience, at_once, called).replies()
 
 
-def copy_of(message: Message, ttl: float | None = None) -> Message:
-    """A message of its own identity with the same records."""
+def copy_of(message: Message, ttl: float | None = None, kind: str = "") -> Message:
+    """A message of its own identity with the same records; of the same ``kind`` unless another is given."""
     m = message.metadata
-    return Message(RecordDict(dict(message.content.items())), m.dst_node_id, m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
+    return Message(RecordDict(dict(message.content.items())), m.dst_node_id, kind or m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
 
 
 @dataclass

@@ -267,7 +267,7 @@ class RunKeys:
     )
     # secure aggregation, and differential privacy
     secure_aggregation: bool = option(
-        False, "the server sees sums of the clients' updates and statistics alone (SecAgg+; not FedTAN's exchange)"
+        False, "the server sees sums of the clients' updates, statistics and evaluations alone (SecAgg+; not FedTAN's exchange)"
     )
     secagg_shares: int = option(0, "parts of each client's secrets, an odd number; 0: one per client of the cohort", "0 or >= 3")
     secagg_threshold: int = option(0, "parts that recover a secret, more than half; 0: the fewest allowed", ">= 0")

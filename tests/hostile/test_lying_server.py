@@ -87,6 +87,10 @@ def swap_sources(record: dict, spy: Spy) -> dict:  # type: ignore[type-arg]
     return {**record, "srcs": [record["srcs"][1], record["srcs"][0], *record["srcs"][2:]]}
 
 
+def stranger(record: dict, spy: Spy) -> dict:  # type: ignore[type-arg]
+    return {**without(3)(record, spy), "9": record["3"]}
+
+
 STAGES: dict[str, tuple[str, Change, str]] = {
     "fewer than 3 clients": ("setup", sets(sample_num=2, share_num=2, threshold=2), "at least 3 clients"),
     "one share": ("setup", sets(share_num=1, threshold=1), "at least 3 clients and shares"),
@@ -94,6 +98,10 @@ STAGES: dict[str, tuple[str, Change, str]] = {
     "a threshold of half": ("setup", sets(threshold=2), "more than half"),
     "another modulus": ("setup", sets(mod_range=2**31), "need modulus"),
     "levels that overflow": ("setup", sets(target_range=2**30), "need modulus"),
+    "a range that hides the others": ("setup", sets(clipping_range=1e6), "clipping_range: expected a finite number 1e-06..1000"),
+    "a cohort without this client": ("setup", sets(cohort=[1, 3, 4, 5, 6]), "nodes of the cohort, this client's among them"),
+    "a cohort of another size": ("setup", sets(cohort=[1, 2, 3]), "expected the 5 nodes of the cohort"),
+    "keys of nodes outside the cohort": ("share_keys", stranger, "expected keys of clients of the cohort"),
     "another weight": ("setup", sets(max_weight=1000.0), "need modulus"),
     "a range that is none": ("setup", sets(clipping_range=float("nan")), "clipping_range: expected a finite number"),
     "a parameter of another type": ("setup", sets(threshold="3"), "threshold: expected a whole number"),
@@ -222,7 +230,7 @@ def test_nothing_of_local_statistics_is_told_unasked(name: str) -> None:
     grid = WatchedGrid(client_app(method, clients, TWO_STEPS), len(clients))
     run(method, clients, 2, grid=grid)
     told = {key for m in grid.received for record in m.content.metric_records.values() for key in record}
-    assert told == {"samples", "steps", "loss", "waited", "kept", "accuracy"} | {f"accuracy-class-{i}" for i in range(4)}
+    assert told == {"samples", "steps", "loss", "waited", "kept", "accuracy", "fewest"} | {f"accuracy-class-{i}" for i in range(4)}
     kept = [record for state in grid.states() for record in state.array_records.values()]
     values = {float(v) for record in kept for name, array in record.items() if "running" in name for v in array.numpy().reshape(-1)}
     numbers = {float(v) for m in grid.received for record in m.content.metric_records.values() for v in record.values()}
