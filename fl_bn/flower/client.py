@@ -41,8 +41,11 @@ from fl_bn.flower.run_id import RunId
 from fl_bn.flower.transcript import Transcript, detach, request_payload
 from fl_bn.methods import INPUTS, Method, Phase, StatisticsPass
 from fl_bn.task import CLASSIFICATION, Task
+from fl_bn.wire import WireError
 
 WHOLE: dict[str, Callable[[float], float]] = dict.fromkeys(("steps", "batch", "kept", "drift-layer"), int)  # metrics that are counts
+
+GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exchange-timeout", "exchange-patience")
 
 
 @dataclass(frozen=True)
@@ -204,10 +207,17 @@ def state_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], 
 
 
 def connect(config: Mapping[str, Any], transcript: Transcript, batch: int) -> Exchange:
-    """This client's side of the exchange that the train message names."""
+    """This client's side of the exchange that the train message names.
+
+    Raises:
+        WireError: the message lacks a field that this carrier needs.
+    """
     carrier = config.get("exchange")
     if carrier == "replay":
         return ReplayExchange(transcript, batch)
+    for field in ("exchange-token",) if carrier == "local" else GRPC_FIELDS:
+        if field not in config:
+            raise WireError("config", field, f"expected one beside exchange={carrier!r}, but it is missing")
     token = str(config["exchange-token"])
     if carrier == "local":
         return LocalExchange(token, batch)

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 import torch
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fl_bn.exchange import session as session_module
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Quantity, Request
 from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session
 from fl_bn.federation.defence import Defence
@@ -44,7 +41,7 @@ def requests(draw: st.DrawFn) -> Request:
     return Local(key, values, draw(st.sampled_from([1, 1, 5, 0, -1, LARGEST_COUNT])))
 
 
-class Protocol(RuleBasedStateMachine):
+class Exchange(RuleBasedStateMachine):
     """Client ``liar`` does anything; the others join, send ``keys`` one after the other as they are answered, and leave."""
 
     @initialize(
@@ -105,6 +102,17 @@ class Protocol(RuleBasedStateMachine):
     def the_liar_leaves(self, reason: str) -> None:
         self.session.leave(self.liar, reason)
 
+    @precondition(lambda self: self.in_step())
+    @rule()
+    def time_passes(self) -> None:
+        """More than the deadline, while no honest client keeps another one waiting: they all train, or they all wait for the liar."""
+        before, self.session.deadline = self.session.deadline, -1.0
+        self.session.expire()
+        self.session.deadline = before
+
+    def in_step(self) -> bool:
+        return hasattr(self, "session") and bool(self.session.batches) and len({(len(got), bool(got and got[-1])) for got in self.got.values()}) == 1
+
     @precondition(lambda self: hasattr(self, "session"))
     @invariant()
     def only_the_liar_is_lost(self) -> None:
@@ -138,14 +146,3 @@ class Protocol(RuleBasedStateMachine):
             assert widths == {0 if step == 0 else self.keys[step - 1].quantity.width(LAYERS[self.keys[step - 1].layer].channels)}
         assert set(self.honest) <= set(self.session.taking_part)
         assert self.left == set(self.honest)
-
-
-def test_one_liar_among_honest_clients_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module.LOGGER, "disabled", True)
-    run_state_machine_as_test(Protocol, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
-
-
-@pytest.mark.slow
-def test_one_liar_among_honest_clients_is_lost_alone_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module.LOGGER, "disabled", True)
-    run_state_machine_as_test(Protocol, settings=settings(max_examples=10_000, stateful_step_count=30, deadline=None, derandomize=False))
