@@ -226,11 +226,40 @@ def test_who_does_not_send_in_time_is_late(policy: str, clock: Clock) -> None:
 
 
 def test_several_late_ones_are_named_together(clock: Clock) -> None:
-    cohort = joined("abort", deadline=0.5)
-    waits = cohort.send(1)
+    cohort = joined("abort", (3, 1, 4, 1), deadline=0.5)
+    waits = [cohort.send(client) for client in (1, 3)]
     clock.now += 1
     cohort.session.expire()
-    assert reason(waits) == "clients 0, 2: did not send its part of stem.bn (mean) within 0.5 s"
+    assert {reason(outcome) for outcome in waits} == {"clients 0, 2: did not send its part of stem.bn (mean) within 0.5 s"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_waits_alone_starts_no_clock(policy: str, clock: Clock) -> None:
+    """A client that sends early, or once more after the last layer, would have the others dropped, which train for longer than that."""
+    cohort = joined(policy, (3, 1, 4, 1, 5), deadline=30.0)
+    early = cohort.send(1)
+    clock.now += 1000
+    cohort.session.expire()
+    waits = [cohort.send(client) for client in (0, 2, 3)]
+    clock.now += 29
+    cohort.session.expire()
+    assert early == [] and waits == [[], [], []] and cohort.session.dropped == {}  # the deadline counts from when half of them wait
+    clock.now += 2
+    cohort.session.expire()
+    assert list(cohort.session.dropped) == [4]  # control
+    assert bool(cohort.session.failure) == (policy == "abort")
+
+
+def test_who_waits_alone_is_not_counted_with_those_that_left(clock: Clock) -> None:
+    cohort = joined("shrink", (3, 1, 4, 1, 5), deadline=30.0)
+    cohort.send(1)
+    for client in (0, 2, 3):
+        cohort.session.leave(client)
+    clock.now += 1000
+    cohort.session.expire()  # client 4 still trains
+    assert cohort.session.dropped == {}
+    cohort.session.leave(4)
+    assert list(cohort.session.dropped) == [1]
 
 
 def test_the_deadline_starts_again_with_each_answer(clock: Clock) -> None:

@@ -51,14 +51,22 @@ class Exchange(RuleBasedStateMachine):
         keys=st.sampled_from([MERGED, PAPER]),
         layers=st.integers(0, 6),
         robust=st.booleans(),
+        met=st.booleans(),
+        patience=st.integers(0, 8),
     )
-    def begin(self, clients: int, liar: int, policy: str, keys: tuple[Key, ...], layers: int, robust: bool) -> None:
+    def begin(
+        self, clients: int, liar: int, policy: str, keys: tuple[Key, ...], layers: int, robust: bool, met: bool, patience: int
+    ) -> None:
         options: dict[str, Any] = {"average": Defence(1, "median", "median").average, "believing": False} if robust else {}
         self.session = Session(range(clients), LAYERS, policy=policy, **options)
         self.liar, self.keys, self.policy = liar % clients, keys[:layers], policy
         self.honest = [client for client in range(clients) if client != self.liar]
         self.got: dict[int, list[Outcome]] = {client: [] for client in self.honest}
         self.left: set[int] = set()
+        self.patience = patience  # so many requests of the liar's are such as an honest client might send
+        if met:
+            self.the_liar_does_as_the_others(early=True, waits=False)
+            self.all_honest_clients_go_on()
 
     @rule(who=st.integers(0, 5))
     def an_honest_client_goes_on(self, who: int) -> None:
@@ -86,18 +94,22 @@ class Exchange(RuleBasedStateMachine):
         for who in range(len(self.honest)):
             self.an_honest_client_goes_on(who)
 
+    @precondition(lambda self: self.patience <= 0)
     @rule(request=requests())
     def the_liar_asks(self, request: Request) -> None:
         self.session.submit(self.liar, request, lambda outcome: None)
 
-    @rule(joins=st.booleans())
-    def the_liar_does_as_the_others(self, joins: bool) -> None:
-        step = max(len(got) for got in self.got.values())
-        if 0 < step <= len(self.keys) + 1:
-            self.session.submit(self.liar, self.request(self.liar, step - 1), lambda outcome: None)
-        elif joins:
-            self.session.submit(self.liar, Join(1), lambda outcome: None)
+    @rule(early=st.booleans(), waits=st.booleans())
+    def the_liar_does_as_the_others(self, early: bool, waits: bool) -> None:
+        """``early``: as they do next; ``waits``: they take longer to get there than the deadline."""
+        self.patience -= 1
+        step = max(len(got) for got in self.got.values()) + early
+        if step <= len(self.keys) + 1:
+            self.session.submit(self.liar, self.request(self.liar, max(step - 1, 0)), lambda outcome: None)
+        if waits and self.in_step():
+            self.time_passes()
 
+    @precondition(lambda self: self.patience <= 0)
     @rule(reason=st.sampled_from(["", "", "out of memory"]))
     def the_liar_leaves(self, reason: str) -> None:
         self.session.leave(self.liar, reason)

@@ -165,9 +165,13 @@ def fuzz(
 
 
 def sequences(
-    number: int, first_seed: int = 0, only: Sequence[str] = (), told: Callable[[int, Counter[str]], None] = lambda done, counts: None
+    number: int,
+    first_seed: int = 0,
+    only: Sequence[str] = (),
+    told: Callable[[int, Counter[str]], None] = lambda done, counts: None,
+    shrinks: bool = True,
 ) -> tuple[Counter[str], list[str]]:
-    """Run ``number`` sequences: how many of each machine, and the shortest of those that break."""
+    """Run ``number`` sequences: how many of each machine, and those that break, the shortest ones if ``shrinks``."""
     counts, broken = Counter[str](), list[str]()
     names = asked(only, MACHINES)
     with listening():
@@ -178,7 +182,8 @@ def sequences(
             chunk = 0
             while counts[name] < wanted and len(broken) < 20:
                 before, size = counts[name], min(CHUNK, wanted - counts[name])
-                if problem := run_machine(machine, steps, size, 1_000_000 * first_seed + chunk, lambda name=name: counts.update([name])):
+                drawn_from = 1_000_000 * first_seed + chunk
+                if problem := run_machine(machine, steps, size, drawn_from, lambda name=name: counts.update([name]), shrinks):
                     broken.append(f"seed {first_seed}, chunk {chunk}, {name}: {problem}")
                     counts[name] = before + size  # without those that were tried to find the shortest
                 chunk += 1
@@ -186,8 +191,10 @@ def sequences(
     return counts, broken
 
 
-def run_machine(machine: type[RuleBasedStateMachine], steps: int, number: int, drawn_from: int, begun: Callable[[], None]) -> str:
-    """What broke, with the shortest sequence that does it; empty if nothing did."""
+def run_machine(
+    machine: type[RuleBasedStateMachine], steps: int, number: int, drawn_from: int, begun: Callable[[], None], shrinks: bool = True
+) -> str:
+    """What broke, with the sequence that does it; empty if nothing did."""
 
     class Counted(machine):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
@@ -204,7 +211,7 @@ def run_machine(machine: type[RuleBasedStateMachine], steps: int, number: int, d
                     deadline=None,
                     derandomize=False,
                     database=None,
-                    phases=(Phase.generate, Phase.shrink),
+                    phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),
                     suppress_health_check=list(HealthCheck),
                 ),
             )
