@@ -14,7 +14,7 @@ from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fl_bn.called import UNNAMED, Called
-from fl_bn.flower.compat import simulates
+from fl_bn.flower.compat import answering, simulates
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.log import log
 from fl_bn.wire import reason, said
@@ -70,24 +70,32 @@ def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
         yield from (reply for reply in grid.pull_messages(list(waiting)) if reply.metadata.reply_to_message_id in waiting)
         return
     for identity, message in waiting.items():
-        try:
-            yield from (_checked(reply, identity, message) for reply in list(grid.pull_messages([identity]))[:1])
-        except grpc.RpcError:
-            raise
-        except Exception as error:  # whatever Flower, protobuf, JSON or NumPy says of such bytes
-            yield _instead(message, f"its reply cannot be opened: {type(error).__name__}: {error}")
+        for reply in _opened(grid, identity, message):
+            yield answering(reply, identity)
+
+
+def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
+    """The reply to ``message``, or an error in its place; none where it is not there yet."""
+    try:
+        return [_checked(reply, identity, message) for reply in list(grid.pull_messages([identity]))[:1]]
+    except grpc.RpcError:
+        raise
+    except Exception as error:  # whatever Flower, protobuf, JSON or NumPy says of such bytes
+        return [_instead(message, f"its reply cannot be opened: {type(error).__name__}: {error}")]
 
 
 def _checked(reply: Message, identity: str, message: Message) -> Message:
-    """``reply``, if it answers ``message``; else an error."""
+    """``reply``, if it answers ``message`` and is of the node that was asked; else an error."""
     m = reply.metadata
     if reply.has_error() == reply.has_content():
         return _instead(message, "its reply has neither content nor an error")
     if m.reply_to_message_id != identity:
         return _instead(message, f"its reply says that it answers message {said(m.reply_to_message_id)}, which this is not")
-    if reply.has_content() and m.src_node_id != message.metadata.dst_node_id:
+    if reply.has_error():  # Flower's own does not say of which node it is
+        return _instead(message, reply.error.reason or "", reply.error.code)
+    if m.src_node_id != message.metadata.dst_node_id:
         return _instead(message, f"its reply says that it is node {said(m.src_node_id)}'s")
-    return _instead(message, reply.error.reason or "", reply.error.code) if reply.has_error() else reply
+    return reply
 
 
 def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:

@@ -123,7 +123,11 @@ class Exchange(RuleBasedStateMachine):
         self.session.deadline = before
 
     def in_step(self) -> bool:
-        return hasattr(self, "session") and bool(self.session.batches) and len({(len(got), bool(got and got[-1])) for got in self.got.values()}) == 1
+        return (
+            hasattr(self, "session")
+            and bool(self.session.batches)
+            and len({(len(got), bool(got and got[-1])) for got in self.got.values()}) == 1
+        )
 
     @precondition(lambda self: hasattr(self, "session"))
     @invariant()

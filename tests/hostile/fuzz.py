@@ -49,12 +49,12 @@ CLIENTS_OF = ["fedavg", "fbn", "hbn", "fedbn unseen", "fedtan", "fbn maintained"
 
 Attack = Callable[[str, Rng], tuple[str, Outcome]]
 TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # how, of which scenarios, and the share of all mutations
-    "server": (lie_to_server, CANNED, 0.40),
-    "session": (lie_to_session, ["fedtan"], 0.35),
-    "client": (lie_to_client, sorted(CLIENTS_OF), 0.22),
-    "meeting": (lie_in_a_round, MEETINGS, 0.02),
-    "secure": (lie_to_server, SECURE, 0.005),
-    "two-faced": (two_faced, SECURE, 0.005),
+    "server": (lie_to_server, CANNED, 0.25),
+    "session": (lie_to_session, ["fedtan"], 0.45),
+    "client": (lie_to_client, sorted(CLIENTS_OF), 0.28),
+    "meeting": (lie_in_a_round, MEETINGS, 0.015),
+    "secure": (lie_to_server, SECURE, 0.0025),
+    "two-faced": (two_faced, SECURE, 0.0025),
 }
 
 

@@ -16,7 +16,15 @@ from tests.hostile.recorded import CLIENTS, SCENARIOS, Liar, LivingGrid, Playing
 from tests.hostile.transport import ByteGrid
 
 UNREADABLE = "the other side cannot open it"
-ERRORS = ("WireError", "Insecure", "ValueError", "PermissionError", "ExchangeFailed", "ClientTooSmall", "OtherVersion")  # of a client that says what is wrong
+ERRORS = (
+    "WireError",
+    "Insecure",
+    "ValueError",
+    "PermissionError",
+    "ExchangeFailed",
+    "ClientTooSmall",
+    "OtherVersion",
+)  # of a client that says what is wrong
 
 
 class Lies(Liar):

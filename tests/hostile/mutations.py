@@ -98,7 +98,7 @@ def extra_field(content: RecordDict, rng: Rng) -> None:
         name = pick(rng, found)
         config = name in content.config_records
         new = {pick(rng, ["kept", "updates", "drift", "unreadable", "save", "x" * 1000, "a\nb"]): hostile(rng, config)}
-        if rng.integers(8) == 0:
+        if rng.integers(40) == 0:
             new = {f"field {i}": 1 for i in range(12_000)}
         replace_record(content, name, {**dict(content[name]), **new}, config)
 

@@ -7,6 +7,7 @@ process, when the server pulls the reply; the SuperLink between them looks at an
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -137,24 +138,34 @@ def changed_json(data: bytes, rng: Rng) -> bytes:
     return json.dumps(tree).encode()
 
 
-def in_bytes(message: Message, rng: Rng | None = None) -> tuple[str, Message]:
-    """``message`` as the server gets it from Flower. With ``rng`` one object that it is made of was changed: which, and the message.
+def in_bytes(message: Message, rng: Rng) -> tuple[str, Message]:
+    """``message`` as the server gets it from Flower, with one of the objects that it is made of changed: which, and the message.
 
     Raises whatever Flower does with such objects.
     """
+    what = ""
+
+    def change(contents: dict[str, bytes]) -> None:
+        nonlocal what
+        name = pick(rng, sorted(contents, key=lambda key: (contents[key], key)))
+        what, contents[name] = changed_object(contents[name], rng)
+
+    changed = opened(message, change)
+    return what, changed
+
+
+def opened(message: Message, change: Callable[[dict[str, bytes]], None]) -> Message:
+    """``message``, taken apart into objects and put together again by Flower, after these were changed by identity."""
     from flwr.common.inflatable import get_all_nested_objects  # Flower's own, and elsewhere in later versions
     from flwr.common.inflatable_utils import inflate_object_from_contents
 
     identity = message.object_id
     contents = {name: one.deflate() for name, one in get_all_nested_objects(message).items()}
-    what = ""
-    if rng is not None:
-        name = pick(rng, sorted(contents, key=lambda key: (contents[key], key)))
-        what, contents[name] = changed_object(contents[name], rng)
-    inflated = inflate_object_from_contents(identity, contents)
+    change(contents)
+    inflated: Any = inflate_object_from_contents(identity, contents)
     if isinstance(inflated, Message):
         inflated.metadata.__dict__["_message_id"] = identity
-    return what, inflated  # type: ignore[return-value]
+    return inflated  # type: ignore[no-any-return]
 
 
 def changed_object(content: bytes, rng: Rng) -> tuple[str, bytes]:

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from fl_bn.flower.in_process import InProcessGrid
 from tests.hostile import protobuf
-from tests.hostile.lies import ERRORS
 from tests.hostile.liars import what
+from tests.hostile.lies import ERRORS
 from tests.hostile.mutations import CHANGES
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of, cloned, recorded
 
