@@ -49,12 +49,12 @@ CLIENTS_OF = ["fedavg", "fbn", "hbn", "fedbn unseen", "fedtan", "fbn maintained"
 
 Attack = Callable[[str, Rng], tuple[str, Outcome]]
 TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # how, of which scenarios, and the share of all mutations
-    "server": (lie_to_server, CANNED, 0.25),
-    "session": (lie_to_session, ["fedtan"], 0.45),
-    "client": (lie_to_client, sorted(CLIENTS_OF), 0.28),
-    "meeting": (lie_in_a_round, MEETINGS, 0.015),
-    "secure": (lie_to_server, SECURE, 0.0025),
-    "two-faced": (two_faced, SECURE, 0.0025),
+    "server": (lie_to_server, CANNED, 0.2),
+    "session": (lie_to_session, ["fedtan"], 0.5),
+    "client": (lie_to_client, sorted(CLIENTS_OF), 0.287),
+    "meeting": (lie_in_a_round, MEETINGS, 0.01),
+    "secure": (lie_to_server, SECURE, 0.0015),
+    "two-faced": (two_faced, SECURE, 0.0015),
 }
 
 

@@ -126,7 +126,7 @@ def rendezvous() -> RecordDict:
 
 
 def lie_to_client(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """One instruction, changed; afterwards the client must still answer the honest one."""
+    """One instruction, changed; afterwards the client must still answer the honest one, which is tried in one case of four."""
     exchanges = [one for one in recorded(name).exchanges if one[0] != "query.rendezvous"]
     asked, instruction, _ = pick(rng, exchanges)
     if rng.integers(20) == 0:
@@ -162,7 +162,7 @@ def lie_to_client(name: str, rng: Rng) -> tuple[str, Outcome]:
         sent = [array for record in answer.content.array_records.values() for array in record.values()] if answer.has_content() else []
         if any(array.dtype == "float32" and not np.isfinite(plain(array)).all() for array in sent):
             reason = "diverged"
-        if "secure" not in name and kind == "train":
+        if "secure" not in name and kind == "train" and rng.integers(4) == 0:
             (again,) = grid.send_and_receive([Message(cloned(instruction), LIAR + 1, kind, ttl=600.0, group_id="1")])
             if again.has_error():
                 return what, Outcome(BROKEN, f"afterwards the client refuses an honest message: {again.error.reason}")
