@@ -67,9 +67,9 @@ class Session:
     """The exchange of one round among ``cohort``.
 
     ``layers``: the layers that may be exchanged. ``average`` combines what comes (the weighted mean, or a robust rule). ``policy`` for a
-    client that dies, is refused, or comes ``deadline`` (s) after half of the clients wait for it (``join_deadline`` after the last to join):
-    ``abort`` fails the round for all, ``shrink`` goes on without it, with weights over the others. A minority that waits starts no clock:
-    one client that sends early would have the others, which still train, dropped. Safe to call from several threads.
+    client that dies, is refused, or comes ``deadline`` (s) after at least half of the clients waited for it (``join_deadline`` after the
+    last to join): ``abort`` fails the round for all, ``shrink`` goes on without it, with weights over the others. A minority that waits
+    starts no clock: one client that sends early would have the others, which still train, dropped. Safe to call from several threads.
 
     ``samples``: what each client has in all; no batch may be larger. ``believing``: counts and batches are what each client says; else
     everyone counts as the median client, so that under a defence the cohort's are in nobody's hand. ``given_up``: what the log says

@@ -243,7 +243,8 @@ def test_who_waits_alone_starts_no_clock(policy: str, clock: Clock) -> None:
     waits = [cohort.send(client) for client in (0, 2, 3)]
     clock.now += 29
     cohort.session.expire()
-    assert early == [] and waits == [[], [], []] and cohort.session.dropped == {}  # the deadline counts from when half of them wait
+    assert [early, *waits] == [[]] * 4
+    assert cohort.session.dropped == {}  # the deadline counts from when half of them wait
     clock.now += 2
     cohort.session.expire()
     assert list(cohort.session.dropped) == [4]  # control

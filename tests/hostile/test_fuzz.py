@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.exchange.session import Session
 from fl_bn.federation import schema
-from fl_bn.flower import RunFailed, secure_client
+from fl_bn.flower import InProcessGrid, RunFailed, secure_client
 from tests.hostile.exchange_lies import lie_to_session
 from tests.hostile.fuzz import MACHINES, PENDING, TARGETS, fuzz, run_machine, sequences, table
 from tests.hostile.liars import LIAR, lied, sets
 from tests.hostile.lies import lie_to_server
-from tests.hostile.outcomes import BROKEN, REFUSED, Outcome, honest, judged
-from tests.hostile.recorded import CLIENTS, SCENARIOS
+from tests.hostile.outcomes import BROKEN, REFUSED, Outcome, honest, judged, listening
+from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
 from tests.hostile.secure_machine import Clients
 
 MEMORY = 300.0  # MB: the largest mutated payload has some 4, and the liar is in this process, too
@@ -122,3 +122,12 @@ def test_sequences_of_secure_clients_reach_the_last_stage() -> None:
 
     assert run_machine(Counted, 10, 20, 1, lambda: None) == ""
     assert len(reached) == 4, reached
+
+
+@pytest.mark.parametrize("carrier", ["grpc", "local"])
+def test_a_client_names_the_field_that_an_exchange_lacks(carrier: str) -> None:
+    grid = InProcessGrid(app_of(SCENARIOS["fedtan"]), CLIENTS, {})
+    content = RecordDict({"config": ConfigRecord({"exchange": carrier})})
+    with listening():
+        (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
+    assert answer.error.reason == f"WireError: config/exchange-token: expected one beside exchange='{carrier}', but it is missing"
