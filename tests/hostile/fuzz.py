@@ -4,7 +4,7 @@
 
 A mutation is one case of one target: a *server* in whole rounds of every method, of which one client lies in one message or more; the same
 in *secure* rounds; an exchange's *session*, whose liar sends changed bytes, or requests in any order and number; a *meeting*, where the
-others train on meanwhile; a *client* of a server that lies; a *two-faced* server of SecAgg+, which tells one client something else. Honest
+others train on meanwhile; a *client* of a server that lies; a *two-faced* server of SecAgg+, which tells one client something else; and an *own app*, with a strategy of one's own. Honest
 messages are recorded from real runs (``recorded``). They are changed record by record (``mutations``), and where they lie as bytes:
 protobuf, JSON (``protobuf``) and NumPy's heads (``npy``). ``outcomes`` has what must hold.
 
@@ -38,6 +38,7 @@ from tests.hostile.exchange_machine import Exchange
 from tests.hostile.lies import lie_to_client, lie_to_server
 from tests.hostile.mutations import Rng, pick
 from tests.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, SAME, Outcome, honest, listening
+from tests.hostile.own_app_lies import METHODS_OF, lie_to_own_app
 from tests.hostile.recorded import CANNED, MEETINGS, SCENARIOS, SECURE, recorded
 from tests.hostile.secure_lies import two_faced
 from tests.hostile.secure_machine import Clients
@@ -55,6 +56,7 @@ TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # how, of which scenari
     "meeting": (lie_in_a_round, MEETINGS, 0.01),
     "secure": (lie_to_server, SECURE, 0.0015),
     "two-faced": (two_faced, SECURE, 0.0015),
+    "own app": (lie_to_own_app, METHODS_OF, 0.05),
 }
 
 
@@ -71,6 +73,7 @@ MACHINES: dict[str, tuple[type[RuleBasedStateMachine], int, float]] = {  # which
 }
 PENDING = {
     "two-faced": "clients that are told different things still unmask",
+    "own app": "one node ends the run of a Flower app of one's own, and evaluations are believed",
     "evaluated clients": "a client that requires secure aggregation answers an evaluation in the clear",
 }
 
@@ -95,7 +98,7 @@ class Hangs(BaseException):
 
 
 @contextmanager
-def bounded(seconds: int = LONGEST) -> Iterator[None]:
+def bounded(seconds: int) -> Iterator[None]:
     """Raises Hangs where the body takes longer."""
 
     def end(*_: Any) -> None:
@@ -122,7 +125,7 @@ def run_case(seed: int, number: int, only: Sequence[str] = ()) -> Case:
     name = pick(rng, scenarios)
     before = peak_memory()
     try:
-        with listening(), bounded():
+        with listening(), bounded(LONGEST):
             what, outcome = attack(name, rng)
     except Hangs:
         what, outcome = "", Outcome(BROKEN, f"it took longer than {LONGEST} s")
@@ -134,7 +137,7 @@ def run_case(seed: int, number: int, only: Sequence[str] = ()) -> Case:
 def warm_up(only: Sequence[str] = ()) -> None:
     """Have what honest runs are recorded in memory, before memory is measured."""
     with listening():
-        for name in {name for target in asked(only, TARGETS) for name in TARGETS[target][1]}:
+        for name in {name for target in asked(only, TARGETS) if target != "own app" for name in TARGETS[target][1]}:
             if not SCENARIOS[name].meets:
                 recorded(name)
             honest(name)

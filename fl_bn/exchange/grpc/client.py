@@ -9,7 +9,7 @@ import grpc
 import torch
 from torch import Tensor
 
-from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Request
+from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Request, checked
 from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc import exchange_pb2_grpc
 from fl_bn.exchange.grpc.service import TOKEN
@@ -52,7 +52,7 @@ class GrpcExchange:
             raise
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        return self._ask(Local(key, local.detach().cpu(), count), local.dtype)
+        return checked(self._ask(Local(key, local.detach().cpu(), count), local.dtype), key, local)
 
     def close(self, error: str = "") -> None:
         if self._closed:
@@ -82,4 +82,7 @@ class GrpcExchange:
             raise ExchangeFailed(f"the exchange at {self._address} failed: {error.code().name}: {error.details()}") from error
         finally:
             self.seconds += time.perf_counter() - begin
-        return decode_answer(answer, dtype)
+        try:
+            return decode_answer(answer, dtype)
+        except ValueError as error:
+            raise ExchangeFailed(f"the exchange at {self._address} answered with {len(answer.values)} bytes, which are no {dtype}") from error
