@@ -4,9 +4,9 @@
 
 A mutation is one case of one target: a *server* in whole rounds of every method, of which one client lies in one message or more; the same
 in *secure* rounds; an exchange's *session*, whose liar sends changed bytes, or requests in any order and number; a *meeting*, where the
-others train on meanwhile; a *client* of a server that lies; a *two-faced* server of SecAgg+, which tells one client something else; and an *own app*, with a strategy of one's own. Honest
-messages are recorded from real runs (``recorded``). They are changed record by record (``mutations``), and where they lie as bytes:
-protobuf, JSON (``protobuf``) and NumPy's heads (``npy``). ``outcomes`` has what must hold.
+others train on meanwhile; a *client* of a server that lies; a *two-faced* server of SecAgg+, which tells one client something else; and
+an *own app*, with a strategy of one's own. Honest messages are recorded from real runs (``recorded``). They are changed record by record
+(``mutations``), and where they lie as bytes: protobuf, JSON (``protobuf``) and NumPy's heads (``npy``). ``outcomes`` has what must hold.
 
 A sequence is one run of a state machine of hypothesis: clients of an exchange, of which one does anything (``exchange_machine``), and
 clients of SecAgg+ whose server asks anything (``secure_machine``). What breaks is shrunk to the shortest sequence.

@@ -16,6 +16,8 @@ from fl_bn.exchange.grpc.service import TOKEN
 from fl_bn.exchange.grpc.wire import decode_answer, encode_request
 from fl_bn.loopback import direct
 
+MOST = 2.0**31 - 1  # of a number that gRPC counts in: milliseconds, seconds
+
 
 class GrpcExchange:
     """Joins the round at ``address`` when made, with ``batch`` samples.
@@ -29,7 +31,7 @@ class GrpcExchange:
     ) -> None:
         self.batch, self.seconds = batch, 0.0
         self._address, self._closed = address, False
-        milliseconds = max(1000, int(1000 * patience))
+        milliseconds = int(min(max(1000, 1000 * patience), MOST))
         options = [
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.keepalive_time_ms", max(1000, milliseconds // 2)),
@@ -44,7 +46,8 @@ class GrpcExchange:
             self._channel = grpc.insecure_channel(address, options)
         self._requests: queue.SimpleQueue[pb.Request | None] = queue.SimpleQueue()
         stub = exchange_pb2_grpc.ExchangeStub(self._channel)
-        self._answers = stub.Average(iter(self._requests.get, None), metadata=((TOKEN, token),), timeout=timeout, wait_for_ready=False)
+        requests, timeout = iter(self._requests.get, None), min(timeout, MOST)
+        self._answers = stub.Average(requests, metadata=((TOKEN, token),), timeout=timeout, wait_for_ready=False)
         try:
             self._ask(Join(batch), torch.float32)
         except BaseException:
@@ -85,4 +88,6 @@ class GrpcExchange:
         try:
             return decode_answer(answer, dtype)
         except ValueError as error:
-            raise ExchangeFailed(f"the exchange at {self._address} answered with {len(answer.values)} bytes, which are no {dtype}") from error
+            raise ExchangeFailed(
+                f"the exchange at {self._address} answered with {len(answer.values)} bytes, which are no {dtype}"
+            ) from error
