@@ -37,7 +37,7 @@ def check(mutations: int, number: int, seed: int) -> None:
 
 @pytest.mark.pinned
 def test_mutated_messages_and_sequences_of_calls() -> None:
-    check(120, 100, seed=16)
+    check(100, 80, seed=16)
 
 
 @pytest.mark.slow
