@@ -248,7 +248,7 @@ class Session:
 
     def _advance(self) -> None:
         """Answer, if everyone has spoken: sent a request, or left in good order."""
-        if not self._waiting or 2 * len(self._waiting) < len(self.active):
+        if not self._waiting or 2 * len(self._waiting) < len(self.active):  # most still train, or have left: nobody holds them up
             self._held_up = None
         elif self._held_up is None:
             self._held_up = time.monotonic()
