@@ -35,7 +35,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from tests.hostile.exchange_lies import lie_in_a_round, lie_to_session, requests
 from tests.hostile.exchange_machine import Exchange
-from tests.hostile.lies import lie_to_client, lie_to_server
+from tests.hostile.lies import ERRORS, lie_to_client, lie_to_server
 from tests.hostile.mutations import Rng, pick
 from tests.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, SAME, Outcome, honest, listening
 from tests.hostile.own_app_lies import METHODS_OF, lie_to_own_app
@@ -60,21 +60,22 @@ TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # how, of which scenari
 }
 
 
-class EvaluatedClients(Clients):
-    """Clients that require secure aggregation answer no evaluation in the clear, either."""
+class GatedClients(Clients):
+    """Clients that answer no evaluation in the clear, either, and whose every error says what is wrong."""
 
     CLEAR = (*Clients.CLEAR, "evaluate")
+    NAMED = ERRORS
 
 
 MACHINES: dict[str, tuple[type[RuleBasedStateMachine], int, float]] = {  # which, its steps, and the share of all sequences
     "exchange": (Exchange, 30, 0.9),
     "secure clients": (Clients, 15, 0.1),
-    "evaluated clients": (EvaluatedClients, 10, 0.1),
+    "gated clients": (GatedClients, 15, 0.1),
 }
 PENDING = {
     "two-faced": "clients that are told different things still unmask",
     "own app": "one node ends the run of a Flower app of one's own, and evaluations are believed",
-    "evaluated clients": "a client that requires secure aggregation answers an evaluation in the clear",
+    "gated clients": "a client that requires secure aggregation answers an evaluation in the clear, and a missing weight with a KeyError",
 }
 
 

@@ -41,6 +41,7 @@ class Clients(RuleBasedStateMachine):
     """Three clients whose owners require secure aggregation; the machine is their server."""
 
     CLEAR: tuple[str, ...] = ("train", "query.statistics", "query.kept")  # what no such client answers in the clear
+    NAMED: tuple[str, ...] = (*ERRORS, "KeyError")  # how it says what is wrong
 
     @initialize()
     def begin(self) -> None:
@@ -79,7 +80,7 @@ class Clients(RuleBasedStateMachine):
         asked = dict(content.config_records[RECORD_KEY_CONFIGS]) if RECORD_KEY_CONFIGS in content.config_records else {}
         (answer,) = self.grid.send_and_receive([message])
         if answer.has_error():
-            if (named := str(answer.error.reason).partition(":")[0]) not in ERRORS:
+            if (named := str(answer.error.reason).partition(":")[0]) not in self.NAMED:
                 self.wrong = f"{kind} {stage} is answered by {named}: {answer.error.reason}"
             return
         if kind in self.CLEAR and not stage:
@@ -121,6 +122,14 @@ class Clients(RuleBasedStateMachine):
     @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES))
     def one_is_asked_out_of_turn(self, node: int, stage: str) -> None:
         self.ask(node, self.content(stage, self.request(stage, node)))
+
+    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), record=st.sampled_from(["config", "header"]), which=st.integers(0, 9))
+    def a_field_is_missing(self, node: int, stage: str, record: str, which: int) -> None:
+        content = self.content(stage, self.request(stage, node))
+        fields = dict(content.config_records[record])
+        fields.pop(sorted(fields)[which % len(fields)])
+        content[record] = ConfigRecord(fields)
+        self.ask(node, content)
 
     @rule(node=st.sampled_from(NODES), change=st.sampled_from(OTHERWISE))
     def one_is_set_up_otherwise(self, node: int, change: tuple[str, Any]) -> None:
