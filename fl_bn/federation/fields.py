@@ -54,6 +54,12 @@ def number(least: float = -math.inf, most: float = math.inf, default: Any = NEED
     return Field(fits, f"a finite number{limits}", default, float)
 
 
+def real(least: float, most: float = math.inf) -> Field:
+    """A finite number that travels as a floating-point one, where Flower's code takes no other."""
+    one = number(least, most)
+    return Field(lambda v: type(v) is float and one.fits(v), f"{one.wanted} as a float", turn=float)
+
+
 def measured(least: float = -math.inf, most: float = math.inf, default: Any = NEEDED) -> Field:
     """A number that training may have made infinite or NaN: shown and averaged, but no part of the model."""
 

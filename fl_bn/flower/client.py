@@ -42,8 +42,11 @@ from fl_bn.flower.run_id import RunId
 from fl_bn.flower.transcript import Transcript, detach, request_payload
 from fl_bn.methods import INPUTS, Method, Phase, StatisticsPass
 from fl_bn.task import CLASSIFICATION, Task
+from fl_bn.wire import WireError
 
 WHOLE: dict[str, Callable[[float], float]] = dict.fromkeys(("steps", "batch", "kept", "drift-layer"), int)  # metrics that are counts
+
+GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exchange-timeout", "exchange-patience")
 
 
 @dataclass(frozen=True)
@@ -224,10 +227,14 @@ def connect(addresses: ExchangeAddresses, config: Mapping[str, Any], transcript:
 
     Raises:
         ExchangeFailed: it is none, or the exchange cannot be joined; the message says nothing of this client's network.
+        WireError: the message lacks a field that this carrier needs.
     """
     carrier = config.get("exchange")
     if carrier == "replay":
         return ReplayExchange(transcript, batch)
+    for field in ("exchange-token",) if carrier == "local" else GRPC_FIELDS:
+        if field not in config:
+            raise WireError("config", field, f"expected one beside exchange={carrier!r}, but it is missing")
     token = str(config["exchange-token"])
     if carrier == "local":
         return LocalExchange(token, batch)

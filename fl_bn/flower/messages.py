@@ -6,7 +6,7 @@ hold, in ``exchange.session``. All else that one side reads of what the other se
 
 from __future__ import annotations
 
-from fl_bn.federation.fields import NEEDED, blobs, data, measured, number, one_of, text, whole, whole_list, wholes, wholes_by_name
+from fl_bn.federation.fields import NEEDED, blobs, data, measured, number, one_of, real, text, whole, whole_list, wholes, wholes_by_name
 from fl_bn.federation.narrow import PAYLOADS
 from fl_bn.federation.replies import REPLIED as SAMPLES
 from fl_bn.federation.replies import TRAINED as NUMBERS
@@ -136,10 +136,10 @@ SET_UP = Form(
         "sample_num": whole(1, NODES),
         "share_num": whole(1, NODES),
         "threshold": whole(1, NODES),
-        "clipping_range": number(FINEST, WIDEST),
+        "clipping_range": real(FINEST, WIDEST),
         "target_range": whole(2**4, 2**30),
         "mod_range": whole(1),
-        "max_weight": number(0),
+        "max_weight": real(0),
         "cohort": wholes(NODES),
     },
 )

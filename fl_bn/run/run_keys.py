@@ -233,7 +233,7 @@ class RunKeys:
     exchange_policy: str = option(
         "abort", "for a client that dies or is late: abort fails the round for all, shrink goes on with weights over the others", POLICIES
     )
-    exchange_timeout: float = option(30.0, "how long one exchange waits for the last client", "> 0", unit="seconds")
+    exchange_timeout: float = option(30.0, "how long one exchange waits for the others once half of them wait", "> 0", unit="seconds")
     exchange_join_timeout: float = option(30.0, "how long the others wait for another client to join a round", "> 0", unit="seconds")
     exchange_host: str = option("127.0.0.1", "grpc: the name by which clients reach the ServerApp's machine", "host name or address")
     exchange_bind: str = option("", "grpc: address to listen on; empty: loopback if exchange-host is, else all", "address")

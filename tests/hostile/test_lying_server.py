@@ -104,6 +104,7 @@ STAGES: dict[str, tuple[str, Change, str]] = {
     "keys of nodes outside the cohort": ("share_keys", stranger, "expected keys of clients of the cohort"),
     "another weight": ("setup", sets(max_weight=1000.0), "need modulus"),
     "a range that is none": ("setup", sets(clipping_range=float("nan")), "clipping_range: expected a finite number"),
+    "a range that is a whole number": ("setup", sets(clipping_range=8), "clipping_range: expected a finite number"),
     "a parameter of another type": ("setup", sets(threshold="3"), "threshold: expected a whole number"),
     "other keys for this client": ("share_keys", of_victim(0, another_key), "other keys for this client than its own"),
     "without this client's keys": ("share_keys", without(VICTIM), "expected the keys of 5 clients"),
