@@ -26,11 +26,24 @@ if TYPE_CHECKING:
 Send = Callable[[list[Message]], list[Message]]
 
 
+class SaidOnce:
+    """Warns of the clients that were refused, once in a run for each client and reason. ``line``: with places for these two."""
+
+    def __init__(self, line: str, called: Called) -> None:
+        self._line, self._called, self._said = line, called, set[tuple[int, str]]()
+
+    def __call__(self, refused: Mapping[int, str]) -> None:
+        for index, why in sorted(refused.items()):
+            if (index, why) not in self._said:
+                self._said.add((index, why))
+                log(logging.WARNING, self._line, self._called.client(index), why)
+
+
 class EvaluationsAtClients:
-    """Of one run, by the metrics of ``task``. Why a client's evaluation is missing is said once per client and reason."""
+    """Of one run, by the metrics of ``task``."""
 
     def __init__(self, task: Task, called: Called) -> None:
-        self.task, self._called, self._said = task, called, set[tuple[int, str]]()
+        self.task, self._called, self._say = task, called, SaidOnce("%s did not evaluate: %s", called)
 
     def in_the_clear(self, record: RoundRecord, replies: Iterable[Message], reading: Reading) -> MetricRecord | None:
         """What ``over_clients`` makes of the clients' metrics; each one's own loss and metric go into ``record``."""
@@ -62,9 +75,3 @@ class EvaluationsAtClients:
         means, refused = secure.evaluate(grid, messages, clients, timeout, self.task)
         self._say(refused)
         return MetricRecord({**means}) if means else None
-
-    def _say(self, refused: Mapping[int, str]) -> None:
-        for index, why in sorted(refused.items()):
-            if (index, why) not in self._said:
-                self._said.add((index, why))
-                log(logging.WARNING, "%s did not evaluate: %s", self._called.client(index), why)

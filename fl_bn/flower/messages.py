@@ -91,19 +91,20 @@ EXCHANGE = Form(
     others=True,
 )
 SUM_OF, REPLY, EVALUATION = "secagg-of", "reply", "evaluation"  # what a secure sum adds up
+WEIGHED = ("secagg-update-weight", "secagg-statistics-weight", "secagg-samples-weight")
 SECURE = Form(
     "config",
     {
         SUM_OF: one_of(REPLY, EVALUATION, default=REPLY),
-        "secagg-update-weight": whole(default=None),
-        "secagg-statistics-weight": whole(default=None),
-        "secagg-samples-weight": whole(default=None),
+        **dict.fromkeys(WEIGHED, whole(default=None)),
         "dp-clip": number(0, default=None),
         "dp-statistics-clip": number(0, default=None),
         "dp-noise": number(0, default=None),
     },
     others=True,
 )
+WEIGHTS = Form("config", dict.fromkeys(WEIGHED, whole()), others=True)  # where a masked vector is asked for
+NOISE = Form("config", {"dp-clip": number(0), "dp-statistics-clip": number(0), "dp-noise": number(0)}, others=True)
 TO_TRAIN = Form(
     "config", {"learning-rate": number(0), "rate-share": number(0, 1, default=1.0), "counted": whole(default=None)}, others=True
 ).and_also(RUN, EXCHANGE, SECURE)

@@ -14,6 +14,7 @@ from flwr.app import Message, RecordDict
 from fl_bn.called import UNNAMED, Called
 from fl_bn.federation.fields import number
 from fl_bn.federation.values import Reply
+from fl_bn.flower.evaluation import SaidOnce
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import OWN_METRICS
 from fl_bn.flower.population import Client
@@ -23,6 +24,7 @@ from fl_bn.wire import WireError, said, shown
 Ranges = Mapping[str, tuple[float, float]]
 RANGES: Ranges = MappingProxyType({"accuracy": (0.0, 1.0)})
 LONGEST_NAME, MOST_NAMES = 100, 1000
+NOT_COUNTED = "%s's evaluation is not counted: %s"  # for ``SaidOnce``
 
 
 def evaluation_of_own_app(
@@ -31,6 +33,7 @@ def evaluation_of_own_app(
     sent: Iterable[Message],
     ranges: Ranges = RANGES,
     *,
+    say: SaidOnce,
     alike: bool = False,
     called: Called = UNNAMED,
 ) -> dict[str, float]:
@@ -45,6 +48,7 @@ def evaluation_of_own_app(
         clients: who was asked.
         sent: the messages.
         ranges: the smallest and the largest value of a metric, by name.
+        say: tells the log who is not counted (``NOT_COUNTED``).
         alike: whether all clients weigh alike, whatever ``num-examples`` says: under a defence.
         called: what the log calls the clients.
     """
@@ -54,8 +58,7 @@ def evaluation_of_own_app(
     for part in parts:
         if lacking := [name for name in names if name not in part.metrics]:
             refused[part.client] = f"metrics/{lacking[0]}: missing, but more than half of the clients send it"
-    for client, why in sorted(refused.items()):
-        log(logging.WARNING, "%s's evaluation is not counted: %s", called.client(client), why)
+    say(refused)
     if few := sorted(senders.keys() - set(names)):
         log(logging.WARNING, "not averaged, since no more than half of the clients send them: %s", ", ".join(map(shown, few[:5])))
     counted = [part for part in parts if part.client not in refused]

@@ -34,9 +34,10 @@ from fl_bn.federation.schema import START
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Instruction
 from fl_bn.flower.codec import to_record
+from fl_bn.flower.evaluation import SaidOnce
 from fl_bn.flower.introductions import introduced
 from fl_bn.flower.messages import CLIENTS
-from fl_bn.flower.own_evaluation import RANGES, Ranges, evaluation_of_own_app
+from fl_bn.flower.own_evaluation import NOT_COUNTED, RANGES, Ranges, evaluation_of_own_app
 from fl_bn.flower.population import Introductions, Population, RunFailed
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.methods import METHODS, Method
@@ -58,6 +59,7 @@ class _Rounds(BatchNormStrategy):
     def __init__(self, *args: Any, evaluates: bool, ranges: Ranges, introductions: Introductions, **options: Any) -> None:
         super().__init__(*args, **options)
         self.evaluates, self.ranges, self.introductions = evaluates, ranges, introductions
+        self._say = SaidOnce(NOT_COUNTED, self.rounds.called)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One train message per client of the cohort. A client that keeps nothing yet is sent the start of what it will keep: your app
@@ -93,7 +95,13 @@ class _Rounds(BatchNormStrategy):
         if not self.evaluates:
             return None
         found = evaluation_of_own_app(
-            replies, self._evaluating, self._sent, self.ranges, alike=self.defence.active, called=self.rounds.called
+            replies,
+            self._evaluating,
+            self._sent,
+            self.ranges,
+            say=self._say,
+            alike=self.defence.active,
+            called=self.rounds.called,
         )
         return MetricRecord({**found}) if found else None
 

@@ -32,7 +32,19 @@ from fl_bn.flower.gate import Handler, Insecure, Limits, evaluations_left, sums_
 from fl_bn.flower.instruction_digest import instruction_digest
 from fl_bn.flower.log import log
 from fl_bn.flower.masks import client_half, secagg_mod
-from fl_bn.flower.messages import COLLECT, KEY, RECORD_KEY_CONFIGS, SECURE, SET_UP, SHARE_KEYS, TO_MEASURE, UNMASK
+from fl_bn.flower.messages import (
+    COLLECT,
+    KEY,
+    NOISE,
+    RECORD_KEY_CONFIGS,
+    SECURE,
+    SET_UP,
+    SHARE_KEYS,
+    TO_MEASURE,
+    UNMASK,
+    WEIGHED,
+    WEIGHTS,
+)
 from fl_bn.flower.sums import (
     REFERENCE,
     STATISTICS,
@@ -222,31 +234,36 @@ def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, lev
 
 
 def _summand(message: Message, context: Context, handle: Handler, build: Callable[[Context], BatchNormClient], digest: bytes) -> Message:
-    """The plain reply as Flower's mod wants it: one vector, weight 1, and the counts."""
+    """The plain reply as Flower's mod wants it: one vector, weight 1, and the counts.
+
+    Raises:
+        WireError: the instruction has no weights for the sum, or noise without its clips.
+    """
     client, plan = build(context), plan_of(build(context), message, context)
     received, header = from_records(message.content)
     if header.payload != AS_THE_MODEL:
         raise Insecure(f"SecAgg+ masks whole numbers of full length, but the server asks for weights as {header.payload}")
     reference = references(to_tensors(received.pop(REFERENCE, received.get("statistics", {}))))
     message.content.pop(REFERENCE, None)  # not for the handler: the model keeps the statistics that came with its weights
-    phase, config = Phase(header.phase), SECURE.of_configs(message.content)
+    phase, weights = Phase(header.phase), WEIGHTS.of_configs(message.content)
+    noise = NOISE.of_configs(message.content) if "dp-noise" in SECURE.of_configs(message.content) else None
     plain = handle(message, context)
     payload, repeated = from_records(plain.content)
     reply = {section: to_tensors(arrays) for section, arrays in payload.items()}
     told = plain.content.metric_records["metrics"]
     if (came := (told.get("samples"), told.get("steps", 0))) != (plan.samples, plan.steps):
         raise ValueError(f"client {client.site.client} planned {plan.samples} samples and {plan.steps} steps, but did {came}")
-    trained, private = phase is not Phase.MEASURE, "dp-noise" in config
+    trained, private = phase is not Phase.MEASURE, noise is not None
     shapes = layout(schema.reply(client.model, client.method, phase, client.settings.update), loss=trained and not private, cut=not private)
-    weighting = Weighting(*(config[f"secagg-{key}-weight"] for key in ("update", "statistics", "samples")))
+    weighting = Weighting(*(weights[name] for name in WEIGHED))
     per_sample = activations(reply, plan)
     state = context.state.config_records[RECORD_KEY_STATE]
     check_weights(weighting, shapes, plan, int(state[Key.TARGET_RANGE]))  # type: ignore[arg-type]
     limit = float(state[Key.CLIPPING_RANGE])  # type: ignore[arg-type]
     parts, cut = additive(reply, to_tensors(received.get("weights", {})), reference, limit)
     parts = {s: {k: t * weighting.of(s, plan) for k, t in part.items()} for s, part in parts.items() if s in shapes}
-    if private:
-        parts = _private(parts, config, int(state[Key.THRESHOLD]))  # type: ignore[arg-type]
+    if noise is not None:
+        parts = _private(parts, noise, int(state[Key.THRESHOLD]))  # type: ignore[arg-type]
     beyond_range = {f"{s}/{k}": n for s, part in parts.items() for k, n in beyond(part, limit).items()}
     _warn(client, header.round, {k: n for k, n in cut.items() if n}, beyond_range, limit)
     loss = float(told.get("loss", 0.0))  # type: ignore[arg-type]

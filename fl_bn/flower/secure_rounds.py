@@ -17,7 +17,7 @@ from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.payload import Sections, tensor_name, to_tensors
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.rounds import Rounds, unbounded
 from fl_bn.federation.server import Server, enter
 from fl_bn.federation.shared_model import NotFinite, ServerStep
 from fl_bn.federation.values import Reply
@@ -213,7 +213,7 @@ class SecureRounds:
             weighted=(self.rounds.client_weights == "samples" and privacy is None, privacy is None),
             statistics_by_passes="moments" in shapes,
             layers={name.rpartition(".")[0] for name in shapes.get("moments", {})},
-            max_steps=self.rounds.max_steps if trains else 0,
+            most_steps=self.rounds.most_steps if trains else unbounded,
             whole=self._unmasked(shapes),
             called=self.rounds.called,
         )

@@ -9,7 +9,7 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +40,9 @@ class Stages:
     """What Flower's workflow takes for a grid: its messages get this project's records and time to live, and what is wrong with a reply
     is found here: Flower's stages see checked values alone.
 
-    ``layers``: whose activations a client counts; ``max_steps`` that it may plan, 0: unknown; ``evaluates``: the sum is one of
-    evaluations, whose samples are others than those that clients introduced themselves with. ``shares``: the replies of the last stage,
-    of which ``without`` withholds one. ``called``: what the log calls clients and nodes.
+    ``layers``: whose activations a client counts; ``most_steps`` that one of so many samples may plan, 0: unknown; ``evaluates``: the sum
+    is one of evaluations, whose samples are others than those that clients introduced themselves with. ``shares``: the replies of the last
+    stage, of which ``without`` withholds one. ``called``: what the log calls clients and nodes.
     """
 
     grid: Grid
@@ -52,7 +52,7 @@ class Stages:
     timeout: float
     size: int
     layers: frozenset[str]
-    max_steps: int
+    most_steps: Callable[[int], int]
     evaluates: bool = False
     plans: dict[int, Plan] = field(default_factory=dict)
     activations: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -153,8 +153,8 @@ class Stages:
         plan, limit = Plan(told["samples"], told["passes"], told["steps"]), self.clients[node].samples
         if plan.samples > limit and not self.evaluates:
             raise WireError("plan", "samples", f"expected at most {limit}, as the client said of itself, but got {plan.samples}")
-        if 0 < self.max_steps < plan.steps:
-            raise WireError("plan", "steps", f"expected at most {self.max_steps}, as the server asked for, but got {plan.steps}")
+        if 0 < (most := self.most_steps(limit)) < plan.steps:
+            raise WireError("plan", "steps", f"expected at most {most}, as the server asked for, but got {plan.steps}")
         if plan.passes > limit * max(plan.steps, 1):
             raise WireError("plan", "passes", f"expected at most {limit} samples in each of {plan.steps} batches, but got {plan.passes}")
         return plan

@@ -11,8 +11,7 @@ an *own app*, with a strategy of one's own. Honest messages are recorded from re
 A sequence is one run of a state machine of hypothesis: clients of an exchange, of which one does anything (``exchange_machine``), and
 clients of SecAgg+ whose server asks anything (``secure_machine``). What breaks is shrunk to the shortest sequence.
 
-The same seed gives the same cases. ``PENDING`` names the targets that are known to break: they run where they are asked for by name, and
-a test says when one holds.
+The same seed gives the same cases.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from tests.hostile.exchange_lies import lie_in_a_round, lie_to_session, requests
 from tests.hostile.exchange_machine import Exchange
-from tests.hostile.lies import ERRORS, lie_to_client, lie_to_server
+from tests.hostile.lies import lie_to_client, lie_to_server
 from tests.hostile.mutations import Rng, pick
 from tests.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, SAME, Outcome, honest, listening
 from tests.hostile.own_app_lies import METHODS_OF, lie_to_own_app
@@ -60,22 +59,9 @@ TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # how, of which scenari
 }
 
 
-class GatedClients(Clients):
-    """Clients that answer no evaluation in the clear, either, and whose every error says what is wrong."""
-
-    CLEAR = (*Clients.CLEAR, "evaluate")
-    NAMED = ERRORS
-
-
 MACHINES: dict[str, tuple[type[RuleBasedStateMachine], int, float]] = {  # which, its steps, and the share of all sequences
     "exchange": (Exchange, 30, 0.9),
     "secure clients": (Clients, 15, 0.1),
-    "gated clients": (GatedClients, 15, 0.1),
-}
-PENDING = {
-    "two-faced": "clients that are told different things still unmask",
-    "own app": "one node ends the run of a Flower app of one's own, and evaluations are believed",
-    "gated clients": "a client that requires secure aggregation answers an evaluation in the clear, and a missing weight with a KeyError",
 }
 
 
@@ -115,7 +101,7 @@ def bounded(seconds: int) -> Iterator[None]:
 
 
 def asked(names: Sequence[str], known: dict[str, Any]) -> list[str]:
-    return [name for name in known if (name in names if names else name not in PENDING)]
+    return [name for name in known if not names or name in names]
 
 
 def run_case(seed: int, number: int, only: Sequence[str] = ()) -> Case:

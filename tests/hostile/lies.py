@@ -24,6 +24,7 @@ ERRORS = (
     "ExchangeFailed",
     "ClientTooSmall",
     "OtherVersion",
+    "Refused",
 )  # of a client that says what is wrong
 
 

@@ -5,61 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from torch import nn
-from torch.nn import functional as F
 
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower import InProcessGrid, OwnAppStrategy, RunFailed, answer, evaluating, replayed, training
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, RunFailed
 from fl_bn.methods import METHODS
 from tests.hostile.liars import what
 from tests.hostile.lies import Lies
 from tests.hostile.mutations import Rng, pick
 from tests.hostile.outcomes import BROKEN, FEW, HONEST, REFUSED, Outcome, listening
+from tests.hostile.own_app import CLIENTS, net, own_app
 from tests.hostile.transport import ByteGrid
 from tests.kept import Kept
 
-CLIENTS = 5
 METHODS_OF = ["fbn", "fedbn", "fedavg"]
 TURNS = 6  # more than a client has in one round
-
-
-def net() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
-
-
-def batches(context: Context) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(int(context.node_config["partition-id"])))
-    return [(part, part[:, :3].argmax(1)) for part in x.split(8)]
-
-
-def own_app(name: str) -> ClientApp:
-    app, method = ClientApp(), METHODS[name]()
-    answer(app, net, method, batches)
-
-    @app.train(mods=[replayed])
-    def train(message: Message, context: Context) -> Message:
-        with training(message, context, net(), method, batches(context)) as round:
-            optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
-            for x, y in batches(context):
-                optimizer.zero_grad()
-                F.cross_entropy(round.model(x), y).backward()
-                optimizer.step()
-        return round.message(16, 1.0)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        model, ((x, y), *_) = evaluating(message, context, net(), method), batches(context)
-        with torch.no_grad():
-            right = (model(x).argmax(1) == y).double().mean().item()
-        return Message(RecordDict({"metrics": MetricRecord({"accuracy": right, "num-examples": 8})}), reply_to=message)
-
-    return app
 
 
 class OwnGrid(InProcessGrid):

@@ -107,7 +107,7 @@ def test_an_evaluation_that_no_client_makes_is_not_counted(case: str, node: int,
     without = lied(node, sets("evaluate", "metrics", num_examples=0))
     assert dict(ran.result.evaluate_metrics_clientapp[2]) == dict(without.result.evaluate_metrics_clientapp[2])
     lines = [line for line in log.messages if f"client {node - 1}'s evaluation is not counted: {begins}" in line]
-    assert len(lines) == 2
+    assert len(lines) == 1  # of two evaluations, for the same reason
     assert all(line.isprintable() and len(line) < 500 for line in lines)
 
 
