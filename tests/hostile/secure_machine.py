@@ -21,7 +21,7 @@ from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of, cloned, recorded
 NODES = (1, 2, 3)  # that this server asks; it has names of more
 STAGES = (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK)
 HONEST = {Key.SAMPLE_NUMBER: 3, Key.SHARE_NUMBER: 3, Key.THRESHOLD: 2, Key.CLIPPING_RANGE: 8.0}
-HONEST |= {Key.TARGET_RANGE: 2**22, Key.MOD_RANGE: 2**32, Key.MAX_WEIGHT: 1.0}
+HONEST |= {Key.TARGET_RANGE: 2**22, Key.MOD_RANGE: 2**32, Key.MAX_WEIGHT: 1.0, "cohort": list(NODES)}
 OTHERWISE: list[tuple[str, Any]] = [
     (Key.SAMPLE_NUMBER, 1),
     (Key.SHARE_NUMBER, 1),
@@ -34,6 +34,8 @@ OTHERWISE: list[tuple[str, Any]] = [
     (Key.TARGET_RANGE, 1),
     (Key.MOD_RANGE, 2),
     (Key.MAX_WEIGHT, 1e9),
+    ("cohort", [1, 2, 4]),
+    ("cohort", [1, 2, 3, 4]),
 ]
 
 

@@ -18,6 +18,7 @@ from tests.hostile.liars import LIAR, lied, sets
 from tests.hostile.lies import lie_to_server, rendezvous
 from tests.hostile.outcomes import BROKEN, REFUSED, Outcome, honest, judged, listening
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
+from tests.hostile.secure_lies import two_faced
 from tests.hostile.secure_machine import Clients
 
 MEMORY = 300.0  # MB: the largest mutated payload has some 4, and the liar is in this process, too
@@ -98,6 +99,12 @@ def test_control_a_client_that_answers_out_of_order_is_found(monkeypatch: pytest
     monkeypatch.setattr(secure_client, "_check_order", lambda stage, context: None)
     (broken,) = sequences(40, 1, only=["secure clients"], shrinks=False)[1]
     assert "answered" in broken
+
+
+def test_control_a_sum_of_clients_that_were_told_different_things_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secure_client, "instruction_digest", lambda *told: bytes(32))
+    outcomes = [two_faced("fbn secure", np.random.default_rng([1, i]))[1] for i in range(4)]
+    assert any("who were told different things" in outcome.why for outcome in outcomes)
 
 
 def test_sequences_of_secure_clients_reach_the_last_stage() -> None:

@@ -14,7 +14,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 
+from fl_bn.flower.messages import WEIGHED
 from fl_bn.methods import METHODS
+from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import people, what
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
@@ -155,6 +157,28 @@ def test_control_the_honest_message_is_answered(stage: str) -> None:
     spy = Spy(stage, sets())
     assert run(METHODS["fbn"](), people(), 1, grid=spy, secure=SecureAggregation()).records[0].aggregated
     assert not any(answer.has_error() for answer in spy.answers)
+
+
+class Lacking(Spy):
+    """The victim's instruction lacks ``field`` where its vector is asked for."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__("collect_masked_vectors", sets())
+        self.field = field
+
+    def _answer(self, message: Message) -> Message:
+        if message.metadata.dst_node_id == VICTIM and what(message) == self.stage:
+            del message.content.config_records["config"][self.field]
+        return super()._answer(message)
+
+
+@pytest.mark.parametrize("field", [*WEIGHED, "dp-clip", "dp-statistics-clip"])
+def test_a_sum_whose_instruction_lacks_a_number_is_refused_by_its_name(field: str) -> None:
+    spy, privacy = Lacking(field), Privacy(1.0, 1.0, 0.01) if field.startswith("dp") else None
+    policy = {"min_replies": 0.2, "client_weights": "samples" if privacy is None else "uniform"}
+    run(METHODS["fbn"](), people(), 1, grid=spy, secure=SecureAggregation(privacy=privacy), policy=policy)
+    assert f"WireError: config/{field}: expected " in str(spy.answers[0].error.reason)
+    assert str(spy.answers[0].error.reason).endswith("but it is missing")
 
 
 ORDER = {

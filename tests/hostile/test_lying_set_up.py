@@ -20,6 +20,7 @@ from fl_bn.flower.sums import Weighting
 from fl_bn.methods import METHODS
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
+from tests.documentation.pages import ROOT
 from tests.hostile.liars import people, what
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
 
@@ -181,6 +182,11 @@ def test_another_run_config_is_told_otherwise_too(told: tuple[int, ...], control
 @pytest.mark.parametrize("case", PRIVATE)
 def test_another_clip_or_noise_is_told_otherwise_too(case: str, told: tuple[int, ...], control: float, vectors: dict[str, Any]) -> None:
     assert is_noise(distance(TwoFaced(COLLECT, PRIVATE[case], told), vectors, Privacy(1.0, 1.0, 0.01)), control, vectors)
+
+
+def test_the_page_says_how_many_things_are_told_otherwise() -> None:
+    number = len(CASES) + len(PRIVATE) + 1  # the run config
+    assert f"In each of {number} cases something is told otherwise" in (ROOT / "docs" / "privacy.md").read_text()
 
 
 @pytest.mark.parametrize("case", ["all weights", "the clipping range"])

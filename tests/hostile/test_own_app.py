@@ -9,10 +9,11 @@ import pytest
 from flwr.app import Message, RecordDict
 
 from fl_bn.federation.defence import Defence
-from fl_bn.flower import RunFailed
+from fl_bn.flower import OwnAppStrategy, RunFailed
+from fl_bn.methods import METHODS
 from tests.doors.doors import apart
 from tests.hostile.liars import sets
-from tests.hostile.own_app import CLIENTS, lied
+from tests.hostile.own_app import CLIENTS, LyingGrid, lied, net, own_app
 
 NODES = pytest.mark.parametrize("node", [1, 5], ids=["the first", "the last"])
 
@@ -109,6 +110,14 @@ def test_an_evaluation_that_no_client_makes_is_not_counted(case: str, node: int,
     lines = [line for line in log.messages if f"client {node - 1}'s evaluation is not counted: {begins}" in line]
     assert len(lines) == 1  # of two evaluations, for the same reason
     assert all(line.isprintable() and len(line) < 500 for line in lines)
+
+
+def test_why_a_client_did_not_evaluate_is_said_once(log: pytest.LogCaptureFixture) -> None:
+    grid = LyingGrid(own_app(), {1}, nothing)
+    grid._contexts[1].node_config["max-evaluations"] = 1
+    result = OwnAppStrategy(net(), METHODS["fbn"]()).start(grid, num_rounds=4)
+    assert len(result.evaluate_metrics_clientapp) == 4  # of the others
+    assert log.text.count("client 0's evaluation is not counted: error: code 2: Refused: this site answers 1 evaluations in a run") == 1
 
 
 @NODES

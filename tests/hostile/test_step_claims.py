@@ -13,6 +13,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormStrategy, InProcessGrid
 from fl_bn.run.assembly import source_model
 from fl_bn.run.config import RunConfig
+from fl_bn.secure.settings import SecureAggregation
 from tests.doors.doors import apart
 from tests.hostile.liars import Spoil
 from tests.hostile.own_app import lied
@@ -60,25 +61,27 @@ def test_a_robust_rule_keeps_the_shared_variance_among_the_honest() -> None:
 
 
 class OneClaims(InProcessGrid):
-    """Client 1 says that it took ``steps`` local steps."""
+    """Client 1 says that it took ``steps`` local steps; in a secure sum, that it plans them."""
 
     def __init__(self, config: dict[str, Any], steps: int) -> None:
-        super().__init__("fl_bn.apps.client:app", 3, config)
+        super().__init__("fl_bn.apps.client:app", config["clients"], config)
         self.steps = steps
 
     def _answer(self, message: Message) -> Message:
         reply = super()._answer(message)
         if message.metadata.dst_node_id == 2 and message.metadata.message_type == "train":
-            reply.content["metrics"] = MetricRecord({**reply.content.metric_records["metrics"], "steps": self.steps})
+            for record in {"metrics", "plan"} & {*reply.content.metric_records}:
+                reply.content[record] = MetricRecord({**reply.content.metric_records[record], "steps": self.steps})
         return reply
 
 
-def steps_of(claim: int) -> RoundRecord:
-    """A round of two epochs of the application; each client has 479 samples, in batches of 64."""
-    config = {"clients": 3, "method": "fedavg", "dataset": "digits-plain", "model": "mlp", "output": "", "batch-size": 64}
+def steps_of(claim: int, clients: int = 3, secure: SecureAggregation | None = None) -> RoundRecord:
+    """A round of two epochs of the application; each client has 479 samples (of 3), in batches of 64."""
+    config = {"clients": clients, "method": "fedavg", "dataset": "digits-plain", "model": "mlp", "output": "", "batch-size": 64}
     config |= {"local-epochs": 2, "local-steps": 0, "partition": "iid", "calibrate": 0}
     checked, records = RunConfig.from_mapping(config), list[RoundRecord]()
-    strategy = BatchNormStrategy(source_model(checked), checked.build_method(), checked.round_policy(), callbacks=[Kept(records)])
+    model, method, policy = source_model(checked), checked.build_method(), checked.round_policy()
+    strategy = BatchNormStrategy(model, method, policy, callbacks=[Kept(records)], secure=secure)
     strategy.start(OneClaims(config, claim), num_rounds=1, train_config=ConfigRecord())
     return records[0]
 
@@ -90,3 +93,12 @@ def test_with_local_epochs_too_nobody_may_claim_more_steps_than_its_samples_make
     more = steps_of(honest + 1).clients[1].refused
     assert more == f"metrics/steps: expected at most {honest}, as the server asked for, but got {honest + 1}"
     assert steps_of(MANY).clients[1].refused.startswith("metrics/steps: expected at most ")
+
+
+def test_in_a_secure_sum_too() -> None:
+    """Without the bound a claim of 10**6 steps was in the record of the round."""
+    honest = steps_of(1, 4, SecureAggregation()).clients[0].steps
+    assert honest > 2
+    refused = steps_of(MANY, 4, SecureAggregation()).clients[1].refused
+    assert refused.startswith("plan/steps: expected at most ")
+    assert refused.endswith(f"as the server asked for, but got {MANY}")
