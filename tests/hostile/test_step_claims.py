@@ -61,7 +61,7 @@ def test_a_robust_rule_keeps_the_shared_variance_among_the_honest() -> None:
 
 
 class OneClaims(InProcessGrid):
-    """Client 1 says that it took ``steps`` local steps; in a secure sum, that it plans them."""
+    """Client 1 says that it took ``steps`` local steps; in a secure sum, that it plans them, too."""
 
     def __init__(self, config: dict[str, Any], steps: int) -> None:
         super().__init__("fl_bn.apps.client:app", config["clients"], config)
@@ -72,6 +72,8 @@ class OneClaims(InProcessGrid):
         if message.metadata.dst_node_id == 2 and message.metadata.message_type == "train":
             for record in {"metrics", "plan"} & {*reply.content.metric_records}:
                 reply.content[record] = MetricRecord({**reply.content.metric_records[record], "steps": self.steps})
+            if "fitres.metrics" in reply.content.config_records:
+                reply.content.config_records["fitres.metrics"]["steps"] = self.steps
         return reply
 
 
@@ -96,7 +98,7 @@ def test_with_local_epochs_too_nobody_may_claim_more_steps_than_its_samples_make
 
 
 def test_in_a_secure_sum_too() -> None:
-    """Without the bound a claim of 10**6 steps was in the record of the round."""
+    """Before, the claim was in the record of the round."""
     honest = steps_of(1, 4, SecureAggregation()).clients[0].steps
     assert honest > 2
     refused = steps_of(MANY, 4, SecureAggregation()).clients[1].refused
