@@ -1,6 +1,6 @@
 """How large is the house? Lines and files by package, the longest signatures, and the files that a run of HBN calls functions of.
 
-    python benchmarks/house.py [CHECKOUT]
+python benchmarks/house.py [CHECKOUT]
 """
 
 from __future__ import annotations

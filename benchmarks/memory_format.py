@@ -1,6 +1,6 @@
 """A training step of each network with its tensors channel by channel, and in channels last: forward, backward and SGD on one thread.
 
-    python benchmarks/memory_format.py
+python benchmarks/memory_format.py
 """
 
 from __future__ import annotations

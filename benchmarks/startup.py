@@ -48,9 +48,7 @@ def first_round(tree: Path, folder: Path, name: str) -> float:
     """Seconds from the command until the line of round 1 is in rounds.jsonl; the run is of two rounds, and is ended then."""
     keys = KEYS.format(rounds=2, folder=folder, name=name)
     begin = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, *COMMAND, "run", "--run-config", keys], cwd=tree, env=_environment(tree), **SILENT
-    )
+    process = subprocess.Popen([sys.executable, *COMMAND, "run", "--run-config", keys], cwd=tree, env=_environment(tree), **SILENT)
     rounds = folder / name / "rounds.jsonl"
     while not (rounds.exists() and rounds.stat().st_size):
         if process.poll() is not None:

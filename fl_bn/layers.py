@@ -441,12 +441,3 @@ def _observed_by(layer: OwnBatchNorm, observation: Observation | None) -> None:
 def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
     """One ``Moments`` per layer that saw anything."""
     return {name: pool(parts) for name, parts in observed.items() if parts}
-
-
-def updates(model: nn.Module) -> dict[str, int]:
-    """How often each BatchNorm layer's running statistics have moved, as the layers themselves count (``num_batches_tracked``).
-
-    0 for a layer without a counter.
-    """
-    counters = {name: layer.num_batches_tracked for name, layer in batch_norms(model).items()}
-    return {name: 0 if counter is None else int(counter) for name, counter in counters.items()}

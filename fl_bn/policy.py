@@ -31,7 +31,8 @@ TEMPLATE = """\
 #allow-modules = []                 # modules of which a run config may name a function (dataset, model, task ...), the app's own included
 #allow-code = "installed"           # run only code that equals the fl-bn installed here, file by file; "sent": what the server sends
 #max-memory = 8.0                   # GB that the process of a message may hold
-#min-samples = 8                    # fewest samples that a statistic, or a reply, may summarise
+#min-samples = 8                    # fewest samples that a statistic, a number of an evaluation, or a reply, may summarise
+#max-evaluations = 40               # evaluations on this site's test data that a run gets an answer to; 0: none
 """
 
 
@@ -45,13 +46,14 @@ class NotAllowed(Exception):
 
 @dataclass(frozen=True)
 class Policy:
-    """Lines of ``policy.toml``; None: everything is allowed. ``max_memory``: GB; ``min_samples``: samples."""
+    """Lines of ``policy.toml``; None: everything is allowed. ``max_memory``: GB; ``max_evaluations``: in a run."""
 
     allow_methods: tuple[str, ...] | None = None
     allow_modules: tuple[str, ...] | None = None
     allow_code: str = "sent"
     max_memory: float | None = None
     min_samples: int = 0
+    max_evaluations: int | None = None
 
     @classmethod
     def read(cls, file: Path | None) -> Policy:
@@ -110,6 +112,15 @@ class Policy:
             if 0 < count < self.min_samples:
                 raise _refused("min-samples", self.min_samples, f"the statistic {name} is of {count} values")
 
+    def limits(self, node_config: Mapping[str, Any]) -> dict[str, Any]:
+        """``node_config`` with the lines that the app's gate holds to; where both name a limit, the stricter one."""
+        limits = dict(node_config)
+        if self.min_samples:
+            limits["min-samples"] = max(self.min_samples, limits.get("min-samples", 0))
+        if self.max_evaluations is not None:
+            limits["max-evaluations"] = min(self.max_evaluations, limits.get("max-evaluations", self.max_evaluations))
+        return limits
+
     def memory(self) -> int | None:
         """Bytes."""
         return None if self.max_memory is None else int(self.max_memory * GB)
@@ -133,6 +144,10 @@ def _checked(file: Path, name: str, value: Any) -> Any:
     if name == "allow-code":
         if value not in CODE:
             raise wrong(" or ".join(CODE))
+        return value
+    if name == "max-evaluations":
+        if type(value) is not int or value < 0:
+            raise wrong("a whole number, 0 for none")
         return value
     if type(value) not in ((int,) if name == "min-samples" else (int, float)) or not value > 0:
         raise wrong("a whole number above 0" if name == "min-samples" else "a number of GB above 0")

@@ -7,6 +7,7 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 
 from fl_bn.flower import BatchNormClient, Site, make_client_app
+from fl_bn.flower.exchange_address import ExchangeAddresses
 from fl_bn.run.assembly import (
     OwnData,
     allow_modules,
@@ -42,6 +43,7 @@ def build_client(context: Context, folder: Path | None = None) -> BatchNormClien
         device=where,
         folder=kept,
         label_counts=counts if config.share_label_counts and not secure else None,
+        exchange=ExchangeAddresses.of(node),
         state=kept if "state-dir" in node or config.checkpoint_every else None,
     )
     lent, training = network(config, where), config.local_training()

@@ -76,6 +76,20 @@ class Answer:
     batch: int
 
 
+def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
+    """``answer``, if it is one to a client's own values ``local`` (d,) of ``key``.
+
+    Raises:
+        ExchangeFailed: it has another shape or dtype, or counts nobody.
+    """
+    shape, dtype = tuple(answer.values.shape), answer.values.dtype
+    if (shape, dtype) != (tuple(local.shape), local.dtype):
+        raise ExchangeFailed(f"{key}: expected an answer of shape {tuple(local.shape)} and {local.dtype}, but got {shape} and {dtype}")
+    if answer.count < 1 or answer.batch < 1:
+        raise ExchangeFailed(f"{key}: expected an answer of somebody, but it counts {answer.count} activations and {answer.batch} samples")
+    return answer
+
+
 class Layer(NamedTuple):
     """A layer as the server knows it: its number of channels, and the dtype in which its vectors travel."""
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Local
+from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Local, checked
 
 
 class Unanswered(Exception):
@@ -33,7 +33,7 @@ class ReplayExchange:
         answered, answer = self._remaining.pop(0)
         if answered != key:
             raise ExchangeFailed(f"the transcript has {answered}, but this run needs {key}: the forward pass must be deterministic")
-        return answer
+        return checked(answer, key, local)
 
     def close(self, error: str = "") -> None:
         """Nobody waits, so nobody need be told."""

@@ -67,8 +67,9 @@ class Session:
     """The exchange of one round among ``cohort``.
 
     ``layers``: the layers that may be exchanged. ``average`` combines what comes (the weighted mean, or a robust rule). ``policy`` for a
-    client that dies, is refused, or comes ``deadline`` (s) after the first of its exchange (``join_deadline`` after the last to join):
-    ``abort`` fails the round for all, ``shrink`` goes on without it, with weights over the others. Safe to call from several threads.
+    client that dies, is refused, or comes ``deadline`` (s) after at least half of the clients waited for it (``join_deadline`` after the
+    last to join): ``abort`` fails the round for all, ``shrink`` goes on without it, with weights over the others. A minority that waits
+    starts no clock: one client that sends early would have the others, which still train, dropped. Safe to call from several threads.
 
     ``samples``: what each client has in all; no batch may be larger. ``believing``: counts and batches are what each client says; else
     everyone counts as the median client, so that under a defence the cohort's are in nobody's hand. ``given_up``: what the log says
@@ -102,7 +103,8 @@ class Session:
         self._passes = Counter[tuple[str, Quantity]]()  # exchanges so far, by layer and quantity
         self._done: set[int] = set()
         self._waiting: dict[int, tuple[Request, Deliver]] = {}
-        self._since = time.monotonic()
+        self._joined = time.monotonic()  # when the last client joined
+        self._held_up: float | None = None  # since when at least half of the clients wait for the others
         self._lock = threading.RLock()
 
     def out(self, client: int) -> str:
@@ -127,8 +129,8 @@ class Session:
                 deliver(ExchangeFailed(f"refused: {refusal}"))
                 self._drop(client, f"refused: {refusal}")
                 return
-            if isinstance(request, Join) or not self._waiting:
-                self._since = time.monotonic()
+            if isinstance(request, Join):
+                self._joined = time.monotonic()
             if isinstance(request, Join) and request.batch == 0:
                 self.active.discard(client)
                 deliver(Answer(torch.empty(0), 0, 0))
@@ -153,8 +155,8 @@ class Session:
             joining = not self.batches
             limit = self.join_deadline if joining else self.deadline
             late = self.active - set(self._waiting) - self._done
-            # with nobody waiting all are training, or all are gone: nobody is held up
-            if (not self._waiting and not joining) or not late or time.monotonic() - self._since < limit:
+            since = self._joined if joining else self._held_up
+            if since is None or not late or time.monotonic() - since < limit:
                 return
             self._remove(late, f"{NOT_JOINED if joining else f'did not {self._awaited()}'} within {limit:g} s")
             self._advance()
@@ -246,6 +248,10 @@ class Session:
 
     def _advance(self) -> None:
         """Answer, if everyone has spoken: sent a request, or left in good order."""
+        if not self._waiting or 2 * len(self._waiting) < len(self.active):  # most still train, or have left: nobody holds them up
+            self._held_up = None
+        elif self._held_up is None:
+            self._held_up = time.monotonic()
         if self._over or not self._waiting or self.active - set(self._waiting) - self._done:
             return
         requests = {client: self._waiting[client][0] for client in sorted(self._waiting)}
@@ -354,6 +360,6 @@ class Session:
         return sum(claims) if self.believing else int(usual(claims)) * len(claims)
 
     def _deliver(self, answer: Answer) -> None:
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._waiting, self._held_up = self._waiting, {}, None
         for _, deliver in waiting.values():
             deliver(answer)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
+from operator import index
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
-from fl_bn.layers import freeze_statistics, observe, pooled, updates
+from fl_bn.layers import freeze_statistics, observe, pooled
 from fl_bn.methods import Method, Phase, Report, StatisticsPass
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.modes import frozen_affine, train_mode
@@ -141,7 +142,6 @@ class LocalRound:
         freezing = {name for name, layer in layers.items() if getattr(layer, "frozen", False)}
         statistics = running_statistics(self.model) if freezing else {}
         frozen = {name: before for name, before in statistics.items() if name in freezing}
-        self._updates = updates(self.model) if self.method.reports(self.phase) is Report.RUNNING else {}
         parameters = self.parameters
         shared = frozenset(name for name in parameters if self.method.shares(self.network.role[name]))
         control = self.instruction.sections.get(CONTROL, {})
@@ -367,8 +367,9 @@ class LocalRound:
         ``samples``: different ones that it trained on, the client's weight in averages. ``loss``: mean over the batches. ``metrics``: of
         one's own, for the record. ``tells_drift``: how far statistics that stay at home moved is told.
         """
+        samples, client = index(samples), index(client)
         if not self.trains:
-            return Reply(client, {"moments": self._complete(self.moments or {})}, samples, samples), self.kept
+            return self._reply(client, {"moments": self._complete(self.moments or {})}, samples, {}), self.kept
         if self.method.reports(self.phase) is Report.FIRST and self.batch > samples:
             raise ValueError(
                 f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this "
@@ -381,15 +382,16 @@ class LocalRound:
         moments, reports = self.report(), self.method.reports(self.phase)
         if reports is Report.PASS and self.moments is None:
             raise ValueError(f"{self.method.name} reports moments of a pass before training: call round.measure(batches) first")
-        told: dict[str, float] = {**(metrics or {}), "loss": loss, "steps": self.steps, "waited": self.waited}
+        told: dict[str, float] = {**(metrics or {}), "loss": float(loss), "steps": self.steps, "waited": self.waited}
         told |= self._local_drift() if tells_drift else {}
         told |= {"batch": int(self.batch)} if reports is Report.FIRST else {}
-        counts = tuple(count - self._updates[name] for name, count in updates(self.model).items()) if reports is Report.RUNNING else ()
-        moved = counts if {*counts} - {self.steps} else ()
         kept = self._finite(self._to_keep(gradients, finish), client)
         if kept.sections:
             told["kept"] = self.kept.round
-        return Reply(client, self._sections(gradients, finish, moments), samples, samples, told, moved), kept
+        return self._reply(client, self._sections(gradients, finish, moments), samples, told), kept
+
+    def _reply(self, client: int, sections: Sections, samples: int, metrics: dict[str, float]) -> Reply:
+        return Reply(client, sections, samples, samples, metrics, self.instruction.round, self.network.signature)
 
     def _learning_rate(self) -> float:
         """Mean over the optimiser's steps, where these were seen."""

@@ -101,7 +101,7 @@ class Clients:
             if count == 0:  # it sits the round out, and the others' exchange
                 if connect is not None:
                     connect(0).close()
-                return Reply(client, {}, 0, 0, told), kept
+                return Reply(client, {}, 0, 0, told, asked.round, round.network.signature), kept
             loss = sum(part.loss * part.samples for part in trained) / count
             return round.reply(count // self.epochs, loss, client=client, metrics=told)
 

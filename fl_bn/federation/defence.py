@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import median, median_high
+from statistics import median
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.moments import Average, Moments, Running, weighted_mean
+from fl_bn.moments import Average, Moments, weighted_mean
 from fl_bn.robust import Report, Rule, rule_named
 
 Named = Mapping[str, Tensor]
-Layers = Mapping[str, _BatchNorm]
-TOLERANCE = 0.01  # of float32 rounding, relative
 
 
 def _rule(rule: str | Rule) -> Rule:
@@ -126,59 +121,3 @@ def _serves(rule: str | Rule, n: int, f: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def variance_floor(shared: Tensor, momentum: float, steps: int) -> Tensor:
-    """The least running variance that ``steps`` batches can leave, in float64; 0 where its own precision has no number so small."""
-    floor = (1 - momentum) ** steps * shared.double()
-    return floor.where(floor > torch.finfo(shared.dtype).tiny, torch.zeros_like(floor))
-
-
-def _below(shared: Running, report: Running, momentum: float, steps: int) -> tuple[Tensor, Tensor]:
-    """The smallest variances that honest training leaves after so many steps, and which channels' are smaller."""
-    floor = (1 - TOLERANCE) * variance_floor(shared.var, momentum, steps)
-    return floor, report.var.double() < floor
-
-
-def looks_low(shared: Mapping[str, Running], report: Mapping[str, Running], steps: int, layers: Layers) -> bool:
-    """Whether ``undercut`` may refuse a report that counts one update per step; it decides when all reports are there."""
-    judged = ((shared[name], report[name], layer.momentum) for name, layer in layers.items() if name in shared and name in report)
-    return any(bool(_below(old, new, b, steps)[1].any()) for old, new, b in judged if b is not None)
-
-
-def undercut(
-    shared: Mapping[str, Running],
-    reports: Sequence[Mapping[str, Running]],
-    steps: Sequence[int],
-    layers: Layers,
-    updates: Sequence[Mapping[str, int]] = (),
-) -> dict[int, str]:
-    """Reports with a running variance below what honest training can leave, by position, with the reason.
-
-    Each update moves a running variance to (1 - b) of itself plus b times something that is not negative: (1 - b)^k of the shared one is
-    the floor after k of them. ``updates``: how many each report counts per layer, where that is not one per step (a layer that is used
-    several times, a loop that accumulates gradients); what is believed is the median client's per step, and less than one step's more: a
-    loop may end between two steps. If most clients are below the floor, there is no telling.
-    """
-    found: dict[int, str] = {}
-    for name, layer in layers.items():
-        if name not in shared or layer.momentum is None:
-            continue
-        low: dict[int, str] = {}
-        calls = median_high([u.get(name, k) / k for u, k in zip(updates, steps, strict=True) if k] or [1]) if updates else 1
-        moves = "steps" if calls == 1 else "updates"
-        for i, (report, k) in enumerate(zip(reports, steps, strict=True)):
-            if name not in report:
-                continue
-            usual, claimed = k * calls, updates[i].get(name, k) if updates else k
-            k = math.ceil(claimed if usual < claimed < usual + calls else usual)
-            floor, below = _below(shared[name], report[name], layer.momentum, k)
-            if bool(below.any()):
-                c = int(torch.argmax((floor - report[name].var).where(below, torch.zeros_like(floor))))
-                low[i] = (
-                    f"statistics/{name}.running_var: channel {c} is {float(report[name].var[c]):.3g} after {k} {moves} from "
-                    f"{float(shared[name].var[c]):.3g}: honest training leaves at least {float(floor[c]):.3g}"
-                )
-        if 2 * len(low) < len(reports):
-            found |= {i: reason for i, reason in low.items() if i not in found}
-    return found

@@ -30,7 +30,7 @@ from fl_bn.federation.client import LocalRound, check_optimizer
 from fl_bn.federation.clients import LEFT_OUT, Clients, Connect, InWorkers, in_workers
 from fl_bn.federation.clipping import chosen
 from fl_bn.federation.composition import check_composition
-from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.eager import SGD
 from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches, check_loader
 from fl_bn.federation.local import evaluate
@@ -202,6 +202,7 @@ class Federation:
     def _run(self, rounds: int, callbacks: Callbacks) -> Iterator[RoundRecord]:
         server, failed = self.server, 0
         server.rounds = self._clients.rounds = rounds
+        self._kept = [replace(kept, round=0) for kept in self._kept]  # from before round 1 of this run
         with self._processes():
             tensors = server.shared.tensors()
             if server.shared.statistics():
@@ -211,7 +212,7 @@ class Federation:
                 server.shared.load(tensors)
                 asked, cohort = server.begin(number), self._cohort(number)
                 replies, session = self._train(asked, cohort)
-                came = server.checked(replies)
+                came = server.checked(replies, asked)
                 came.exchange, came.carrier = session, "local"
                 failed = 0 if server.conclude(came) else failed + 1
                 record, tensors = server.record, server.shared.tensors()
@@ -395,9 +396,13 @@ class Federation:
         return replace(self._stored(asked, parts), session=session, carrier="local")
 
     def _stored(self, asked: Instruction, parts: Sequence[Reply]) -> Exchanged:
-        came = self.server.checked(parts, asked.phase)
-        used, overflowing = self.server.measured(came.parts, len(came.wrong))
-        return Exchanged(range(len(self.clients)), used, came.refused | overflowing, len(used))
+        came, everyone = self.server.checked(parts, asked), range(len(self.clients))
+        try:
+            used, overflowing = self.server.measured(came.parts, len(came.wrong))
+        except TooFew as error:
+            LOGGER.warning("the statistics stay as they are, since %s", error)
+            return Exchanged(everyone, came.parts, came.refused, 0)
+        return Exchanged(everyone, used, came.refused | overflowing, len(used))
 
     def _session(self, cohort: Sequence[int]) -> Session:
         defence = self.server.defence

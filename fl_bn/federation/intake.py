@@ -5,8 +5,8 @@ sum of the replies times ``weight / total``, and the total is known only with th
 all clients of the cohort. Where all of them count as much as planned, the average is bit for bit that of ``aggregation.average``. Where not
 (a client is lost or refused), it is multiplied by ``planned / total`` at the end, which rounds once more in float64.
 
-A reply that may yet be refused waits, and with it all after it, until all have come: one with a running variance that looks too small (what
-``undercut`` then decides), one that counts its updates itself, and one with numbers so large that the server's step could overflow.
+A reply that may yet be refused waits, and with it all after it, until all have come: one with numbers so large that the server's step could
+overflow.
 """
 
 from __future__ import annotations

@@ -31,6 +31,10 @@ def all_samples(samples: int) -> int:
     return samples
 
 
+def unbounded(samples: int) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Rounds:
     """How the server runs rounds.
@@ -46,7 +50,7 @@ class Rounds:
     nothing moves; -2: so where the method wants it). ``recalibration``: how the statistics of all layers are made exact, see
     ``RECALIBRATIONS``; ``memory``: bytes of activations that a process may keep for it. ``unit_scale``: after them, where training
     normalises with shared statistics from its first batch on, weights are rescaled (``training.unit_scale``). ``max_steps``: local steps
-    that the server asks for, so that nobody may claim more; 0: unknown.
+    that the server asks for, so that nobody may claim more; 0: unknown. ``planned_steps``: the same of a client of so many samples.
     ``auxiliary``: what travels beside the weights (``training.auxiliary.auxiliary`` of the clients' settings).
     ``unseen``: after the last round clients are asked what they keep of BatchNorm, for the average that unseen clients get.
     ``at_start``: so many clients suffice for the run to start, 0: all; the others take part from the round before which they came.
@@ -72,6 +76,7 @@ class Rounds:
     rate: Callable[[int, int], float] = constant_rate
     exchange: ExchangeSettings = ExchangeSettings()
     max_steps: int = 0
+    planned_steps: Callable[[int], int] = unbounded
     min_cohort: int = 1
     at_clients: bool = False
     retry: float = 0.0
@@ -86,6 +91,10 @@ class Rounds:
     memory: int = MEMORY
     planned: Callable[[int], int] = all_samples
     payload: str = AS_THE_MODEL
+
+    def most_steps(self, samples: int) -> int:
+        """Return how many local steps a client of so many ``samples`` may claim; 0: unknown."""
+        return self.max_steps or self.planned_steps(samples)
 
     def __post_init__(self) -> None:
         if self.clients < 1 or self.evaluate_every < 1 or self.max_failed < 1:

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TypeVar
 
 from torch import nn
@@ -25,8 +26,9 @@ from fl_bn.federation.intake import Folded, Intake
 from fl_bn.federation.narrow import EXACT, Rounding, check_payload
 from fl_bn.federation.norm_layers import check_layers, say_absent
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
-from fl_bn.federation.payload import count_tensors, to_numpy
+from fl_bn.federation.payload import count_tensors
 from fl_bn.federation.record import ClientRecord, RoundRecord
+from fl_bn.federation.replies import LOOPED, REPLIED, TRAINED, Expected
 from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
@@ -34,7 +36,7 @@ from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import Method, Phase
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words
-from fl_bn.wire import Absent, WireError, check_samples
+from fl_bn.wire import Absent, WireError, said
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("flwr")
@@ -123,20 +125,43 @@ class Server:
         """Return which tensors a client's reply holds in ``phase``."""
         return schema.reply(self.model, self.method, phase, self.policy.update, self.policy.auxiliary)
 
-    def checked(self, replies: Sequence[Reply], phase: Phase | None = None) -> Arrived:
-        """``replies`` in this process to the round that is under way: those that hold what was asked for, and why not the others."""
-        phase = phase or Phase(self.record.phase)
-        expected, parts, refused, wrong = self.expected(phase), list[Reply](), dict[int, str](), set[int]()
-        for reply in sorted(replies, key=lambda reply: reply.client):
+    def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:
+        """Return what a reply in ``phase`` of ``round`` must be. ``samples``: how many each client said that it has, where it did."""
+        form = REPLIED if phase is Phase.MEASURE else TRAINED
+        return Expected(round, self.shared.signature, self.expected(phase), form, samples, self.policy.most_steps)
+
+    def checked(self, replies: Sequence[Reply], asked: Instruction) -> Arrived:
+        """Return the ``replies`` in this process that answer ``asked``, and why the others do not.
+
+        Of several usable replies that call themselves the same client's, none counts. What is no client's reply is named in the log.
+        """
+        expected, parts, refused, wrong = self.expects(asked.round, asked.phase), dict[int, list[Reply]](), dict[int, str](), set[int]()
+        expected = replace(expected, form=LOOPED) if expected.form is TRAINED else expected
+        for reply in replies:
+            if (problem := self._stranger(reply)) is not None:
+                LOGGER.warning("round %s: a reply is not used: %s", asked.round, problem)
+                continue
             try:
-                if phase is not Phase.MEASURE:
-                    check_samples(reply.samples)
-                expected.check({section: to_numpy(tensors) for section, tensors in reply.sections.items()})
-                parts.append(reply)
+                usable = expected.check(reply)
+                parts.setdefault(reply.client, []).append(usable)
             except WireError as error:
                 refused[reply.client] = str(error)
                 wrong |= set() if isinstance(error, Absent) else {reply.client}
-        return Arrived(sorted({reply.client for reply in replies}), parts, refused, wrong)
+        for client in [client for client, several in parts.items() if len(several) > 1]:
+            number = len(parts.pop(client))
+            refused[client] = f"{number} replies call themselves its own: number the clients, round.reply(samples, client=...)"
+            wrong.add(client)
+        refused = {client: why for client, why in refused.items() if client not in parts}
+        return Arrived(sorted(parts.keys() | refused.keys()), [parts[i][0] for i in sorted(parts)], refused, wrong - parts.keys())
+
+    def _stranger(self, reply: Reply) -> str | None:
+        """Return why ``reply`` is no client's; None where it is one's."""
+        if not isinstance(reply, Reply):
+            return f"expected what round.reply(...) returns first, but got a {type(reply).__name__}"
+        if type(reply.client) is not int or not 0 <= reply.client < self.policy.clients:
+            known = f"expected one of client 0..{self.policy.clients - 1}, as many as the server was told of"
+            return f"{known}, but it calls itself client {said(reply.client)}"
+        return None
 
     def intake(self, samples: Mapping[int, int]) -> Intake | None:
         """Takes the replies of the round that is under way one by one, and frees their weights. None where all are needed at once: by
@@ -144,14 +169,14 @@ class Server:
 
         ``samples``: how many each client of the cohort said that it has.
         """
-        phase, policy, before = Phase(self.record.phase), self.policy, self.shared.statistics()
+        phase, policy = Phase(self.record.phase), self.policy
         if self.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or self._keeps:
             return None
         by_samples = policy.client_weights == "samples"
         return Intake(
             {client: float(policy.planned(n)) if by_samples else 1.0 for client, n in samples.items()},
             lambda reply: float(reply.weight) if by_samples else 1.0,
-            lambda reply: self.shared.may_be_refused(reply, before, phase),
+            self.shared.may_be_refused,
         )
 
     def conclude(self, came: Arrived) -> bool:
@@ -159,10 +184,7 @@ class Server:
         changes. ``record`` says which."""
         shared, record, phase = self.shared, self.record, Phase(self.record.phase)
         self.round = record.round
-        found = {} if all(part.folded for part in came.parts) else shared.undercut(came.parts, phase)
-        low = {came.parts[i].client: reason for i, reason in found.items() if not came.parts[i].folded}
-        parts = [part for part in came.parts if part.client not in low]
-        refused, wrong = came.refused | low, len(came.wrong | low.keys())
+        parts, refused, wrong = list(came.parts), dict(came.refused), len(came.wrong)
         if phase is Phase.EXCHANGE and came.exchange is not None:
             parts = taking_part(came.exchange, parts, refused)
         before = shared.statistics()
@@ -365,12 +387,8 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
     >>> record.aggregated  # ``exchange``: of FedTAN's layers
     True
     """
-    numbers = [reply.client for reply in replies]
-    if twice := sorted({client for client in numbers if numbers.count(client) > 1}):
-        raise ValueError(f"several replies are of client {twice[0]}: number the clients, round.reply(samples, client=...)")
     new = copied(state)
-    new.begin(state.round + 1)
-    came = new.checked(replies)
+    came = new.checked(replies, new.begin(state.round + 1))
     came.exchange = exchange
     new.conclude(came)
     return new, new.record

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_bn.data.augment import AUGMENTATIONS
-from fl_bn.data.batches import distinct
+from fl_bn.data.batches import cuts, distinct
 from fl_bn.federation.clipping import CLIPS
 from fl_bn.federation.eager import SGD, Adam
 from fl_bn.federation.momentum import MAINTAIN
@@ -110,6 +110,10 @@ class LocalTraining:
     def planned(self, samples: int) -> int:
         """How many different ones a client of so many ``samples`` trains on in a round."""
         return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps)
+
+    def most_steps(self, samples: int) -> int:
+        """Return how many local steps a client of so many ``samples`` makes in a round."""
+        return self.steps or self.epochs * (1 + len(cuts(samples, self.batch_size)))
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> Optimizer:
         if self.optimizer == "adam":

@@ -19,7 +19,7 @@ from fl_bn.federation import schema
 from fl_bn.federation.aggregation import average, combine, difference, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
 from fl_bn.federation.blocks import fits
-from fl_bn.federation.defence import NO_DEFENCE, Defence, looks_low, undercut
+from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.intake import Folded
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import Named, Sections, decode_moments, signature, tensor_name
@@ -279,32 +279,10 @@ class SharedModel:
             reports = [decode_moments(part.sections["moments"]) for part in parts]
         return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence, pace, self.scales)
 
-    def undercut(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
-        """Replys, by position, whose running variances no honest training can have left, with the reason."""
-        if self.method.reports(phase) is not Report.RUNNING:
-            return {}
-        reports = [self._running(part.sections.get("statistics", {}), part.weight) for part in parts]
-        running = [{layer: Running(m.mean, m.var) for layer, m in report.items()} for report in reports]
-        wrong = {
-            i: f"metrics/updates: expected one number for each of {len(self.layers)} layers, but got {len(part.updates)}"
-            for i, part in enumerate(parts)
-            if part.updates and len(part.updates) != len(self.layers)
-        }
-        updates = [{} if i in wrong else dict(zip(self.layers, part.updates, strict=False)) for i, part in enumerate(parts)]
-        return undercut(self.statistics(), running, [part.steps for part in parts], self.layers, updates) | wrong
-
-    def may_be_refused(self, part: Reply, before: Mapping[str, Running], phase: Phase) -> bool:
-        """Whether it cannot be told before all have come that a reply counts. ``before``: the shared statistics.
-
-        ``undercut`` compares the clients. Numbers beyond the mean that a report may have (the square root of the largest that the dtype
-        holds, over 4) are what can make the server's step overflow, after which the farthest reply is left out.
-        """
-        if part.updates or part.largest > self._moderate:
-            return True
-        if self.method.reports(phase) is not Report.RUNNING:
-            return False
-        report = self._running(part.sections.get("statistics", {}), part.weight)
-        return looks_low(before, {k: Running(m.mean, m.var) for k, m in report.items()}, part.steps, self.layers)
+    def may_be_refused(self, part: Reply) -> bool:
+        """Tell whether a reply may yet be left out when all have come: numbers beyond the mean that a report may have (the square root of
+        the largest that the dtype holds, over 4) are what can make the server's step overflow."""
+        return part.largest > self._moderate
 
     def measured(self, parts: Sequence[Reply], defence: Defence) -> dict[str, Running]:
         """The shared statistics that a statistics-only exchange found under the present weights."""

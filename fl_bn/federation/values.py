@@ -62,9 +62,9 @@ class Reply:
     ``samples``: different ones that it trained on, or measured. ``weight``: of it in averages, its samples unless the phase says
     otherwise. ``metrics``: ``loss`` (mean over the training batches), ``steps``, ``batch`` (samples of the first batch), ``waited``
     (seconds), ``kept`` (the round of the state that it went on from), and where it is asked how far its own statistics moved, ``drift``,
-    ``drift-layer``, ``min-var``, ``growth``. ``updates``: how often each BatchNorm layer's running statistics moved, where that is not once
-    per step; empty if it is. ``largest``: size of a number in the sections, 0 where nobody measured it. ``folded``: its weights are in the
-    server's average already, and gone.
+    ``drift-layer``, ``min-var``, ``growth``. ``round``: of the instruction that it answers; ``signature``: of the client's own model and
+    method. ``largest``: size of a number in the sections, 0 where nobody measured it. ``folded``: its weights are in the server's average
+    already, and gone.
     """
 
     client: int
@@ -72,7 +72,8 @@ class Reply:
     samples: int
     weight: int
     metrics: dict[str, float] = field(default_factory=dict)
-    updates: tuple[int, ...] = ()
+    round: int = 0
+    signature: str = ""
     largest: float = 0.0
     folded: bool = False
 

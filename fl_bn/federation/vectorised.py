@@ -102,7 +102,7 @@ def unneeded(batch: int) -> Exchange:
 def reply_of(round: LocalRound, samples: int, loss: float, client: int, tells_drift: bool = False) -> tuple[Reply, Kept]:
     """``round.reply``; after an exchange a client's weight is its first batch."""
     reply, kept = round.reply(samples, loss, client=client, tells_drift=tells_drift)
-    return (replace(reply, weight=round.batch) if round.phase is Phase.EXCHANGE else reply), kept
+    return (replace(reply, weight=int(round.batch)) if round.phase is Phase.EXCHANGE else reply), kept
 
 
 def _pass_inputs(round: LocalRound, samples: Samples, client: int, seed: int) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from fl_bn.federation.rounds import Rounds
 from fl_bn.flower.client import BatchNormClient, Site
 from fl_bn.flower.client_app import make_client_app
+from fl_bn.flower.gate import Gate
 from fl_bn.flower.in_process import InProcessGrid, run_in_process
 from fl_bn.flower.own_app import answer, evaluating, replayed, training
 from fl_bn.flower.own_strategies import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, OwnAppStrategy, SiloBN
@@ -37,6 +38,7 @@ __all__ = [
     "training",
     "BatchNormClient",
     "BatchNormStrategy",
+    "Gate",
     "FBNStrategy",
     "FedAvgAlg2Strategy",
     "FedAvgBNStrategy",

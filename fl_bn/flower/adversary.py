@@ -11,13 +11,11 @@ from functools import partial
 import numpy as np
 import torch
 from flwr.app import Message
-from torch import Tensor
 
-from fl_bn.federation.defence import Defence, variance_floor
+from fl_bn.federation.defence import Defence
 from fl_bn.federation.narrow import EXACT, Rounding
 from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.flower.codec import from_records, to_record
-from fl_bn.flower.messages import TRAINED
 from fl_bn.flower.population import Client
 from fl_bn.moments import Moments, plain_average, pool
 from fl_bn.robust.attacks import Adversary, Damage
@@ -33,11 +31,10 @@ def corrupt(
     adversary: Adversary,
     defence: Defence,
     sent: Payload,
-    momentum: Mapping[str, float | None],
     rounding: Rounding = EXACT,
 ) -> None:
-    """Rewrite the Byzantine clients' replies in place, as ``adversary`` says. ``sent``: what all clients got; ``momentum``: by layer;
-    ``rounding``: how both carry weights and gradients.
+    """Rewrite the Byzantine clients' replies in place, as ``adversary`` says. ``sent``: what all clients got; ``rounding``: how both
+    carry weights and gradients.
 
     The Byzantine ones are the last ``adversary.f`` of ``population`` clients. An error, or a reply that cannot be read, stays. Honest
     replies that are not finite will be refused, so no lie follows from them; with no other, the lies stay as they came.
@@ -69,10 +66,7 @@ def corrupt(
         if section in ("weights", "gradients") and adversary.on != "statistics":
             _updates(section, truths, lies, adversary, defence, sent)
         elif section in VARIANCES and adversary.on != "updates":
-            steps = [_steps(reply) for _, reply, _ in liars]
-            known = momentum if isinstance(adversary.attack, str) else {}  # an attack of one's own may well be refused
-            floors = {name: _floor(section, name, b, sent, min(steps)) for name, b in known.items()}
-            _statistics(section, truths, lies, adversary, defence, floors)
+            _statistics(section, truths, lies, adversary, defence)
         else:
             continue
         for (_, reply, _), lie in zip(liars, lies, strict=True):
@@ -81,13 +75,6 @@ def corrupt(
 
 def _finite(payload: Payload) -> bool:
     return all(np.isfinite(array).all() for section in payload.values() for array in section.values() if array.dtype.kind == "f")
-
-
-def _steps(reply: Message) -> int:
-    try:
-        return int(TRAINED.of_metrics(reply.content)["steps"])
-    except WireError:
-        return 0
 
 
 def _updates(
@@ -114,57 +101,41 @@ def _updates(
             at += array.size
 
 
-def _floor(section: str, layer: str, momentum: float | None, sent: Payload, steps: int) -> np.ndarray:
-    """The smallest variances that are not refused."""
-    name = tensor_name(layer, "running_var")
-    if section != "statistics" or momentum is None or name not in sent.get("statistics", {}):
-        return np.zeros(1)
-    return variance_floor(torch.from_numpy(np.array(sent["statistics"][name])), momentum, steps).numpy()
-
-
-def _statistics(
-    section: str,
-    truths: Sequence[Payload],
-    lies: Sequence[Payload],
-    adversary: Adversary,
-    defence: Defence,
-    floors: Mapping[str, np.ndarray],
-) -> None:
-    """Layer by layer: the means and variances are one vector; variances below the floor would be refused, so they stop there."""
+def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence) -> None:
+    """Layer by layer: the means and variances are one vector; variances below 0 would be refused, so they stop there."""
     mean, var = VARIANCES[section]
     combine = pool if section == "moments" else plain_average
     for layer in [name.rpartition(".")[0] for name in truths[0][section] if name.rpartition(".")[2] == mean]:
         first, second = tensor_name(layer, mean), tensor_name(layer, var)
         honest = np.stack([_flat(truth[section], [first, second]) for truth in truths])
-        floor = floors.get(layer, np.zeros(1))
-        damage = _statistics_damage(honest, len(lies), combine, partial(combine, average=defence.average), floor)
+        damage = _statistics_damage(honest, len(lies), combine, partial(combine, average=defence.average))
         rows = adversary.statistics_rows(honest, len(lies), damage)
         channels = honest.shape[1] // 2
         for lie, row in zip(lies, rows, strict=True):
             with np.errstate(over="ignore", invalid="ignore"):
                 lie[section][first] = row[:channels].astype(truths[0][section][first].dtype)
-                lie[section][second] = np.maximum(row[channels:], floor).astype(truths[0][section][second].dtype)
+                lie[section][second] = np.maximum(row[channels:], 0).astype(truths[0][section][second].dtype)
 
 
 Combine = Callable[[Sequence[Moments]], Moments]
 
 
-def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine, floor: np.ndarray) -> Damage:
+def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
     """How far the combined statistics are from the honest ones: means in standard deviations, variances as logarithms of their ratio."""
-    known, least = [_moments(row) for row in honest], torch.from_numpy(floor)
+    known = [_moments(row) for row in honest]
     want = truth(known)
     scale = want.var + 1e-5
 
     def damage(row: np.ndarray) -> float:
-        got = combine([*known, *[_moments(row, least)] * f])
+        got = combine([*known, *[_moments(row)] * f])
         return float(((got.mean - want.mean).square() / scale + ((got.var + 1e-5) / scale).log().square()).sum().sqrt())
 
     return damage
 
 
-def _moments(row: np.ndarray, least: Tensor | None = None) -> Moments:
+def _moments(row: np.ndarray) -> Moments:
     mean, var = torch.from_numpy(row).chunk(2)
-    return Moments(2, mean, var if least is None else torch.maximum(var, least))
+    return Moments(2, mean, var.clamp(min=0))
 
 
 def _flat(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray:

@@ -222,7 +222,11 @@ def answer(site: Site, request: Request, app: Any) -> None:
         if app is None:
             unpack(site, request, fab.content, policy.allow_code)
             app = load(site, request, policy.allow_code == "installed")
-        reply = _within_memory(policy, lambda: app(message=message, context=context))
+        given, context.node_config = context.node_config, policy.limits(context.node_config)
+        try:
+            reply = _within_memory(policy, lambda: app(message=message, context=context))
+        finally:
+            context.node_config = given
         policy.check_reply(*_told(reply))
     except Exception as error:
         reply = _error(message, error)

@@ -23,7 +23,7 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.client_app import RENDEZVOUS
 from fl_bn.flower.codec import header_of
 from fl_bn.flower.log import log
-from fl_bn.flower.messaging import copy_of
+from fl_bn.flower.messaging import copy_of, pulled
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.transcript import attach, read_request
 from fl_bn.wire import WireError, reason
@@ -38,7 +38,7 @@ class Carrier(ABC):
 
     def __init__(self) -> None:
         self.messages = 1
-        self._owed: dict[str, int] = {}  # client by message: dropped, and its reply not come yet
+        self._owed: dict[str, tuple[int, Message]] = {}  # client and message: dropped, and its reply not come yet
 
     @abstractmethod
     def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
@@ -49,9 +49,9 @@ class Carrier(ABC):
 
     def owing(self, grid: Grid) -> set[int]:
         """Clients that have not answered the message of the round that dropped them."""
-        for reply in grid.pull_messages(self._owed.keys()) if self._owed else ():
+        for reply in pulled(grid, {identity: message for identity, (_, message) in self._owed.items()}):
             self._owed.pop(reply.metadata.reply_to_message_id, None)
-        return set(self._owed.values())
+        return {client for client, _ in self._owed.values()}
 
     def _replies(
         self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0
@@ -62,6 +62,7 @@ class Carrier(ABC):
         """
         pushed, begin, seen = set(grid.push_messages(messages.values())), time.monotonic(), session.exchanges
         end = begin + timeout
+        sent = {message.metadata.message_id: message for message in messages.values()}
         waiting = {message.metadata.message_id: client for client, message in messages.items() if message.metadata.message_id in pushed}
         for client in messages.keys() - set(waiting.values()):
             session.leave(client, "its message could not be sent")
@@ -69,7 +70,7 @@ class Carrier(ABC):
         while set(waiting.values()) - session.dropped.keys() and time.monotonic() < end:
             if session.exchanges > seen:
                 seen, end = session.exchanges, max(end, min(begin + longest, time.monotonic() + timeout))
-            came = [reply for reply in grid.pull_messages(waiting.keys()) if reply.metadata.reply_to_message_id in waiting]
+            came = list(pulled(grid, {identity: sent[identity] for identity in waiting}))
             replies += came
             for reply in came:
                 client = waiting.pop(reply.metadata.reply_to_message_id, -1)  # -1: answered twice
@@ -77,7 +78,7 @@ class Carrier(ABC):
                     session.leave(client, f"code {reply.error.code}: {reason(reply.error.reason)}")
             if not came:
                 time.sleep(POLL)
-        self._owed |= waiting
+        self._owed |= {identity: (client, sent[identity]) for identity, client in waiting.items()}
         return replies
 
     def stop(self) -> None:
@@ -115,7 +116,8 @@ class GrpcCarrier(Carrier):
 
     @property
     def address(self) -> str:
-        return f"{self.settings.host}:{self.service.port}"
+        host = self.settings.host
+        return f"{f'[{host}]' if ':' in host else host}:{self.service.port}"
 
     def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
         tokens, certificates = self.service.open(session), self.settings.certificates
@@ -137,17 +139,22 @@ class GrpcCarrier(Carrier):
         """Have the whole cohort join at once, without training; how to make that possible where it is not, else empty.
 
         Raises:
-            RunFailed: a client cannot reach the service, or does not trust it.
+            RunFailed: a client cannot reach the service, or does not trust it, and under the policy ``abort`` all rounds would fail for it.
         """
         messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
-        session = Session(messages, {}, join_deadline=self.settings.join_deadline, called=self.called)
+        settings = self.settings
+        session = Session(messages, {}, policy=settings.policy, join_deadline=settings.join_deadline, called=self.called)
         self.carry(grid, messages, session, timeout)
-        if session.batches:
+        unable = {client: why for client, why in session.dropped.items() if NOT_JOINED not in why}
+        if session.batches and len(unable) == len(session.dropped):  # under shrink rounds go on without them
+            for client, why in sorted(unable.items()):
+                log(logging.WARNING, "%s cannot use the exchange at %s: %s", self.called.client(client), self.address, why)
             return ""
-        if not all(NOT_JOINED in reason for reason in session.dropped.values()):
+        if unable:
             raise RunFailed(
                 f"the exchange at {self.address} cannot be used: {session.failure}. Check exchange-host (the name by which clients reach "
-                "this machine, and for which the certificate is valid), exchange-port and the certificates; or set exchange='replay'"
+                "this machine, and for which the certificate is valid), exchange-port and the certificates. The clients' own logs say "
+                "more: their node configs must allow the address (exchange-addresses). Or set exchange='replay'"
             )
         return (
             f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure}. "

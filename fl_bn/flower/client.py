@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from torch import nn
 from fl_bn.data.batches import ClientTooSmall
 from fl_bn.derived import plain_names
 from fl_bn.exchange.call import Exchange
-from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.federation import schema
@@ -35,14 +35,18 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Instruction
 from fl_bn.flower.client_state import ClientState, FileState, MemoryState
 from fl_bn.flower.codec import Header, check_header, flatten, header_from, unflatten
+from fl_bn.flower.exchange_address import ExchangeAddresses, SiteExchange
 from fl_bn.flower.log import log
-from fl_bn.flower.messages import TO_EVALUATE
+from fl_bn.flower.messages import TO_SAVE
 from fl_bn.flower.run_id import RunId
 from fl_bn.flower.transcript import Transcript, detach, request_payload
 from fl_bn.methods import INPUTS, Method, Phase, StatisticsPass
 from fl_bn.task import CLASSIFICATION, Task
+from fl_bn.wire import WireError
 
 WHOLE: dict[str, Callable[[float], float]] = dict.fromkeys(("steps", "batch", "kept", "drift-layer"), int)  # metrics that are counts
+
+GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exchange-timeout", "exchange-patience")
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class Site:
     """What one client has: its index among ``clients``, its data, its device.
 
     ``folder``: for the model that it saves at the end. ``state``: for what it keeps between rounds, below a folder of the run's name;
-    without one that is in Flower's ``context.state``, as long as the simulation or the SuperNode lives.
+    without one that is in Flower's ``context.state``, as long as the simulation or the SuperNode lives. ``exchange``: the addresses of a
+    layer-wise exchange that it connects to.
     """
 
     client: int
@@ -61,6 +66,7 @@ class Site:
     folder: Path | None = None
     label_counts: tuple[int, ...] | None = None
     state: Path | None = None
+    exchange: ExchangeAddresses = ExchangeAddresses()
 
 
 class BatchNormClient(NumPyClient):
@@ -116,9 +122,9 @@ class BatchNormClient(NumPyClient):
         payload, state, joins = rounding.widen(unflatten(parameters, config["layout"])), self._state(config), None
         kept = state.read(before=number + (phase is Phase.MEASURE))
         if phase is Phase.EXCHANGE:
-            joins = partial(connect, config, detach(payload, config))
+            joins = partial(connect, self.site.exchange, config, detach(payload, config))
         if phase is Phase.MEASURE:
-            joins = partial(connect, config, []) if config.get("exchange") else None
+            joins = partial(connect, self.site.exchange, config, []) if config.get("exchange") else None
             memory = int(config.get("exchange-memory", 0))
             asked = self._instruction(phase, payload, config, measured=str(config.get("measured", INPUTS)), memory=memory)
         else:
@@ -141,7 +147,6 @@ class BatchNormClient(NumPyClient):
         except Overflow as reason:
             return self._sits_out(number, reason)
         metrics: dict[str, Any] = {"layout": layout, **{key: WHOLE.get(key, float)(value) for key, value in reply.metrics.items()}}
-        metrics |= {"updates": list(reply.updates)} if reply.updates else {}
         if round.trains and keeps.sections and keeps.round == number:  # else the state before stays
             state.write(number, keeps.sections)
         return arrays, reply.samples, metrics
@@ -152,18 +157,32 @@ class BatchNormClient(NumPyClient):
 
     def evaluate(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Loss and other metrics on this client's test data, with its own local tensors; ``save``: file name under the site's folder."""
+        with self._own_model(parameters, config) as model:
+            metrics = evaluate(model, self.site.test, task=self.task).result()
+            self._save(model, str(config.get("save", "")))
+        return metrics.pop("loss"), len(self.site.test), metrics
+
+    def save(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> None:
+        """Save the model that ``evaluate`` would test under the site's folder, as ``save`` of ``config`` names it."""
+        with self._own_model(parameters, config) as model:
+            self._save(model, str(config["save"]))
+
+    @contextmanager
+    def _own_model(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> Iterator[nn.Module]:
+        """What the server sent with this client's own local tensors."""
         kept = self._state(config).read(before=int(config["round"]) + 1)
         asked = self._instruction(Phase.MEASURE, unflatten(parameters, config["layout"]), config)
         with self.network.lend() as lent:
-            model = LocalRound(lent, self.method, asked, kept).model
-            metrics = evaluate(model, self.site.test, task=self.task).result()
-            if (name := str(config.get("save", ""))) and self.site.folder is not None:
-                TO_EVALUATE.read({"save": name})  # a folder's name, and no way out of this client's own
-                path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                names = plain_names(model)
-                save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
-        return metrics.pop("loss"), len(self.site.test), metrics
+            yield LocalRound(lent, self.method, asked, kept).model
+
+    def _save(self, model: nn.Module, name: str) -> None:
+        if not name or self.site.folder is None:
+            return
+        TO_SAVE.read({"save": name})  # a folder's name, and no way out of this client's own
+        path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        names = plain_names(model)
+        save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
         """Scale, shift and statistics that this client keeps (``unseen.kept_layers``), for the average that unseen clients get.
@@ -183,7 +202,7 @@ class BatchNormClient(NumPyClient):
 
     def meet(self, config: Mapping[str, Any]) -> None:
         """Join the exchange and leave it again: the server wants to know whether all of a cohort can be there at once."""
-        connect(config, [], 1).close()
+        connect(self.site.exchange, config, [], 1).close()
 
     def _state(self, config: Mapping[str, Any]) -> ClientState:
         return state_of(self._context_state, self.site.state, config, self.site.client, self.signature)
@@ -203,13 +222,22 @@ def state_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], 
     return FileState(folder, run_id, client, signature)
 
 
-def connect(config: Mapping[str, Any], transcript: Transcript, batch: int) -> Exchange:
-    """This client's side of the exchange that the train message names."""
+def connect(addresses: ExchangeAddresses, config: Mapping[str, Any], transcript: Transcript, batch: int) -> Exchange:
+    """Join the exchange that the message's ``config`` names, with a batch of so many samples, if its address is one of ``addresses``.
+
+    Raises:
+        ExchangeFailed: it is none, or the exchange cannot be joined; the message says nothing of this client's network.
+        WireError: the message lacks a field that this carrier needs.
+    """
     carrier = config.get("exchange")
     if carrier == "replay":
         return ReplayExchange(transcript, batch)
+    for field in ("exchange-token",) if carrier == "local" else GRPC_FIELDS:
+        if field not in config:
+            raise WireError("config", field, f"expected one beside exchange={carrier!r}, but it is missing")
     token = str(config["exchange-token"])
     if carrier == "local":
         return LocalExchange(token, batch)
     timeout, patience = float(config["exchange-timeout"]), float(config["exchange-patience"])
-    return GrpcExchange(str(config["exchange-address"]), token, batch, bytes(config["exchange-authority"]), timeout, patience)
+    addresses.check(address := str(config["exchange-address"]))
+    return SiteExchange(address, token, batch, bytes(config["exchange-authority"]), timeout, patience)

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import faulthandler
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fl_bn.federation.fields import Values
 from fl_bn.federation.schema import KEPT, kept_layers
 from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import Header, flatten, from_records, header_of, to_records, unflatten
-from fl_bn.flower.fields import Form, Values
-from fl_bn.flower.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
-from fl_bn.flower.versions import check_server, here
+from fl_bn.flower.exchange_address import deployed
+from fl_bn.flower.fields import Form
+from fl_bn.flower.gate import Gate, Handler, Limits, enough
+from fl_bn.flower.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_SAVE, TO_TELL, TO_TRAIN
+from fl_bn.flower.versions import here
 from fl_bn.methods import Phase
 
 HELLO = "query.hello"
 STATISTICS = "query.statistics"
 RENDEZVOUS = "query.rendezvous"
-DEPLOYED = "flwr-clientapp"  # Flower's program that runs a ClientApp for one message
-Handler = Callable[[Message, Context], Message]
+SAVE = "query.save"
 
 
 def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
     """A ClientApp that builds its client from Flower's context and answers train, evaluate, and the queries
-    ``statistics``, ``hello`` and ``rendezvous``."""
-    app = ClientApp()
+    ``statistics``, ``kept``, ``hello``, ``rendezvous`` and ``save``, all through the ``Gate``."""
+    app = ClientApp(mods=[Gate()])
 
     def fit(message: Message, context: Context) -> Message:
-        check_server(message)
         payload, header = from_records(message.content)
         arrays, layout = flatten(payload)
         form = TO_MEASURE if header.phase == Phase.MEASURE.value else TO_TRAIN
@@ -41,16 +40,23 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
         return Message(content, reply_to=message)
 
     def evaluate(message: Message, context: Context) -> Message:
-        check_server(message)
         payload, header = from_records(message.content)
         arrays, layout = flatten(payload)
-        loss, samples, metrics = build(context).evaluate(arrays, _call(message, TO_EVALUATE, header, layout))
+        client = build(context)
+        loss, samples, metrics = client.evaluate(arrays, _call(message, TO_EVALUATE, header, layout))
+        behind = client.task.samples_behind(client.site.test.y)
+        metrics, fewest = enough(metrics, samples, behind, Limits.of(context).min_samples)
         content = to_records({}, header)
-        content["metrics"] = MetricRecord({"samples": samples, "loss": loss, **metrics})
+        content["metrics"] = MetricRecord({"samples": samples, "loss": loss, "fewest": fewest, **metrics})
         return Message(content, reply_to=message)
 
+    def save(message: Message, context: Context) -> Message:
+        payload, header = from_records(message.content)
+        arrays, layout = flatten(payload)
+        build(context).save(arrays, _call(message, TO_SAVE, header, layout))
+        return Message(RecordDict(), reply_to=message)
+
     def kept(message: Message, context: Context) -> Message:
-        check_server(message)
         client, header = build(context), header_of(message.content)
         arrays = client.get_parameters(_call(message, TO_TELL, header))
         named = dict(zip(kept_layers(client.model, client.method).sections[KEPT], arrays, strict=True))
@@ -59,34 +65,28 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
         return Message(content, reply_to=message)
 
     def hello(message: Message, context: Context) -> Message:
-        check_server(message)
-        return Message(RecordDict({"hello": ConfigRecord({**build(context).get_properties({}), "version": here()})}), reply_to=message)
+        told = {**build(context).get_properties({}), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
+        return Message(RecordDict({"hello": ConfigRecord(told)}), reply_to=message)
 
     def rendezvous(message: Message, context: Context) -> Message:
         build(context).meet(TO_MEET.of_configs(message.content))
         return Message(RecordDict(), reply_to=message)
 
-    app.train()(_within_its_time(_secured(fit, build)))
-    app.evaluate()(_within_its_time(evaluate))
-    app.query("statistics")(_within_its_time(_secured(fit, build)))
-    app.query("hello")(_within_its_time(hello))
-    app.query(KEPT)(_within_its_time(_secured(kept, build)))
-    app.query("rendezvous")(_within_its_time(rendezvous))
-    return app
-
-
-def _secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Handler:
-    """``handle``, behind SecAgg+ where the message carries its record, or where this client answers nothing in the clear."""
-
-    def answer(message: Message, context: Context) -> Message:
-        required = any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config))
-        if RECORD_KEY_CONFIGS not in message.content and not required:
-            return handle(message, context)
+    def train(message: Message, context: Context) -> Message:
+        if RECORD_KEY_CONFIGS not in message.content:
+            return fit(message, context)
         from fl_bn.flower.secure_client import secured  # only now: a plain run does without SecAgg+
 
-        return secured(handle, build)(message, context)
+        return secured(fit, evaluate, build)(message, context)
 
-    return answer
+    app.train()(_within_its_time(train))
+    app.evaluate()(_within_its_time(evaluate))
+    app.query("statistics")(_within_its_time(fit))
+    app.query("hello")(_within_its_time(hello))
+    app.query(KEPT)(_within_its_time(kept))
+    app.query("rendezvous")(_within_its_time(rendezvous))
+    app.query("save")(_within_its_time(save))
+    return app
 
 
 def _within_its_time(handle: Handler) -> Handler:
@@ -94,7 +94,7 @@ def _within_its_time(handle: Handler) -> Handler:
 
     One that hangs (on a dead network drive, say) would keep its client from every later round. Where it hung is printed to stderr.
     """
-    if Path(sys.argv[0]).name != DEPLOYED:
+    if not deployed():
         return handle
 
     def within(message: Message, context: Context) -> Message:

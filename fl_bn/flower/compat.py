@@ -119,6 +119,12 @@ def address(message: Any, run_id: int, message_id: str) -> None:
     message.metadata.__dict__.update(_run_id=run_id, _src_node_id=run_id, _message_id=message_id)
 
 
+def answering(reply: Any, message_id: str) -> Any:
+    """``reply``, with the id of the message that it answers written into it."""
+    reply.metadata.__dict__.update(_reply_to_message_id=message_id)
+    return reply
+
+
 def fill(record: Any, items: Mapping[str, Any]) -> None:
     """``record.update(items)`` for a new record of Flower's, and items known to be of its kind: Flower checks each one's type, slowly."""
     vars(record).get("_data", record).update(items)

@@ -1,8 +1,8 @@
 """What left each client: counted as it arrives at the server, before anything is checked, refused or averaged.
 
 Every reply of a training round or a statistics-only exchange counts, used or not, and all that a layer-wise exchange took before its last
-reply. Not counted: a reply that cannot be read or says nothing of its phase, an exchanged vector whose round was over before its average
-was made, Flower's framing, and the metrics of evaluations (loss and accuracies on test data).
+reply, and the numbers of every evaluation. Not counted: a reply that cannot be read or says nothing of its phase, an exchanged vector whose
+round was over before its average was made, and Flower's framing.
 
 A statistic summarises samples, and what summarises few of them gives them away. ``samples`` of a ``Disclosure`` is the number of different
 ones behind it, which is what a mean and a variance per channel hide a person among; ``values`` are activations per channel, more of them
@@ -48,6 +48,7 @@ NAMED = 10  # clients that a round's warnings name
 DRIFT = ("drift", "drift-layer", "growth", "min-var")  # told where share-drift is on; min-var is an element of a local statistic
 MOST_SECTIONS = 20  # of one reply, in the report: the others are counted together
 SUMMARIES = ("statistics", "moments", "exchange")
+EVALUATION = "evaluation"
 LAYER_BY_LAYER = "moments of a pass without training, layer by layer"
 OTHERS = {
     "weights": "the model's weights",
@@ -91,7 +92,8 @@ class DisclosureReport:
             del reply  # while the next one is waited for
         for disclosure in sorted(found, key=lambda d: d.client):
             self._add([disclosure])
-        self._warn([d for d in self._new if 0 < d.samples < FEW and d.client not in self._warned], round)
+        few = [d for d in self._new if 0 < d.samples < FEW and d.section != EVALUATION]  # of accuracies the report tells
+        self._warn([d for d in few if d.client not in self._warned], round)
 
     def _warn(self, found: Sequence[Disclosure], round: int) -> None:
         """Of each client once in a run, and of no more than ``NAMED`` by name in a round: a population may have thousands."""
@@ -105,10 +107,21 @@ class DisclosureReport:
             what = f"summaries of fewer than {FEW} samples left {others} other clients, too, {when_of(round)}"
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
-    def masked(self, parts: Iterable[Reply]) -> None:
+    def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Message]:
+        """The ``replies`` to evaluate messages, each noted as it passes, used or not; what was noted counts when all have passed."""
+        by_node = {client.node: client.index for client in clients}
+        found: list[Disclosure] = []
+        for reply in replies:
+            if (index := by_node.get(reply.metadata.src_node_id)) is not None and not reply.has_error():
+                found += _of_evaluation(reply, index)
+            yield reply
+        self._add(sorted(found, key=lambda d: d.client))
+
+    def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
         """Of a secure sum: what each client in it sent can be read by nobody."""
+        what = "a masked evaluation: the mean of all can be read" if evaluates else "a masked vector: of all of them the sum can be read"
         for part in parts:
-            self._add([Disclosure(part.client, "masked", "a masked vector: of all of them the sum can be read", 1, nbytes(part.sections))])
+            self._add([Disclosure(part.client, "masked", what, 1, nbytes(part.sections))])
 
     def enter(self, record: RoundRecord) -> RoundRecord:
         """``record``, with all that left since the last one."""
@@ -179,6 +192,17 @@ class DisclosureReport:
         if steps == 1:
             return (name if section == "gradients" else f"{name} after 1 batch, whose gradient can be computed back"), samples
         return f"{name} after {batches}" if steps else name, 0
+
+
+def _of_evaluation(reply: Message, client: int) -> Iterable[Disclosure]:
+    """The numbers of one evaluation. ``samples``: the fewest behind one of them, as far as the client says."""
+    metrics = records_of(reply.content, MetricRecord).get("metrics", MetricRecord())
+    numbers = [name for name, value in metrics.items() if isinstance(value, float)]
+    if numbers:
+        series = sorted({f"{stem}*" if (stem := name.rstrip("0123456789")) != name else name for name in numbers})
+        told = ", ".join(map(shown, series[:MOST_SECTIONS])) + (" ..." if len(series) > MOST_SECTIONS else "")
+        samples = _whole(metrics.get("fewest")) or _whole(metrics.get("samples")) or _whole(metrics.get("num-examples"))
+        yield Disclosure(client, EVALUATION, f"numbers on test data: {told}", 0, 8 * len(numbers), samples)
 
 
 def warning(disclosure: Disclosure, round: int, called: Called = UNNAMED) -> str:

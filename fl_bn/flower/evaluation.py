@@ -1,39 +1,77 @@
-"""What the clients' own evaluations say together."""
+"""What the clients' own evaluations say together, in the clear or as a secure sum."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from flwr.app import Message, MetricRecord
+from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
 
-from fl_bn.called import UNNAMED, Called
-from fl_bn.federation import schema
+from fl_bn.called import Called
 from fl_bn.federation.metrics import fits, over_clients
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower.codec import Header
+from fl_bn.flower.client_app import SAVE
 from fl_bn.flower.log import log
-from fl_bn.flower.messages import evaluated
+from fl_bn.flower.messaging import copy_of
 from fl_bn.flower.population import Client
 from fl_bn.flower.replies import Reading, read_replies
 from fl_bn.task import Task
+from fl_bn.wire import reason
+
+if TYPE_CHECKING:
+    from fl_bn.flower.secure_rounds import SecureRounds
+
+Send = Callable[[list[Message]], list[Message]]
 
 
-def evaluation_at_clients(
-    record: RoundRecord,
-    replies: Iterable[Message],
-    clients: Sequence[Client],
-    header: Header,
-    sent: Iterable[Message],
-    task: Task,
-    called: Called = UNNAMED,
-) -> MetricRecord | None:
-    """What ``over_clients`` makes of the clients' metrics; each one's own loss and metric go into ``record``."""
-    came, refused, _ = read_replies(replies, Reading(clients, schema.Schema({}), header, evaluated(task), sent))
-    for index, reason in refused.items():
-        log(logging.WARNING, "%s did not evaluate: %s", called.client(index), reason)
-    measured = {reply.client: reply.metrics for reply in came if fits(task, task.metric, reply.metrics[task.metric])}  # NaN: no label
-    if not measured:
-        return None
-    record.client_evaluation = {index: {k: m[k] for k in ("loss", task.metric)} for index, m in measured.items()}
-    return MetricRecord({**over_clients(task, [dict(m) for m in measured.values()])})
+class SaidOnce:
+    """Warns of the clients that were refused, once in a run for each client and reason. ``line``: with places for these two."""
+
+    def __init__(self, line: str, called: Called) -> None:
+        self._line, self._called, self._said = line, called, set[tuple[int, str]]()
+
+    def __call__(self, refused: Mapping[int, str]) -> None:
+        for index, why in sorted(refused.items()):
+            if (index, why) not in self._said:
+                self._said.add((index, why))
+                log(logging.WARNING, self._line, self._called.client(index), why)
+
+
+class EvaluationsAtClients:
+    """Of one run, by the metrics of ``task``."""
+
+    def __init__(self, task: Task, called: Called) -> None:
+        self.task, self._called, self._say = task, called, SaidOnce("%s did not evaluate: %s", called)
+
+    def in_the_clear(self, record: RoundRecord, replies: Iterable[Message], reading: Reading) -> MetricRecord | None:
+        """What ``over_clients`` makes of the clients' metrics; each one's own loss and metric go into ``record``."""
+        came, refused, _ = read_replies(replies, reading)
+        self._say(refused)
+        metric = self.task.metric
+        measured = {reply.client: reply.metrics for reply in came if fits(self.task, metric, reply.metrics[metric])}  # NaN: no label
+        if not measured:
+            return None
+        record.client_evaluation = {index: {k: m[k] for k in ("loss", metric)} for index, m in measured.items()}
+        return MetricRecord({**over_clients(self.task, [dict(m) for m in measured.values()])})
+
+    def as_a_sum(
+        self, secure: SecureRounds, grid: Grid, instructions: Sequence[Message], clients: Sequence[Client], timeout: float, send: Send
+    ) -> MetricRecord | None:
+        """The means over ``clients``, of whom the server sees none alone. ``instructions``: the evaluate messages; where they ask to save
+        a model, that is asked by messages of its own, which ``send`` sends: those who have no part in the sum save theirs, too."""
+        if not instructions:
+            return None
+        if any(message.content.config_records["config"]["save"] for message in instructions):
+            for reply in send([copy_of(message, kind=SAVE) for message in instructions]):
+                if reply.has_error():
+                    who = self._called.node(reply.metadata.src_node_id)
+                    log(logging.WARNING, "%s did not save its model: %s", who, reason(reply.error.reason))
+        nodes = {client.node for client in clients}
+        messages = [copy_of(message, kind="train") for message in instructions if message.metadata.dst_node_id in nodes]
+        for message in messages:
+            message.content["config"] = ConfigRecord({**message.content.config_records["config"], "save": ""})
+        means, refused = secure.evaluate(grid, messages, clients, timeout, self.task)
+        self._say(refused)
+        return MetricRecord({**means}) if means else None

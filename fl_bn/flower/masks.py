@@ -2,7 +2,8 @@
 
 Flower (1.25 to 1.42) folds every 32-byte seed of a mask into the 32 bits that seed a Mersenne Twister (``pseudo_rand_gen``). Of the
 pairwise seeds, which are base64 text, 28 bits are left: a server that has removed the private masks, as it must, can search them. Here a
-mask is the key stream of AES-256 in counter mode, keyed by SHA-256 of the whole seed; keys, shares, encryption and stages stay Flower's.
+mask is the key stream of AES-256 in counter mode, keyed by SHA-256 of the whole seed and of what the client was told
+(``instruction_digest``); keys, shares, encryption and stages stay Flower's.
 
 The two modules are loaded a second time, under names of their own, so that Flower's stay as they are for everyone else. Others reach the
 client's half through ``secagg_mod``: a handler that is pickled takes a module along by its name, and would find Flower's there.
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -24,18 +27,31 @@ from flwr.app import Context, Message
 
 from fl_bn.flower.compat import SECAGG_CLIENT, SECAGG_SERVER, copy_of
 
+_digest: ContextVar[bytes] = ContextVar("instruction digest")
+
+
+@contextmanager
+def bound_to(digest: bytes) -> Iterator[None]:
+    """Let the masks made inside the block depend on ``digest`` (32 bytes), too."""
+    token = _digest.set(digest)
+    try:
+        yield
+    finally:
+        _digest.reset(token)
+
 
 def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...]]) -> list[np.ndarray]:
     """Masks of the shapes asked for, int64, uniform in ``[0, num_range)``; a drop-in for Flower's ``pseudo_rand_gen``.
 
-    A key stream serves one seed and so one mask: seeds are fresh in every run of the protocol, hence the constant counter.
+    A key stream serves one seed and digest, and so one mask: seeds are fresh in every run of the protocol, hence the constant counter.
 
     Raises:
         ValueError: ``num_range`` is no power of 2 up to 2**32; any other would make the masks uneven.
+        LookupError: no digest binds the masks (``bound_to``).
     """
     if num_range.bit_count() != 1 or num_range > 2**32:
         raise ValueError(f"masks are uniform in a power of 2 up to 2**32, but got {num_range}")
-    key = hashlib.sha256(b"fl-bn/secagg/1" + seed).digest()
+    key = hashlib.sha256(b"fl-bn/secagg/2" + _digest.get() + seed).digest()
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     masks = []
     for shape in dimensions_list:
@@ -57,7 +73,14 @@ client_half: Any = _strengthened(SECAGG_CLIENT)
 server_half: Any = _strengthened(SECAGG_SERVER)
 
 
-def secagg_mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-    """Flower's client mod with the masks of this file."""
+def secagg_mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message], digest: bytes = b"") -> Message:
+    """Flower's client mod with the masks of this file. ``digest``: of the instruction, in the stage that masks."""
+    if not digest:
+        return _answered(message, context, call_next)
+    with bound_to(digest):
+        return _answered(message, context, call_next)
+
+
+def _answered(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
     reply: Message = client_half.secaggplus_mod(message, context, call_next)
     return reply

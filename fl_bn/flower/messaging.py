@@ -6,18 +6,21 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from flwr.app import Message, RecordDict
+import grpc
+from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fl_bn.called import UNNAMED, Called
+from fl_bn.flower.compat import answering, simulates
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.log import log
-from fl_bn.wire import reason
+from fl_bn.wire import reason, said
 
 PASSING = {3, 4, 5, 8}  # Flower's error codes for a message, a node or a process of it that is gone: it may come back
+UNREADABLE = 0  # Flower's error code for what has no code of its own
 EXPIRED, NEAR = 3, 2.0  # the code of a message whose time to live, our deadline, ran out: seconds before the end that count as then
 POLL = 0.2  # seconds between looks for replies; Flower's own loop over gRPC takes 3
 LOOK = 2.0  # seconds between looks whether a lost node is back
@@ -53,10 +56,56 @@ def receive(
         yield from _Post(grid, sent, timeout, patience, at_once, called).replies()
 
 
-def copy_of(message: Message, ttl: float | None = None) -> Message:
-    """A message of its own identity with the same records."""
+def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
+    """Fetch the replies that are there to the ``waiting`` messages, by the identities of these: each is one of the node that was asked.
+
+    Flower opens a reply in this process, from bytes that the client made, and raises whatever its parsers do; all that were asked for
+    together are lost then. Who sent a reply, and which message it answers, stands in these bytes, too. So each is pulled alone. One that
+    cannot be opened, or says that it is another node's, becomes an error of the node that was asked.
+
+    Raises:
+        grpc.RpcError: the SuperLink cannot be reached.
+    """
+    if isinstance(grid, InProcessGrid) or simulates(grid):  # whose replies were never bytes from another machine
+        yield from (reply for reply in grid.pull_messages(list(waiting)) if reply.metadata.reply_to_message_id in waiting)
+        return
+    for identity, message in waiting.items():
+        for reply in _opened(grid, identity, message):
+            yield answering(reply, identity)
+
+
+def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
+    """The reply to ``message``, or an error in its place; none where it is not there yet."""
+    try:
+        return [_checked(reply, identity, message) for reply in list(grid.pull_messages([identity]))[:1]]
+    except grpc.RpcError:
+        raise
+    except Exception as error:  # whatever Flower, protobuf, JSON or NumPy says of such bytes
+        return [_instead(message, f"its reply cannot be opened: {type(error).__name__}: {error}")]
+
+
+def _checked(reply: Message, identity: str, message: Message) -> Message:
+    """``reply``, if it answers ``message`` and is of the node that was asked; else an error."""
+    m = reply.metadata
+    if reply.has_error() == reply.has_content():
+        return _instead(message, "its reply has neither content nor an error")
+    if m.reply_to_message_id != identity:
+        return _instead(message, f"its reply says that it answers message {said(m.reply_to_message_id)}, which this is not")
+    if reply.has_error():  # Flower's own does not say of which node it is
+        return _instead(message, reply.error.reason or "", reply.error.code)
+    if m.src_node_id != message.metadata.dst_node_id:
+        return _instead(message, f"its reply says that it is node {said(m.src_node_id)}'s")
+    return reply
+
+
+def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:
+    return Message(Error(code, why), reply_to=message)
+
+
+def copy_of(message: Message, ttl: float | None = None, kind: str = "") -> Message:
+    """A message of its own identity with the same records; of the same ``kind`` unless another is given."""
     m = message.metadata
-    return Message(RecordDict(dict(message.content.items())), m.dst_node_id, m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
+    return Message(RecordDict(dict(message.content.items())), m.dst_node_id, kind or m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
 
 
 @dataclass
@@ -107,7 +156,7 @@ class _Post:
         self.waiting |= {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
 
     def _pull(self, identities: list[str]) -> None:
-        came = [r for r in self.grid.pull_messages(identities) if r.metadata.reply_to_message_id in self.waiting]
+        came = list(pulled(self.grid, {identity: self.waiting[identity] for identity in identities if identity in self.waiting}))
         self.count += len(came)
         now = time.monotonic()
         for reply in came:

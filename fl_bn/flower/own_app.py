@@ -41,9 +41,11 @@ from fl_bn.federation.values import Instruction
 from fl_bn.flower.client import connect, state_of
 from fl_bn.flower.client_app import HELLO, RENDEZVOUS, STATISTICS
 from fl_bn.flower.codec import Header, check_header, from_records, to_records
-from fl_bn.flower.messages import REQUIRED, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
+from fl_bn.flower.exchange_address import ExchangeAddresses
+from fl_bn.flower.gate import Gate, admit_own
+from fl_bn.flower.messages import TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
 from fl_bn.flower.transcript import detach, request_payload
-from fl_bn.flower.versions import check_server, here
+from fl_bn.flower.versions import here
 from fl_bn.methods import INPUTS, Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import inputs_like
@@ -86,7 +88,6 @@ class OwnRound:
         content = to_records(rounding.narrow({section: to_numpy(tensors) for section, tensors in reply.sections.items()}), header)
         whole = {"steps", "batch", "kept"}
         metrics: dict[str, Any] = {key: int(value) if key in whole else value for key, value in reply.metrics.items()}
-        metrics |= {"updates": list(reply.updates)} if reply.updates else {}
         content["metrics"] = MetricRecord({"samples": reply.samples, **metrics})
         self._keep(self.local, kept)
         return Message(content, reply_to=self._message)
@@ -155,7 +156,8 @@ def training(
     kept = state.read(before=asked.round)
     kept = replace(kept, counted=int(values.get("counted", kept.round)) >= kept.round)
     transcript = detach(from_records(message.content)[0], values) if asked.phase is Phase.EXCHANGE else []
-    joins: Connect | None = partial(connect, values, transcript) if asked.phase is Phase.EXCHANGE else None
+    addresses = ExchangeAddresses.of(context.node_config)
+    joins: Connect | None = partial(connect, addresses, values, transcript) if asked.phase is Phase.EXCHANGE else None
     if method.reports(asked.phase) is Report.PASS and batches is None:
         raise ValueError(f"{method.name} measures the training data before training: give training(..., batches=trainloader)")
 
@@ -192,12 +194,13 @@ def evaluating(message: Message, context: Context, model: nn.Module, method: Met
 def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batches: Batches, *, task: Task = CLASSIFICATION) -> None:
     """Let ``app`` answer what the server asks beside training: who it is, and the statistics of its data.
 
-    ``model()`` makes your network, unconverted. ``batches(context)``: the training batches.
+    ``model()`` makes your network, unconverted. ``batches(context)``: the training batches. What these answer passes a ``Gate``. Your own
+    handlers do, too, in an app that is made with one: ``ClientApp(mods=[Gate()])``.
     """
+    gate = Gate()
 
-    @app.query(HELLO.removeprefix("query."))
+    @app.query(HELLO.removeprefix("query."), mods=[gate])
     def hello(message: Message, context: Context) -> Message:
-        check_server(message)
         data, loader = convert(model(), method), batches(context)
         samples = _count(loader, task)
         said: dict[str, int | str] = {
@@ -210,12 +213,13 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
         }
         return Message(RecordDict({"hello": ConfigRecord({**said})}), reply_to=message)
 
-    @app.query(STATISTICS.removeprefix("query."))
+    @app.query(STATISTICS.removeprefix("query."), mods=[gate])
     def statistics(message: Message, context: Context) -> Message:
         converted, (_, header) = convert(model(), method), from_records(message.content)
         asked, values = _read(message, context, converted, method, TO_MEASURE)
         state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
-        joins: Connect | None = partial(connect, values, []) if values.get("exchange") else None
+        addresses = ExchangeAddresses.of(context.node_config)
+        joins: Connect | None = partial(connect, addresses, values, []) if values.get("exchange") else None
         with local_round(converted, method, asked, state.read(before=asked.round + 1), connect=joins) as local:
             local.measure(batches(context), task)
         reply, _ = local.reply(local.measured_samples)
@@ -223,21 +227,19 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
         content["metrics"] = MetricRecord({"samples": reply.samples})
         return Message(content, reply_to=message)
 
-    @app.query(RENDEZVOUS.removeprefix("query."))
+    @app.query(RENDEZVOUS.removeprefix("query."), mods=[gate])
     def rendezvous(message: Message, context: Context) -> Message:
-        connect(TO_MEET.of_configs(message.content), [], 1).close()
+        connect(ExchangeAddresses.of(context.node_config), TO_MEET.of_configs(message.content), [], 1).close()
         return Message(RecordDict(), reply_to=message)
 
 
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Any) -> tuple[Instruction, Any]:
     """The instruction in a message, and the checked values of its config."""
-    if any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config)):
-        raise ValueError(f"{REQUIRED} is on, but an app of your own answers in the clear: use fl-bn's application, or set it to false")
+    admit_own(message, context, evaluates=form is TO_EVALUATE)
     if "header" not in message.content:
         raise ValueError(
             "this message is of another strategy: in server_app.py start one of fl_bn.flower's (FixBN, FedBN, HBN, FBN, FedTAN, ...)"
         )
-    check_server(message)
     payload, header = from_records(message.content)
     values = form.of_configs(message.content)
     phase = Phase(header.phase)

@@ -8,8 +8,6 @@ An argument of Flower's ``FedAvg`` that would be ignored here is no argument her
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,20 +30,18 @@ from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import nbytes, signature, to_numpy
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
-from fl_bn.federation.schema import COMPARE, START
+from fl_bn.federation.schema import START
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Instruction
-from fl_bn.flower.client_app import HELLO as ASK_HELLO
 from fl_bn.flower.codec import to_record
-from fl_bn.flower.log import log
-from fl_bn.flower.messages import HELLO, OWN_METRICS
-from fl_bn.flower.messaging import send_and_receive
-from fl_bn.flower.population import RunFailed
+from fl_bn.flower.evaluation import SaidOnce
+from fl_bn.flower.introductions import introduced
+from fl_bn.flower.messages import CLIENTS
+from fl_bn.flower.own_evaluation import NOT_COUNTED, RANGES, Ranges, evaluation_of_own_app
+from fl_bn.flower.population import Introductions, Population, RunFailed
 from fl_bn.flower.strategy import BatchNormStrategy
-from fl_bn.flower.versions import client_differs, greeting
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.wire import WireError, reason, shown
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -55,9 +51,15 @@ RATES = ("lr", "learning_rate")
 
 
 class _Rounds(BatchNormStrategy):
-    """Evaluates at the clients with any metrics, weighted by ``num-examples`` as Flower's own strategies weigh them."""
+    """Evaluates at the clients with any metrics (``evaluation_of_own_app``), whose values are in ``ranges``.
 
-    evaluates = True
+    ``introductions``: what the nodes have said of themselves already.
+    """
+
+    def __init__(self, *args: Any, evaluates: bool, ranges: Ranges, introductions: Introductions, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.evaluates, self.ranges, self.introductions = evaluates, ranges, introductions
+        self._say = SaidOnce(NOT_COUNTED, self.rounds.called)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One train message per client of the cohort. A client that keeps nothing yet is sent the start of what it will keep: your app
@@ -92,23 +94,19 @@ class _Rounds(BatchNormStrategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         if not self.evaluates:
             return None
-        sums, total = dict[str, float](), 0.0
-        for reply in replies:
-            if reply.has_error():
-                continue
-            try:
-                metrics = OWN_METRICS.of_metrics(reply.content)
-            except WireError as error:
-                log(logging.WARNING, "an evaluation is not counted: %s", error)
-                continue
-            weight = metrics.pop("num-examples")
-            total += weight
-            for name, value in metrics.items():
-                if isinstance(value, int | float):
-                    sums[name] = sums.get(name, 0.0) + weight * value
-        if not total:
-            return None
-        return MetricRecord({name: value / total for name, value in sums.items()})
+        found = evaluation_of_own_app(
+            replies,
+            self._evaluating,
+            self._sent,
+            self.ranges,
+            say=self._say,
+            alike=self.defence.active,
+            called=self.rounds.called,
+        )
+        return MetricRecord({**found}) if found else None
+
+    def _population(self, grid: Grid) -> Population:
+        return Population(grid, self.rounds, self.shared.signature, introductions=self.introductions)
 
 
 class OwnAppStrategy(Strategy):
@@ -120,7 +118,9 @@ class OwnAppStrategy(Strategy):
     your clients learn theirs. In rounds with frozen statistics it falls there, too (``Method.learning_rate``). ``objective``:
     the one that your ``training`` names (SCAFFOLD's control variates travel). ``exchange``: how FedTAN's is carried. ``payload``:
     the type in which weights travel while clients train, ``float32``, ``bfloat16`` or ``float16``.
-    ``callbacks`` are called after every round and at the end.
+    ``callbacks`` are called after every round and at the end. ``clients``: how many there are; 0: as many as most nodes say
+    (``num-partitions``). A node that says another number is refused by name, as is one that cannot take part, and the run goes on with the
+    others, if these are ``min_available_nodes``. ``ranges``: the smallest and the largest value of a metric that clients evaluate, by name.
     """
 
     def __init__(
@@ -142,13 +142,18 @@ class OwnAppStrategy(Strategy):
         defence: Defence = NO_DEFENCE,
         objective: Objective = PLAIN,
         callbacks: Sequence[Callback] = (),
+        clients: int = 0,
+        ranges: Ranges = RANGES,
     ) -> None:
+        if not 0 <= clients <= CLIENTS:
+            raise ValueError(f"clients must be 0 (as many as most nodes say) .. {CLIENTS}, but got {clients}")
         if fraction_evaluate not in (0, 1):
             raise ValueError(f"fraction_evaluate must be 0 or 1: all clients evaluate, or none, but got {fraction_evaluate}")
         self.model, self.method, self.fraction_train, self.evaluates = model, method, fraction_train, bool(fraction_evaluate)
         self.min_train_nodes, self.min_available_nodes, self.seed, self.rate = min_train_nodes, min_available_nodes, seed, rate
         self.calibrate, self.unit_scale, self.exchange, self.payload = calibrate, unit_scale, exchange, payload
         self.optimizer, self.defence, self.callbacks = optimizer, defence, callbacks
+        self.clients, self.ranges = clients, ranges
         self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
         check_composition(method, self._settings, robust=defence.active)
         check_layers(model, method)
@@ -198,13 +203,15 @@ class OwnAppStrategy(Strategy):
             RunFailed: the clients are missing, or their app does not answer; the message says which line it lacks.
         """
         wanted = signature(convert(self.model, self.method), self.method)
-        clients, rate = _population(grid, self.min_available_nodes, timeout, wanted), self.rate
+        clients, introductions = introduced(grid, self.min_available_nodes, timeout, wanted, self.clients)
+        rate = self.rate
         if rate is constant_rate and (named := _named_rate(train_config)):
             rate = partial(_always, named)
         policy = Rounds(
             clients,
             self.fraction_train,
             timeout=timeout,
+            at_start=min(self.min_available_nodes, clients),
             min_cohort=min(self.min_train_nodes, clients),
             seed=self.seed,
             rate=rate,
@@ -214,8 +221,17 @@ class OwnAppStrategy(Strategy):
             exchange=self.exchange,
             payload=self.payload,
         )
-        self._rounds = _Rounds(self.model, self.method, policy, optimizer=self.optimizer, defence=self.defence, callbacks=self.callbacks)
-        self._rounds.evaluates = self.evaluates
+        self._rounds = _Rounds(
+            self.model,
+            self.method,
+            policy,
+            optimizer=self.optimizer,
+            defence=self.defence,
+            callbacks=self.callbacks,
+            evaluates=self.evaluates,
+            ranges=self.ranges,
+            introductions=introductions,
+        )
         return self._rounds.start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
 
 
@@ -227,44 +243,6 @@ def _named_rate(config: ConfigRecord | None) -> float:
     """The learning rate that ``config`` names, 0 where it names none."""
     found = [] if config is None else [config[name] for name in RATES if name in config]
     return next((value for value in found if isinstance(value, float) and value > 0), 0.0)
-
-
-def _population(grid: Grid, least: int, timeout: float, wanted: str) -> int:
-    """How many clients there are, as one of them says, whose model must have signature ``wanted``."""
-    end = time.monotonic() + timeout
-    while len(nodes := sorted(grid.get_node_ids())) < least:
-        if time.monotonic() > end:
-            raise RunFailed(
-                f"only {len(nodes)} of {least} nodes came within {timeout:.0f} s. Start the others, lower min_available_nodes, or wait "
-                f"longer: start(..., timeout={5 * timeout:.0f})"
-            )
-        time.sleep(1.0)
-    (reply,) = send_and_receive(grid, [Message(greeting(), nodes[0], ASK_HELLO, ttl=timeout, group_id="0")], timeout) or (None,)
-    if reply is None:
-        raise RunFailed(f"node {nodes[0]} did not say within {timeout:.0f} s who it is")
-    if reply.has_error():
-        raise RunFailed(_missing(reply.error.reason))
-    try:
-        said = HELLO.of_configs(reply.content)
-    except WireError as error:
-        raise RunFailed(f"node {nodes[0]} introduced itself in a way that cannot be read: {error}") from error
-    if other := client_differs(said["version"]):
-        raise RunFailed(f"client {said['client']} cannot take part: {other}")
-    if said["signature"] != wanted:
-        raise RunFailed(
-            f"client {said['client']} has another model, method or version of fl-bn (signature {shown(said['signature'])}, here {wanted}): "
-            f"name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy). {COMPARE}"
-        )
-    return int(said["clients"])
-
-
-def _missing(why: str | None) -> str:
-    if "No query function registered" in (why or ""):
-        return (
-            "the ClientApp does not answer who it is: add to client_app.py, after app = ClientApp(), the line "
-            "fl_bn.flower.answer(app, Net, method, batches)"
-        )
-    return f"a client could not say who it is: {reason(why)}"
 
 
 def _named(method: str) -> Callable[..., OwnAppStrategy]:

@@ -38,6 +38,17 @@ class Client:
     label_counts: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Introductions:
+    """What the nodes ``asked`` have said of themselves before there was a ``Population``. Who is in no reply was silent."""
+
+    asked: frozenset[int] = frozenset()
+    replies: tuple[Message, ...] = ()
+
+
+NOBODY = Introductions()
+
+
 def sample_cohort(population: Sequence[int], size: int, rng: random.Random) -> list[int]:
     """``size`` of the population's indices, sorted."""
     return sorted(rng.sample(sorted(population), size))
@@ -51,10 +62,10 @@ class Population:
 
     An index is a node's own word. Where the operator names the node of each client (``rounds.nodes``), no other node is believed.
     Elsewhere the node that served an index first has it, whenever it is online; while it is offline another node may serve it. Of
-    several nodes that claim an index which none of them served before, none gets it.
+    several nodes that claim an index which none of them served before, none gets it. ``introductions``: of nodes that were asked already.
     """
 
-    def __init__(self, grid: Grid, rounds: Rounds, signature: str, round: int = 1) -> None:
+    def __init__(self, grid: Grid, rounds: Rounds, signature: str, round: int = 1, introductions: Introductions = NOBODY) -> None:
         self.grid, self.rounds, self.signature, self.round, self.called = grid, rounds, signature, round, rounds.called
         self.clients: dict[int, Client] = {}
         self._claims: dict[int, Client] = {}  # by node: as it introduced itself, whether or not it serves that index
@@ -63,7 +74,7 @@ class Population:
         self._rivals: dict[int, list[int]] = {}  # index -> the other nodes that claim it, as was said in the log
         self._order: list[Client] = []  # those who are here, by index
         self._online: frozenset[int] = frozenset()  # nodes at the last look, and what was wrong with them
-        self._problem = ""
+        self._problem, self._introductions = "", introductions
         self._refused: set[int] = set()
         self._gone: set[int] = set()
         self._joined: set[int] = set()  # took part in a round, or were asked to
@@ -130,9 +141,11 @@ class Population:
         self._claims = {node: client for node, client in self._claims.items() if node in online}
         self._refused &= online
         new = online - set(self._claims) - self._refused
-        messages = [Message(greeting(), node, client_app.HELLO, ttl=self.rounds.timeout, group_id="0") for node in sorted(new)]
+        known, self._introductions = self._introductions, NOBODY
+        ask = sorted(new - known.asked)
+        messages = [Message(greeting(), node, client_app.HELLO, ttl=self.rounds.timeout, group_id="0") for node in ask]
         patience, silent, problem = min(self.rounds.timeout, max(self.rounds.wait, 1.0)), set(new), ""
-        for reply in send_and_receive(self.grid, messages, patience, called=self.called):
+        for reply in [*known.replies, *send_and_receive(self.grid, messages, patience, called=self.called)]:
             node = reply.metadata.src_node_id
             silent -= {node} if node in new else new  # Flower's own errors do not say whose they are
             if node in self._claims:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 
-from fl_bn.federation.blocks import views
 from fl_bn.federation.narrow import EXACT, Rounding
-from fl_bn.federation.schema import Schema
+from fl_bn.federation.replies import Expected
 from fl_bn.federation.values import Reply
 from fl_bn.flower.codec import Header, from_records
-from fl_bn.flower.fields import Form
-from fl_bn.flower.messages import REPLIED, TRAINED
+from fl_bn.flower.fields import metrics_of
 from fl_bn.flower.population import Client
-from fl_bn.wire import Absent, WireError, check_samples, reason
+from fl_bn.wire import Absent, WireError, reason
+
+Read = Callable[[RecordDict, Client], Reply]
+"""Make the checked reply of a client from what its message holds. Raises WireError."""
+
+
+def with_header(header: Header, expected: Expected, rounding: Rounding = EXACT) -> Read:
+    """Read replies that repeat ``header``. ``rounding``: how they carry weights and gradients."""
+    return partial(_read, header, expected, rounding)
+
+
+def _read(header: Header, expected: Expected, rounding: Rounding, content: RecordDict, client: Client) -> Reply:
+    payload, came = from_records(content)
+    header.check(came)
+    values = expected.numbers(client.index, metrics_of(content))
+    return expected.reply(client.index, values, rounding.widen(payload))
 
 
 class Reading:
@@ -22,22 +36,12 @@ class Reading:
     whose reply no correct client would have sent.
 
     Replies with samples 0 (a client that sat out), errors, and late or missing ones count as refused, with the reason.
-    ``form``: of the reply's metrics. ``max_steps``: local steps that a client may claim, 0 if unknown.
-    ``rounding``: how the replies carry weights and gradients.
-    ``sent``: the messages replied to, since Flower itself answers for a node that is gone, and does not say for which.
+    ``read``: what a message holds. ``sent``: the messages replied to, since Flower itself answers for a node that is gone, and does not say
+    for which.
     """
 
-    def __init__(
-        self,
-        cohort: Sequence[Client],
-        schema: Schema,
-        header: Header,
-        form: Form,
-        sent: Iterable[Message] = (),
-        max_steps: int = 0,
-        rounding: Rounding = EXACT,
-    ) -> None:
-        self._cohort, self._expected = cohort, (schema, header, form, max_steps, rounding)
+    def __init__(self, cohort: Sequence[Client], read: Read, sent: Iterable[Message] = ()) -> None:
+        self._cohort, self._content = cohort, read
         self._by_node, self._sent, self._read = {client.node: client for client in cohort}, sent, set[int]()
         self.refused: dict[int, str] = {}
         self.wrong: set[int] = set()
@@ -53,7 +57,9 @@ class Reading:
             return None
         self._read.add(client.index)
         try:
-            return _read(message, client, *self._expected)
+            if message.has_error():
+                raise Absent("error", "", f"code {message.error.code}: {reason(message.error.reason)}")
+            return self._content(message.content, client)
         except Absent as error:
             self.refused[client.index] = str(error)
         except WireError as error:
@@ -71,25 +77,3 @@ def read_replies(replies: Iterable[Message], reading: Reading) -> tuple[list[Rep
     found = [reply for message in replies if isinstance(reply := reading.read(message), Reply)]
     reading.end()
     return sorted(found, key=lambda reply: reply.client), reading.refused, reading.wrong
-
-
-def _read(reply: Message, client: Client, schema: Schema, header: Header, form: Form, max_steps: int, rounding: Rounding) -> Reply:
-    if reply.has_error():
-        raise Absent("error", "", f"code {reply.error.code}: {reason(reply.error.reason)}")
-    payload, came = from_records(reply.content)
-    header.check(came)
-    samples: int = REPLIED.of_metrics(reply.content)["samples"]
-    check_samples(samples)
-    if schema.sections and samples > client.samples:
-        raise WireError("metrics", "samples", f"expected at most {client.samples}, as the client said of itself, but got {samples}")
-    payload = rounding.widen(payload)
-    largest = schema.check(payload)
-    values = form.of_metrics(reply.content)
-    if form is TRAINED and 0 < max_steps < values["steps"]:
-        raise WireError("metrics", "steps", f"expected at most {max_steps}, as the server asked for, but got {values['steps']}")
-    if form is TRAINED and "kept" in values and values["kept"] >= header.round:
-        raise WireError("metrics", "kept", f"expected a round before {header.round}, but got {values['kept']}")
-    numbers = {key: float(value) for key, value in values.items() if not isinstance(value, list)}
-    updates = tuple(values.get("updates", ())) if form is TRAINED else ()
-    sections = {section: views(arrays) for section, arrays in payload.items()}
-    return Reply(client.index, sections, samples, samples, numbers, updates, largest)

@@ -22,9 +22,10 @@ from flwr.server.strategy import FedAvg
 from flwr.serverapp import Grid
 
 from fl_bn.called import UNNAMED, Called
+from fl_bn.federation.rounds import unbounded
 from fl_bn.flower.codec import Header
 from fl_bn.flower.compat import GridClientProxy, Stage, parameters_to_arrayrecord
-from fl_bn.flower.masks import server_half
+from fl_bn.flower.masks import bound_to, server_half
 from fl_bn.flower.population import Client
 from fl_bn.flower.secure_stages import Stages
 from fl_bn.flower.sums import Plan, Weighting
@@ -116,7 +117,8 @@ def secure_sum(
     weighted: tuple[bool, bool] = (True, True),
     statistics_by_passes: bool = True,
     layers: Iterable[str] = (),
-    max_steps: int = 0,
+    most_steps: Callable[[int], int] = unbounded,
+    evaluates: bool = False,
     whole: Callable[[np.ndarray], bool] = lambda mean: True,
     called: Called = UNNAMED,
 ) -> Sum:
@@ -124,7 +126,8 @@ def secure_sum(
 
     ``messages``: the plain instruction of each client, with a ``config`` record. ``least``: the fewest clients that may be in the sum.
     ``weighted``: whether updates, and statistics, weigh by samples; ``statistics_by_passes``: or statistics by all samples that passed.
-    ``layers``: whose activations are counted; ``max_steps`` that a client may plan. ``whole``: whether a mean can be one, so that all
+    ``layers``: whose activations are counted; ``most_steps`` that a client of so many samples may plan; ``evaluates``: it is a sum of
+    evaluations. ``whole``: whether a mean can be one, so that all
     masks are gone. ``called``: what the log calls clients and nodes.
 
     Raises:
@@ -132,7 +135,7 @@ def secure_sum(
     """
     by_node = {client.node: client for client in cohort}
     instructions = {m.metadata.dst_node_id: m for m in messages}
-    stages = Stages(grid, header, by_node, instructions, timeout, size, frozenset(layers), max_steps, called=called)
+    stages = Stages(grid, header, by_node, instructions, timeout, size, frozenset(layers), most_steps, evaluates, called=called)
     nodes = sorted(by_node, key=lambda node: by_node[node].index)
     while True:
         if len(nodes) < max(least, LEAST):
@@ -195,7 +198,7 @@ def _unmask(workflow: Any, stages: Stages, context: Any, state: Any, legacy: _Le
         state.active_node_ids, state.aggregate_ndarrays = set(active), list(summed)
         state.nid_to_neighbours = {node: set(of) for node, of in neighbours.items()}
         try:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), bound_to(bytes.fromhex(stages.digest)):
                 done = workflow.unmask_stage(stages, context, state)
             if not done:
                 problem = problem or f"too few clients kept the others' shares to remove the masks (threshold {state.threshold})"

@@ -8,13 +8,13 @@ sample.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from cryptography.fernet import InvalidToken
-from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 
 from fl_bn.data.batches import ClientTooSmall, draw_batches
@@ -24,12 +24,27 @@ from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES
+from fl_bn.flower import secure_evaluation
 from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import from_records, header_of
 from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, share_keys_plaintext_separate
+from fl_bn.flower.gate import Handler, Insecure, Limits, evaluations_left, sums_evaluations
+from fl_bn.flower.instruction_digest import instruction_digest
 from fl_bn.flower.log import log
 from fl_bn.flower.masks import client_half, secagg_mod
-from fl_bn.flower.messages import COLLECT, KEY, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SET_UP, SHARE_KEYS, TO_MEASURE, UNMASK
+from fl_bn.flower.messages import (
+    COLLECT,
+    KEY,
+    NOISE,
+    RECORD_KEY_CONFIGS,
+    SECURE,
+    SET_UP,
+    SHARE_KEYS,
+    TO_MEASURE,
+    UNMASK,
+    WEIGHED,
+    WEIGHTS,
+)
 from fl_bn.flower.sums import (
     REFERENCE,
     STATISTICS,
@@ -51,47 +66,46 @@ from fl_bn.wire import said
 
 ROUNDING = 100  # purpose of a seeded generator, beside those in client.py
 
-Handler = Callable[[Message, Context], Message]
 
+def secured(handle: Handler, evaluate: Handler, build: Callable[[Context], BatchNormClient]) -> Handler:
+    """``handle``, which trains and measures, and ``evaluate``, which answer in the clear, behind SecAgg+.
 
-class Insecure(ValueError):
-    """The server asked for something that would show one client's numbers."""
-
-
-def secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Handler:
-    """``handle``, which answers train messages in the clear, behind SecAgg+.
+    The ``Gate`` has let the message in: it carries a record of SecAgg+, and is one that Flower's mod masks the reply to.
 
     Raises (in the handler):
-        Insecure: the message carries no SecAgg+ record, so that it asks for a plain reply; or the protocol's parameters, or the shares
-            asked for, would undo the masks.
+        Insecure: the protocol's parameters, or the shares asked for, would undo the masks.
     """
 
+    def summand(message: Message, context: Context, digest: bytes) -> Message:
+        if sums_evaluations(message):
+            return _evaluated(message, context, evaluate, build, digest)
+        return _summand(message, context, handle, build, digest)
+
     def secure(message: Message, context: Context) -> Message:
-        kind, content = message.metadata.message_type, message.content
-        if RECORD_KEY_CONFIGS not in content:
-            raise Insecure(f"{REQUIRED} is on, so this client answers no {kind} message in the clear")
-        if kind != MessageType.TRAIN:  # which Flower's mod lets pass, so that the vector would leave unmasked
-            raise Insecure(f"SecAgg+ serves train messages alone, but this is a {kind} message: its vector would not be masked")
-        stage, plan = str(content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE)), Plan(0, 0, 0)
+        content = message.content
+        stage, plan, digest = str(content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE)), Plan(0, 0, 0), b""
         _check_order(stage, context)
         if stage == Stage.SETUP:
-            check_setup(SET_UP.of_configs(content))
-            plan = plan_of(build(context), message)
+            setup = SET_UP.of_configs(content)
+            check_setup(setup, context.node_id)
+            plan = plan_of(build(context), message, context)
         elif stage == Stage.SHARE_KEYS:
             check_keys(SHARE_KEYS.of_configs(content), _state(context), context.node_id)
         elif stage == Stage.COLLECT_MASKED_VECTORS:
             if unreadable := check_collect(COLLECT.of_configs(content), _state(context), context.node_id):
                 del context.state[RECORD_KEY_STATE]
                 return Message(RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({"unreadable": unreadable})}), reply_to=message)
+            digest = instruction_digest(message, context.run_config, _state(context))
         else:
             check_unmask(UNMASK.of_configs(content), _state(context), context.node_id)
         before = np.random.get_state()  # noqa: NPY002
         try:
-            reply = secagg_mod(message, context, lambda m, c: _summand(m, c, handle, build))
+            reply = secagg_mod(message, context, lambda m, c: summand(m, c, digest), digest)
         finally:
             np.random.set_state(before)  # noqa: NPY002
         if stage == Stage.SETUP:
             reply.content["plan"] = MetricRecord(asdict(plan))
+            context.state.config_records[RECORD_KEY_STATE]["cohort"] = sorted(setup["cohort"])
         elif stage == Stage.UNMASK:
             del context.state[RECORD_KEY_STATE]  # keys and shares have served
         return reply
@@ -99,8 +113,17 @@ def secured(handle: Handler, build: Callable[[Context], BatchNormClient]) -> Han
     return secure
 
 
-def plan_of(client: BatchNormClient, message: Message) -> Plan:
-    """What this client will do in the round of ``message``: the batches are drawn from the run's seed, so they can be counted before."""
+def plan_of(client: BatchNormClient, message: Message, context: Context) -> Plan:
+    """What this client will do in the round of ``message``: the batches are drawn from the run's seed, so they can be counted before.
+
+    Of an evaluation the test samples: none where they are too few, or where this site's evaluations are spent.
+    """
+    if sums_evaluations(message):
+        tested, limits = len(client.site.test), Limits.of(context)
+        if tested >= max(limits.min_samples, 1) and evaluations_left(context, limits):
+            return Plan(tested, 0, 0)
+        log(logging.WARNING, "client %s has no part in the evaluation: %d test samples, %s", client.site.client, tested, limits)
+        return Plan(0, 0, 0)
     header = header_of(message.content)
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
@@ -117,11 +140,13 @@ def plan_of(client: BatchNormClient, message: Message) -> Plan:
     return Plan(len(np.unique(np.concatenate(batches))), passes, len(batches))
 
 
-def check_setup(configs: Mapping[str, Any]) -> None:
-    """Raises Insecure where the parameters leave a client alone in its sum, or its keys to a minority."""
+def check_setup(configs: Mapping[str, Any], node: int) -> None:
+    """Raises Insecure where the parameters leave a client alone in its sum, its keys to a minority, or this client's ``node`` out."""
     clients, shares, threshold = configs["sample_num"], configs["share_num"], configs["threshold"]
     if clients < LEAST or not LEAST <= shares <= clients:
         raise Insecure(f"SecAgg+ needs at least {LEAST} clients and shares, but got {shares} shares among {clients} clients")
+    if len(cohort := set(configs["cohort"])) != clients or len(configs["cohort"]) != clients or node not in cohort:
+        raise Insecure(f"expected the {clients} nodes of the cohort, this client's among them, but got {said(configs['cohort'])}")
     if not shares < 2 * threshold <= 2 * shares:
         raise Insecure(
             f"the threshold must be more than half of the {shares} shares, or two minorities unmask a client, but got {threshold}"
@@ -149,6 +174,8 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
     nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]
     if len(nodes) != len(keys) or len(nodes) != state.share_num or node not in nodes:
         raise Insecure(f"expected the keys of {state.share_num} clients, this one among them, but got those of {said(list(keys))}")
+    if others := set(nodes) - set(state.cohort):
+        raise Insecure(f"expected keys of clients of the cohort, but got those of nodes {said(sorted(others))}")
     pems = [pem for pair in keys.values() for pem in (pair if type(pair) is list and len(pair) == 2 else [None])]
     if any(type(pem) is not bytes or len(pem) > KEY for pem in pems) or len(set(pems)) != len(pems):
         raise Insecure("expected two keys of each client, all of them different")
@@ -196,40 +223,82 @@ def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
         raise Insecure(f"only {len(active)} clients are in the sum, but fewer than {state.threshold} hide nobody")
 
 
-def _summand(message: Message, context: Context, handle: Handler, build: Callable[[Context], BatchNormClient]) -> Message:
-    """The plain reply as Flower's mod wants it: one vector, weight 1, and the counts."""
-    client, plan = build(context), plan_of(build(context), message)
+def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, levels: int) -> None:
+    """Raises Insecure for a weight beside which this client's own part would fill less than one level of the quantiser, or exceed 1."""
+    for section in sections:
+        if not 2 / levels <= (weight := weighting.of(section, plan)) <= 1:
+            raise Insecure(
+                f"expected {section} to weigh between 2 / {levels} and 1 here, but with {asdict(plan)} it would weigh {weight:g} as the "
+                f"server has it ({asdict(weighting)})"
+            )
+
+
+def _summand(message: Message, context: Context, handle: Handler, build: Callable[[Context], BatchNormClient], digest: bytes) -> Message:
+    """The plain reply as Flower's mod wants it: one vector, weight 1, and the counts.
+
+    Raises:
+        WireError: the instruction has no weights for the sum, or noise without its clips.
+    """
+    client, plan = build(context), plan_of(build(context), message, context)
     received, header = from_records(message.content)
     if header.payload != AS_THE_MODEL:
         raise Insecure(f"SecAgg+ masks whole numbers of full length, but the server asks for weights as {header.payload}")
     reference = references(to_tensors(received.pop(REFERENCE, received.get("statistics", {}))))
     message.content.pop(REFERENCE, None)  # not for the handler: the model keeps the statistics that came with its weights
-    phase, config = Phase(header.phase), SECURE.of_configs(message.content)
+    phase, weights = Phase(header.phase), WEIGHTS.of_configs(message.content)
+    noise = NOISE.of_configs(message.content) if "dp-noise" in SECURE.of_configs(message.content) else None
     plain = handle(message, context)
     payload, repeated = from_records(plain.content)
     reply = {section: to_tensors(arrays) for section, arrays in payload.items()}
     told = plain.content.metric_records["metrics"]
     if (came := (told.get("samples"), told.get("steps", 0))) != (plan.samples, plan.steps):
         raise ValueError(f"client {client.site.client} planned {plan.samples} samples and {plan.steps} steps, but did {came}")
-    trained, private = phase is not Phase.MEASURE, "dp-noise" in config
+    trained, private = phase is not Phase.MEASURE, noise is not None
     shapes = layout(schema.reply(client.model, client.method, phase, client.settings.update), loss=trained and not private, cut=not private)
-    weighting = Weighting(*(config[f"secagg-{key}-weight"] for key in ("update", "statistics", "samples")))
+    weighting = Weighting(*(weights[name] for name in WEIGHED))
     per_sample = activations(reply, plan)
     state = context.state.config_records[RECORD_KEY_STATE]
+    check_weights(weighting, shapes, plan, int(state[Key.TARGET_RANGE]))  # type: ignore[arg-type]
     limit = float(state[Key.CLIPPING_RANGE])  # type: ignore[arg-type]
     parts, cut = additive(reply, to_tensors(received.get("weights", {})), reference, limit)
     parts = {s: {k: t * weighting.of(s, plan) for k, t in part.items()} for s, part in parts.items() if s in shapes}
-    if private:
-        parts = _private(parts, config, int(state[Key.THRESHOLD]))  # type: ignore[arg-type]
+    if noise is not None:
+        parts = _private(parts, noise, int(state[Key.THRESHOLD]))  # type: ignore[arg-type]
     beyond_range = {f"{s}/{k}": n for s, part in parts.items() for k, n in beyond(part, limit).items()}
     _warn(client, header.round, {k: n for k, n in cut.items() if n}, beyond_range, limit)
     loss = float(told.get("loss", 0.0))  # type: ignore[arg-type]
     parts |= flags(loss, weighting.of("loss", plan), any(cut.values()), bool(beyond_range), limit)
-    counts: dict[str, Any] = {**asdict(plan), "activations": dump(per_sample), **({"kept": told["kept"]} if "kept" in told else {})}
-    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([to_vector(parts, shapes)]), 1, counts | asdict(repeated))
-    if not private:  # a sum of integers is exact: with the same roundings a run is reproducible, bit for bit
-        rng = seeded(client.seed, client.site.client, header.round, ROUNDING, not trained)
-        np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
+    counts: dict[str, Any] = {**asdict(plan), "activations": dump(per_sample), "digest": digest.hex()}
+    counts |= {"kept": told["kept"]} if "kept" in told else {}
+    if not private:
+        _seed_rounding(client, header.round, 0 if trained else 1)
+    return _vector_reply(message, to_vector(parts, shapes), counts | asdict(repeated))
+
+
+def _evaluated(
+    message: Message, context: Context, evaluate: Handler, build: Callable[[Context], BatchNormClient], digest: bytes
+) -> Message:
+    """The evaluation as Flower's mod wants it: one vector, weight 1, and the counts."""
+    client, plan = build(context), plan_of(build(context), message, context)
+    if not plan.samples:
+        raise Insecure("this client's evaluations are spent, or its test samples too few, since the sum began")
+    plain = evaluate(message, context)
+    limit = float(context.state.config_records[RECORD_KEY_STATE][Key.CLIPPING_RANGE])  # type: ignore[arg-type]
+    numbers = {name: float(value) for name, value in plain.content.metric_records["metrics"].items() if isinstance(value, float)}
+    vector = to_vector(secure_evaluation.parts_of(numbers, client.task, limit), secure_evaluation.layout(client.task))
+    header = header_of(plain.content)
+    _seed_rounding(client, header.round, 2)
+    return _vector_reply(message, vector, {**asdict(plan), "activations": dump({}), "digest": digest.hex(), **asdict(header)})
+
+
+def _seed_rounding(client: BatchNormClient, round: int, purpose: int) -> None:
+    """Let the quantiser round by the run's seed: sums of integers are exact, so that a run is reproducible, bit for bit."""
+    rng = seeded(client.seed, client.site.client, round, ROUNDING, purpose)
+    np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
+
+
+def _vector_reply(message: Message, vector: np.ndarray, counts: Mapping[str, Any]) -> Message:
+    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), 1, dict(counts))
     content: RecordDict = fitres_to_recorddict(result, keep_input=False)
     return Message(content, reply_to=message)
 

@@ -17,13 +17,14 @@ from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.payload import Sections, tensor_name, to_tensors
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.rounds import Rounds, unbounded
 from fl_bn.federation.server import Server, enter
 from fl_bn.federation.shared_model import NotFinite, ServerStep
 from fl_bn.federation.values import Reply
-from fl_bn.flower import sums
+from fl_bn.flower import secure_evaluation, sums
 from fl_bn.flower.codec import from_records, header_of, tensors_of, to_record
 from fl_bn.flower.log import log
+from fl_bn.flower.messages import EVALUATION, SUM_OF
 from fl_bn.flower.messaging import copy_of
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.secure import Sum, SumFailed, Summand, secure_sum
@@ -33,8 +34,12 @@ from fl_bn.moments import Moments, Running
 from fl_bn.secure.additive import lost
 from fl_bn.secure.privacy import Accountant
 from fl_bn.secure.settings import LEAST, SecureAggregation
+from fl_bn.task import Task
 from fl_bn.wire import WireError, said
 
+Note = Callable[[Sequence[Reply], bool], None]
+"""Takes the parts of a sum, and whether they are evaluations."""
+NO_BUDGET = "dp-noise bounds what updates and statistics tell, and evaluations would add to that: none is made at clients"
 REPEATS = 6  # exchanges for one measurement, where the reference is far off
 
 
@@ -62,7 +67,7 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
 class SecureRounds:
     """Secure aggregation for one run. ``accountant`` has the cost so far where its settings ask for privacy."""
 
-    def __init__(self, settings: SecureAggregation, server: Server, note: Callable[[Sequence[Reply]], None] = lambda parts: None) -> None:
+    def __init__(self, settings: SecureAggregation, server: Server, note: Note = lambda parts, evaluates: None) -> None:
         self.settings, self.server, self.shared, self.rounds = settings, server, server.shared, server.policy
         check_secure(settings, server.method, server.policy, server.defence)
         self._note = note
@@ -145,6 +150,39 @@ class SecureRounds:
         self._state()
         return True, parts
 
+    def evaluate(
+        self, grid: Grid, messages: Iterable[Message], clients: Sequence[Client], timeout: float, task: Task
+    ) -> tuple[dict[str, float], dict[int, str]]:
+        """The mean loss and metric of ``task`` over the clients, each counted once; empty where no sum came about.
+
+        Returns:
+            The means by name, and who is not in them, with the reason.
+        """
+        messages, shapes = list(messages), secure_evaluation.layout(task)
+        if self.settings.privacy is not None:
+            return {}, {client.index: NO_BUDGET for client in clients}
+        for message in messages:
+            message.content["config"] = ConfigRecord({**dict(message.content.config_records["config"]), SUM_OF: EVALUATION})
+        try:
+            total = secure_sum(
+                grid,
+                messages,
+                clients,
+                header_of(messages[0].content),
+                self.settings,
+                timeout,
+                length(shapes),
+                least=max(LEAST, self.settings.threshold_of(len(clients))),
+                weighted=(False, False),
+                evaluates=True,
+                whole=self._unmasked(shapes),
+                called=self.rounds.called,
+            )
+        except SumFailed as error:
+            return {}, {client.index: error.refused.get(client.index, str(error)) for client in clients}
+        self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts], True)
+        return secure_evaluation.values_of(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
+
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
         """The sum, and the weighted averages in it by section and name, in the units of ``sums.layout``."""
         shared, privacy, trains = self.shared, self.settings.privacy, phase is not Phase.MEASURE
@@ -175,11 +213,11 @@ class SecureRounds:
             weighted=(self.rounds.client_weights == "samples" and privacy is None, privacy is None),
             statistics_by_passes="moments" in shapes,
             layers={name.rpartition(".")[0] for name in shapes.get("moments", {})},
-            max_steps=self.rounds.max_steps if trains else 0,
+            most_steps=self.rounds.most_steps if trains else unbounded,
             whole=self._unmasked(shapes),
             called=self.rounds.called,
         )
-        self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts])
+        self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts], False)
         average = from_vector(total.mean, shapes)
         return total, {s: {k: t / total.weight(s) for k, t in part.items()} for s, part in average.items()}
 

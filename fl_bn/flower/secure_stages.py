@@ -9,7 +9,7 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +40,9 @@ class Stages:
     """What Flower's workflow takes for a grid: its messages get this project's records and time to live, and what is wrong with a reply
     is found here: Flower's stages see checked values alone.
 
-    ``layers``: whose activations a client counts; ``max_steps`` that it may plan, 0: unknown. ``shares``: the replies of the last stage,
-    of which ``without`` withholds one. ``called``: what the log calls clients and nodes.
+    ``layers``: whose activations a client counts; ``most_steps`` that one of so many samples may plan, 0: unknown; ``evaluates``: the sum
+    is one of evaluations, whose samples are others than those that clients introduced themselves with. ``shares``: the replies of the last
+    stage, of which ``without`` withholds one. ``called``: what the log calls clients and nodes.
     """
 
     grid: Grid
@@ -51,7 +52,8 @@ class Stages:
     timeout: float
     size: int
     layers: frozenset[str]
-    max_steps: int
+    most_steps: Callable[[int], int]
+    evaluates: bool = False
     plans: dict[int, Plan] = field(default_factory=dict)
     activations: dict[int, dict[str, int]] = field(default_factory=dict)
     kept: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -59,11 +61,15 @@ class Stages:
     complaints: set[frozenset[int]] = field(default_factory=set)
     shares: dict[int, Message] = field(default_factory=dict)  # replies of the last stage
     without: int = -1
+    digests: dict[int, str] = field(default_factory=dict)  # of each client's instruction, as it says with its masked vector
+    digest: str = ""  # of most clients' instruction, to which the masks in the sum are bound
     called: Called = UNNAMED
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Replies for Flower's stages. Each holds what this file has checked and put together, and nothing else of what came."""
-        sent = [self._ours(message) for message in messages]
+        given = list(messages)
+        everyone = sorted(message.metadata.dst_node_id for message in given)
+        sent = [self._ours(message, everyone) for message in given]
         stage = str(sent[0].content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]) if sent else ""
         if stage == Stage.UNMASK and self.shares:  # asked already, and to be tried without someone
             return [reply for node, reply in self.shares.items() if node != self.without]
@@ -98,14 +104,16 @@ class Stages:
             log(logging.WARNING, "%s's shares are not used: %s", self.called.client(client), why)
         self.refused.setdefault(client, why)
 
-    def _ours(self, message: Message) -> Message:
-        """With records of its own: Flower's stages share one, and its mod takes it apart."""
+    def _ours(self, message: Message, everyone: list[int]) -> Message:
+        """With records of its own: Flower's stages share one, and its mod takes it apart. Set-up also names ``everyone`` it goes to."""
         node = message.metadata.dst_node_id
         m, content = self.instructions[node], RecordDict()
         for key, record in message.content.items():
             content[key] = ConfigRecord(dict(record)) if isinstance(record, ConfigRecord) else record
         for key in ("header", "config"):
             content[key] = m.content[key]
+        if content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE) == Stage.SETUP:
+            content.config_records[RECORD_KEY_CONFIGS]["cohort"] = everyone
         return Message(content, node, "train", ttl=m.metadata.ttl, group_id=m.metadata.group_id)
 
     def _checked(self, reply: Message, node: int, stage: str, asked: Mapping[str, Any]) -> RecordDict:
@@ -143,10 +151,10 @@ class Stages:
 
     def _plan(self, told: Mapping[str, Any], node: int) -> Plan:
         plan, limit = Plan(told["samples"], told["passes"], told["steps"]), self.clients[node].samples
-        if plan.samples > limit:
+        if plan.samples > limit and not self.evaluates:
             raise WireError("plan", "samples", f"expected at most {limit}, as the client said of itself, but got {plan.samples}")
-        if 0 < self.max_steps < plan.steps:
-            raise WireError("plan", "steps", f"expected at most {self.max_steps}, as the server asked for, but got {plan.steps}")
+        if 0 < (most := self.most_steps(limit)) < plan.steps:
+            raise WireError("plan", "steps", f"expected at most {most}, as the server asked for, but got {plan.steps}")
         if plan.passes > limit * max(plan.steps, 1):
             raise WireError("plan", "passes", f"expected at most {limit} samples in each of {plan.steps} batches, but got {plan.passes}")
         return plan
@@ -163,6 +171,7 @@ class Stages:
             raise WireError("fitres.metrics", "kept", f"expected a round before {self.header.round}, but got {told['kept']}")
         masked = MASKED.of_configs(content)["masked_params"]
         _check_masked(masked, self.size)
+        self.digests[node] = told["digest"]
         self.activations[node], self.kept[node] = told["activations"], {"kept": float(told["kept"])} if "kept" in told else {}
         result = FitRes(Status(Code(status["code"]), ""), ndarrays_to_parameters([]), weight["num_examples"], {})
         checked: RecordDict = fitres_to_recorddict(result, keep_input=False)
@@ -183,12 +192,25 @@ class Stages:
             why = f"{RECORD_KEY_CONFIGS}/pk1: expected keys of its own, but one of them came twice"
             return {node: why for node, own in keys.items() if any(times[key] > 1 for key in own)}
         if stage == Stage.COLLECT_MASKED_VECTORS and checked:
-            said_by = {node: tuple(sorted(self.activations[node].items())) for node in checked}
-            (usual, votes), *_ = Counter(said_by.values()).most_common()
-            if 2 * votes > len(checked):  # else there is no telling, and ``Sum.activations`` says so
-                why = "fitres.metrics/activations: expected the same per sample as at most clients (inputs of one size), but got others"
-                return {node: why for node, own in said_by.items() if own != usual}
+            odd = self._told_otherwise(checked)
+            return odd | self._of_other_sizes([node for node in checked if node not in odd])
         return {}
+
+    def _told_otherwise(self, nodes: Collection[int]) -> dict[int, str]:
+        """Those whose masks do not cancel with the others', since they are bound to another instruction; all where most do not agree."""
+        (self.digest, votes), *_ = Counter(self.digests[node] for node in nodes).most_common()
+        usual = self.digest if 2 * votes > len(nodes) else ""
+        why = "fitres.metrics/digest: expected the instruction that most clients got, but it got another (model, config or run config)"
+        return {node: why for node in nodes if self.digests[node] != usual}
+
+    def _of_other_sizes(self, nodes: Collection[int]) -> dict[int, str]:
+        """Those whose inputs are of another size than most clients'; nobody where there is no telling, and ``_moments`` says so."""
+        counted = {node: tuple(sorted(self.activations[node].items())) for node in nodes}
+        (usual, votes), *_ = Counter(counted.values()).most_common() or [((), 0)]
+        if 2 * votes <= len(counted):
+            return {}
+        why = "fitres.metrics/activations: expected the same per sample as at most clients (inputs of one size), but got others"
+        return {node: why for node, own in counted.items() if own != usual}
 
     def leaving(self) -> set[int]:
         """Whom to go on without, since shares could not be read: who is in most complaints first; of two alone, nobody knows who lies."""

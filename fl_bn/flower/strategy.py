@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,9 @@ from fl_bn.federation.passes import Exchanged, Measured, Passes, TooFewMeasured
 from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained
+from fl_bn.federation.replies import Expected
 from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.schema import Schema
 from fl_bn.federation.server import Arrived, Server
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.flower.adversary import corrupt
@@ -32,15 +35,15 @@ from fl_bn.flower.client_app import STATISTICS
 from fl_bn.flower.codec import arrays_of, header_for, tensors_of, to_records
 from fl_bn.flower.compat import simulated
 from fl_bn.flower.disclosure import DisclosureReport
-from fl_bn.flower.evaluation import evaluation_at_clients
+from fl_bn.flower.evaluation import EvaluationsAtClients
 from fl_bn.flower.exchanges import BY_PASSES, Exchanges
 from fl_bn.flower.log import log, say_round
-from fl_bn.flower.messages import REPLIED, TRAINED
+from fl_bn.flower.messages import evaluated
 from fl_bn.flower.messaging import receive, send_and_receive
 from fl_bn.flower.normalisation import describe_round, in_short, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.recovery import Recovery
-from fl_bn.flower.replies import Reading, read_replies
+from fl_bn.flower.replies import Reading, read_replies, with_header
 from fl_bn.flower.unseen import average_kept
 from fl_bn.flower.versions import here
 from fl_bn.methods import Method, Phase, Refresh
@@ -90,7 +93,7 @@ class BatchNormStrategy(Strategy):
         self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
         self.task = task
         self.population: Population | None = None
-        self._evaluating = list[Client]()
+        self._evaluating, self._evaluations = list[Client](), EvaluationsAtClients(task, rounds.called)
         self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
         self._batches = 0  # that a client trained on
         self._rounding = EXACT  # of the messages sent last
@@ -130,8 +133,9 @@ class BatchNormStrategy(Strategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Read the replies, and leave the rest to the server's half of the round. ``(None, None)`` if too few were usable."""
         phase = Phase(self.record.phase)
-        expected, header = self.server.expected(phase), header_for(self.shared, server_round, phase, self.rounds.payload)
-        reading = Reading(self.cohort, expected, header, TRAINED, self._sent, self.rounds.max_steps, self.server.rounding)
+        expected = self.server.expects(server_round, phase, {client.index: client.samples for client in self.cohort})
+        header = header_for(self.shared, server_round, phase, self.rounds.payload)
+        reading = Reading(self.cohort, with_header(header, expected, self.server.rounding), self._sent)
         came = self._taken_in(self._overheard(replies), reading)
         if phase is Phase.EXCHANGE:
             came.exchange, came.messages = self.exchanges.session, self.exchanges.messages
@@ -188,7 +192,9 @@ class BatchNormStrategy(Strategy):
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
-        return evaluation_at_clients(self.record, replies, self._evaluating, header, self._sent, self.task, self.rounds.called)
+        expected = Expected(header.round, header.signature, Schema({}), evaluated(self.task))
+        reading = Reading(self._evaluating, with_header(header, expected), self._sent)
+        return self._evaluations.in_the_clear(self.record, replies, reading)
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
         from fl_bn.flower.secure_rounds import SecureRounds  # only now: a plain run does without SecAgg+
@@ -316,8 +322,12 @@ class BatchNormStrategy(Strategy):
     ) -> None:
         arrays = result.arrays
         asked = self.configure_evaluate(server_round, arrays, config, grid)
-        replies = send_and_receive(grid, asked, timeout, self.rounds.retry, self.rounds.called)
-        if (at_clients := self.aggregate_evaluate(server_round, replies)) is not None:
+        send = partial(send_and_receive, grid, timeout=timeout, patience=self.rounds.retry, called=self.rounds.called)
+        if self.secure is not None:
+            at_clients = self._evaluations.as_a_sum(self.secure, grid, list(asked), self._evaluating, timeout, send)
+        else:
+            at_clients = self.aggregate_evaluate(server_round, self.disclosures.evaluations(send(asked), self._everyone()))
+        if at_clients is not None:
             result.evaluate_metrics_clientapp[server_round] = at_clients
             self.record.evaluation = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
         elif self.evaluate is not None and not self.at_clients:
@@ -329,9 +339,12 @@ class BatchNormStrategy(Strategy):
 
     def _clients(self, grid: Grid) -> Population:
         if self.population is None:
-            self.population = Population(grid, self.rounds, self.shared.signature, self.recovery.run_id.gone_back_to + 1)
+            self.population = self._population(grid)
             self.population.gather()
         return self.population
+
+    def _population(self, grid: Grid) -> Population:
+        return Population(grid, self.rounds, self.shared.signature, self.recovery.run_id.gone_back_to + 1)
 
     def _due(self, server_round: int) -> bool:
         return self.server.rounds in (0, server_round) or server_round % self.rounds.evaluate_every == 0
@@ -373,8 +386,9 @@ class BatchNormStrategy(Strategy):
     def _reports(
         self, replies: Iterable[Message], asked: Instruction, clients: Sequence[Client], sent: Sequence[Message]
     ) -> tuple[list[Reply], dict[int, str], set[int]]:
+        expected = self.server.expects(asked.round, asked.phase, {client.index: client.samples for client in clients})
         header = header_for(self.shared, asked.round, asked.phase)
-        return read_replies(replies, Reading(clients, self.server.expected(asked.phase), header, REPLIED, sent))
+        return read_replies(replies, Reading(clients, with_header(header, expected), sent))
 
     def _stored(self, asked: Instruction, who: Sequence[int], parts: list[Reply], refused: dict[int, str], wrong: set[int]) -> Exchanged:
         """After the statistics of ``parts`` were stored, or too few came."""
@@ -416,14 +430,16 @@ class BatchNormStrategy(Strategy):
 
     def _overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Message]:
         """The replies, noted, and then rewritten where the method's adversary has Byzantine clients, which know all the others'."""
-        clients = self.cohort if self.population is None else self.population.everyone()
+        clients = self._everyone()
         noted = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)
         if self.method.adversary is None or self.method.adversary.flips_labels:
             return noted
         replies = list(noted)
-        momentum = {name: layer.momentum for name, layer in self.shared.layers.items()}
-        corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self._down, momentum, self._rounding)
+        corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
         return replies
+
+    def _everyone(self) -> list[Client]:
+        return self.cohort if self.population is None else self.population.everyone()
 
     def _tell(self) -> None:
         self._batches += batches_trained([self.record])

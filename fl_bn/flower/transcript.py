@@ -12,9 +12,9 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.exchange.call import Answer, Key, Local, Quantity
+from fl_bn.federation.fields import NAME
 from fl_bn.federation.payload import Payload
 from fl_bn.flower.codec import Header, from_records, to_record
-from fl_bn.flower.fields import NAME
 from fl_bn.flower.messages import REQUESTED
 from fl_bn.wire import WireError, reason, said
 

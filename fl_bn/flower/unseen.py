@@ -13,15 +13,15 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fl_bn.federation.aggregation import average
+from fl_bn.federation.replies import REPLIED, Expected
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.schema import KEPT, kept_layers
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.codec import header_for, to_records
 from fl_bn.flower.log import log
-from fl_bn.flower.messages import REPLIED
 from fl_bn.flower.messaging import send_and_receive
 from fl_bn.flower.population import Client
-from fl_bn.flower.replies import Reading, read_replies
+from fl_bn.flower.replies import Reading, read_replies, with_header
 from fl_bn.flower.run_id import RunId
 from fl_bn.flower.versions import here
 from fl_bn.methods import Phase
@@ -38,12 +38,13 @@ def average_kept(
 ) -> dict[str, Tensor]:
     """The uniform average of what ``clients``, those that have trained, keep, by state_dict name; empty if nobody answered."""
     header = header_for(shared, round, Phase.MEASURE)
-    expected = kept_layers(shared.model, shared.method)
+    samples = {client.index: client.samples for client in clients}
+    expected = Expected(round, shared.signature, kept_layers(shared.model, shared.method), REPLIED, samples)
     content, group = to_records({}, header), str(header.round)
     content["config"] = ConfigRecord({"version": here(), **run_id.to_config()})
     sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=rounds.timeout, group_id=group) for c in clients]
     replies = send_and_receive(grid, sent, rounds.timeout, rounds.retry, rounds.called)
-    parts, refused, _ = read_replies(overheard(replies), Reading(clients, expected, header, REPLIED, sent))
+    parts, refused, _ = read_replies(overheard(replies), Reading(clients, with_header(header, expected), sent))
     for index, reason in refused.items():
         log(logging.WARNING, "%s's layers are not in the average for unseen clients: %s", rounds.called.client(index), reason)
     tensors = [part.sections[KEPT] for part in parts]

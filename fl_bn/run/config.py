@@ -367,6 +367,7 @@ class RunConfig(RunKeys):
             client_weights=self.client_weights,
             update=self.update,
             max_steps=self.local_steps,
+            planned_steps=self.local_training().most_steps,
             seed=self.seed,
             calibrate=self.calibrate,
             unit_scale=self.unit_scale,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fl_bn.called import UNNAMED, Called
 from fl_bn.federation.record import Disclosure, RoundRecord
-from fl_bn.flower.disclosure import FEW, warning
+from fl_bn.flower.disclosure import EVALUATION, FEW, warning
 from fl_bn.flower.normalisation import size
 
 FILE = "disclosure.csv"
@@ -107,8 +107,10 @@ def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: Called 
         cells = (section, what, len(by_client), max(k.tensors for k in of), size(nbytes), rounds, fewest)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     worst: dict[int, Kind] = {}
-    for (client, _, _), kind in found.items():
-        if kind.traceable and kind.least and (client not in worst or kind.least.samples < worst[client].least.samples):  # type: ignore[union-attr]
+    for (client, section, _), kind in found.items():
+        if section == EVALUATION or not kind.traceable or kind.least is None:
+            continue
+        if client not in worst or kind.least.samples < worst[client].least.samples:  # type: ignore[union-attr]
             worst[client] = kind
     lines += ["", *(f"- **warning**: {warning(k.least, k.least_round, called)}" for k in list(worst.values())[:SHOWN] if k.least)]
     if len(worst) > SHOWN:

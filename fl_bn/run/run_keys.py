@@ -233,7 +233,7 @@ class RunKeys:
     exchange_policy: str = option(
         "abort", "for a client that dies or is late: abort fails the round for all, shrink goes on with weights over the others", POLICIES
     )
-    exchange_timeout: float = option(30.0, "how long one exchange waits for the last client", "> 0", unit="seconds")
+    exchange_timeout: float = option(30.0, "how long one exchange waits for the others once half of them wait", "> 0", unit="seconds")
     exchange_join_timeout: float = option(30.0, "how long the others wait for another client to join a round", "> 0", unit="seconds")
     exchange_host: str = option("127.0.0.1", "grpc: the name by which clients reach the ServerApp's machine", "host name or address")
     exchange_bind: str = option("", "grpc: address to listen on; empty: loopback if exchange-host is, else all", "address")
@@ -267,7 +267,7 @@ class RunKeys:
     )
     # secure aggregation, and differential privacy
     secure_aggregation: bool = option(
-        False, "the server sees sums of the clients' updates and statistics alone (SecAgg+; not FedTAN's exchange)"
+        False, "the server sees sums of the clients' updates, statistics and evaluations alone (SecAgg+; not FedTAN's exchange)"
     )
     secagg_shares: int = option(0, "parts of each client's secrets, an odd number; 0: one per client of the cohort", "0 or >= 3")
     secagg_threshold: int = option(0, "parts that recover a secret, more than half; 0: the fewest allowed", ">= 0")

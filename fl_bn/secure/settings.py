@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fl_bn.secure.privacy import Privacy
 
 MODULUS = 2**32  # of the sums
-FINEST, WIDEST = 1e-6, 1e6  # of clipping ranges
+FINEST, WIDEST = 1e-6, 1e3  # of clipping ranges: a wider one would round an honest client's vector away
 LEAST = 3  # clients: with two, each knows the other's share of the sum
 
 

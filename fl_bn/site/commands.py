@@ -164,6 +164,7 @@ def node_config(site: SiteFolder) -> dict[str, Scalar]:
         "site": site.site,
         "state-dir": str(site.state_dir),
         "device": site.device,
+        "exchange-addresses": site.exchange_addresses or site.superlink.rpartition(":")[0],
     }
     given = {"dataset": site.dataset, "data-path": site.data_path, "allow-modules": site.allow_modules}
     return config | {name: value for name, value in given.items() if value}

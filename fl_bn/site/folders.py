@@ -15,6 +15,7 @@ from fl_bn.names import unknown
 MOST_RUNS = 1024  # at a time
 EXCHANGE_PORTS = 4  # that the sites' firewalls let through, unless told otherwise
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]\"\\]+):([0-9]{1,5})")
+HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+")
 
 
 class FolderError(ValueError):
@@ -49,6 +50,12 @@ def _port(port: int) -> None:
 def _nowhere_or_address(address: str) -> None:
     if address:
         host_port(address)
+
+
+def _hosts(text: str) -> None:
+    for name in filter(None, map(str.strip, text.split(","))):
+        if not HOST.fullmatch(name):
+            host_port(name)
 
 
 def _some(number: int) -> None:
@@ -181,6 +188,9 @@ class SiteFolder(Folder):
     superlink: str = _line("where the server is", check=host_port)
     root_certificates: Path = _line("who vouches for the server; relative paths start at this folder", "ca.crt", _given)
     private_key: Path = _line("who this site is; never leaves it", "site.key", _given)
+    exchange_addresses: str = _line(
+        "where the layer-wise exchange may be: HOST or HOST:PORT, by commas; empty: on the server's machine, by the name above", "", _hosts
+    )
     dataset: str = _line(
         "this site's own data: npz, folder, a torchvision name, or package.module:function; empty: its share of the run's data (rehearsal)",
         "",

@@ -103,7 +103,7 @@ def create(plan: Plan, output: Path) -> None:
 
     for name in plan.sites:
         folder = output / "sites" / name
-        write_site(folder, name, plan.fleet, f"{plan.exchange}:{plan.exchange_port}", ca)
+        write_site(folder, name, plan.fleet, joined(plan.exchange, plan.exchange_port), ca)
         (server / "sites" / f"{name}.pub").write_bytes((folder / "site.pub").read_bytes())
     (output / "README.md").write_text(kit_readme(plan.sites))
 
@@ -112,7 +112,9 @@ def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes) ->
     """Fills the empty ``folder`` of a site: a key pair, who vouches for the server (``ca``, PEM), and where it is: HOST:PORT each."""
     write_site_key(folder / "site.key", folder / "site.pub", name)
     (folder / "ca.crt").write_bytes(ca)
-    (folder / SiteFolder.file).write_text(render(SiteFolder, site=name, superlink=fleet))
+    server, exchange_host = (address.rpartition(":")[0] for address in (fleet, exchange))
+    other = "" if exchange_host == server else exchange_host
+    (folder / SiteFolder.file).write_text(render(SiteFolder, site=name, superlink=fleet, exchange_addresses=other))
     (folder / "policy.toml").write_text(TEMPLATE)
     _script(folder / "start.sh", START)
     (folder / "GUIDE.md").write_text(site_guide(name, fleet, exchange))

@@ -44,6 +44,9 @@ class Classification(Task):
         per_class = confusion.diagonal().double() / confusion.sum(1)  # NaN where the data have none of a class
         return {"accuracy": accuracy} | {f"{CLASS}{index}": value for index, value in enumerate(per_class.tolist())}
 
+    def samples_behind(self, targets: Tensor) -> dict[str, int]:
+        return {f"{CLASS}{index}": n for index, n in enumerate(torch.bincount(targets.flatten()).tolist())}
+
 
 class Segmentation(Classification):
     """One of C classes per pixel: scores (B, C, H, W), masks int64 (B, H, W) with ``IGNORE`` where a pixel has no label.
@@ -67,6 +70,13 @@ class Segmentation(Classification):
 
     def count(self, targets: Tensor) -> int:
         return int((targets != IGNORE).sum())
+
+    def samples_behind(self, targets: Tensor) -> dict[str, int]:
+        """Images that have a class."""
+        images = torch.zeros(IGNORE + 1, dtype=torch.int64)
+        for mask in targets:
+            images += mask.flatten().bincount(minlength=IGNORE + 1) > 0
+        return {f"{CLASS}{index}": n for index, n in enumerate(images[:IGNORE].tolist())}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         hits = sums["confusion"].diagonal().double()

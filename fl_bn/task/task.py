@@ -67,6 +67,13 @@ class Task(ABC):
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Metrics by name, of ``sums`` over any data; NaN where there is nothing to compute from."""
 
+    def samples_behind(self, targets: Any) -> dict[str, int]:
+        """How many samples of ``targets`` each metric summarises, of those that do not summarise all: per-class ones, say.
+
+        A client withholds a number that summarises fewer than its site's ``min-samples``.
+        """
+        return {}
+
     def count(self, targets: Any) -> int:
         """How much a batch weighs in the mean loss: its number of samples."""
         return len(targets)

@@ -90,6 +90,26 @@ def test_malformed_arrays_are_named(tmp_path: Path, changes: dict[str, Any], mes
         load("npz", str(file))
 
 
+class Touches:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_no_code_is_run_from_an_archive(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    file = write(tmp_path / "bad.npz", y_train=np.array([Touches(ran)] * 4, dtype=object))
+    with pytest.raises(ValueError, match="y_train could not be read"):
+        load("npz", str(file))
+    assert not ran.exists()
+    np.load(file, allow_pickle=True)["y_train"]
+    assert ran.exists()  # control
+
+
 def test_missing_and_foreign_files(tmp_path: Path) -> None:
     with pytest.raises(DataNotFound, match=r"no file .*gone\.npz"):
         load("npz", str(tmp_path / "gone.npz"))

@@ -17,7 +17,7 @@ import pytest
 
 from fl_bn.flower import app_host, supernode
 from fl_bn.flower.app_host import Request, Site
-from fl_bn.flower.client_app import DEPLOYED
+from fl_bn.flower.exchange_address import DEPLOYED
 from fl_bn.policy import NotAllowed
 
 ROOT = Path(__file__).parents[2]

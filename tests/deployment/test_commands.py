@@ -108,7 +108,7 @@ def test_flower_accepts_the_supernode_and_reads_its_node_config(kit: Path) -> No
     assert args.insecure is False
     assert try_obtain_root_certificates(args, args.superlink) == (kit / "sites/B/ca.crt").read_bytes()
     assert _try_setup_client_authentication(args) is not None
-    expected = {"site": "B", "device": "auto", "dataset": "npz"}
+    expected = {"site": "B", "device": "auto", "dataset": "npz", "exchange-addresses": "fl.example.org"}
     paths = {"state-dir": str(kit / "sites/B/state"), "data-path": str(kit / "sites/B/my data.npz")}
     assert parse_config_args([args.node_config]) == node_config(site) == expected | paths
 

@@ -142,6 +142,7 @@ def test_node_configs_number_the_sites_as_the_kit_does() -> None:
     for place, (_, service) in enumerate(services_of("supernode")):
         node = parsed(argv(service))
         wanted = {"partition-id": place, "num-partitions": 3, "site": SITES[place], "state-dir": "/state", "device": "auto"}
+        wanted["exchange-addresses"] = "serverapp"
         assert parse_config_args([node.node_config]) == wanted
 
 

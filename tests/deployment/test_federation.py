@@ -38,6 +38,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 RUNS: dict[str, dict[str, Any]] = {
     **{method: {"method": method} for method in ("hbn", "fedbn", "fedtan")},
     "hbn, secure": {"method": "hbn", "secure-aggregation": True},
+    "fedbn, secure": {"method": "fedbn", "secure-aggregation": True},
     "fedbn, scaffold": {"method": "fedbn", "objective": "scaffold", "momentum": 0.0, "server-optimizer": "fedyogi", "unseen-client": True},
 }
 
@@ -61,6 +62,22 @@ def test_a_deployed_run_ends_with_the_bits_of_one_in_process(run: str, federatio
         assert "(TLS)" in log
     other = in_process({**config, "seed": 1}, tmp_path / "control")
     assert differing(deployed / "model.safetensors", other / "model.safetensors") != []  # control
+
+
+def test_a_site_s_policy_bounds_its_evaluations(federation: Federation) -> None:
+    """In each process of a message anew: what is spent is in the site's state."""
+    policy = federation.kit / "sites/a/policy.toml"
+    before = policy.read_text() if policy.exists() else ""
+    policy.write_text("max-evaluations = 1\n")
+    try:
+        log = federation.run({**SMALL, "method": "fedbn", "evaluate-every": 1, "name": "budget"})
+    finally:
+        policy.write_text(before)
+    assert log.count("did not evaluate") == 1, log
+    assert "this site answers 1 evaluations in a run (max-evaluations), and has" in said(log, "did not evaluate")
+    assert log.count("3/3 clients") == SMALL["rounds"]
+    (counted,) = (federation.kit / "sites/a/state/evaluations").iterdir()
+    assert counted.read_text() == "1\n"
 
 
 def supernode(

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
 from fl_bn.site import certificates
+from fl_bn.site.commands import node_config
 from fl_bn.site.folders import ServerFolder, SiteFolder
 from fl_bn.site.kit import KitError, Plan, create
 from fl_bn.site.verify import verify
@@ -44,6 +45,8 @@ def test_a_kit_is_complete_and_verifies(kit: Path) -> None:
         21095,
     )
     assert (server.sites, site.site, site.superlink) == (("A", "B"), "B", "fl.example.org:21092")
+    assert site.exchange_addresses == "x.example.org"
+    assert node_config(site)["exchange-addresses"] == "x.example.org"
     for name in ("README.md", "server/GUIDE.md", "server/start.sh", "server/run.sh", "sites/A/GUIDE.md", "sites/A/start.sh"):
         assert (kit / name).stat().st_size > 100
     assert all((kit / name).stat().st_mode & 0o100 for name in ("server/start.sh", "server/run.sh", "sites/A/start.sh"))

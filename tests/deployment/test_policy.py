@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import io
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from flwr.app import Message
+from flwr.common.constant import ErrorCode
 
+from fl_bn.flower import app_host
 from fl_bn.policy import TEMPLATE, NotAllowed, Policy, PolicyError
 from fl_bn.site.doctor import _policy
+from tests.hostile.bisecting import Bisecting
+from tests.hostile.test_gate import grid
 
 RUN: dict[str, Any] = {"method": "hbn", "batch-size": 16, "hbn-stat-samples": 0, "dataset": "digits", "model": "mlp", "rounds": 3}
 
@@ -39,7 +47,7 @@ def test_without_a_file_or_a_line_everything_is_allowed(tmp_path: Path) -> None:
 
 def test_the_template_s_lines_can_be_set(tmp_path: Path) -> None:
     text = "".join(line.removeprefix("#") + "\n" for line in TEMPLATE.splitlines() if not line.startswith("# "))
-    assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "installed", 8.0, 8)
+    assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "installed", 8.0, 8, 40)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +118,58 @@ def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
         ("max-memory = true", "max-memory must be"),
         ("min-samples = 1.5", "min-samples must be a whole number above 0"),
         ("min-samples", "cannot be read"),
+        ("max-evaluations = -1", "max-evaluations must be a whole number, 0 for none"),
+        ("max-evaluations = true", "max-evaluations must be a whole number"),
     ],
 )
 def test_a_policy_that_is_wrong_is_no_policy(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(PolicyError, match="policy.toml") as refused:
         policy(tmp_path, text)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "node", "limits"),
+    [
+        ("", {"device": "cpu"}, {"device": "cpu"}),
+        ("", {"min-samples": 3, "max-evaluations": 9}, {"min-samples": 3, "max-evaluations": 9}),
+        ("min-samples = 8", {"min-samples": 3}, {"min-samples": 8}),
+        ("min-samples = 8", {"min-samples": 30}, {"min-samples": 30}),
+        ("max-evaluations = 0", {}, {"max-evaluations": 0}),
+        ("max-evaluations = 5", {"max-evaluations": 3}, {"max-evaluations": 3}),
+        ("max-evaluations = 5", {"max-evaluations": 8}, {"max-evaluations": 5}),
+    ],
+)
+def test_the_app_s_gate_gets_the_stricter_of_policy_and_node_config(
+    tmp_path: Path, lines: str, node: dict[str, Any], limits: dict[str, Any]
+) -> None:
+    assert policy(tmp_path, lines).limits(node) == limits
+
+
+def test_the_host_hands_the_policy_s_limits_to_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's own way of answering a message, but for the connection to its SuperNode."""
+    (tmp_path / "policy.toml").write_text("max-evaluations = 2\n")
+    asked, contexts = Bisecting(grid()), []
+    context = asked.grid._contexts[1]
+    replies: list[Message] = []
+
+    def found(name: str) -> Any:
+        if name == "pull_clientappinputs":
+            (message,) = asked.grid._addressed([asked.message(1, 0.5)])
+            return lambda **of: (message, context, None, SimpleNamespace(content=b""))
+        if name == "push_clientappoutputs":
+            return lambda stub, token, message, context: (replies.append(message), contexts.append(dict(context.node_config)))
+        return {"ErrorCode": ErrorCode}.get(name, MagicMock())
+
+    monkeypatch.setattr(app_host, "find", found)
+    monkeypatch.setattr(app_host, "_stub", MagicMock())
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    site, request = app_host.Site("nowhere", tmp_path, tmp_path / "policy.toml"), app_host.Request("", "", "", "")
+    for _ in range(4):
+        app_host.answer(site, request, asked.grid._app)
+    assert [reply.has_error() for reply in replies] == [False, False, True, True]
+    assert "answers 2 evaluations in a run" in str(replies[-1].error.reason)
+    assert all("max-evaluations" not in node for node in contexts)  # what the SuperNode keeps is as it was
 
 
 def test_the_doctor_reads_the_policy(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_the_units_give_key_and_app_to_two_users() -> None:
     for unit in (node, app, (ROOT / "deploy/systemd/fl-bn-server.service").read_text()):
         for line in ("MemoryMax", "CPUQuota", "TasksMax"):
             assert re.search(rf"(?m)^{line}=\d", unit), line
-        for line in ("NoNewPrivileges=yes", "ProtectSystem=strict", "CapabilityBoundingSet="):
+        for line in ("NoNewPrivileges=yes", "ProtectSystem=strict", "ProtectHome=yes", "CapabilityBoundingSet="):
             assert re.search(rf"(?m)^{line}$", unit), line
 
 

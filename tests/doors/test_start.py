@@ -136,7 +136,7 @@ def own_app(method: str, seen: Callable[[int, int, nn.Module], None], fails: int
         i = int(context.node_config["partition-id"])
         model = evaluating(message, context, fresh(), chosen)
         loss = evaluate(model, clients[i]).result()["loss"]
-        return Message(RecordDict({"metrics": MetricRecord({"loss": loss, "num-examples": 1, f"client-{i}": 1.0})}), reply_to=message)
+        return Message(RecordDict({"metrics": MetricRecord({"loss": loss, "num-examples": 1})}), reply_to=message)
 
     return app
 
@@ -279,17 +279,23 @@ def test_federation_evaluates_clients_that_have_trained() -> None:
     assert record.evaluation["loss"] != sum(losses) / 4  # control
 
 
+def evaluated(grid: WatchedGrid) -> set[int]:
+    """The clients that were asked to evaluate."""
+    return {message.metadata.dst_node_id - 1 for message in grid.sent if message.metadata.message_type == "evaluate"}
+
+
 def test_an_own_app_s_strategy_evaluates_clients_that_have_trained(log: pytest.LogCaptureFixture) -> None:
     found: Models = {}
     strategy = OwnAppStrategy(pretrained(), METHODS["fedbn"](), fraction_train=0.34, min_train_nodes=1)
-    result = strategy.start(InProcessGrid(own_app("fedbn", remember(found)), 3, {}), num_rounds=1)
-    metrics = result.evaluate_metrics_clientapp[1]
+    grid = WatchedGrid(own_app("fedbn", remember(found)), 3)
+    result = strategy.start(grid, num_rounds=1)
     ((trained, _),) = found
-    assert {name for name in metrics if name.startswith("client-")} == {f"client-{trained}"}
+    assert evaluated(grid) == {trained}
+    assert set(result.evaluate_metrics_clientapp[1]) == {"loss"}
     assert "round 1: 1 of 3 clients have trained so far" in log.text
     everyone = OwnAppStrategy(pretrained(), METHODS["fedavg"](), fraction_train=0.34, min_train_nodes=1)
-    shared = everyone.start(InProcessGrid(own_app("fedavg", remember({})), 3, {}), num_rounds=1).evaluate_metrics_clientapp[1]
-    assert len([name for name in shared if name.startswith("client-")]) == 3  # control
+    everyone.start(shared := WatchedGrid(own_app("fedavg", remember({})), 3), num_rounds=1)
+    assert evaluated(shared) == {0, 1, 2}  # control
 
 
 def test_the_application_evaluates_clients_that_have_trained(tmp_path: Path) -> None:

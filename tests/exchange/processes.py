@@ -24,11 +24,11 @@ from flwr.serverapp import Grid
 from torch import Tensor, nn
 
 from fl_bn.exchange.call import Answer, Key, Quantity
-from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import InProcessGrid
 from fl_bn.flower import client as flower_client
+from fl_bn.flower.exchange_address import SiteExchange
 from fl_bn.methods.fedtan import fedtan
 from tests.federation import random_samples
 from tests.in_process import client_app
@@ -84,7 +84,7 @@ def serve(pipe: Connection, sizes: Sequence[int], settings: LocalTraining) -> No
     torch.set_num_threads(1)
     agenda = Agenda(pipe)
 
-    class StruckExchange(GrpcExchange):
+    class StruckExchange(SiteExchange):
         def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
             agenda.reach("backward" if key.quantity is Quantity.GRADIENTS else "forward")
             return super().__call__(key, local, count)
@@ -93,7 +93,7 @@ def serve(pipe: Connection, sizes: Sequence[int], settings: LocalTraining) -> No
         if module.training:
             agenda.reach("step")
 
-    flower_client.GrpcExchange = StruckExchange
+    flower_client.SiteExchange = StruckExchange
     model = network()
     model.register_forward_pre_hook(step_begins)
     here = InProcessGrid(client_app(fedtan(), federation(sizes), settings, model=model), len(sizes), {})

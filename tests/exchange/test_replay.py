@@ -26,7 +26,7 @@ from fl_bn.wire import WireError
 
 HEADER = Header("fedtan", "exchange", 3, "0123")
 KEYS = [Key("stem.bn", Quantity.MOMENTS), Key("", Quantity.MEAN, 1), Key("a/b.c", Quantity.GRADIENTS, 2)]
-ANSWERS = [Answer(torch.full((2,), float(i), dtype=torch.float64), 10 * i, i) for i in range(3)]
+ANSWERS = [Answer(torch.full((2,), float(i), dtype=torch.float64), 10 * i + 1, i + 1) for i in range(3)]
 
 
 def same(a: Answer, b: Answer) -> bool:
@@ -44,14 +44,32 @@ def same(a: Answer, b: Answer) -> bool:
 def test_answers_come_in_order_whatever_is_sent() -> None:
     exchange = ReplayExchange(list(zip(KEYS, ANSWERS, strict=True)), 4)
     assert (exchange.batch, exchange.seconds) == (4, 0.0)
-    assert [exchange(key, torch.rand(5), 1) for key in KEYS] == ANSWERS
+    assert [exchange(key, torch.rand(2, dtype=torch.float64), 1) for key in KEYS] == ANSWERS
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (Answer(torch.zeros(3, dtype=torch.float64), 1, 1), r"shape \(2,\) and torch.float64, but got \(3,\)"),
+        (Answer(torch.zeros(2, 1, dtype=torch.float64), 1, 1), r"but got \(2, 1\)"),
+        (Answer(torch.zeros(2, dtype=torch.float32), 1, 1), "but got .* and torch.float32"),
+        (Answer(torch.zeros(2, dtype=torch.float64), 0, 1), "counts 0 activations and 1 samples"),
+        (Answer(torch.zeros(2, dtype=torch.float64), 1, 0), "counts 1 activations and 0 samples"),
+    ],
+)
+def test_an_answer_to_other_values_is_refused_by_its_layer(answer: Answer, said: str) -> None:
+    own = torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(ExchangeFailed, match=rf"^stem.bn \(moments\): expected .*{said}"):
+        ReplayExchange([(KEYS[0], answer)], 4)(KEYS[0], own, 1)
+    good = Answer(torch.ones(2, dtype=torch.float64), 1, 1)
+    assert ReplayExchange([(KEYS[0], good)], 4)(KEYS[0], own, 1) is good  # control
 
 
 @pytest.mark.parametrize("answered", range(4))
 def test_the_first_unanswered_request_is_carried_out_with_its_batch(answered: int) -> None:
     keys = [*KEYS, Key("last", Quantity.VARIANCE)]
     exchange = ReplayExchange(list(zip(KEYS, ANSWERS, strict=True))[:answered], 4)
-    own = torch.arange(3.0, dtype=torch.float64, requires_grad=True)
+    own = torch.arange(2.0, dtype=torch.float64, requires_grad=True)
     for key in keys[:answered]:
         exchange(key, own, 7)
     for _ in range(2):  # asking again does not help
@@ -76,7 +94,7 @@ def test_a_transcript_is_left_as_it_is() -> None:
     transcript = list(zip(KEYS, ANSWERS, strict=True))
     for _ in range(2):  # every run starts at its beginning
         exchange = ReplayExchange(transcript, 4)
-        assert exchange(KEYS[0], torch.ones(2), 1) is ANSWERS[0]
+        assert exchange(KEYS[0], torch.ones(2, dtype=torch.float64), 1) is ANSWERS[0]
         exchange.close()
         exchange.close("twice")
     assert len(transcript) == 3

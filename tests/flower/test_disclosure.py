@@ -32,7 +32,7 @@ def of(ran: Run, client: int, section: str, round: int = 1) -> list[Disclosure]:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_array_that_came_is_counted(name: str, clients: list[Samples]) -> None:
     ran = run(METHODS[name](), clients, 2, policy={"calibrate": 1})
-    told = [d for record in ran.records for d in record.disclosures if d.section not in ("metrics", "exchange")]
+    told = [d for record in ran.records for d in record.disclosures if d.section not in ("metrics", "exchange", "evaluation")]
     came = [m for m in ran.grid.received if m.metadata.message_type in ("train", "query.statistics") and m.has_content()]
     arrays = [array for m in came for part in sections(m.content).values() for array in part.values()]
     assert sum(d.tensors for d in told) == len(arrays)
@@ -179,6 +179,28 @@ def test_who_stays_silent_or_fails_sends_nothing(clients: list[Samples]) -> None
 
 
 def test_what_stays_home_is_not_there(clients: list[Samples]) -> None:
-    for name in ("fedbn", "gn"):
-        assert {d.section for d in run(METHODS[name](), clients, 1).records[0].disclosures} == {"weights", "metrics"}
-    assert {d.section for d in run(METHODS["single"](), clients, 1).records[0].disclosures} <= {"metrics"}
+    for name, more in (("fedbn", {"evaluation"}), ("gn", set[str]())):
+        assert {d.section for d in run(METHODS[name](), clients, 1).records[0].disclosures} == {"weights", "metrics"} | more
+    assert {d.section for d in run(METHODS["single"](), clients, 1).records[0].disclosures} <= {"metrics", "evaluation"}
+
+
+def test_the_order_of_replies_changes_nothing_in_the_report(clients: list[Samples]) -> None:
+    told = []
+    for shuffle in (None, 1, 2):
+        grid = WatchedGrid(client_app(METHODS["fedbn"](), clients), len(clients), shuffle)
+        told.append(run(METHODS["fedbn"](), clients, 1, grid=grid).records[0].disclosures)
+    assert told[0] == told[1] == told[2]
+    assert sum(d.section == "evaluation" for d in told[0]) == len(clients)
+
+
+def test_every_evaluation_is_counted_with_the_fewest_samples_behind_a_number(tiny_clients: Clients) -> None:
+    clients = tiny_clients((6, 9, 5))
+    ran = run(METHODS["fedbn"](), clients, 2, policy={"evaluate_every": 1})
+    for record in ran.records:
+        found = {d.client: d for d in record.disclosures if d.section == "evaluation"}
+        assert found.keys() == {0, 1, 2}
+        for index, disclosure in found.items():
+            assert disclosure.what == "numbers on test data: accuracy, accuracy-class-*, loss"
+            counts = clients[index].y.bincount()
+            assert disclosure.samples == int(counts[counts > 0].min())
+            assert disclosure.nbytes == 8 * 6

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Error, Message
+from flwr.app import Error, Message, RecordDict
 from torch import Tensor
 
+from fl_bn.exchange.call import ExchangeFailed
+from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.local import Samples
@@ -178,6 +181,39 @@ def test_auto_falls_back_for_want_of_workers_only(reason: str) -> None:
         else:
             said = carrier.meet(Away(reason), cohort, 5.0)
             assert "needs all 2 clients of a cohort to run at once, but clients 0, 1: did not join within 0.2 s" in said
+    finally:
+        carrier.stop()
+
+
+class PartlyAway(Away):
+    """Client 0 answers a rendezvous with an error, and the others join."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        for message, identity in zip(messages := list(messages), super().push_messages(messages), strict=True):
+            if message.metadata.dst_node_id > 1:
+                del self._answers[identity]
+                Thread(target=self._join, args=(message, identity), daemon=True).start()
+            yield identity
+
+    def _join(self, message: Message, identity: str) -> None:
+        config = message.content.config_records["config"]
+        with suppress(ExchangeFailed):
+            GrpcExchange(str(config["exchange-address"]), str(config["exchange-token"]), 1).close()
+        self._answers[identity] = Message(RecordDict(), reply_to=message)
+
+
+@pytest.mark.parametrize("policy", ["abort", "shrink"])
+def test_one_client_that_cannot_meet_ends_the_run_under_abort_alone(policy: str, log: pytest.LogCaptureFixture) -> None:
+    """Under shrink, rounds go on without it, whatever it says."""
+    carrier = GrpcCarrier(ExchangeSettings(policy=policy, join_deadline=5.0), {})
+    cohort = [Client(index, index + 1, 4) for index in range(3)]
+    try:
+        if policy == "abort":
+            with pytest.raises(RunFailed, match="cannot be used: client 0: code 2: a lie. Check exchange-host"):
+                carrier.meet(PartlyAway("a lie"), cohort, 10.0)
+        else:
+            assert carrier.meet(PartlyAway("a lie"), cohort, 10.0) == ""
+            assert f"client 0 cannot use the exchange at {carrier.address}: code 2: a lie" in log.text
     finally:
         carrier.stop()
 

@@ -165,7 +165,7 @@ def test_what_is_said_in_the_clear_are_counts(clients: list[Samples]) -> None:
     ran = run(METHODS["fbn"](), clients, 1, secure=SecureAggregation())
     told = [dict(m.content.config_records["fitres.metrics"]) for m in first_answers(ran.grid)]
     header = {"method", "phase", "round", "signature", "format", "payload"}
-    assert all(set(t) - header == {"samples", "passes", "steps", "activations"} for t in told)
+    assert all(set(t) - header == {"samples", "passes", "steps", "activations", "digest"} for t in told)
     assert [(t["samples"], t["steps"]) for t in told] == [
         (c.samples, c.steps) for c in run(METHODS["fbn"](), clients, 1).records[0].clients
     ]

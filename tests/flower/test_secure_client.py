@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from scipy.stats import kstest
 from fl_bn.federation.local import Samples
 from fl_bn.flower import InProcessGrid
 from fl_bn.flower.compat import SECAGG_CLIENT, SECAGG_SERVER
-from fl_bn.flower.masks import client_half, key_stream, server_half
+from fl_bn.flower.masks import bound_to, client_half, key_stream, server_half
 from fl_bn.flower.secure_client import Insecure, check_setup, check_unmask
 from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
@@ -30,25 +30,29 @@ SETUP = {
     "target_range": 2**22,
     "mod_range": 2**32,
     "max_weight": 1.0,
+    "cohort": [1, 2, 3, 4, 5],
 }
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"sample_num": 2, "share_num": 2, "threshold": 2},
+        {"sample_num": 2, "share_num": 2, "threshold": 2, "cohort": [1, 2]},
         {"share_num": 1},
         {"threshold": 2},
         {"threshold": 6},
         {"mod_range": 2**31},
         {"target_range": 2**30},
         {"max_weight": 1000.0},
+        {"cohort": [1, 2, 3, 4]},
+        {"cohort": [1, 2, 3, 4, 4]},
+        {"cohort": [2, 3, 4, 5, 6]},
     ],
 )
 def test_parameters_that_would_undo_the_masks_are_refused(change: dict[str, float]) -> None:
-    check_setup(SETUP)  # control
+    check_setup(SETUP, 1)  # control
     with pytest.raises(Insecure):
-        check_setup(SETUP | change)
+        check_setup(SETUP | change, 1)
 
 
 def test_nobody_gets_both_secrets_of_a_client() -> None:
@@ -119,7 +123,13 @@ def test_a_malformed_masked_vector_is_not_summed(
     assert len(ran.records[0].accepted) == 3
 
 
-def test_masks_use_the_whole_seed() -> None:
+@pytest.fixture
+def bound() -> Iterator[None]:
+    with bound_to(bytes(32)):
+        yield
+
+
+def test_masks_use_the_whole_seed(bound: None) -> None:
     """Flower's generator folds a seed into 32 bits: two with the same XOR of their words are one to it."""
     one, two = bytes(range(32)), bytes(range(4, 8)) + bytes(range(4)) + bytes(range(8, 32))
     shapes = [(1,), (1000,)]
@@ -128,8 +138,18 @@ def test_masks_use_the_whole_seed() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(key_stream(one, 2**32, shapes), key_stream(one, 2**32, shapes), strict=True))
 
 
+def test_masks_are_bound_to_the_instruction() -> None:
+    with pytest.raises(LookupError):
+        key_stream(b"seed", 2**32, [(1000,)])
+    masks = []
+    for digest in (bytes(32), bytes(31) + b"1"):
+        with bound_to(digest):
+            masks += key_stream(b"seed", 2**32, [(1000,)])
+    assert (masks[0] == masks[1]).mean() < 0.01
+
+
 @pytest.mark.parametrize("bits", [16, 24, 32])
-def test_masks_are_uniform(bits: int) -> None:
+def test_masks_are_uniform(bits: int, bound: None) -> None:
     first, mask = key_stream(b"seed", 2**bits, [(7,), (20, 500)])
     assert (first.shape, mask.shape, mask.dtype) == ((7,), (20, 500), np.int64)
     assert kstest(mask.reshape(-1) / 2**bits, "uniform").pvalue > 1e-3

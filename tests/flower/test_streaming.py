@@ -168,5 +168,5 @@ def test_few_replies_are_fetched_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     seen = []
     for _ in replies:
         seen.append(len(grid.pulls))
-    assert seen == [1] * FEW + [2] * FEW + [3] * (20 - 2 * FEW)
+    assert seen == [FEW] * FEW + [2 * FEW] * FEW + [20] * (20 - 2 * FEW)
     assert all(len(wanted) <= FEW for wanted in grid.pulls)

@@ -11,6 +11,7 @@ from flwr.common import Array
 
 from fl_bn.flower.codec import array_from
 from fl_bn.wire import WireError
+from tests.hostile import npy
 
 Rng = np.random.Generator
 
@@ -97,7 +98,7 @@ def extra_field(content: RecordDict, rng: Rng) -> None:
         name = pick(rng, found)
         config = name in content.config_records
         new = {pick(rng, ["kept", "updates", "drift", "unreadable", "save", "x" * 1000, "a\nb"]): hostile(rng, config)}
-        if rng.integers(8) == 0:
+        if rng.integers(40) == 0:
             new = {f"field {i}": 1 for i in range(12_000)}
         replace_record(content, name, {**dict(content[name]), **new}, config)
 
@@ -127,7 +128,7 @@ def change_array(content: RecordDict, rng: Rng) -> None:
     if found := sections(content):
         record = content.array_records[pick(rng, found)]
         name = pick(rng, list(record))
-        how = pick(rng, [values, values, values, shape_or_dtype, raw_bytes, raw_bytes, untrue_claim])
+        how = pick(rng, [values, values, values, shape_or_dtype, raw_bytes, head, head, head, untrue_claim])
         record[name] = how(record[name], rng)
 
 
@@ -182,6 +183,10 @@ def raw_bytes(array: Array, rng: Rng) -> Array:
         lambda: b"PK\x03\x04" + bytes(data),
     ]
     return Array(dtype=array.dtype, shape=tuple(array.shape), stype=array.stype, data=pick(rng, kinds)())
+
+
+def head(array: Array, rng: Rng) -> Array:
+    return Array(dtype=array.dtype, shape=tuple(array.shape), stype=array.stype, data=npy.changed(array.data, rng))
 
 
 def flipped(data: bytearray, rng: Rng) -> bytes:

@@ -67,7 +67,7 @@ def listening() -> Iterator[Said]:
 @cache
 def honest(name: str) -> Served:
     scenario = SCENARIOS[name]
-    return served(name, LivingGrid(app_of(scenario), Liar()) if scenario.secure else PlayingGrid(recorded(name), Liar()))
+    return served(name, LivingGrid(app_of(scenario), Liar()) if scenario.living else PlayingGrid(recorded(name), Liar()))
 
 
 def largest(tensors: dict[str, np.ndarray]) -> float:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
@@ -28,16 +29,23 @@ from tests.networks import seeded_network
 
 CLIENTS = 5
 REPLAY = ExchangeSettings("replay", "shrink")
+MEETING = ExchangeSettings("local", "shrink")
 
 
 class Scenario(NamedTuple):
-    """One way of running. ``policy``: fields of ``Rounds``."""
+    """One way of running. ``policy``: fields of ``Rounds``. ``meets``: clients exchange layer by layer while they run, all at once."""
 
     method: str
     defence: Defence = NO_DEFENCE
     settings: LocalTraining = TWO_STEPS
     secure: bool = False
     policy: dict[str, Any] = {}
+    meets: bool = False
+
+    @property
+    def living(self) -> bool:
+        """Whether what a client says depends on what the others said, so that recorded replies would not do."""
+        return self.secure or self.meets
 
 
 def robust(rule: str) -> Defence:
@@ -67,8 +75,12 @@ SCENARIOS: dict[str, Scenario] = {
     "hbn secure": Scenario("hbn", secure=True),
     "fedavg secure": Scenario("fedavg", secure=True),
     "gn secure": Scenario("gn", secure=True),
+    "fedtan meeting": Scenario("fedtan", policy={"exchange": MEETING, "at_clients": True}, meets=True),
+    "fedtan2 meeting": Scenario("fedtan2", policy={"exchange": MEETING, "at_clients": True}, meets=True),
+    "fedtan meeting robust": Scenario("fedtan", robust("median"), policy={"exchange": MEETING}, meets=True),
 }
-CANNED = [name for name, scenario in SCENARIOS.items() if not scenario.secure]
+CANNED = [name for name, scenario in SCENARIOS.items() if not scenario.living]
+MEETINGS = [name for name, scenario in SCENARIOS.items() if scenario.meets]
 SECURE = [name for name, scenario in SCENARIOS.items() if scenario.secure]
 
 
@@ -165,6 +177,10 @@ class Liar:
     def reordered(self, replies: list[Message]) -> list[Message]:
         return replies
 
+    def delivered(self, reply: Message) -> Message:
+        """``reply`` as it comes out of Flower's transport, where it goes through one (``transport.ByteGrid``)."""
+        return reply
+
 
 @cache
 def recorded(name: str) -> Recording:
@@ -179,7 +195,7 @@ class Served(NamedTuple):
     tensors: dict[str, Any]
 
 
-def served(name: str, grid: InProcessGrid) -> Served:
+def served(name: str, grid: Grid) -> Served:
     """A server of its own, and one round of the scenario on ``grid``; it can start without one client."""
     scenario, records = SCENARIOS[name], list[RoundRecord]()
     settings = scenario.settings

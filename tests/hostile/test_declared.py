@@ -13,10 +13,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fl_bn import durable
 from fl_bn.exchange.grpc import exchange_pb2 as pb
+from fl_bn.federation.fields import Undeclared, Values, whole
 from fl_bn.flower import messages
 from fl_bn.flower.checkpoint import FORMAT, Checkpoint
 from fl_bn.flower.client_state import NOTHING, MemoryState
-from fl_bn.flower.fields import Form, Undeclared, Values, whole
+from fl_bn.flower.fields import Form
 from fl_bn.task import CLASSIFICATION, TASKS, Regression
 from fl_bn.wire import WireError, said, shown
 from tests.hostile.recorded import SCENARIOS, recorded
@@ -36,7 +37,10 @@ READERS = {
     "secure_client.py": "the stage, before its form is chosen; this side's own reply",
     "secure_rounds.py": "adds to messages of its own",
     "carriers.py": "adds to messages of its own",
+    "instruction_digest.py": "hashes an instruction as it came",
     "transcript.py": "adds to messages of its own",
+    "evaluation.py": "adds to messages of its own",
+    "gate.py": "this side's own replies; the kind of a message, before its form is chosen",
     "recovery.py": "adds to messages of its own",
     "app_host.py": "this side's own reply, against the site's policy",
     "in_process.py": "the engine: whether a message of this process is one of the local exchange",

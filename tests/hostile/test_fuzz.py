@@ -1,39 +1,52 @@
-"""Mutated messages: the server lives, the round goes on, the liar alone pays, and memory stays bounded."""
+"""Mutated messages and sequences of calls: the server lives, the round goes on, the liar alone pays, memory and time stay bounded."""
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import numpy as np
 import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
 
+from fl_bn.exchange.session import Session
 from fl_bn.federation import schema
-from fl_bn.flower import RunFailed
-from tests.hostile.fuzz import fuzz, table
+from fl_bn.flower import InProcessGrid, RunFailed, secure_client
+from tests.hostile.exchange_lies import lie_to_session
+from tests.hostile.fuzz import fuzz, run_machine, sequences, table
 from tests.hostile.liars import LIAR, lied, sets
-from tests.hostile.lies import TARGETS, lie_to_server
-from tests.hostile.outcomes import BROKEN, REFUSED, Outcome, honest, judged
-from tests.hostile.recorded import CLIENTS, SCENARIOS
+from tests.hostile.lies import lie_to_server, rendezvous
+from tests.hostile.outcomes import BROKEN, REFUSED, Outcome, honest, judged, listening
+from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
+from tests.hostile.secure_lies import two_faced
+from tests.hostile.secure_machine import Clients
 
-MEMORY = 200.0  # MB: the largest mutated payload has some 4
+MEMORY = 300.0  # MB: the largest mutated payload has some 4, and the liar is in this process, too
 
 
-def check(mutations: int, seed: int) -> None:
+def check(mutations: int, number: int, seed: int) -> None:
     tally = fuzz(mutations, seed)
     assert tally.broken == []
     assert tally.peak < MEMORY
     assert sum(tally.counts.values()) == mutations
-    for target in TARGETS:
+    for target in ("server", "session", "client"):
         assert tally.counts[target, REFUSED] > 0, table(tally)
+    counts, broken = sequences(number, seed)
+    assert broken == []
+    assert sum(counts.values()) >= number
 
 
-def test_mutated_messages() -> None:
-    check(800, seed=16)
+@pytest.mark.pinned
+def test_mutated_messages_and_sequences_of_calls() -> None:
+    check(100, 80, seed=16)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.pinned
+@pytest.mark.timeout(600)
 def test_some_thousand() -> None:
-    """The command makes 100,000: ``python -m tests.hostile.fuzz``."""
-    check(3000, seed=17)
+    """The command makes 100,000 and 10,000: ``python -m tests.hostile.fuzz``."""
+    check(1500, 2000, seed=17)
 
 
 def test_a_client_that_calls_itself_another_is_refused_and_the_other_takes_part(caplog: pytest.LogCaptureFixture) -> None:
@@ -65,3 +78,61 @@ def test_control_another_client_that_pays_is_found() -> None:
     ran = honest("fbn")
     assert judged("fbn", ran, []) == Outcome("accepted: no bit of the model changed", "")
     assert judged("fbn", ran, ["a line\nof two"]).kind == BROKEN
+
+
+def test_control_a_broken_session_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one client that waits starts the clock for all, the others are dropped while they train."""
+
+    def at_once(self: Session) -> None:
+        self._held_up = 0.0 if self._waiting else None
+        advance(self)
+        self._held_up = 0.0 if self._waiting else None
+
+    advance = Session._advance
+    monkeypatch.setattr(Session, "_advance", at_once)
+    assert any(lie_to_session("fedtan", np.random.default_rng([1, i]))[1].kind == BROKEN for i in range(300))
+    (broken,) = sequences(200, 1, only=["exchange"], shrinks=False)[1]
+    assert "within -1 s" in broken
+
+
+def test_control_a_client_that_answers_out_of_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secure_client, "_check_order", lambda stage, context: None)
+    (broken,) = sequences(40, 1, only=["secure clients"], shrinks=False)[1]
+    assert "answered" in broken
+
+
+def test_control_a_sum_of_clients_that_were_told_different_things_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secure_client, "instruction_digest", lambda *told: bytes(32))
+    outcomes = [two_faced("fbn secure", np.random.default_rng([1, i]))[1] for i in range(4)]
+    assert any("who were told different things" in outcome.why for outcome in outcomes)
+
+
+def test_sequences_of_secure_clients_reach_the_last_stage() -> None:
+    reached = Counter[str]()
+
+    class Counted(Clients):
+        def heard(self, node: int, stage: str, asked: dict[str, Any], content: RecordDict) -> None:
+            reached[stage] += 1
+            super().heard(node, stage, asked, content)
+
+    assert run_machine(Counted, 10, 20, 1, lambda: None) == ""
+    assert len(reached) == 4, reached
+
+
+@pytest.mark.parametrize("far", [0.0, 1e9, 1e50])
+def test_a_client_meets_with_any_patience(far: float) -> None:
+    """gRPC counts in whole numbers of 32 bits."""
+    grid, content = InProcessGrid(app_of(SCENARIOS["fedtan"]), CLIENTS, {}), rendezvous()
+    content["config"] = ConfigRecord({**content["config"], "exchange-timeout": far, "exchange-patience": far})  # type: ignore[dict-item]
+    with listening():
+        (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
+    assert str(answer.error.reason).startswith("ExchangeFailed: ")
+
+
+@pytest.mark.parametrize("carrier", ["grpc", "local"])
+def test_a_client_names_the_field_that_an_exchange_lacks(carrier: str) -> None:
+    grid = InProcessGrid(app_of(SCENARIOS["fedtan"]), CLIENTS, {})
+    content = RecordDict({"config": ConfigRecord({"exchange": carrier})})
+    with listening():
+        (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
+    assert answer.error.reason == f"WireError: config/exchange-token: expected one beside exchange='{carrier}', but it is missing"

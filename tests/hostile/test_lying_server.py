@@ -14,7 +14,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 
+from fl_bn.flower.messages import WEIGHED
 from fl_bn.methods import METHODS
+from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import people, what
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
@@ -87,6 +89,10 @@ def swap_sources(record: dict, spy: Spy) -> dict:  # type: ignore[type-arg]
     return {**record, "srcs": [record["srcs"][1], record["srcs"][0], *record["srcs"][2:]]}
 
 
+def stranger(record: dict, spy: Spy) -> dict:  # type: ignore[type-arg]
+    return {**without(3)(record, spy), "9": record["3"]}
+
+
 STAGES: dict[str, tuple[str, Change, str]] = {
     "fewer than 3 clients": ("setup", sets(sample_num=2, share_num=2, threshold=2), "at least 3 clients"),
     "one share": ("setup", sets(share_num=1, threshold=1), "at least 3 clients and shares"),
@@ -94,8 +100,13 @@ STAGES: dict[str, tuple[str, Change, str]] = {
     "a threshold of half": ("setup", sets(threshold=2), "more than half"),
     "another modulus": ("setup", sets(mod_range=2**31), "need modulus"),
     "levels that overflow": ("setup", sets(target_range=2**30), "need modulus"),
+    "a range that hides the others": ("setup", sets(clipping_range=1e6), "clipping_range: expected a finite number 1e-06..1000"),
+    "a cohort without this client": ("setup", sets(cohort=[1, 3, 4, 5, 6]), "nodes of the cohort, this client's among them"),
+    "a cohort of another size": ("setup", sets(cohort=[1, 2, 3]), "expected the 5 nodes of the cohort"),
+    "keys of nodes outside the cohort": ("share_keys", stranger, "expected keys of clients of the cohort"),
     "another weight": ("setup", sets(max_weight=1000.0), "need modulus"),
     "a range that is none": ("setup", sets(clipping_range=float("nan")), "clipping_range: expected a finite number"),
+    "a range that is a whole number": ("setup", sets(clipping_range=8), "clipping_range: expected a finite number"),
     "a parameter of another type": ("setup", sets(threshold="3"), "threshold: expected a whole number"),
     "other keys for this client": ("share_keys", of_victim(0, another_key), "other keys for this client than its own"),
     "without this client's keys": ("share_keys", without(VICTIM), "expected the keys of 5 clients"),
@@ -146,6 +157,28 @@ def test_control_the_honest_message_is_answered(stage: str) -> None:
     spy = Spy(stage, sets())
     assert run(METHODS["fbn"](), people(), 1, grid=spy, secure=SecureAggregation()).records[0].aggregated
     assert not any(answer.has_error() for answer in spy.answers)
+
+
+class Lacking(Spy):
+    """The victim's instruction lacks ``field`` where its vector is asked for."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__("collect_masked_vectors", sets())
+        self.field = field
+
+    def _answer(self, message: Message) -> Message:
+        if message.metadata.dst_node_id == VICTIM and what(message) == self.stage:
+            del message.content.config_records["config"][self.field]
+        return super()._answer(message)
+
+
+@pytest.mark.parametrize("field", [*WEIGHED, "dp-clip", "dp-statistics-clip"])
+def test_a_sum_whose_instruction_lacks_a_number_is_refused_by_its_name(field: str) -> None:
+    spy, privacy = Lacking(field), Privacy(1.0, 1.0, 0.01) if field.startswith("dp") else None
+    policy = {"min_replies": 0.2, "client_weights": "samples" if privacy is None else "uniform"}
+    run(METHODS["fbn"](), people(), 1, grid=spy, secure=SecureAggregation(privacy=privacy), policy=policy)
+    assert f"WireError: config/{field}: expected " in str(spy.answers[0].error.reason)
+    assert str(spy.answers[0].error.reason).endswith("but it is missing")
 
 
 ORDER = {
@@ -222,7 +255,7 @@ def test_nothing_of_local_statistics_is_told_unasked(name: str) -> None:
     grid = WatchedGrid(client_app(method, clients, TWO_STEPS), len(clients))
     run(method, clients, 2, grid=grid)
     told = {key for m in grid.received for record in m.content.metric_records.values() for key in record}
-    assert told == {"samples", "steps", "loss", "waited", "kept", "accuracy"} | {f"accuracy-class-{i}" for i in range(4)}
+    assert told == {"samples", "steps", "loss", "waited", "kept", "accuracy", "fewest"} | {f"accuracy-class-{i}" for i in range(4)}
     kept = [record for state in grid.states() for record in state.array_records.values()]
     values = {float(v) for record in kept for name, array in record.items() if "running" in name for v in array.numpy().reshape(-1)}
     numbers = {float(v) for m in grid.received for record in m.content.metric_records.values() for v in record.values()}

@@ -177,7 +177,7 @@ def test_a_network_compiled_before_the_round() -> None:
             step(c, model, x, y)
         reply, _ = round.reply(16)
         assert int(reply.sections.get("moments", {}).get("1.count", 0)) == count
-        assert reply.updates == ()  # one step, and one update of the running statistics, as they count it
+        assert reply.steps == 1
 
 
 def test_where_nothing_was_seen_the_round_says_so() -> None:

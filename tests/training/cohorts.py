@@ -77,7 +77,6 @@ def off(a: Results, b: Results) -> float:
 def _numbers(reply: Reply, kept: Kept) -> dict[str, Any]:
     metrics = {name: value for name, value in reply.metrics.items() if name != "waited"}
     whole = {"samples": reply.samples, "client": reply.client, **metrics}
-    whole |= {f"updates {i}": n for i, n in enumerate(reply.updates)}
     sections = {**reply.sections, **{f"kept {name}": of for name, of in kept.sections.items()}}
     return whole | {f"{section}/{name}": tensor for section, of in sections.items() for name, tensor in of.items()}
 

@@ -214,13 +214,3 @@ def test_where_nobody_can_be_left_out_any_more_the_next_round_keeps_all(
     assert same(before, made.shared.tensors())
     made.begin(2)
     assert made.intake(dict.fromkeys(range(4), 10)) is None
-
-
-def test_a_variance_that_nobody_leaves_waits_and_is_refused() -> None:
-    made = server()
-    came = list(honest(made))
-    low = {k: t * 1e-6 if k.endswith("var") else t for k, t in came[1].sections["statistics"].items()}
-    came[1] = Reply(1, {**came[1].sections, "statistics": low}, 10, 10, came[1].metrics, largest=1.0)
-    assert concluded(made, came)
-    assert [c.client for c in made.record.accepted] == [0, 2, 3]
-    assert "honest training leaves at least" in made.record.clients[1].refused

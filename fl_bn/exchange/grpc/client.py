@@ -9,12 +9,14 @@ import grpc
 import torch
 from torch import Tensor
 
-from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Request
+from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Request, checked
 from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc import exchange_pb2_grpc
 from fl_bn.exchange.grpc.service import TOKEN
 from fl_bn.exchange.grpc.wire import decode_answer, encode_request
 from fl_bn.loopback import direct
+
+MOST = 2.0**31 - 1  # of a number that gRPC counts in: milliseconds, seconds
 
 
 class GrpcExchange:
@@ -29,7 +31,7 @@ class GrpcExchange:
     ) -> None:
         self.batch, self.seconds = batch, 0.0
         self._address, self._closed = address, False
-        milliseconds = max(1000, int(1000 * patience))
+        milliseconds = int(min(max(1000, 1000 * patience), MOST))
         options = [
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.keepalive_time_ms", max(1000, milliseconds // 2)),
@@ -44,7 +46,8 @@ class GrpcExchange:
             self._channel = grpc.insecure_channel(address, options)
         self._requests: queue.SimpleQueue[pb.Request | None] = queue.SimpleQueue()
         stub = exchange_pb2_grpc.ExchangeStub(self._channel)
-        self._answers = stub.Average(iter(self._requests.get, None), metadata=((TOKEN, token),), timeout=timeout, wait_for_ready=False)
+        requests, timeout = iter(self._requests.get, None), min(timeout, MOST)
+        self._answers = stub.Average(requests, metadata=((TOKEN, token),), timeout=timeout, wait_for_ready=False)
         try:
             self._ask(Join(batch), torch.float32)
         except BaseException:
@@ -52,7 +55,7 @@ class GrpcExchange:
             raise
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        return self._ask(Local(key, local.detach().cpu(), count), local.dtype)
+        return checked(self._ask(Local(key, local.detach().cpu(), count), local.dtype), key, local)
 
     def close(self, error: str = "") -> None:
         if self._closed:
@@ -82,4 +85,9 @@ class GrpcExchange:
             raise ExchangeFailed(f"the exchange at {self._address} failed: {error.code().name}: {error.details()}") from error
         finally:
             self.seconds += time.perf_counter() - begin
-        return decode_answer(answer, dtype)
+        try:
+            return decode_answer(answer, dtype)
+        except ValueError as error:
+            raise ExchangeFailed(
+                f"the exchange at {self._address} answered with {len(answer.values)} bytes, which are no {dtype}"
+            ) from error

@@ -4,7 +4,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from task import Net, load_data, test, train
 
-from fl_bn.flower import answer, evaluating, training
+from fl_bn.flower import Gate, answer, evaluating, training
 from fl_bn.methods import fbn
 
 
@@ -13,7 +13,7 @@ def data(context: Context):
     return load_data(node["partition-id"], node["num-partitions"], context.run_config["batch-size"])
 
 
-app = ClientApp()
+app = ClientApp(mods=[Gate()])  # what leaves a client passes it
 answer(app, Net, fbn(), lambda context: data(context)[0])  # the server's questions about the statistics
 
 

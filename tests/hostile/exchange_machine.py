@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 import torch
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fl_bn.exchange import session as session_module
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Quantity, Request
 from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session
 from fl_bn.federation.defence import Defence
@@ -44,7 +41,7 @@ def requests(draw: st.DrawFn) -> Request:
     return Local(key, values, draw(st.sampled_from([1, 1, 5, 0, -1, LARGEST_COUNT])))
 
 
-class Protocol(RuleBasedStateMachine):
+class Exchange(RuleBasedStateMachine):
     """Client ``liar`` does anything; the others join, send ``keys`` one after the other as they are answered, and leave."""
 
     @initialize(
@@ -54,14 +51,22 @@ class Protocol(RuleBasedStateMachine):
         keys=st.sampled_from([MERGED, PAPER]),
         layers=st.integers(0, 6),
         robust=st.booleans(),
+        met=st.booleans(),
+        patience=st.integers(0, 8),
     )
-    def begin(self, clients: int, liar: int, policy: str, keys: tuple[Key, ...], layers: int, robust: bool) -> None:
+    def begin(
+        self, clients: int, liar: int, policy: str, keys: tuple[Key, ...], layers: int, robust: bool, met: bool, patience: int
+    ) -> None:
         options: dict[str, Any] = {"average": Defence(1, "median", "median").average, "believing": False} if robust else {}
         self.session = Session(range(clients), LAYERS, policy=policy, **options)
         self.liar, self.keys, self.policy = liar % clients, keys[:layers], policy
         self.honest = [client for client in range(clients) if client != self.liar]
         self.got: dict[int, list[Outcome]] = {client: [] for client in self.honest}
         self.left: set[int] = set()
+        self.patience = patience  # so many requests of the liar's are such as an honest client might send
+        if met:
+            self.the_liar_does_as_the_others(early=True, waits=False)
+            self.all_honest_clients_go_on()
 
     @rule(who=st.integers(0, 5))
     def an_honest_client_goes_on(self, who: int) -> None:
@@ -89,21 +94,40 @@ class Protocol(RuleBasedStateMachine):
         for who in range(len(self.honest)):
             self.an_honest_client_goes_on(who)
 
+    @precondition(lambda self: self.patience <= 0)
     @rule(request=requests())
     def the_liar_asks(self, request: Request) -> None:
         self.session.submit(self.liar, request, lambda outcome: None)
 
-    @rule(joins=st.booleans())
-    def the_liar_does_as_the_others(self, joins: bool) -> None:
-        step = max(len(got) for got in self.got.values())
-        if 0 < step <= len(self.keys) + 1:
-            self.session.submit(self.liar, self.request(self.liar, step - 1), lambda outcome: None)
-        elif joins:
-            self.session.submit(self.liar, Join(1), lambda outcome: None)
+    @rule(early=st.booleans(), waits=st.booleans())
+    def the_liar_does_as_the_others(self, early: bool, waits: bool) -> None:
+        """``early``: as they do next; ``waits``: they take longer to get there than the deadline."""
+        self.patience -= 1
+        step = max(len(got) for got in self.got.values()) + early
+        if step <= len(self.keys) + 1:
+            self.session.submit(self.liar, self.request(self.liar, max(step - 1, 0)), lambda outcome: None)
+        if waits and self.in_step():
+            self.time_passes()
 
+    @precondition(lambda self: self.patience <= 0)
     @rule(reason=st.sampled_from(["", "", "out of memory"]))
     def the_liar_leaves(self, reason: str) -> None:
         self.session.leave(self.liar, reason)
+
+    @precondition(lambda self: self.in_step())
+    @rule()
+    def time_passes(self) -> None:
+        """More than the deadline, while no honest client keeps another one waiting: they all train, or they all wait for the liar."""
+        before, self.session.deadline = self.session.deadline, -1.0
+        self.session.expire()
+        self.session.deadline = before
+
+    def in_step(self) -> bool:
+        return (
+            hasattr(self, "session")
+            and bool(self.session.batches)
+            and len({(len(got), bool(got and got[-1])) for got in self.got.values()}) == 1
+        )
 
     @precondition(lambda self: hasattr(self, "session"))
     @invariant()
@@ -138,14 +162,3 @@ class Protocol(RuleBasedStateMachine):
             assert widths == {0 if step == 0 else self.keys[step - 1].quantity.width(LAYERS[self.keys[step - 1].layer].channels)}
         assert set(self.honest) <= set(self.session.taking_part)
         assert self.left == set(self.honest)
-
-
-def test_one_liar_among_honest_clients_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module.LOGGER, "disabled", True)
-    run_state_machine_as_test(Protocol, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
-
-
-@pytest.mark.slow
-def test_one_liar_among_honest_clients_is_lost_alone_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module.LOGGER, "disabled", True)
-    run_state_machine_as_test(Protocol, settings=settings(max_examples=10_000, stateful_step_count=30, deadline=None, derandomize=False))

@@ -1,0 +1,204 @@
+"""What a field of a message may hold, and what a record of such fields must: bytes from another side in, checked values out.
+
+A ``Form`` declares the fields of one record. ``read`` checks what came and returns ``Values``: to read a field that the form does not
+declare raises ``Undeclared``. Fields that came undeclared are dropped, or kept as they came where the form has ``others``.
+
+Sizes are checked before anything is parsed, and nothing here recurses: a text has a longest length, a list a largest number of items.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from fl_bn.wire import WireError, said, shown
+
+LARGEST = 2**53  # whole numbers are exact in float64 up to here
+NAME = 300  # characters of a layer's name
+NEEDED: Any = object()  # the default of a field that has none
+
+
+class Undeclared(KeyError):
+    """This project's own code read a field that its form does not declare: add it to the form."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """What one field may hold. ``fits`` tells; ``wanted`` says it in words; ``turn`` makes the checked value of what fits.
+
+    ``default``: of a field that may be absent; None: it is then not among the values.
+    """
+
+    fits: Callable[[Any], bool]
+    wanted: str
+    default: Any = NEEDED
+    turn: Callable[[Any], Any] = lambda value: value
+
+
+def whole(least: int = 0, most: int = LARGEST, default: Any = NEEDED) -> Field:
+    """A whole number; True and 1.0 are none."""
+    wanted = f"a whole number {least}..{most}" if most != LARGEST else f"a whole number >= {least} (and <= 2**53)"
+    return Field(lambda v: type(v) is int and least <= v <= most, wanted, default)
+
+
+def number(least: float = -math.inf, most: float = math.inf, default: Any = NEEDED) -> Field:
+    """A finite number."""
+
+    def fits(value: Any) -> bool:
+        return type(value) in (int, float) and -(LARGEST**18) < value < LARGEST**18 and least <= value <= most
+
+    limits = "" if math.isinf(least) else f" >= {least:g}" if math.isinf(most) else f" {least:g}..{most:g}"
+    return Field(fits, f"a finite number{limits}", default, float)
+
+
+def real(least: float, most: float = math.inf) -> Field:
+    """A finite number that travels as a floating-point one, where Flower's code takes no other."""
+    one = number(least, most)
+    return Field(lambda v: type(v) is float and one.fits(v), f"{one.wanted} as a float", turn=float)
+
+
+def measured(least: float = -math.inf, most: float = math.inf, default: Any = NEEDED) -> Field:
+    """A number that training may have made infinite or NaN: shown and averaged, but no part of the model."""
+
+    def fits(value: Any) -> bool:
+        return type(value) is float and (math.isnan(value) or least <= value <= most)
+
+    limits = "" if math.isinf(least) and math.isinf(most) else f" {least:g}..{most:g}, or NaN"
+    return Field(fits, f"a number{limits}", default, float)
+
+
+def text(longest: int, pattern: str = ".*", default: Any = NEEDED, wanted: str = "") -> Field:
+    """A text of up to ``longest`` characters, all of which ``pattern`` matches (in linear time, please)."""
+    found = re.compile(pattern, re.DOTALL)
+    wanted = wanted or f"a text of up to {longest} characters"
+    return Field(lambda v: type(v) is str and len(v) <= longest and found.fullmatch(v) is not None, wanted, default)
+
+
+def one_of(*choices: str, default: Any = NEEDED) -> Field:
+    return Field(lambda v: type(v) is str and v in choices, f"one of {', '.join(map(repr, choices))}", default)
+
+
+def data(longest: int, least: int = 0, default: Any = NEEDED) -> Field:
+    return Field(lambda v: type(v) is bytes and least <= len(v) <= longest, f"{least}..{longest} bytes", default)
+
+
+def wholes(items: int, most: int = 2**64 - 1, default: Any = NEEDED) -> Field:
+    """A list of up to ``items`` whole numbers."""
+
+    def fits(value: Any) -> bool:
+        return type(value) is list and len(value) <= items and all(type(n) is int and 0 <= n <= most for n in value)
+
+    return Field(fits, f"a list of up to {items} whole numbers >= 0", default)
+
+
+def blobs(items: int, longest: int) -> Field:
+    """A list of up to ``items`` byte strings."""
+
+    def fits(value: Any) -> bool:
+        return type(value) is list and len(value) <= items and all(type(b) is bytes and len(b) <= longest for b in value)
+
+    return Field(fits, f"a list of up to {items} byte strings of up to {longest} bytes")
+
+
+def whole_list(items: int) -> Field:
+    """Whole numbers as a JSON list in a text; a tuple when checked. It is matched, not parsed: JSON may nest."""
+    pattern = re.compile(r"\[(?:\d{1,15}(?:, ?\d{1,15})*)?\]", re.ASCII)
+
+    def fits(value: Any) -> bool:
+        return type(value) is str and len(value) <= 17 * items + 2 and value.count(",") < items and bool(pattern.fullmatch(value))
+
+    return Field(fits, f"a JSON list of up to {items} whole numbers", turn=lambda v: tuple(int(n) for n in v[1:-1].split(",") if n))
+
+
+def wholes_by_name(items: int) -> Field:
+    """Whole numbers by layer as a JSON object in a text, ``{"stem.bn": 3}``; a dict when checked."""
+    name, digits = rf'"([^"\\]{{0,{NAME}}})"', r"(\d{1,15})"
+    pattern = re.compile(rf"\{{(?:{name}: ?{digits}(?:, ?{name}: ?{digits})*)?\}}", re.ASCII)
+    pair = re.compile(rf"{name}: ?{digits}", re.ASCII)
+
+    def fits(value: Any) -> bool:
+        return type(value) is str and len(value) <= items * (NAME + 20) and value.count(":") <= items and bool(pattern.fullmatch(value))
+
+    wanted = f"a JSON object of up to {items} whole numbers by layer"
+    return Field(fits, wanted, turn=lambda v: {layer: int(n) for layer, n in pair.findall(v)})
+
+
+class Values(dict[str, Any]):
+    """A record's checked values by field. To read a declared field that is absent raises KeyError, another one ``Undeclared``."""
+
+    def __init__(self, form: Form, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.form = form
+
+    def __missing__(self, name: str) -> Any:
+        self.form.declared(name)
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        self.form.declared(str(name))
+        return False
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name, default) if name in self else default
+
+
+@dataclass(frozen=True)
+class Form:
+    """The fields of one record: its name, ``fields`` by name, ``series`` by a name without its number (``accuracy-class-``).
+
+    ``others``: fields that nobody declared are kept as they came.
+    """
+
+    record: str
+    fields: Mapping[str, Field]
+    series: Mapping[str, Field] = field(default_factory=dict)
+    others: bool = False
+
+    MOST = 10_000  # fields of a record, and numbers of a series
+
+    def declared(self, name: str) -> Field:
+        """Raises Undeclared for a name that the form does not have."""
+        if (found := self._find(name)) is None:
+            raise Undeclared(f"{self.record}/{shown(name)} is no field of this message: declare it in fl_bn/flower/messages.py")
+        return found
+
+    def read(self, came: Mapping[str, Any] | None) -> Values:
+        """The declared fields of what came, checked; None: there is no such record.
+
+        Raises:
+            WireError: for the first field that is missing, or holds what it may not.
+        """
+        if came is None:
+            raise WireError(self.record, "", f"missing: expected a record of {', '.join(self.fields)}")
+        if len(came) > self.MOST:
+            raise WireError(self.record, "", f"expected at most {self.MOST} fields, but got {len(came)}")
+        values: dict[str, Any] = {}
+        for name, value in came.items():
+            if (one := self._find(name)) is not None:
+                if not one.fits(value):
+                    raise WireError(self.record, name, f"expected {one.wanted}, but got {said(value)}")
+                values[name] = one.turn(value)
+            elif self.others:
+                values[name] = value
+        for name, one in self.fields.items():
+            if name not in values and one.default is NEEDED:
+                raise WireError(self.record, name, f"expected {one.wanted}, but it is missing")
+            if name not in values and one.default is not None:
+                values[name] = one.default
+        return Values(self, values)
+
+    def and_also(self, *others: Form) -> Self:
+        """This form with the fields of others, too."""
+        fields = {name: one for other in others for name, one in other.fields.items()}
+        return replace(self, fields={**self.fields, **fields})
+
+    def _find(self, name: str) -> Field | None:
+        if name in self.fields:
+            return self.fields[name]
+        stem = name[:NAME].rstrip("0123456789")
+        return self.series.get(stem) if stem != name and len(name) - len(stem) <= 4 else None

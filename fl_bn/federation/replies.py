@@ -1,0 +1,138 @@
+"""What a reply must be: here every door checks what a client sent, before anything is made of it.
+
+In a loop of one's own and in ``Federation`` replies come as values (``Expected.check``). In Flower's messages they come as records, whose
+header says which round and which model they answer (``flower.replies``); their numbers and arrays are then checked by the same lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, strided
+
+from fl_bn.federation.blocks import views
+from fl_bn.federation.fields import Form, Values, measured, number, whole
+from fl_bn.federation.payload import Payload, to_numpy
+from fl_bn.federation.rounds import unbounded
+from fl_bn.federation.schema import Schema
+from fl_bn.federation.values import Reply
+from fl_bn.wire import WireError, check_samples, reason, said, shown
+
+REPLIED = Form("metrics", {"samples": whole()})  # 0: the client sat out, and says no more
+TRAINED = REPLIED.and_also(
+    Form(
+        "metrics",
+        {
+            "steps": whole(1),
+            "loss": measured(),
+            "waited": number(0, default=0.0),
+            "kept": whole(default=None),
+            "batch": whole(default=None),
+            "drift": measured(default=None),
+            "drift-layer": whole(default=None),
+            "min-var": measured(default=None),
+            "growth": measured(default=None),
+        },
+    )
+)
+LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a loop of one's own may end before its first step
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the replies to one instruction must be.
+
+    Args:
+        round: of the instruction.
+        signature: of model and method (``payload.signature``).
+        schema: the tensors.
+        form: the numbers.
+        samples: how many each client said that it has, by client; of a client that is missing here nothing is known.
+        most_steps: how many local steps a client of so many samples makes at most; 0: unknown.
+    """
+
+    round: int
+    signature: str
+    schema: Schema
+    form: Form
+    samples: Mapping[int, int] = field(default_factory=dict)
+    most_steps: Callable[[int], int] = unbounded
+
+    def check(self, reply: Reply) -> Reply:
+        """Return ``reply`` with plain tensors on the CPU, the numbers that its form has, and ``largest``.
+
+        Raises:
+            Absent: the client sat out.
+            WireError: for the first thing that is not as expected.
+        """
+        if type(reply.round) is not int or reply.round != self.round:
+            raise WireError("reply", "round", f"expected {self.round}, but got {said(reply.round)}")
+        if reply.signature != self.signature:
+            hint = "different model, method or version of fl-bn on the two sides"
+            raise WireError("reply", "signature", f"expected {self.signature!r}, but got {said(reply.signature)} ({hint})")
+        if not isinstance(reply.metrics, Mapping) or not all(type(name) is str for name in reply.metrics):
+            raise WireError("metrics", "", f"expected numbers by name, but got a {type(reply.metrics).__name__}")
+        values = self.numbers(reply.client, {**reply.metrics, "samples": reply.samples})
+        if type(reply.weight) is not int or not 1 <= reply.weight <= reply.samples:
+            raise WireError("metrics", "weight", f"expected a whole number 1..{reply.samples}, its samples, but got {said(reply.weight)}")
+        if reply.folded is not False:
+            raise WireError("reply", "folded", f"expected False, since only the server adds replies up, but got {said(reply.folded)}")
+        return replace(self.reply(reply.client, values, arrays_of(reply.sections)), weight=reply.weight)
+
+    def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:
+        """Return the checked numbers of a reply of ``client``, as they came in ``record``; None: there is no such record.
+
+        Raises:
+            Absent: the client sat out.
+            WireError: for the first number that is missing, or is not as expected.
+        """
+        samples: int = REPLIED.read(record)["samples"]
+        check_samples(samples)
+        if self.schema.sections and client in self.samples and samples > (most := self.samples[client]):
+            raise WireError("metrics", "samples", f"expected at most {most}, as the client said of itself, but got {samples}")
+        values = self.form.read(record)
+        if "steps" in self.form.fields and 0 < (most := self.most_steps(self.samples.get(client, samples))) < values["steps"]:
+            raise WireError("metrics", "steps", f"expected at most {most}, as the server asked for, but got {values['steps']}")
+        if "kept" in self.form.fields and "kept" in values and values["kept"] >= self.round:
+            raise WireError("metrics", "kept", f"expected a round before {self.round}, but got {values['kept']}")
+        return values
+
+    def reply(self, client: int, values: Values, payload: Payload) -> Reply:
+        """Return the reply of ``client`` with these checked numbers, and these arrays.
+
+        Raises:
+            WireError: for the first array that is missing, extra, or not as expected.
+        """
+        largest = self.schema.check(payload)
+        sections = {section: views(arrays) for section, arrays in payload.items()}
+        numbers = {name: float(value) for name, value in values.items()}
+        samples: int = values["samples"]
+        return Reply(client, sections, samples, samples, numbers, self.round, self.signature, largest)
+
+
+def arrays_of(sections: Any) -> Payload:
+    """Return the arrays of a reply's tensors, which are not copied where they are plain and on the CPU.
+
+    Raises:
+        WireError: they are not tensors by name and section, or hold no values that can be read (sparse ones, or those of device ``meta``).
+    """
+    if not isinstance(sections, Mapping):
+        raise WireError("reply", "sections", f"expected tensors by name and section, but got a {type(sections).__name__}")
+    payload: dict[str, dict[str, np.ndarray]] = {}
+    for section, tensors in sections.items():
+        if type(section) is not str or not isinstance(tensors, Mapping):
+            raise WireError("reply", shown(str(section)), f"expected a section of tensors by name, but got a {type(tensors).__name__}")
+        for name, tensor in tensors.items():
+            if type(name) is not str or not isinstance(tensor, Tensor):
+                raise WireError(section, shown(str(name)), f"expected a tensor, but got a {type(tensor).__name__}")
+            if tensor.layout is not strided or tensor.is_meta or tensor.is_quantized:
+                kind = "without values" if tensor.is_meta else f"of layout {tensor.layout}"
+                raise WireError(section, name, f"expected a dense tensor with values, but got one {kind}, {tensor.dtype}")
+        try:
+            payload[section] = to_numpy(tensors)
+        except RuntimeError as error:
+            raise WireError(section, "", f"its tensors cannot be read: {reason(str(error))}") from error
+    return payload

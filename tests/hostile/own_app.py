@@ -1,0 +1,96 @@
+"""A Flower app of one's own, on a grid on which one node's answers are changed on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Result
+from torch import nn
+from torch.nn import functional as F
+
+from fl_bn.federation.record import RoundRecord
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, evaluating, replayed, training
+from fl_bn.methods import METHODS
+from tests.kept import Kept
+
+CLIENTS = 5
+Spoil = Callable[[Message, str, RecordDict], None]  # the instruction, its type, and the reply's content, to be changed in place
+
+
+def net() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def batches(context: Context) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(int(context.node_config["partition-id"])))
+    return [(part, part[:, :3].argmax(1)) for part in x.split(8)]
+
+
+def own_app(name: str = "fbn") -> ClientApp:
+    app, method = ClientApp(), METHODS[name]()
+    answer(app, net, method, batches)
+
+    @app.train(mods=[replayed])
+    def train(message: Message, context: Context) -> Message:
+        with training(message, context, net(), method, batches(context)) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
+            for x, y in batches(context):
+                optimizer.zero_grad()
+                F.cross_entropy(round.model(x), y).backward()
+                optimizer.step()
+        return round.message(16, 1.0)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        model, ((x, y), *_) = evaluating(message, context, net(), method), batches(context)
+        with torch.no_grad():
+            scores = model(x)
+        loss, accuracy = F.cross_entropy(scores, y).item(), (scores.argmax(1) == y).double().mean().item()
+        metrics: dict[str, Any] = {"loss": loss, "accuracy": accuracy, "num-examples": 8, "confusion": [1, 2]}
+        return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
+
+    return app
+
+
+class LyingGrid(InProcessGrid):
+    """``spoil`` changes what ``nodes`` answer."""
+
+    def __init__(self, app: ClientApp, nodes: Collection[int], spoil: Spoil) -> None:
+        super().__init__(app, CLIENTS, {})
+        self.nodes, self.spoil = nodes, spoil
+
+    def _answer(self, message: Message) -> Message:
+        reply = super()._answer(message)
+        if message.metadata.dst_node_id in self.nodes and reply.has_content():
+            self.spoil(message, message.metadata.message_type, reply.content)
+        return reply
+
+
+@dataclass
+class Ran:
+    """What a run of one's own app left: Flower's result, every round's record, and the shared tensors after each round."""
+
+    result: Result
+    records: list[RoundRecord] = field(default_factory=list)
+    trajectory: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+def lied(node: int | Collection[int], spoil: Spoil, name: str = "fbn", rounds: int = 2, **options: Any) -> Ran:
+    """Run an honest app of which one ``node``, or several, lie."""
+    ran = Ran.__new__(Ran)
+    ran.records, ran.trajectory = [], []
+    strategy = OwnAppStrategy(net(), METHODS[name](), callbacks=[Kept(ran.records)], **options)
+
+    def keep(round: int, arrays: ArrayRecord) -> None:
+        ran.trajectory.append({key: torch.from_numpy(array.numpy().copy()) for key, array in arrays.items()})
+
+    grid = LyingGrid(own_app(name), {node} if isinstance(node, int) else node, spoil)
+    ran.result = strategy.start(grid, num_rounds=rounds, evaluate_fn=keep)
+    return ran

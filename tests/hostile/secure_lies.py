@@ -1,0 +1,110 @@
+"""Secure aggregation by a server with two faces: it tells one client something else than the others, so that their masks hide less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common import Array
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+
+from fl_bn.flower import RunFailed, secure_rounds
+from fl_bn.flower.secure import Sum, secure_sum
+from tests.hostile.liars import LIAR, what
+from tests.hostile.mutations import Rng, pick, plain
+from tests.hostile.outcomes import BROKEN, GIVEN_UP, REFUSED, SAME, Outcome, listening
+from tests.hostile.recorded import CLIENTS, SCENARIOS, Liar, LivingGrid, app_of, cloned, recorded, served
+
+TOLD = {  # what may be told differently: the record, the field, and the values that it becomes
+    "secagg-update-weight": ("config", [1, 2, 2**53]),
+    "secagg-statistics-weight": ("config", [1, 2, 2**53]),
+    "secagg-samples-weight": ("config", [1, 2, 2**53]),
+    "learning-rate": ("config", [1e-3, 0.0999]),
+    Key.CLIPPING_RANGE: (RECORD_KEY_CONFIGS, [1.0, 7.999, 100.0, 1e6]),
+    Key.TARGET_RANGE: (RECORD_KEY_CONFIGS, [2**8, 2**21, 2**22 + 1]),
+    Key.THRESHOLD: (RECORD_KEY_CONFIGS, [4, 5]),
+}
+ARRAYS = "one number of what went down"
+
+
+class TwoFaced(LivingGrid):
+    """The clients of nodes ``odd`` are told another value of ``field``. ``told``: whether any was, in the sum that is being made; ``ever``:
+    in any sum; ``mixed``: the clients of sums that hold those who were told one thing and those who were told another."""
+
+    def __init__(self, name: str, odd: set[int], field: str, value: Any) -> None:
+        super().__init__(app_of(SCENARIOS[name]), Liar())
+        self.odd, self.field, self.value = odd, field, value
+        self.told = self.ever = False
+        self.mixed = list[list[int]]()
+
+    def sum(self, *of: Any, **options: Any) -> Sum:
+        """``secure_sum``, and who is in it."""
+        self.told = False
+        total = secure_sum(*of, **options)
+        nodes = {part.client.node for part in total.parts}
+        if self.told and nodes & self.odd and nodes - self.odd:
+            self.mixed.append(sorted(part.client.index for part in total.parts))
+        return total
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at every sum that is made."""
+        with mock.patch.object(secure_rounds, "secure_sum", self.sum):
+            yield
+
+    def _answer(self, message: Message) -> Message:
+        if message.metadata.dst_node_id in self.odd and what(message).startswith("train"):
+            message.content = cloned(message.content)
+            self.tell(message.content)
+        return super()._answer(message)
+
+    def tell(self, content: RecordDict) -> None:
+        if self.field == ARRAYS:
+            section, name, place = self.value
+            if section in content.array_records and name in content.array_records[section]:
+                values = plain(content.array_records[section][name]).copy()
+                values.reshape(-1)[place % max(values.size, 1)] += 1e-3
+                content.array_records[section][name] = Array(values)
+                self.told = self.ever = True
+            return
+        record = TOLD[self.field][0]
+        before = dict(content.config_records.get(record, {}))
+        if self.field in before and before[self.field] != self.value:
+            content[record] = ConfigRecord({**before, self.field: self.value})
+            self.told = self.ever = True
+
+
+def two_faced(name: str, rng: Rng) -> tuple[str, Outcome]:
+    """A round of which no sum may come about that holds clients of both kinds."""
+    victim = LIAR + 1
+    odd = {victim} if rng.integers(2) else set(range(1, CLIENTS + 1)) - {victim}
+    field = pick(rng, [*TOLD, ARRAYS])
+    value = pick(rng, TOLD[field][1]) if field in TOLD else anything_sent(name, rng)
+    grid = TwoFaced(name, odd, field, value)
+    said_to = f"{'one client is' if len(odd) == 1 else 'all but one are'} told {field} {value}"
+    with listening() as said, np.errstate(all="ignore"), grid.watched():
+        try:
+            ran = served(name, grid)
+        except RunFailed as error:
+            return said_to, Outcome(GIVEN_UP, str(error))
+        except Exception as error:  # whatever it is: the server must live
+            return said_to, Outcome(BROKEN, f"the server ended: {error!r}")
+    if grid.mixed:
+        return said_to, Outcome(BROKEN, f"a sum of clients {grid.mixed[0]}, who were told different things")
+    if not grid.ever:
+        return said_to, Outcome(SAME, "")
+    if not ran.record.aggregated:
+        return said_to, Outcome(GIVEN_UP, said.lines[-1] if said.lines else "")
+    return said_to, Outcome(REFUSED, said.lines[0] if said.lines else "")
+
+
+def anything_sent(name: str, rng: Rng) -> tuple[str, str, int]:
+    """A section, a tensor and a place of what goes down in a training round."""
+    asked = [content for kind, content, _ in recorded(name).exchanges if kind.startswith("train") and "weights" in content.array_records]
+    content = pick(rng, asked)
+    section = pick(rng, [section for section in content.array_records if content.array_records[section]])
+    return section, pick(rng, list(content.array_records[section])), int(rng.integers(1000))

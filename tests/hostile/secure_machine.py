@@ -1,0 +1,202 @@
+"""SecAgg+ at clients of a server that asks anything, in any order: they answer in order, once, and never for more than one sum."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from fl_bn.flower.in_process import InProcessGrid
+from tests.hostile import protobuf
+from tests.hostile.liars import what
+from tests.hostile.lies import ERRORS
+from tests.hostile.mutations import CHANGES
+from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of, cloned, recorded
+
+NODES = (1, 2, 3)  # that this server asks; it has names of more
+STAGES = (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK)
+HONEST = {Key.SAMPLE_NUMBER: 3, Key.SHARE_NUMBER: 3, Key.THRESHOLD: 2, Key.CLIPPING_RANGE: 8.0}
+HONEST |= {Key.TARGET_RANGE: 2**22, Key.MOD_RANGE: 2**32, Key.MAX_WEIGHT: 1.0, "cohort": list(NODES)}
+OTHERWISE: list[tuple[str, Any]] = [
+    (Key.SAMPLE_NUMBER, 1),
+    (Key.SHARE_NUMBER, 1),
+    (Key.SHARE_NUMBER, 5),
+    (Key.THRESHOLD, 1),
+    (Key.THRESHOLD, 9),
+    (Key.CLIPPING_RANGE, float("nan")),
+    (Key.CLIPPING_RANGE, 1e300),
+    (Key.TARGET_RANGE, 2**31),
+    (Key.TARGET_RANGE, 1),
+    (Key.MOD_RANGE, 2),
+    (Key.MAX_WEIGHT, 1e9),
+    ("cohort", [1, 2, 4]),
+    ("cohort", [1, 2, 3, 4]),
+]
+
+
+class Clients(RuleBasedStateMachine):
+    """Three clients whose owners require secure aggregation; the machine is their server."""
+
+    CLEAR: tuple[str, ...] = ("train", "evaluate", "query.statistics", "query.kept")  # what no such client answers in the clear
+
+    @initialize()
+    def begin(self) -> None:
+        self.grid = InProcessGrid(app_of(SCENARIOS["fbn secure"]), CLIENTS, {"secure-aggregation": True})
+        training = [(kind, content) for kind, content, _ in recorded("fbn secure").exchanges if kind.startswith("train")]
+        self.templates = {kind.split()[1]: content for kind, content in training if content["header"]["phase"] == "train"}  # type: ignore[call-overload,index]
+        self.keys: dict[int, list[bytes]] = {}
+        self.shares: dict[int, dict[int, bytes]] = {}  # by source: by destination
+        self.answered: dict[int, list[str]] = {node: [] for node in NODES}  # stages, since the last set-up
+        self.wrong = ""
+
+    # what the server knows, and what it would ask if it were honest
+
+    def request(self, stage: str, node: int) -> dict[str, Any]:
+        if stage == Stage.SETUP:
+            return {Key.STAGE: stage, **HONEST}
+        if stage == Stage.SHARE_KEYS:
+            return {Key.STAGE: stage, **{str(other): list(pair) for other, pair in self.keys.items()}}
+        if stage == Stage.COLLECT_MASKED_VECTORS:
+            sources = [source for source in NODES if source != node and node in self.shares.get(source, {})]
+            return {Key.STAGE: stage, Key.SOURCE_LIST: sources, Key.CIPHERTEXT_LIST: [self.shares[source][node] for source in sources]}
+        return {Key.STAGE: stage, Key.ACTIVE_NODE_ID_LIST: list(NODES), Key.DEAD_NODE_ID_LIST: []}
+
+    def content(self, stage: str, record: dict[str, Any]) -> RecordDict:
+        content = cloned(self.templates[stage])
+        content[RECORD_KEY_CONFIGS] = ConfigRecord(record)
+        return content
+
+    def ask(self, node: int, content: RecordDict, kind: str = "train") -> None:
+        sent = RecordDict(dict(content.items()))
+        message = Message(sent, node, kind, ttl=600.0, group_id="1")
+        try:
+            stage = what(message).partition(" ")[2] if RECORD_KEY_CONFIGS in content.config_records else ""
+        except (KeyError, TypeError):
+            stage = ""
+        asked = dict(content.config_records[RECORD_KEY_CONFIGS]) if RECORD_KEY_CONFIGS in content.config_records else {}
+        (answer,) = self.grid.send_and_receive([message])
+        if answer.has_error():
+            if (named := str(answer.error.reason).partition(":")[0]) not in ERRORS:
+                self.wrong = f"{kind} {stage} is answered by {named}: {answer.error.reason}"
+            return
+        if kind in self.CLEAR and not stage:
+            self.wrong = f"a {kind} message was answered in the clear"
+        if stage in STAGES:
+            self.heard(node, stage, asked, answer.content)
+
+    def heard(self, node: int, stage: str, asked: dict[str, Any], content: RecordDict) -> None:
+        record = content.config_records.get(RECORD_KEY_CONFIGS, {})
+        if "unreadable" in record:
+            self.answered[node] = ["gone"]
+            return
+        before = self.answered[node]
+        if stage == Stage.SETUP:
+            self.answered[node] = before = []
+            self.keys[node] = [bytes(record[Key.PUBLIC_KEY_1]), bytes(record[Key.PUBLIC_KEY_2])]  # type: ignore[arg-type]
+            self.shares.pop(node, None)
+        if tuple(before) != STAGES[: STAGES.index(stage)]:
+            self.wrong = f"node {node} answered {stage} after {before}"
+        before.append(stage)
+        if stage == Stage.SHARE_KEYS:
+            self.shares[node] = dict(zip(record[Key.DESTINATION_LIST], record[Key.CIPHERTEXT_LIST], strict=True))  # type: ignore[arg-type]
+        if stage == Stage.UNMASK:
+            told = Counter(record["nids"])  # type: ignore[arg-type]
+            if max(told.values()) > 1 or len(asked[Key.ACTIVE_NODE_ID_LIST]) < HONEST[Key.THRESHOLD]:
+                self.wrong = f"node {node} handed out the shares of {dict(told)}, asked for {asked}"
+
+    # rules
+
+    @rule(steps=st.integers(1, 4))
+    def all_are_asked_as_is_right(self, steps: int) -> None:
+        """One stage, or more, of an honest server, from where the first client is."""
+        for _ in range(steps):
+            done = self.answered[NODES[0]]
+            stage = STAGES[len(done) % 4] if tuple(done) == STAGES[: len(done)] else Stage.SETUP
+            for node in NODES:
+                self.ask(node, self.content(stage, self.request(stage, node)))
+
+    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES))
+    def one_is_asked_out_of_turn(self, node: int, stage: str) -> None:
+        self.ask(node, self.content(stage, self.request(stage, node)))
+
+    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), record=st.sampled_from(["config", "header"]), which=st.integers(0, 9))
+    def a_field_is_missing(self, node: int, stage: str, record: str, which: int) -> None:
+        content = self.content(stage, self.request(stage, node))
+        fields = dict(content.config_records[record])
+        fields.pop(sorted(fields)[which % len(fields)])
+        content[record] = ConfigRecord(fields)
+        self.ask(node, content)
+
+    @rule(node=st.sampled_from(NODES), change=st.sampled_from(OTHERWISE))
+    def one_is_set_up_otherwise(self, node: int, change: tuple[str, Any]) -> None:
+        self.ask(node, self.content(Stage.SETUP, {**self.request(Stage.SETUP, node), change[0]: change[1]}))
+
+    @rule(node=st.sampled_from(NODES), active=st.lists(st.integers(0, 4), max_size=5), dead=st.lists(st.integers(0, 4), max_size=4))
+    def shares_are_asked_for(self, node: int, active: list[int], dead: list[int]) -> None:
+        record = {Key.STAGE: Stage.UNMASK, Key.ACTIVE_NODE_ID_LIST: active, Key.DEAD_NODE_ID_LIST: dead}
+        self.ask(node, self.content(Stage.UNMASK, record))
+
+    @rule(node=st.sampled_from(NODES), without=st.sampled_from(NODES), twice=st.booleans(), swapped=st.booleans())
+    def keys_are_others(self, node: int, without: int, twice: bool, swapped: bool) -> None:
+        record = self.request(Stage.SHARE_KEYS, node)
+        pair = record.pop(str(without), None)
+        if twice and pair is not None:
+            record["4"] = pair
+        elif swapped and pair is not None:
+            record[str(without)] = pair[::-1]
+        self.ask(node, self.content(Stage.SHARE_KEYS, record))
+
+    @rule(node=st.sampled_from(NODES), how=st.sampled_from(["twice", "fewer", "swapped", "cut"]))
+    def sealed_shares_are_others(self, node: int, how: str) -> None:
+        record = self.request(Stage.COLLECT_MASKED_VECTORS, node)
+        sources, sealed = record[Key.SOURCE_LIST], record[Key.CIPHERTEXT_LIST]
+        if how == "twice":
+            sources, sealed = sources[:1] * 2, sealed[:1] * 2
+        elif how == "fewer":
+            sources, sealed = sources[1:], sealed[1:]
+        elif how == "swapped":
+            sealed = sealed[::-1]
+        else:
+            sealed = [one[:-1] for one in sealed]
+        asked = {**record, Key.SOURCE_LIST: sources, Key.CIPHERTEXT_LIST: sealed}
+        self.ask(node, self.content(Stage.COLLECT_MASKED_VECTORS, asked))
+
+    @rule(node=st.sampled_from(NODES), kind=st.sampled_from(["train", "query.statistics", "query.kept", "evaluate", "query.hello"]))
+    def one_is_asked_in_the_clear(self, node: int, kind: str) -> None:
+        content = cloned(self.templates[Stage.COLLECT_MASKED_VECTORS])
+        del content[RECORD_KEY_CONFIGS]
+        self.ask(node, content, kind)
+
+    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), kind=st.sampled_from(["query.statistics", "query.kept"]))
+    def a_stage_comes_as_another_message(self, node: int, stage: str, kind: str) -> None:
+        content = self.content(stage, self.request(stage, node))
+        before = list(self.answered[node])
+        self.ask(node, content, kind)
+        if self.answered[node] != before:
+            self.wrong = f"node {node} answered {stage} as {kind}, which Flower's mod does not mask"
+
+    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), seed=st.integers(0, 2**32), in_bytes=st.booleans())
+    def anything(self, node: int, stage: str, seed: int, in_bytes: bool) -> None:
+        """The stage's message with changed records, or changed bytes."""
+        rng, content = np.random.default_rng(seed), self.content(stage, self.request(stage, node))
+        if in_bytes:
+            try:
+                _, message = protobuf.in_bytes(Message(content, node, "train", ttl=600.0, group_id="1"), rng)
+            except Exception:  # noqa: BLE001  (Flower cannot open it)
+                return
+            if not isinstance(message, Message) or not message.has_content():
+                return
+            content = message.content
+        else:
+            with np.errstate(all="ignore"):
+                CHANGES[int(rng.integers(len(CHANGES)))](content, rng)
+        self.ask(node, content)
+
+    @invariant()
+    def nothing_is_shown(self) -> None:
+        assert not getattr(self, "wrong", ""), self.wrong

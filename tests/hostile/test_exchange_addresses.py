@@ -1,0 +1,153 @@
+"""A server that names an address for the exchange: a client connects to those that its site allows, and its errors tell nothing more."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fl_bn.exchange.session import Session
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.payload import to_numpy
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.flower import InProcessGrid
+from fl_bn.flower.carriers import GrpcCarrier
+from fl_bn.flower.codec import header_for, to_records
+from fl_bn.methods import METHODS, Phase
+from fl_bn.run.assembly import source_model
+from fl_bn.run.config import RunConfig
+from tests.hostile.own_app import net, own_app
+
+HOST = "127.0.0.1"
+CONFIG = {"clients": 2, "method": "fedtan", "dataset": "digits-plain", "model": "digits-cnn-small", "output": ""}
+FAILED = "the exchange failed at this client, whose own log says why"
+NOT_ALLOWED = "this client does not connect to the address of the exchange: its node config (exchange-addresses) does not allow it"
+APPS: dict[str, ClientApp | str] = {"application": "fl_bn.apps.client:app", "own app": own_app("fedtan")}
+apps = pytest.mark.parametrize("app", APPS)
+
+
+class Site(InProcessGrid):
+    """One client, and the messages of a server that lies about the exchange. ``node``: lines of the site's node config."""
+
+    def __init__(self, app: str, **node: str) -> None:
+        super().__init__(APPS[app], 2, CONFIG)
+        self._contexts[1].node_config.update({name.replace("_", "-"): value for name, value in node.items()})
+
+    def asked(self, address: str, kind: str = "query.rendezvous", content: RecordDict | None = None, token: str = "x") -> Message:
+        """The client's answer to a message whose exchange is at ``address``."""
+        content = RecordDict() if content is None else content
+        config = dict(content.config_records.get("config", {}))
+        config |= {"exchange": "grpc", "exchange-address": address, "exchange-authority": b"", "exchange-token": token}
+        content["config"] = ConfigRecord({**config, "exchange-timeout": 3.0, "exchange-patience": 2.0})
+        (identity,) = self.push_messages([Message(content, 1, kind, ttl=10.0, group_id="1")])
+        (reply,) = self.pull_messages([identity])
+        return reply
+
+    def error(self, address: str, *more: Any) -> str:
+        reply = self.asked(address, *more)
+        assert reply.has_error()
+        return str(reply.error.reason)
+
+
+@contextmanager
+def listening() -> Iterator[tuple[socket.socket, str]]:
+    """A port that somebody listens on who speaks no gRPC."""
+    with socket.create_server((HOST, 0)) as server:
+        server.settimeout(0.3)
+        yield server, f"{HOST}:{server.getsockname()[1]}"
+
+
+@contextmanager
+def closed() -> Iterator[str]:
+    with socket.socket() as unused:
+        unused.bind((HOST, 0))
+        yield f"{HOST}:{unused.getsockname()[1]}"
+
+
+def connected(server: socket.socket) -> bool:
+    try:
+        server.accept()[0].close()
+    except TimeoutError:
+        return False
+    return True
+
+
+@apps
+def test_errors_do_not_tell_an_open_port_from_a_closed_one(app: str, log: pytest.LogCaptureFixture) -> None:
+    """Of a host that is allowed: in a simulation this machine is."""
+    with listening() as (server, speechless), closed() as nobody:
+        errors = {Site(app).error(address) for address in (speechless, nobody)}
+        assert connected(server)  # control
+        assert errors == {f"ExchangeFailed: {FAILED}"}
+        assert f"the exchange at {nobody} failed: UNAVAILABLE" in log.text
+        assert f"the exchange at {speechless} failed: " in log.text
+
+
+PLACES = {
+    "nothing named": ({}, True),
+    "nothing allowed": ({"exchange_addresses": ""}, False),
+    "another host": ({"exchange_addresses": "superlink.example.org, 10.1.2.3:9095"}, False),
+    "another port": ({"exchange_addresses": f"{HOST}:1"}, False),
+    "a host that begins alike": ({"exchange_addresses": "127.0.0.10"}, False),
+}
+
+
+@apps
+@pytest.mark.parametrize("place", PLACES)
+def test_a_client_connects_to_no_address_that_its_site_does_not_allow(
+    place: str, app: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    node, deployed = PLACES[place]
+    site = Site(app, **node)
+    assert site.error(f"{HOST}:1").startswith("ExchangeFailed: ")  # loads the app
+    monkeypatch.setattr("sys.argv", ["/usr/bin/flwr-clientapp" if deployed else "pytest"])
+    with listening() as (server, speechless), closed() as nobody:
+        errors = {site.error(address) for address in (speechless, nobody, "no-such-host.invalid:22")}
+        assert not connected(server)
+    (only,) = errors
+    assert only == f"ExchangeFailed: {NOT_ALLOWED}"
+    assert f"not connected to the exchange at {speechless!r}, as the server asks: " in log.text
+
+
+@apps
+@pytest.mark.parametrize("address", ["unix:/run/a.sock", "unix:a:1", "ipv4:127.0.0.1:22,127.0.0.1:23", "dns://h/x:1", "a:1/", "", "x"])
+def test_what_is_no_host_and_port_is_refused_by_its_form(app: str, address: str) -> None:
+    assert Site(app, exchange_addresses="unix, dns, a").error(address).startswith("WireError: config/exchange-address: expected HOST:PORT")
+
+
+@apps
+@pytest.mark.parametrize(("kind", "phase"), [("train", Phase.EXCHANGE), ("query.statistics", Phase.MEASURE)])
+def test_the_exchange_of_a_round_and_of_statistics_is_where_the_site_allows_it(kind: str, phase: Phase, app: str) -> None:
+    model = source_model(RunConfig.from_mapping(CONFIG)) if app == "application" else net()
+    shared = SharedModel(model, METHODS["fedtan"]())
+
+    def content() -> RecordDict:
+        made = to_records({section: to_numpy(tensors) for section, tensors in shared.sections().items()}, header_for(shared, 1, phase))
+        made["config"] = ConfigRecord({"learning-rate": 0.1, "measured": "inputs"})
+        return made
+
+    with listening() as (server, speechless):
+        assert Site(app, exchange_addresses="superlink").error(speechless, kind, content()) == f"ExchangeFailed: {NOT_ALLOWED}"
+        assert not connected(server)
+        allowed = Site(app, exchange_addresses=HOST).error(speechless, kind, content())  # control
+        assert connected(server)
+        assert allowed == f"ExchangeFailed: {FAILED}"
+
+
+@apps
+@pytest.mark.parametrize("named", [HOST, f"superlink, {HOST}", "port"])
+def test_where_it_is_allowed_the_client_takes_part(app: str, named: str) -> None:
+    carrier = GrpcCarrier(ExchangeSettings(carrier="grpc"), {})
+    try:
+        session = Session([0], {}, join_deadline=10.0)
+        tokens = carrier.service.open(session)
+        site = Site(app, exchange_addresses=carrier.address if named == "port" else named)
+        assert not site.asked(carrier.address, token=tokens[0]).has_error()
+        assert session.batches == {0: 1}
+    finally:
+        carrier.stop()

@@ -1,0 +1,156 @@
+"""A Flower app of one's own of which one node lies: it is left out by name, and neither ends the run nor decides for the others."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from flwr.app import Message, RecordDict
+
+from fl_bn.federation.defence import Defence
+from fl_bn.flower import OwnAppStrategy, RunFailed
+from fl_bn.methods import METHODS
+from tests.doors.doors import apart
+from tests.hostile.liars import sets
+from tests.hostile.own_app import CLIENTS, LyingGrid, lied, net, own_app
+
+NODES = pytest.mark.parametrize("node", [1, 5], ids=["the first", "the last"])
+
+
+def nothing(message: Message, asked: str, content: RecordDict) -> None:
+    """Nobody lies."""
+
+
+def others(node: int) -> list[int]:
+    return [client for client in range(CLIENTS) if client != node - 1]
+
+
+HELLO: dict[str, dict[str, Any]] = {
+    "clients=2e7": {"clients": 20_000_000},
+    "clients=2**53": {"clients": 2**53},
+    "clients=2": {"clients": 2},
+    "clients=100": {"clients": 100},
+    "clients=0": {"clients": 0},
+    "another signature": {"signature": "0" * 16},
+    "another version": {"version": "0.0.0"},
+    "samples=nan": {"samples": math.nan},
+    "client 7 of 5": {"client": 7},
+}
+
+
+@NODES
+@pytest.mark.parametrize("case", HELLO)
+def test_an_introduction_that_is_unlike_the_others_costs_that_node_its_part(case: str, node: int, log: pytest.LogCaptureFixture) -> None:
+    ran = lied(node, sets("query.hello", "hello", **HELLO[case]))
+    assert [[c.client for c in record.accepted] for record in ran.records] == [others(node)] * 2
+    assert any(f"node {node} refused: " in line for line in log.messages)
+
+
+def test_where_nodes_do_not_agree_the_server_must_be_told() -> None:
+    """Two say 5, two 4, and one 3: nobody can tell who lies."""
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        sets("query.hello", "hello", clients={2: 4, 3: 4, 4: 3}[message.metadata.dst_node_id])(message, asked, content)
+
+    with pytest.raises(RunFailed, match=r"nodes do not agree .*: 1 say 3, 2 say 4, 2 say 5\. Give clients=\.\.\. to the strategy"):
+        lied([2, 3, 4], spoil)
+    ran = lied([2, 3, 4], spoil, clients=CLIENTS)
+    assert [[c.client for c in record.accepted] for record in ran.records] == [[0, 4]] * 2
+
+
+@NODES
+def test_a_run_whose_least_number_of_nodes_is_all_fails_with_the_reason(node: int) -> None:
+    with pytest.raises(RunFailed, match=f"only 4 of 5 nodes may take part: client {node - 1} has another model, method or version"):
+        lied(node, sets("query.hello", "hello", signature="0" * 16), min_available_nodes=CLIENTS)
+
+
+TRAIN: dict[str, tuple[dict[str, Any], str]] = {
+    "steps=nan": ({"steps": math.nan}, "metrics/steps: expected "),
+    "samples=17": ({"samples": 17}, "metrics/samples: expected at most 16"),
+    "loss a list": ({"loss": [1.0]}, "metrics/loss: expected "),
+    "kept in the future": ({"kept": 7}, "metrics/kept: expected "),
+}
+
+
+@NODES
+@pytest.mark.parametrize("case", TRAIN)
+def test_numbers_that_no_client_tells_cost_it_its_reply(case: str, node: int) -> None:
+    fields, begins = TRAIN[case]
+    for record in lied(node, sets("train", "metrics", **fields)).records:
+        assert [c.client for c in record.accepted] == others(node)
+        assert record.clients[node - 1].refused.startswith(begins)
+
+
+EVALUATED: dict[str, tuple[dict[str, Any], str]] = {
+    "accuracy=nan": ({"accuracy": math.nan}, "metrics/accuracy: expected a finite number 0..1, but got nan"),
+    "accuracy=1e9": ({"accuracy": 1e9}, "metrics/accuracy: expected a finite number 0..1, but got 1000000000.0"),
+    "accuracy=-1": ({"accuracy": -1}, "metrics/accuracy: expected a finite number 0..1, but got -1"),
+    "loss=inf": ({"loss": math.inf}, "metrics/loss: expected a finite number, but got inf"),
+    "loss=1e308": ({"loss": 1e308}, "metrics/loss: expected a finite number, but got 1e+308"),
+    "no accuracy": ({"accuracy": None}, "metrics/accuracy: missing, but more than half of the clients send it"),
+    "num-examples=-1": ({"num_examples": -1}, "metrics/num-examples: expected a whole number >= 0"),
+    "num-examples=nan": ({"num_examples": math.nan}, "metrics/num-examples: expected a whole number >= 0"),
+    "no num-examples": ({"num_examples": None}, "metrics/num-examples: expected a whole number >= 0"),
+    "a name of two lines": ({"a\nround 1: all is well": 1.0}, "metrics/'a\\nround 1: all is well': expected a name"),
+    "a name with an escape": ({"\x1b[2Ja": 1.0}, "metrics/'\\x1b[2Ja': expected a name"),
+    "a long name": ({"a" * 10_000: 1.0}, "metrics/'aaaa"),
+    "many names": ({f"m{i}": 1.0 for i in range(2000)}, "metrics: expected at most 1000 metrics"),
+}
+
+
+@NODES
+@pytest.mark.parametrize("case", EVALUATED)
+def test_an_evaluation_that_no_client_makes_is_not_counted(case: str, node: int, log: pytest.LogCaptureFixture) -> None:
+    fields, begins = EVALUATED[case]
+    ran = lied(node, sets("evaluate", "metrics", **fields))
+    assert len(ran.records[-1].accepted) == CLIENTS
+    without = lied(node, sets("evaluate", "metrics", num_examples=0))
+    assert dict(ran.result.evaluate_metrics_clientapp[2]) == dict(without.result.evaluate_metrics_clientapp[2])
+    lines = [line for line in log.messages if f"client {node - 1}'s evaluation is not counted: {begins}" in line]
+    assert len(lines) == 1  # of two evaluations, for the same reason
+    assert all(line.isprintable() and len(line) < 500 for line in lines)
+
+
+def test_why_a_client_did_not_evaluate_is_said_once(log: pytest.LogCaptureFixture) -> None:
+    grid = LyingGrid(own_app(), {1}, nothing)
+    grid._contexts[1].node_config["max-evaluations"] = 1
+    result = OwnAppStrategy(net(), METHODS["fbn"]()).start(grid, num_rounds=4)
+    assert len(result.evaluate_metrics_clientapp) == 4  # of the others
+    assert log.text.count("client 0's evaluation is not counted: error: code 2: Refused: this site answers 1 evaluations in a run") == 1
+
+
+@NODES
+@pytest.mark.parametrize("defence", [Defence(), Defence(1, "median", "median")], ids=["undefended", "defended"])
+def test_no_client_weighs_more_than_all_others_together(node: int, defence: Defence, log: pytest.LogCaptureFixture) -> None:
+    """Under a defence all weigh alike. Before, whoever claimed 2**53 examples said what the accuracy is."""
+    lying = {"accuracy": 1.0, "loss": 0.0, "num_examples": 2**53}
+    claimed, modest, honest = (
+        lied(node, sets("evaluate", "metrics", **fields), rounds=1, defence=defence).result.evaluate_metrics_clientapp[1]
+        for fields in (lying, lying | {"num_examples": 8}, {})
+    )
+    loss = 5 * float(modest["loss"]) / 4  # of the others  # type: ignore[arg-type]
+    if defence.active:
+        assert dict(claimed) == dict(modest)
+    else:
+        assert float(claimed["loss"]) == pytest.approx(loss / 2)  # type: ignore[arg-type]
+        assert f"client {node - 1} says that it tested on 9007199254740992 examples, more than all others together (32)" in log.text
+    assert float(modest["loss"]) < float(honest["loss"])  # type: ignore[arg-type]
+
+
+def test_a_metric_that_one_client_alone_sends_is_named_and_not_averaged(log: pytest.LogCaptureFixture) -> None:
+    ran = lied(3, sets("evaluate", "metrics", fame=1e6))
+    assert set(ran.result.evaluate_metrics_clientapp[2]) == {"loss", "accuracy"}
+    assert "not averaged, since no more than half of the clients send them: fame" in log.text
+
+
+def test_accuracies_may_be_told_in_per_cent() -> None:
+    ran = lied(3, sets("evaluate", "metrics", accuracy=50.0), ranges={"accuracy": (0, 100)})
+    assert 10 < float(ran.result.evaluate_metrics_clientapp[2]["accuracy"]) < 12  # type: ignore[arg-type]
+
+
+def test_control_with_nobody_lying_all_count(log: pytest.LogCaptureFixture) -> None:
+    ran, again = lied(1, nothing), lied(5, nothing)
+    assert [[c.client for c in record.accepted] for record in ran.records] == [[0, 1, 2, 3, 4]] * 2
+    assert apart(ran.trajectory, again.trajectory) == 0
+    assert not any("refused" in line or "not counted" in line for line in log.messages)

@@ -1,0 +1,137 @@
+"""Replies to a loop of one's own that no client makes: each costs its sender alone, and is named in the record or in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fl_bn import convert, local_round, methods, server_round, server_state
+from fl_bn.federation.server import Server
+from fl_bn.federation.values import Reply
+from fl_bn.methods import Method
+from tests.doors.doors import apart
+
+CLIENTS, LIAR = 5, 1
+
+
+def net() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def reply_of(state: Server, client: int, method: Method) -> Reply:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(client))
+    model = convert(net(), method)
+    with local_round(model, method, state.instruction()) as round:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for part in x.split(8):
+            optimizer.zero_grad()
+            F.cross_entropy(model(part), part[:, :3].argmax(1)).backward()
+            optimizer.step()
+    reply, _ = round.reply(16, 1.0, client=client)
+    return reply
+
+
+@cache
+def started() -> tuple[Server, tuple[Reply, ...]]:
+    """A server in round 2, whose round 1 was honest, and the honest replies to it."""
+    state = server_state(net(), methods.fedavg(), rounds=4, clients=CLIENTS)
+    state, record = server_round(state, [reply_of(state, client, methods.fedavg()) for client in range(CLIENTS)])
+    assert record.aggregated
+    return state, tuple(reply_of(state, client, methods.fedavg()) for client in range(CLIENTS))
+
+
+def first(change: Callable[[torch.Tensor], Any]) -> Callable[[Reply], Reply]:
+    """The first tensor of the reply is something else."""
+    return lambda reply: replace(reply, sections=reply.sections | {"weights": reply.sections["weights"] | {"0.weight": change(W)}})
+
+
+W = torch.zeros(6, 4)
+
+
+def told(**metrics: Any) -> Callable[[Reply], Reply]:
+    return lambda reply: replace(reply, metrics=reply.metrics | {name.replace("_", "-"): value for name, value in metrics.items()})
+
+
+def earlier(reply: Reply) -> Reply:
+    """The client's own reply to round 1."""
+    return reply_of(server_state(net(), methods.fedavg(), rounds=4, clients=CLIENTS), reply.client, methods.fedavg())
+
+
+def of_fixbn(reply: Reply) -> Reply:
+    """What the client would send to round 2 of a FixBN run: the same tensors."""
+    state = server_state(net(), methods.fixbn(), rounds=4, clients=CLIENTS)
+    state, _ = server_round(state, [reply_of(state, client, methods.fixbn()) for client in range(CLIENTS)])
+    return reply_of(state, reply.client, methods.fixbn())
+
+
+NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {
+    "weight=-32": (lambda r: replace(r, weight=-32), "metrics/weight: expected a whole number 1..16, its samples, but got -32"),
+    "weight=10**30": (lambda r: replace(r, weight=10**30), "metrics/weight: expected a whole number 1..16"),
+    "weight=nan": (lambda r: replace(r, weight=float("nan")), "metrics/weight: expected a whole number 1..16"),  # type: ignore[arg-type]
+    "samples=-5": (lambda r: replace(r, samples=-5, weight=-5), "metrics/samples: expected a whole number >= 0"),
+    "samples=inf": (lambda r: replace(r, samples=float("inf")), "metrics/samples: expected a whole number >= 0"),  # type: ignore[arg-type]
+    "samples=10**30": (lambda r: replace(r, samples=10**30, weight=10**30), "metrics/samples: expected a whole number >= 0"),
+    "steps=nan": (told(steps=float("nan")), "metrics/steps: expected a whole number"),
+    "steps=-1": (told(steps=-1), "metrics/steps: expected a whole number"),
+    "steps a list": (told(steps=[1, 2]), "metrics/steps: expected a whole number"),
+    "loss of text": (told(loss="low"), "metrics/loss: expected a number"),
+    "waited below 0": (told(waited=-1.0), "metrics/waited: expected a finite number >= 0"),
+    "metrics a list": (lambda r: replace(r, metrics=[1.0]), "metrics: expected numbers by name, but got a list"),  # type: ignore[arg-type]
+    "folded": (lambda r: replace(r, folded=True), "reply/folded: expected False"),
+    "of round 1": (earlier, "reply/round: expected 2, but got 1"),
+    "of FixBN": (of_fixbn, "reply/signature: expected '"),
+    "a list": (first(lambda w: w.tolist()), "weights/0.weight: expected a tensor, but got a list"),
+    "an array": (first(lambda w: np.zeros((6, 4), np.float32)), "weights/0.weight: expected a tensor, but got a ndarray"),
+    "sparse": (first(lambda w: w.to_sparse()), "weights/0.weight: expected a dense tensor with values"),
+    "meta": (first(lambda w: w.to("meta")), "weights/0.weight: expected a dense tensor with values"),
+    "complex": (first(lambda w: torch.complex(w, w).conj()), "weights"),
+    "bfloat16": (first(lambda w: w.bfloat16()), "tensor/0.weight: expected a dtype that NumPy has"),
+    "sections a list": (lambda r: replace(r, sections=[W]), "reply/sections: expected tensors by name and section"),  # type: ignore[arg-type]
+    "a section of a tensor": (lambda r: replace(r, sections={"weights": W}), "reply/weights: expected a section of tensors"),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("case", NO_REPLY)
+def test_what_no_client_sends_costs_its_sender_the_reply(case: str) -> None:
+    (state, honest), (change, begins) = started(), NO_REPLY[case]
+    replies = [change(reply) if reply.client == LIAR else reply for reply in honest]
+    after, record = server_round(state, replies)
+    assert [c.client for c in record.accepted] == [0, 2, 3, 4]
+    assert record.clients[LIAR].refused.startswith(begins)
+    assert len(record.clients[LIAR].refused) < 500
+    want, _ = server_round(state, [reply for reply in honest if reply.client != LIAR])
+    assert apart([after.shared.tensors()], [want.shared.tensors()]) == 0
+
+
+KNOWN = "expected one of client 0..4, as many as the server was told of"
+STRANGERS: dict[str, tuple[Callable[[Reply], Any], str]] = {
+    "client 77 of 5": (lambda r: replace(r, client=77), f"{KNOWN}, but it calls itself client 77"),
+    "client -1": (lambda r: replace(r, client=-1), f"{KNOWN}, but it calls itself client -1"),
+    "client True": (lambda r: replace(r, client=True), f"{KNOWN}, but it calls itself client True"),
+    "client a list": (lambda r: replace(r, client=[1]), KNOWN),  # type: ignore[arg-type]
+    "reply and kept": (lambda r: (r, None), "expected what round.reply(...) returns first, but got a tuple"),
+    "nothing": (lambda r: None, "expected what round.reply(...) returns first, but got a NoneType"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGERS)
+def test_what_is_no_client_s_reply_is_named_in_the_log(case: str, log: pytest.LogCaptureFixture) -> None:
+    (state, honest), (change, says) = started(), STRANGERS[case]
+    _, record = server_round(state, [change(reply) if reply.client == LIAR else reply for reply in honest])
+    assert [c.client for c in record.accepted] == [0, 2, 3, 4]
+    assert f"round 2: a reply is not used: {says}" in log.text
+
+
+def test_control_the_honest_replies_all_count() -> None:
+    _, record = server_round(*started())
+    assert [c.client for c in record.accepted] == [0, 1, 2, 3, 4]

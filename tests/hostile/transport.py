@@ -1,0 +1,44 @@
+"""Flower's transport as the server sees it: replies are opened from bytes when they are pulled, and what opening raises, pulling raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fl_bn.flower.in_process import InProcessGrid
+from tests.hostile.recorded import Liar
+
+
+class ByteGrid(Grid):
+    """Clients in this process behind what Flower does with their replies; ``liar`` changes the bytes of one.
+
+    As in Flower's own grid, a pull that raises loses all replies that it was asked for.
+    """
+
+    def __init__(self, inner: InProcessGrid, liar: Liar) -> None:
+        self.inner, self.liar = inner, liar
+
+    def set_run(self, run_id: Any) -> None:
+        self.inner.set_run(run_id)
+
+    @property
+    def run(self) -> Any:
+        return self.inner.run
+
+    def create_message(self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None) -> Message:
+        return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self.inner.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self.inner.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self.liar.delivered(reply) for reply in self.inner.pull_messages(message_ids)]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self.pull_messages(self.push_messages(messages))
