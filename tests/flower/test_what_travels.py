@@ -129,7 +129,8 @@ def by_hand(ran: Run, samples: Samples, round: int) -> dict[str, np.ndarray]:
 
 
 def test_gradients_travel_through_the_whole_stack(clients: list[Samples]) -> None:
-    ran = run(replace(METHODS["fbn"](), centre=False), clients, 2, settings=DSGD, model=seeded_network("plain"), policy={"rate": lambda round, rounds: 0.5})
+    plain, policy = replace(METHODS["fbn"](), centre=False), {"rate": lambda round, rounds: 0.5}
+    ran = run(plain, clients, 2, settings=DSGD, model=seeded_network("plain"), policy=policy)
     before, counts = ran.grid.train(1)[0]["weights"], np.array([6, 4, 5])
     mine = [by_hand(ran, samples, 1) for samples in clients]
     for k in before:
