@@ -196,8 +196,8 @@ class Method:
         return self.calibrate or self.starts_constant(rounds)
 
     def bounded(self) -> Method:
-        """Return the method for a loop that clips gradients where steps would lead too far."""
-        return self if self.bounded_scale is None else replace(self, scale=self.bounded_scale)
+        """Return the method for a loop that clips gradients where steps would lead too far. Without centring a smaller scale does harm."""
+        return self if self.bounded_scale is None or not self.centre else replace(self, scale=self.bounded_scale)
 
     @property
     def personal(self) -> bool:

@@ -176,10 +176,10 @@ class RunConfig(RunKeys):
         freezes_itself = "freeze-after" in options_by_key(constructor)
         if self.freeze_after >= 0 and not freezes_itself:
             method = freeze(method, self.freeze_after, rate=self.frozen_rate or None)
-        if self._bounds_paths():
-            method = method.bounded()
         if self.centre_gradients != "auto":
             method = replace(method, centre=self.centre_gradients == "always")
+        if self._bounds_paths():
+            method = method.bounded()
         return self._attacked(method)
 
     def _bounds_paths(self) -> bool:
