@@ -63,7 +63,7 @@ def test_what_may_differ_is_where_and_how_it_runs_not_what() -> None:
     exchange = {name for name in KEYS if name.startswith("exchange")}
     assert FREE - exchange == {
         "name", "output", "resume", "checkpoint-every", "pictures", "callbacks", "device", "threads", "workers", "recalibration",
-        "memory-format",
+        "deterministic", "memory-format",
         "recalibration-memory", "share-label-counts", "min-replies", "min-cohort",
         "clients-at-start", "client-nodes", "client-names",
         "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout",
