@@ -269,6 +269,7 @@ def federated(name: str, method: Method) -> Federation:
         optimizer=partial(torch.optim.SGD, lr=RATE),
         test=[network.batch(2, 2)],
         unit_scale=False,
+        clip="none",
         progress=False,
     )
     (record,) = federation.run(1)
