@@ -31,9 +31,9 @@ from fl_bn.flower.disclosure import FEW
 from fl_bn.flower.fields import records_of
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import EVALUATION, EXCHANGE, LIMITS, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SUM_OF
-from fl_bn.flower.versions import check_server
+from fl_bn.flower.versions import OtherVersion, check_server
 from fl_bn.methods import Phase
-from fl_bn.wire import said, shown
+from fl_bn.wire import WireError, said, shown
 
 Handler = Callable[[Message, Context], Message]
 COUNTS = ("samples", "num-examples", "fewest")  # under which an evaluation says how many samples are behind its numbers
@@ -113,10 +113,12 @@ class Gate:
         except Refused:
             raise
         except Exception as error:
-            if not (masks and limits.secure):
+            if not limits.secure or (isinstance(error, WireError | OtherVersion) and not masks):  # these are about the message alone
                 raise
+            log(logging.ERROR, "this client does not answer, and the server is not told why: %r", error)
+            if not masks:
+                raise Refused("this client could not answer; its own log says why") from None
             _count_failure(context)
-            log(logging.ERROR, "this client has no part in a secure sum, and the server is not told why: %r", error)
             raise Refused("this client could not compute its part of a secure sum; its own log says why") from None
         finally:
             _entered.reset(token)

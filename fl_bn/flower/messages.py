@@ -125,7 +125,7 @@ SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NOD
 UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)})  # in place of a masked vector
 MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)})  # the size of the vector is known: see secure
 DIGEST = Form("fitres.metrics", {"digest": text(64, "[0-9a-f]{64}", wanted="64 hexadecimal digits")})  # of the client's instruction
-RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS), "kept": whole(default=None)}).and_also(PLAN, HEADER, DIGEST)
+RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS)}).and_also(PLAN, HEADER, DIGEST)
 STATUS = Form("fitres.status", {"code": whole(0, 0), "message": text(REASON)})
 WEIGHT = Form("fitres.num_examples", {"num_examples": whole(1, 1)})
 SHARES_BACK = Form(RECORD_KEY_CONFIGS, {"nids": wholes(NODES), "shares": blobs(NODES, SHARE)})

@@ -215,7 +215,7 @@ def _unmask(workflow: Any, stages: Stages, context: Any, state: Any, legacy: _Le
 
 def _summand(client: Client, stages: Stages, node: int) -> Summand:
     plan = stages.plans[node]
-    return Summand(client, plan, stages.activations[node], {"steps": float(plan.steps)} | stages.kept[node])
+    return Summand(client, plan, stages.activations[node], {"steps": float(plan.steps)})
 
 
 def _context(strategy: _Legacy, round: int) -> LegacyContext:

@@ -269,7 +269,6 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
     loss = float(told.get("loss", 0.0))  # type: ignore[arg-type]
     parts |= flags(loss, weighting.of("loss", plan), any(cut.values()), bool(beyond_range), limit)
     counts: dict[str, Any] = {**asdict(plan), "activations": dump(per_sample), "digest": digest.hex()}
-    counts |= {"kept": told["kept"]} if "kept" in told else {}
     if not private:
         _seed_rounding(client, header.round, 0 if trained else 1)
     return _vector_reply(message, to_vector(parts, shapes), counts | asdict(repeated))

@@ -56,7 +56,6 @@ class Stages:
     evaluates: bool = False
     plans: dict[int, Plan] = field(default_factory=dict)
     activations: dict[int, dict[str, int]] = field(default_factory=dict)
-    kept: dict[int, dict[str, float]] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     complaints: set[frozenset[int]] = field(default_factory=set)
     shares: dict[int, Message] = field(default_factory=dict)  # replies of the last stage
@@ -167,12 +166,10 @@ class Stages:
         if told["activations"].keys() != self.layers:
             problem = f"expected a number for each of {len(self.layers)} layers, but got {said(list(told['activations']))}"
             raise WireError("fitres.metrics", "activations", problem)
-        if "kept" in told and told["kept"] >= self.header.round:
-            raise WireError("fitres.metrics", "kept", f"expected a round before {self.header.round}, but got {told['kept']}")
         masked = MASKED.of_configs(content)["masked_params"]
         _check_masked(masked, self.size)
         self.digests[node] = told["digest"]
-        self.activations[node], self.kept[node] = told["activations"], {"kept": float(told["kept"])} if "kept" in told else {}
+        self.activations[node] = told["activations"]
         result = FitRes(Status(Code(status["code"]), ""), ndarrays_to_parameters([]), weight["num_examples"], {})
         checked: RecordDict = fitres_to_recorddict(result, keep_input=False)
         checked[RECORD_KEY_CONFIGS] = ConfigRecord({Key.MASKED_PARAMETERS: masked})

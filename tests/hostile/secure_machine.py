@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from fl_bn.flower import gate
 from fl_bn.flower.in_process import InProcessGrid
 from tests.hostile import protobuf
 from tests.hostile.liars import what
@@ -37,6 +41,19 @@ OTHERWISE: list[tuple[str, Any]] = [
     ("cohort", [1, 2, 4]),
     ("cohort", [1, 2, 3, 4]),
 ]
+
+
+@contextmanager
+def hidden_errors() -> Iterator[list[str]]:
+    """Inside, the kinds of errors that a client's gate keeps from the server are added to the list: its own log has them."""
+    found: list[str] = []
+
+    def note(severity: int, text: str, *values: object) -> None:
+        found.extend(type(value).__name__ for value in values if isinstance(value, Exception))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate, "log", note)
+        yield found
 
 
 class Clients(RuleBasedStateMachine):
@@ -79,7 +96,11 @@ class Clients(RuleBasedStateMachine):
         except (KeyError, TypeError):
             stage = ""
         asked = dict(content.config_records[RECORD_KEY_CONFIGS]) if RECORD_KEY_CONFIGS in content.config_records else {}
-        (answer,) = self.grid.send_and_receive([message])
+        with hidden_errors() as hidden:
+            (answer,) = self.grid.send_and_receive([message])
+        if others := [named for named in hidden if named not in ERRORS]:
+            self.wrong = f"{kind} {stage} is answered by {others[0]}, which the gate hides"
+            return
         if answer.has_error():
             if (named := str(answer.error.reason).partition(":")[0]) not in ERRORS:
                 self.wrong = f"{kind} {stage} is answered by {named}: {answer.error.reason}"

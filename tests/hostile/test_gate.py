@@ -275,9 +275,8 @@ def test_a_client_that_fails_does_not_say_why_and_fails_three_times_at_most(log:
     assert all("failed in 3 secure sums of this run, and takes part in no more" in why for why in said[3:])
     assert str(secret) in log.text
     assert all(str(secret) in why for why in reasons(WatchedGrid(app, 1)))  # control: a client that does not require secure aggregation
-    assert all(
-        str(secret) in why for why in reasons(with_node_config(WatchedGrid(app, 1), secure_aggregation=True), "setup")
-    )  # no model yet
+    before = reasons(with_node_config(WatchedGrid(app, 1), secure_aggregation=True), "setup")  # its data may be of another form
+    assert all("could not answer; its own log says why" in why for why in before)
 
 
 def test_which_samples_overflow_is_not_told() -> None:

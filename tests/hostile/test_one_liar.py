@@ -101,7 +101,6 @@ SECURE: dict[str, tuple[Spoil, str]] = {
     "collect without status": (lacks("train collect_masked_vectors", "fitres.status"), "fitres.status: "),
     "status code x": (sets("train collect_masked_vectors", "fitres.status", code="x"), "fitres.status/code: "),
     "status code 7": (sets("train collect_masked_vectors", "fitres.status", code=7), "fitres.status/code: "),
-    "kept=x": (sets("train collect_masked_vectors", "fitres.metrics", kept="x"), "fitres.metrics/kept: "),
     "activations deep": (sets("train collect_masked_vectors", "fitres.metrics", activations="[" * 100_000), "fitres.metrics/activations: "),
     "activations of others": (
         sets("train collect_masked_vectors", "fitres.metrics", activations='{"z": 3}'),
