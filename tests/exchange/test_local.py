@@ -202,7 +202,7 @@ def test_after_many_rounds_no_thread_is_left() -> None:
     for number in range(200):
         round = Round(3, POLICIES[number % 2])
         round.run([round.client(c, disturb=breaking(MOMENTS[number % 4]) if number % 3 == c else breaking()) for c in range(3)])
-        assert threading.active_count() == before
+        assert threading.active_count() <= before
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])

@@ -144,7 +144,7 @@ def test_nothing_of_the_model_changes_and_no_thread_is_left(failing: int, memory
     assert all(torch.equal(before[k].mean, after[k].mean) and torch.equal(before[k].var, after[k].var) for k in before)
     assert all(module.training for module in model.modules())
     assert not any(module._forward_pre_hooks for module in model.modules())
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 def test_what_the_network_raises_is_raised_and_ends_the_exchange() -> None:
@@ -160,7 +160,7 @@ def test_what_the_network_raises_is_raised_and_ends_the_exchange() -> None:
         with pytest.raises(ArithmeticError, match="no root"):
             walk(Broken().double(), batches(), memory, exchange)
         assert exchange.closed == ["ArithmeticError('no root')"]
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
 
 
 class Forked(nn.Module):
