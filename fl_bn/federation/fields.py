@@ -1,6 +1,6 @@
-"""What a field of a message may hold, and what a record of such fields must: bytes from another side in, checked values out.
+"""Declares what a field of a message may hold, and a record of such fields must: bytes from another side in, checked values out.
 
-A ``Form`` declares the fields of one record. ``read`` checks what came and returns ``Values``: to read a field that the form does not
+A ``Form`` declares the fields of one record. ``read`` checks a record and returns ``Values``: to read a field that the form does not
 declare raises ``Undeclared``. Fields that came undeclared are dropped, or kept as they came where the form has ``others``.
 
 Sizes are checked before anything is parsed, and nothing here recurses: a text has a longest length, a list a largest number of items.
@@ -27,7 +27,7 @@ class Undeclared(KeyError):
 
 @dataclass(frozen=True)
 class Field:
-    """What one field may hold. ``fits`` tells; ``wanted`` says it in words; ``turn`` makes the checked value of what fits.
+    """Says what one field may hold. ``fits`` tells; ``wanted`` says it in words; ``turn`` makes the checked value of what fits.
 
     ``default``: of a field that may be absent; None: it is then not among the values.
     """
@@ -168,7 +168,7 @@ class Form:
         return found
 
     def read(self, came: Mapping[str, Any] | None) -> Values:
-        """The declared fields of what came, checked; None: there is no such record.
+        """Return the declared fields of a record, checked; None: there is no such record.
 
         Raises:
             WireError: for the first field that is missing, or holds what it may not.

@@ -1,4 +1,4 @@
-"""What a reply must be: here every door checks what a client sent, before anything is made of it.
+"""Says what a reply must be: here every door checks what a client sent, before anything is made of it.
 
 In a loop of one's own and in ``Federation`` replies come as values (``Expected.check``). In Flower's messages they come as records, whose
 header says which round and which model they answer (``flower.replies``); their numbers and arrays are then checked by the same lines.
@@ -43,7 +43,7 @@ LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a loop of one'
 
 @dataclass(frozen=True)
 class Expected:
-    """What the replies to one instruction must be.
+    """Says what the replies to one instruction must be.
 
     Args:
         round: of the instruction.

@@ -169,7 +169,7 @@ class BatchNormClient(NumPyClient):
 
     @contextmanager
     def _own_model(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> Iterator[nn.Module]:
-        """What the server sent with this client's own local tensors."""
+        """Return what the server sent with this client's own local tensors."""
         kept = self._state(config).read(before=int(config["round"]) + 1)
         asked = self._instruction(Phase.MEASURE, unflatten(parameters, config["layout"]), config)
         with self.network.lend() as lent:

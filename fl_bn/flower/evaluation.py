@@ -1,4 +1,4 @@
-"""What the clients' own evaluations say together, in the clear or as a secure sum."""
+"""Put together what the clients' own evaluations say, in the clear or as a secure sum."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class SaidOnce:
 
 
 class EvaluationsAtClients:
-    """Of one run, by the metrics of ``task``."""
+    """Puts the evaluations of one run together, by the metrics of ``task``."""
 
     def __init__(self, task: Task, called: Called) -> None:
         self.task, self._called, self._say = task, called, SaidOnce("%s did not evaluate: %s", called)
 
     def in_the_clear(self, record: RoundRecord, replies: Iterable[Message], reading: Reading) -> MetricRecord | None:
-        """What ``over_clients`` makes of the clients' metrics; each one's own loss and metric go into ``record``."""
+        """Return what ``over_clients`` makes of the clients' metrics; each one's own loss and metric go into ``record``."""
         came, refused, _ = read_replies(replies, reading)
         self._say(refused)
         metric = self.task.metric

@@ -198,11 +198,11 @@ def test_a_token_that_is_not_admitted_is_refused(kind: str) -> None:
 
 def test_after_many_rounds_no_thread_is_left() -> None:
     """Whether they end well or not; the fixture counts once more."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for number in range(200):
         round = Round(3, POLICIES[number % 2])
         round.run([round.client(c, disturb=breaking(MOMENTS[number % 4]) if number % 3 == c else breaking()) for c in range(3)])
-        assert threading.active_count() <= before
+        assert not set(threading.enumerate()) - before
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
