@@ -41,6 +41,46 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Chosen = TypeVar("Chosen", bound="Options")
 
+
+@dataclass(frozen=True)
+class Used:
+    """Says when an option counts: where it does not, a value for it is refused.
+
+    ``holds``: of a run config, whose values are asked for by key. ``where``: the same in words, behind "only". ``of``: the keys that it
+    depends on. ``others``: conditions that must be met, too.
+    """
+
+    where: str
+    holds: Callable[[Any], bool]
+    of: tuple[str, ...]
+    others: tuple[Used, ...] = ()
+
+    def __and__(self, other: Used) -> Used:
+        return replace(self, others=(*self.others, other))
+
+    def unmet(self, config: Any) -> Used | None:
+        """Return the first of the conditions that ``config`` does not meet; None where it meets all."""
+        return next((one for one in (self, *self.others) if not one.holds(config)), None)
+
+
+def used_with(key: str, *values: Value) -> Used:
+    """Return the condition that ``key`` has one of ``values``.
+
+    >>> used_with("learning-rate-schedule", "step", "exponential").where
+    "with learning-rate-schedule='step' or 'exponential'"
+    """
+    return Used(f"with {key}={' or '.join(map(in_config, values))}", lambda config: config[key] in values, (key,))
+
+
+def in_config(value: Value) -> str:
+    """Return ``value`` as a run config has it.
+
+    >>> in_config("fbn"), in_config(True), in_config(0.1)
+    ("'fbn'", 'true', '0.1')
+    """
+    return repr(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
 _NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
 
 
@@ -137,6 +177,7 @@ class Option:
     unset: Value | None
     otherwise: str
     like: Collection[str]
+    used: Used | None
 
     @property
     def kind(self) -> type:
@@ -184,13 +225,14 @@ def option(
     unset: Value | None = None,
     otherwise: str = "",
     like: Collection[str] = (),
+    used: Used | None = None,
 ) -> Any:
     """A field of an options class.
 
     ``values``: of a number its range (``range_of``); of a text the names that it may be, or in words what it is, with a ``check`` of it and
     names ``like`` those in it, for "did you mean". ``key``: of the run config, if not the class's name and the field's. A run config has no
     None: ``unset`` is the key's value that leaves the default as it is, as None does in code. ``otherwise`` says what then holds, if the
-    default does not.
+    default does not. ``used``: when the option counts; None: whenever that is chosen which it belongs to.
     """
     kind = type(default if unset is None else unset)
     if kind is bool:
@@ -201,7 +243,7 @@ def option(
         test = values.__contains__
     else:
         test = range_of(values) if kind in (int, float) else lambda value: True
-    made = Option(default, help, values, test, unit, symbol, key, unset, otherwise, like)
+    made = Option(default, help, values, test, unit, symbol, key, unset, otherwise, like, used)
     return field(default=default, metadata={OPTION: made})
 
 

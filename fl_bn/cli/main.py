@@ -143,9 +143,10 @@ def compare(
     run_config: RunConfigOption = "",
 ) -> None:
     """Several methods in process, over several seeds: a table of mean (std) and one picture with all curves."""
-    from fl_bn.run.config import ConfigError, RunConfig
+    from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.pictures import partition_in_words
+    from fl_bn.run.usage import Usage
     from fl_bn.sweep.cells import run_cells
     from fl_bn.sweep.compare import Variant, gather, heading, plan, write
     from fl_bn.sweep.compare import table as rows_of
@@ -153,7 +154,7 @@ def compare(
     folder = Path(output or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}")
     try:
         base = parse_overrides(run_config)
-        config = RunConfig.from_mapping(base)
+        config = Usage().config(base)
         cells = plan([Variant.parse(text) for text in methods.split(",")], range(config.seed, config.seed + seeds), base, folder)
     except ConfigError as error:
         raise refused(error) from error
@@ -209,15 +210,16 @@ def attack_grid(
     run_config: RunConfigOption = "",
 ) -> None:
     """Accuracy under the worst attack: heterogeneity x f x rule x attack, mean over seeds, as tables and heat maps."""
-    from fl_bn.run.config import ConfigError, RunConfig
+    from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
+    from fl_bn.run.usage import Usage
     from fl_bn.sweep.attack_grid import parse_axes, run_grid, write
 
     folder = Path(output or f"runs/attack-grid-{datetime.now():%Y%m%d-%H%M%S}")
     try:
         grid = parse_axes(methods, heterogeneity, byzantine, rules, attacks)
         base = parse_overrides(run_config)
-        config = RunConfig.from_mapping({"partition": "similarity", **base})
+        config = Usage().config({"partition": "similarity", **base})
         with _rounds_bar() as bar:
             task = bar.add_task("attack grid", total=None)
             chosen = range(config.seed, config.seed + seeds)

@@ -23,6 +23,7 @@ Indices = NDArray[np.int64]
 Labels = NDArray[np.integer]
 
 KINDS = ("iid", "classes", "table", "dirichlet", "similarity", "domain", "natural")
+PARAMETRISED = ("classes", "table", "dirichlet", "similarity")  # kinds that have a parameter
 BY_LABEL = ("classes", "table", "dirichlet", "similarity")  # kinds that need one label per sample
 SIZES = ("natural", "equal")
 _STREAM = 0x9A57  # sets these draws apart from others that start from the same seed

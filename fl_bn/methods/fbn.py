@@ -35,7 +35,7 @@ REPORTS = {"first": Report.FIRST, "pass": Report.PASS, "all": Report.BATCHES}
 @dataclass(frozen=True)
 class FBNOptions(Options):
     name: ClassVar[str] = "fbn"
-    tracking: float = tracking(0.02)
+    tracking: float = tracking(0.02, instead="fbn-momentum")
     momentum: float | None = option(
         None,
         "weight of one batch in the shared statistics, as in Algorithm 2, in the place of tracking",

@@ -52,7 +52,7 @@ class HBNOptions(Options):
         "normalises (one exchange); auto: exact for lam=1, else hybrid",
         ("auto", "exact", "hybrid"),
     )
-    tracking: float | None = tracking(None, f"{TRACKING:g}, or {PARTIAL:g} with fraction below 1")
+    tracking: float | None = tracking(None, f"{TRACKING:g}, or {PARTIAL:g} with fraction below 1", instead="hbn-lam")
     fraction: float = option(1.0, "share of the clients that take part in a round", "(0, 1]", key="fraction")
 
 

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from fl_bn.moments import Moments, Running, ema
-from fl_bn.options import option
+from fl_bn.options import Used, option
 
 LIMIT = 1.5
 """The growth of a layer's deviation, as its living channels' geometric mean, at which its statistics have come to a stop."""
@@ -36,8 +36,8 @@ def follow(shared: Running, measured: Moments, tracking: float, scale: float = 1
     return ema(shared, measured, tracking * slowdown(shared, scale))
 
 
-def tracking(default: float | None, otherwise: str = "") -> Any:
-    """The option that FBN and HBN share."""
+def tracking(default: float | None, otherwise: str = "", *, instead: str) -> Any:
+    """Return the option that FBN and HBN share. ``instead``: the key of the weight that takes its place where it is set."""
     return option(
         default,
         "weight of a round's pooled moments in the shared statistics, at the start",
@@ -45,4 +45,5 @@ def tracking(default: float | None, otherwise: str = "") -> Any:
         key="tracking",
         unset=0.0,
         otherwise=otherwise,
+        used=Used(f"without {instead}", lambda config: not config[instead], (instead,)),
     )

@@ -1,5 +1,5 @@
 """Networks with batch normalisation, by name."""
 
-from fl_bn.models.build import MODELS, build
+from fl_bn.models.build import MODELS, build, is_torchvision
 
-__all__ = ["MODELS", "build"]
+__all__ = ["MODELS", "build", "is_torchvision"]

@@ -84,8 +84,13 @@ def build(
     return model
 
 
+def is_torchvision(name: str) -> bool:
+    """Tell whether a model's name is to be one of torchvision's."""
+    return name not in MODELS and ":" not in name and not is_segmentation(name)
+
+
 def _build(name: str, classes: int, channels: int, image_size: int, stem: str, modules: Modules | None) -> nn.Module:
-    if name not in MODELS and ":" not in name and not is_segmentation(name):
+    if is_torchvision(name):
         return _torchvision(name, classes, channels, image_size, stem)
     if stem == "small":
         raise ValueError(f"stem='small' is for torchvision's ResNets, MobileNetV2 and VGGs, but the model is {name!r}: use stem='auto'")

@@ -120,6 +120,7 @@ ATTACKS: dict[str, Callable[[float], Attack] | None] = {
     "foe-optimised": foe,
     "alie-optimised": alie,
 }
+STRENGTHS = ("foe", "alie", "mimic", "gaussian")  # attacks that take one
 STRENGTH = {"foe": 0.5, "gaussian": 1.0}  # where none is given; alie's is z_max
 
 

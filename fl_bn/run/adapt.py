@@ -31,6 +31,7 @@ from fl_bn.run.assembly import OwnData
 from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.pictures import draw_bars
+from fl_bn.run.usage import Usage
 from fl_bn.task import CLASSIFICATION, MetricState, Task
 
 MODEL, CLIENTS, TOLD = "model.safetensors", "clients", "unseen-client.safetensors"
@@ -70,7 +71,7 @@ class Outcome:
 def read_config(folder: Path) -> RunConfig:
     """The run's config. Raises ConfigError where ``folder`` is no run's."""
     try:
-        return RunConfig.from_mapping(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")))
+        return Usage().config(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{folder} is no run's folder: it has no {CONFIG} (give the folder that the run's log calls 'results')"

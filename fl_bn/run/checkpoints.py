@@ -106,5 +106,5 @@ def _differences(run: Path, config: RunConfig) -> str:
     except (OSError, *UNREADABLE) as error:
         return f"its {CONFIG} cannot be read: {reason(str(error))}"
     mine = config.to_mapping()
-    keys = [key for key in mine if key not in FREE]
+    keys = [key for key in mine if key not in FREE and key not in config.without_effect]
     return ", ".join(f"{key} was {values.get(key)!r}, and is {mine[key]!r}" for key in keys if values.get(key) != mine[key])

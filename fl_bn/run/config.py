@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from fl_bn.own_code import import_extensions
 from fl_bn.run.errors import ConfigError as ConfigError
 from fl_bn.run.keys import LONGEST, joins_of, nodes_of, sites_of
 from fl_bn.run.run_keys import RunKeys
+from fl_bn.run.used import check_used, conditions
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 
@@ -84,8 +85,6 @@ class RunConfig(RunKeys):
             )
         if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
-        if (what := self["freeze-what"]) != "statistics" and self.method != "fixbn":
-            raise ConfigError(f"freeze-what={what!r} is for method='fixbn', but got {self.method!r}")
         if self.engine == VECTORISED and self.workers != 1:
             raise ConfigError(f"engine='vectorised' has all clients of a cohort in one process: workers must be 1, but got {self.workers}")
         if self.method in FEDTAN and self.client_weights != "samples":
@@ -108,6 +107,12 @@ class RunConfig(RunKeys):
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        check_used(self, {name: key.default for name, key in keys.items()}, REGISTRIES, RunKeys)
+
+    @cached_property
+    def without_effect(self) -> frozenset[str]:
+        """The keys that the run ignores, whatever their values: two configs that differ in these alone are of the same run."""
+        return frozenset(key for key, used in conditions(self, REGISTRIES, RunKeys).items() if used.unmet(self))
 
     @classmethod
     def keys(cls) -> dict[str, Key]:
@@ -188,7 +193,7 @@ class RunConfig(RunKeys):
         return self.clip != "none" and (self.clip != "auto" or (self.optimizer == "sgd" and not corrects))
 
     def _attacked(self, method: Method) -> Method:
-        if self.attack == "none":
+        if self.attack == "none" or not self.byzantine:  # refused as a key without effect
             return method
         return attacked(method, self.attack, self.byzantine, self.attack_on, self.attack_strength)
 
@@ -199,11 +204,6 @@ class RunConfig(RunKeys):
 
     def _check_together(self) -> None:
         method, robust = self.build_method(), self.byzantine > 0 or self.defence().active
-        if self.frozen_rate and not any(method.freezes_statistics(method.phase(number, self.rounds)) for number in (1, self.rounds)):
-            raise ConfigError(
-                f"frozen-rate={self.frozen_rate:g} is for rounds with frozen statistics, but method={self.method!r} has none here: set "
-                "freeze-after, or leave frozen-rate out"
-            )
         check_composition(method, self.local_training(), robust, self.server_optimizer)
         check_payload(self.payload_dtype, method)
         self.schedule(), self.build_server_optimizer()
@@ -214,8 +214,6 @@ class RunConfig(RunKeys):
             check_secure(secure, method, self._rounds(exchange), self.defence())
             if self.unseen_client:
                 raise ConfigError("unseen-client has clients tell what they keep in the clear: set it, or secure-aggregation, to false")
-        elif self.dp_noise:
-            raise ConfigError("dp-noise is added to sums that nobody sees the parts of: set secure-aggregation to true")
 
     def secure(self) -> SecureAggregation | None:
         """Where the server is to see sums alone: how they are made."""
@@ -227,8 +225,6 @@ class RunConfig(RunKeys):
         )
 
     def _check_byzantine(self) -> None:
-        if self.attack != "none" and self.byzantine == 0:
-            raise ConfigError(f"attack={self.attack!r} needs attackers: set byzantine")
         if self.byzantine >= self.clients:
             raise ConfigError(f"byzantine must leave an honest client of clients={self.clients}, but got {self.byzantine}")
         self.defence().check(self._cohort_at_start())
@@ -266,9 +262,8 @@ class RunConfig(RunKeys):
         return max(1, round_half_up(self.fraction * first))
 
     def _check_sites(self) -> None:
-        shape = {"classes": self.classes, "channels": self.channels}
         if self.dataset == SITES:
-            missing = [name for name, value in {**shape, "image-size": self.image_size}.items() if not value]
+            missing = [name for name in ("classes", "channels", "image-size") if not self[name]]
             if missing:
                 raise ConfigError(f"dataset={SITES!r}: the server has no data to read the model's shape from: give {', '.join(missing)}")
             if self.byzantine:
@@ -277,8 +272,6 @@ class RunConfig(RunKeys):
                 raise ConfigError(
                     f"dataset={SITES!r}: to hold a site out, start the run without it; hold-out names a domain of the run's data"
                 )
-        elif any(shape.values()):
-            raise ConfigError(f"classes and channels are for dataset={SITES!r}: {self.dataset} has its own")
 
     def local_training(self) -> LocalTraining:
         method, several = self.build_method(), self.local_steps != 1 and self._bounds_paths() and self.method not in FEDTAN
@@ -329,11 +322,8 @@ class RunConfig(RunKeys):
     def schedule(self) -> Callable[[int, int], float]:
         """``(round, rounds) -> learning rate``."""
         milestones = milestones_of(self.learning_rate_milestones)
-        if (self.learning_rate_schedule == "milestones") != bool(milestones):
-            raise ConfigError(
-                "learning-rate-milestones and learning-rate-schedule='milestones' belong together, but got "
-                f"{self.learning_rate_milestones!r} and {self.learning_rate_schedule!r}"
-            )
+        if self.learning_rate_schedule == "milestones" and not milestones:
+            raise ConfigError("learning-rate-schedule='milestones' needs milestones: set learning-rate-milestones, to '0.5:0.1' say")
         return partial(learning_rate, self.learning_rate_schedule, self.learning_rate, self.learning_rate_decay, milestones=milestones)
 
     def round_policy(self) -> Rounds:

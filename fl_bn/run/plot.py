@@ -14,6 +14,7 @@ from fl_bn.own_code import OWN, Modules
 from fl_bn.run.checkpoints import CONFIG, FREE
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.pictures import draw_comparison, partition_in_words
+from fl_bn.run.usage import Usage
 from fl_bn.task import Task, find_task
 
 ROUNDS, SEED = "rounds.jsonl", "seed"
@@ -45,7 +46,7 @@ def plot(folders: Sequence[Path], picture: Path) -> list[str]:
     same = {key: value for key, value in configs[0].items() if all(config.get(key) == value for config in configs)}
     title = [str(same[key]) for key in ("dataset", "model") if key in same]
     title += [f"{same['clients']} clients"] if "clients" in same else []
-    title += [partition_in_words(RunConfig.from_mapping({key: same[key] for key in SPLIT}))] if same.keys() >= set(SPLIT) else []
+    title += [partition_in_words(Usage().config({key: same[key] for key in SPLIT}))] if same.keys() >= set(SPLIT) else []
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_comparison(curves, rounds, ", ".join(title), picture, task)
     return [f"{name} ({len(members)} {'run' if len(members) == 1 else 'seeds'})" for name, members in groups.items()]

@@ -15,6 +15,7 @@ from fl_bn.pairs import flower_config
 from fl_bn.run.assembly import client_model
 from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.run.usage import Usage
 from fl_bn.task import CLASSIFICATION
 
 MODEL = "model.safetensors"
@@ -64,7 +65,7 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
     folder = (output or source.with_name(f"{source.stem if source.is_file() else source.resolve().name}-recalibrated")).absolute()
     own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve()), "evaluate-every": 1, "hbn-stat-samples": 0}
     place = {"resume": "", "checkpoint-every": 0, "name": folder.name, "output": str(folder.parent)}
-    config = RunConfig.from_mapping({**keys, **overrides, **own, **place})
+    config = Usage().config({**keys, **overrides, **own, **place}, must=overrides)
     if config.dataset == SITES:
         raise ConfigError(f"the run's data are at the sites, so it cannot be measured here. The same there: {elsewhere(config)}")
     check(config)

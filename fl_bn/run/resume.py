@@ -11,6 +11,7 @@ from fl_bn.extras import ABSENT, version_of
 from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.overrides import UNREADABLE
+from fl_bn.run.usage import Usage
 from fl_bn.wire import reason
 
 
@@ -27,7 +28,7 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
             f"{run} is no run's folder: its {CONFIG} cannot be read ({reason(str(error))}). Expected runs/NAME, say"
         ) from error
     _check_version(run)
-    config = RunConfig.from_mapping({**values, "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
+    config = Usage().config({**values, "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
     done = _rounds_done(run)
     if done >= config.rounds and (run / "summary.md").exists() and not (run / FOLDER).exists():
         raise ConfigError(f"{run} is finished: all of its {config.rounds} rounds are done, and {run / 'summary.md'} says how it went")

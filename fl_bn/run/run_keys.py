@@ -1,4 +1,4 @@
-"""The keys of the run config that are no option of one method, objective or server optimiser: nothing else.
+"""The keys of the run config that are no option of one method, objective or server optimiser.
 
 Those stand with what they belong to, and are collected from ``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``. All keys, in kebab-case,
 stand in ``[tool.flwr.app.config]`` of pyproject.toml and can be overridden with
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from fl_bn.data.augment import AUGMENTATIONS
 from fl_bn.data.dataset import DATASETS
@@ -37,20 +38,17 @@ from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import option
 from fl_bn.robust.attacks import ATTACKS, ON
 from fl_bn.roles import BUFFER_ROLES, parse_buffer_roles
-from fl_bn.run.keys import (
-    DIAGNOSTICS,
-    LIKE_RULES,
-    RULE_NAMES,
-    all_of,
-    known_device,
-    known_joins,
-    known_nodes,
-    known_rule,
-    known_sites,
-    parses,
-)
+from fl_bn.run import keys
+from fl_bn.run import used as when
 from fl_bn.secure.settings import FINEST, WIDEST
 from fl_bn.task import AUTO, TASKS
+
+own_data = partial(option, used=when.OWN_DATA)
+of_sites = partial(option, used=when.SITES_DATA)
+exchanging = partial(option, used=when.EXCHANGES)
+over_grpc = partial(option, used=when.OVER_GRPC)
+secured = partial(option, used=when.SECURE)
+noisy = partial(option, used=when.NOISE)
 
 
 @dataclass(frozen=True)
@@ -59,13 +57,17 @@ class RunKeys:
 
     method: str = option("fbn", "how normalisation is federated", METHODS)
     freeze_after: int = option(
-        -1, "last round before the statistics freeze, any method; -1: never (fixbn, fedtan2: half of the rounds)", "-1 or >= 0"
+        -1,
+        "last round before the statistics freeze, any method; -1: never (fixbn, fedtan2: half of the rounds)",
+        "-1 or >= 0",
+        used=when.FREEZES_EARLY_ENOUGH,
     )
     frozen_rate: float = option(
         0.0,
         "most that rounds with frozen statistics run at, as a share of the highest learning rate before; 1: the schedule alone decides; 0: "
         f"{FROZEN_RATE:g} (fedtan2: {FEDTAN2_RATE:g})",
         "0 or (0, 1]",
+        used=when.FREEZES_LATER,
     )
     # model and data
     model: str = option(
@@ -77,6 +79,7 @@ class RunKeys:
         "auto",
         "torchvision's networks: imagenet, as they are there (auto, too), or small: for images of 32 pixels",
         ("auto", "imagenet", "small"),
+        used=when.TORCHVISION,
     )
     model_weights: str = option("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
     buffers: str = option(
@@ -84,7 +87,7 @@ class RunKeys:
         f"what becomes of the network's own buffers, '*.codebook=shared, site_*=kept': {', '.join(BUFFER_ROLES)}; empty: known kinds by "
         "their type, all others shared",
         "NAME=ROLE,...",
-        parses(parse_buffer_roles),
+        keys.parses(parse_buffer_roles),
     )
     task: str = option(
         AUTO,
@@ -98,22 +101,22 @@ class RunKeys:
         "client has its own, named in its node config, and the server none (give classes, channels, image-size)",
         "see fl_bn.data",
     )
-    classes: int = option(0, "dataset=sites: number of classes (of other tasks: values, or labels)", ">= 0")
-    channels: int = option(0, "dataset=sites: channels of the images", ">= 0")
-    data_path: str = option(
+    classes: int = of_sites(0, "dataset=sites: number of classes (of other tasks: values, or labels)", ">= 0")
+    channels: int = of_sites(0, "dataset=sites: channels of the images", ">= 0")
+    data_path: str = own_data(
         "",
         "folder of a public data set or of images, npz files separated by commas (each a domain), or what package.module:function takes",
         "path",
     )
     image_size: int = option(0, "side of the images in pixels; 0: as they are", "0..4096")
-    shifts: str = option(
+    shifts: str = own_data(
         "",
         "feature shifts, each makes a domain of a share of the data; empty: the data's own",
         f"{', '.join(SHIFTS)}, separated by commas",
-        all_of(SHIFTS),
+        keys.all_of(SHIFTS),
         like=SHIFTS,
     )
-    samples_per_domain: int = option(0, "training samples kept of each domain (of all, where there are no domains); 0: all", ">= 0")
+    samples_per_domain: int = own_data(0, "training samples kept of each domain (of all, where there are no domains); 0: all", ">= 0")
     hold_out: str = option(
         "", "a domain that the run is trained and tested without, to adapt to afterwards (fl-bn adapt)", "a domain's name"
     )
@@ -121,20 +124,26 @@ class RunKeys:
     standardise: str = option(
         "none", "images by the published mean and deviation of a data set; none: 0..255 becomes -1..1", ("none", *STANDARDS)
     )
-    partition: str = option("classes", "how the training data are split over the clients", KINDS)
+    partition: str = own_data("classes", "how the training data are split over the clients", KINDS)
     partition_parameter: float = option(
-        1.0, "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused", ">= 0"
+        1.0,
+        "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused",
+        ">= 0",
+        used=when.PARAMETER,
     )
-    sizes: str = option("natural", "equal: every client keeps as many samples as the smallest has", ("natural", "equal"))
+    sizes: str = own_data("natural", "equal: every client keeps as many samples as the smallest has", ("natural", "equal"))
     share_label_counts: bool = option(
         True, "clients tell the server their samples per class, for labels.png (never with secure-aggregation)"
     )
     share_drift: bool = option(
         False,
         "fedbn, silobn, single: clients tell how far their own statistics moved (largest drift, least variance, growth), for the log",
+        used=when.KEEPS_STATISTICS,
     )
     unseen_client: bool = option(
-        False, "fedbn, silobn: after the last round clients tell what they keep of BatchNorm; the average is for fl-bn adapt"
+        False,
+        "fedbn, silobn: after the last round clients tell what they keep of BatchNorm; the average is for fl-bn adapt",
+        used=when.KEEPS_LAYERS,
     )
     calibrate: int = option(
         -2,
@@ -148,17 +157,20 @@ class RunKeys:
         "pass per layer; exchange, one of each and an exchange per layer, if all clients can be there at once, else passes; auto: "
         "exchange, but passes in a simulation",
         RECALIBRATIONS,
+        used=when.MEASURES,
     )
     recalibration_memory: float = option(
         1.0,
         "with exchange: activations that a process may keep from layer to layer, in GiB; where they are more, every layer takes a forward "
         "pass",
         ">= 0",
+        used=when.MEASURES_AT_ONCE,
     )
     unit_scale: bool = option(
         True,
         "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1 "
         f"(hbn: {SCALE:g}; fbn: {BOUNDED_SCALE:g}, but 1 with fbn-momentum or clip='none')",
+        used=when.RESCALES,
     )
     centre_gradients: str = option(
         "auto",
@@ -172,21 +184,21 @@ class RunKeys:
         0, "clients that suffice for the run to start; the others join before whatever round they come; 0: all", ">= 0"
     )
     join_rounds: str = option(
-        "", "clients that take part only from a later round, '4:10,5:20': client 4 from round 10", "CLIENT:ROUND,...", known_joins
+        "", "clients that take part only from a later round, '4:10,5:20': client 4 from round 10", "CLIENT:ROUND,...", keys.known_joins
     )
     client_nodes: str = option(
         "",
         "Flower's node ids of clients 0, 1, ..., so that no other node is taken for them (fl-bn submit gives them); empty: a client is who "
         "it says it is",
         "NODE,NODE,...",
-        known_nodes,
+        keys.known_nodes,
     )
     client_names: str = option(
         "",
         "names of the sites of clients 0, 1, ..., for logs, errors, records and pictures (fl-bn submit gives them); empty: a client is its "
         "number",
         "NAME,NAME,...",
-        known_sites,
+        keys.known_sites,
     )
     fraction: float = option(1.0, "fraction of the clients that train in a round", "(0, 1]")
     rounds: int = option(100, "training rounds; 0, with calibrate: the statistics of model-weights are measured, and no more", ">= 0")
@@ -224,42 +236,49 @@ class RunKeys:
         "latest or a name",
     )
     # layer-wise exchange (fedtan, fedtan2, fedavg-alg2; recalibration)
-    exchange: str = option(
+    exchange: str = exchanging(
         "auto",
         "how the layer-wise exchange is carried: grpc, replay (Flower messages, any cohort size, slow), local (fl-bn run); auto: local, "
         "else grpc if the cohort can run at once, else replay",
         CARRIERS,
     )
     exchange_policy: str = option(
-        "abort", "for a client that dies or is late: abort fails the round for all, shrink goes on with weights over the others", POLICIES
+        "abort",
+        "for a client that dies or is late: abort fails the round for all, shrink goes on with weights over the others",
+        POLICIES,
+        used=when.FEDTAN,
     )
-    exchange_timeout: float = option(30.0, "how long one exchange waits for the others once half of them wait", "> 0", unit="seconds")
-    exchange_join_timeout: float = option(30.0, "how long the others wait for another client to join a round", "> 0", unit="seconds")
-    exchange_host: str = option("127.0.0.1", "grpc: the name by which clients reach the ServerApp's machine", "host name or address")
-    exchange_bind: str = option("", "grpc: address to listen on; empty: loopback if exchange-host is, else all", "address")
-    exchange_port: int = option(0, "grpc: port to listen on; 0: any free one", "0..65535")
-    exchange_certificate: str = option("", "grpc: the service's certificate, PEM, valid for exchange-host; empty: plaintext", "path")
-    exchange_key: str = option("", "grpc: its private key, PEM", "path")
-    exchange_authority: str = option(
+    exchange_timeout: float = exchanging(30.0, "how long one exchange waits for the others once half of them wait", "> 0", unit="seconds")
+    exchange_join_timeout: float = exchanging(30.0, "how long the others wait for another client to join a round", "> 0", unit="seconds")
+    exchange_host: str = over_grpc("127.0.0.1", "grpc: the name by which clients reach the ServerApp's machine", "host name or address")
+    exchange_bind: str = over_grpc("", "grpc: address to listen on; empty: loopback if exchange-host is, else all", "address")
+    exchange_port: int = over_grpc(0, "grpc: port to listen on; 0: any free one", "0..65535")
+    exchange_certificate: str = over_grpc("", "grpc: the service's certificate, PEM, valid for exchange-host; empty: plaintext", "path")
+    exchange_key: str = over_grpc("", "grpc: its private key, PEM", "path")
+    exchange_authority: str = over_grpc(
         "", "grpc: the certificate authority's certificate, PEM; clients get it with their train message", "path"
     )
-    exchange_insecure: bool = option(False, "grpc: plaintext beyond this machine (where Flower is insecure, too)")
+    exchange_insecure: bool = over_grpc(False, "grpc: plaintext beyond this machine (where Flower is insecure, too)")
     # Byzantine clients, and the defence against them
     byzantine: int = option(0, "clients that attack: the last ones; the training data are split over the others", ">= 0")
     attack: str = option(
         "none",
         "what they do, knowing all honest replies (label-flip: to their own data); -optimised: the strength that harms most",
         ("none", *ATTACKS),
+        used=when.ATTACKERS,
     )
-    attack_on: str = option("both", "what they lie about: their BN statistics, their updates, or both", ON)
+    attack_on: str = option("both", "what they lie about: their BN statistics, their updates, or both", ON, used=when.LIES)
     attack_strength: float = option(
         0.0,
         "foe: epsilon; alie: z; gaussian: standard deviation; mimic: whom; 0: 0.5, the textbook's z, 1, the first",
         "finite",
         math.isfinite,
+        used=when.STRENGTH,
     )
-    statistics_rule: str = option("mean", "how the server combines the clients' BN statistics", RULE_NAMES, known_rule, like=LIKE_RULES)
-    update_rule: str = option("mean", "how it combines their updates", RULE_NAMES, known_rule, like=LIKE_RULES)
+    statistics_rule: str = option(
+        "mean", "how the server combines the clients' BN statistics", keys.RULE_NAMES, keys.known_rule, like=keys.LIKE_RULES
+    )
+    update_rule: str = option("mean", "how it combines their updates", keys.RULE_NAMES, keys.known_rule, like=keys.LIKE_RULES)
     declared_byzantine: int = option(
         -1,
         "Byzantine clients that the rules withstand; -1: byzantine",
@@ -269,18 +288,18 @@ class RunKeys:
     secure_aggregation: bool = option(
         False, "the server sees sums of the clients' updates, statistics and evaluations alone (SecAgg+; not FedTAN's exchange)"
     )
-    secagg_shares: int = option(0, "parts of each client's secrets, an odd number; 0: one per client of the cohort", "0 or >= 3")
-    secagg_threshold: int = option(0, "parts that recover a secret, more than half; 0: the fewest allowed", ">= 0")
-    secagg_clipping_range: float = option(
+    secagg_shares: int = secured(0, "parts of each client's secrets, an odd number; 0: one per client of the cohort", "0 or >= 3")
+    secagg_threshold: int = secured(0, "parts that recover a secret, more than half; 0: the fewest allowed", ">= 0")
+    secagg_clipping_range: float = secured(
         8.0, "values beyond are cut off: standard deviations of statistics, units of the update of weights", f"{FINEST}..{WIDEST:.0f}"
     )
-    secagg_quantization_range: int = option(22, "bits per value within that range", "4..30")
-    dp_noise: float = option(
+    secagg_quantization_range: int = secured(22, "bits per value within that range", "4..30")
+    dp_noise: float = secured(
         0.0, "multiplier of the noise that clients add before they are summed (needs client-weights=uniform); 0: none", ">= 0"
     )
-    dp_clip: float = option(1.0, "with dp-noise: largest L2 norm of a client's update", "> 0")
-    dp_statistics_clip: float = option(1.0, "with dp-noise: largest L2 norm of its standardised statistics", "> 0")
-    dp_delta: float = option(1e-5, "with dp-noise: delta at which epsilon is stated", "(0, 1)")
+    dp_clip: float = noisy(1.0, "with dp-noise: largest L2 norm of a client's update", "> 0")
+    dp_statistics_clip: float = noisy(1.0, "with dp-noise: largest L2 norm of its standardised statistics", "> 0")
+    dp_delta: float = noisy(1e-5, "with dp-noise: delta at which epsilon is stated", "(0, 1)")
     # local training
     local_epochs: int = option(0, "passes over the client's data per round; 0: local-steps count", ">= 0")
     local_steps: int = option(5, "batches per client and round; 0: local-epochs count", ">= 0")
@@ -295,9 +314,12 @@ class RunKeys:
         "constant; step: times decay after 50 % and 75 % of the rounds; exponential: times decay per round; cosine: to 0; milestones",
         SCHEDULES,
     )
-    learning_rate_decay: float = option(0.3, "the factor of step and exponential", "(0, 1]")
+    learning_rate_decay: float = option(0.3, "the factor of step and exponential", "(0, 1]", used=when.DECAYS)
     learning_rate_milestones: str = option(
-        "", "milestones: share of the rounds:factor of the rate after it, separated by commas", "like 0.6:0.1, 0.8:0.01"
+        "",
+        "milestones: share of the rounds:factor of the rate after it, separated by commas",
+        "like 0.6:0.1, 0.8:0.01",
+        used=when.MILESTONES,
     )
     momentum: float = option(0.9, "the optimiser's momentum (EMA form, kept over rounds, for update=gradients)", "[0, 1)")
     maintain_momentum: str = option(
@@ -312,7 +334,9 @@ class RunKeys:
         "frozen",
         ("auto", *CLIPS),
     )
-    clip_limit: float = option(1.0, "clip: largest norm, path or value; adaptive: share of the weights' norm; auto: has its own", "> 0")
+    clip_limit: float = option(
+        1.0, "clip: largest norm, path or value; adaptive: share of the weights' norm; auto: has its own", "> 0", used=when.CLIPS
+    )
     # local objective
     objective: str = option("none", "what clients minimise beside the loss, or how they correct its gradient", OBJECTIVES)
     moon_projection: int = option(
@@ -327,16 +351,16 @@ class RunKeys:
     diagnostics: str = option(
         "",
         "measured at every evaluation, in simulation; in diagnostics.csv",
-        f"{', '.join(DIAGNOSTICS)}, separated by commas",
-        all_of(DIAGNOSTICS),
-        like=DIAGNOSTICS,
+        f"{', '.join(keys.DIAGNOSTICS)}, separated by commas",
+        keys.all_of(keys.DIAGNOSTICS),
+        like=keys.DIAGNOSTICS,
     )
     seed: int = option(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0")
     device: str = option(
         "auto",
         "where clients train: auto (a GPU if there is one), cpu, cuda, cuda:0 ...; a client's node config may say otherwise",
         "torch device",
-        known_device,
+        keys.known_device,
     )
     precision: str = option(
         "float32",
@@ -366,7 +390,7 @@ class RunKeys:
         f"0..{MOST_WORKERS}",
     )
     output: str = option("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
-    name: str = option("", "the run folder's name; empty: time, method, data and seed", "a file name")
+    name: str = option("", "the run folder's name; empty: time, method, data and seed", "a file name", used=when.WRITES)
     pictures: bool = option(True, "draw pictures at the end, and write TensorBoard events after every round")
     callbacks: str = option(
         "",

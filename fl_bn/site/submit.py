@@ -13,6 +13,7 @@ from fl_bn.run.checkpoints import FOLDER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.resume import config_to_resume
+from fl_bn.run.usage import Usage
 from fl_bn.site.control import SILENCE, Control, ControlError, control_of
 from fl_bn.site.folders import FolderError, ServerFolder
 from fl_bn.site.membership import check_expiry
@@ -35,7 +36,7 @@ Say = Callable[[str], None]
 
 def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
     """The run config's keys that follow from the folder, and those that the user gave, which win. Raises ConfigError."""
-    return _checked(server, parse_overrides(overrides))
+    return _checked(server, _own(server, parse_overrides(overrides)))
 
 
 def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
@@ -45,7 +46,7 @@ def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = p
     Raises:
         ConfigError, FolderError, ControlError, QueueError, NameTaken: it could not be submitted.
     """
-    given = parse_overrides(overrides)
+    given = _own(server, parse_overrides(overrides))
     checked = RunConfig.from_mapping(_checked(server, given))
     fresh = not checked.name and not checked.resume
     if fresh:
@@ -65,7 +66,7 @@ def resume(server: ServerFolder, name: str, address: str = "", say: Say = print,
     given = {key: value for key, value in config.to_mapping().items() if key not in OF_FOLDER}
     if not given["client-names"]:
         del given["client-names"]
-    return _carried_out(server, given, address, say, parallel, False)
+    return _carried_out(server, _own(server, given), address, say, parallel, False)
 
 
 def how_to_go_on(server: ServerFolder, name: str) -> str:
@@ -76,6 +77,18 @@ def how_to_go_on(server: ServerFolder, name: str) -> str:
         return f"go on with it from round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}"
     where = f"server/logs/serverapp.log and {run} say why" if run.exists() else "server/logs/serverapp.log says why"
     return f'it has no checkpoint to go on from ({where}); begin it anew: fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
+
+
+def _own(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return ``given`` with the default of every key that the folder would set and the run would ignore: an address of an exchange, say.
+
+    Raises:
+        ConfigError: A key of ``given`` has no effect, is unknown, or its value is out of range.
+    """
+    use = Usage()
+    use.config(Queue(server).completed(given), must=given)
+    keys = RunConfig.keys()
+    return {**given, **{key: keys[key].default for key in use.ignored}}
 
 
 def _checked(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:

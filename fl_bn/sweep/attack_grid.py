@@ -17,6 +17,7 @@ import numpy as np
 from fl_bn.run.assembly import task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.pictures import draw_heat_maps, which_end
+from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell, run_cells
 from fl_bn.task import CLASSIFICATION
 
@@ -34,7 +35,7 @@ class Setting:
     rule: str
     attack: str
 
-    def config(self, base: Mapping[str, Any], seed: int, output: Path) -> RunConfig:
+    def config(self, base: Mapping[str, Any], seed: int, output: Path, use: Usage) -> RunConfig:
         statistics, _, updates = self.rule.partition("/")
         name = f"{self.method}-{self.heterogeneity:g}-f{self.byzantine}-told{self.declared}-{self.rule}-{self.attack}-seed{seed}"
         own = {
@@ -50,7 +51,7 @@ class Setting:
             "name": name.replace("/", "_"),
             "pictures": False,
         }
-        config = RunConfig.from_mapping({"partition": "similarity", **base, **own})
+        config = use.config({"partition": "similarity", **base, **own}, must=own)
         return RunConfig.from_mapping({**config.to_mapping(), "max-failed-rounds": config.rounds})  # a run that diverges is a result, too
 
 
@@ -99,11 +100,13 @@ class Score:
 Scores = dict[Setting, Score]
 
 
-def cells_of(settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[str, Any], output: Path) -> dict[Setting, list[Cell]]:
+def cells_of(
+    settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[str, Any], output: Path, use: Usage
+) -> dict[Setting, list[Cell]]:
     """Raises ConfigError where a setting makes no sense, or its folder holds another run."""
     made: dict[Setting, list[Cell]] = {}
     for setting in settings:
-        made[setting] = [Cell(setting.config(base, seed, output), {**asdict(setting), "seed": seed}) for seed in seeds]
+        made[setting] = [Cell(setting.config(base, seed, output, use), {**asdict(setting), "seed": seed}) for seed in seeds]
         for cell in made[setting]:
             if (metric := task(cell.config).metric) != CLASSIFICATION.metric:
                 raise ConfigError(f"attack-grid compares accuracies, but task={cell.config.task!r} has {metric}: use fl-bn sweep")
@@ -121,11 +124,12 @@ def run_grid(
     too_few: bool = True,
 ) -> tuple[Scores, dict[str, str]]:
     """Run what has not been run, then (``too_few``) the rules told of one attacker too few; scores, and the errors by run."""
-    runs = output / "runs"
-    cells = cells_of(grid.settings(), seeds, base, runs)
+    runs, use = output / "runs", Usage()
+    cells = cells_of(grid.settings(), seeds, base, runs, use)
+    use.check(base)
     errors = run_cells(_by_seed(cells), jobs, progress)
     scores = gather(cells)
-    late = cells_of(grid.misdeclared(scores) if too_few else (), seeds, base, runs)
+    late = cells_of(grid.misdeclared(scores) if too_few else (), seeds, base, runs, use)
     errors |= run_cells(_by_seed(late), jobs, progress)
     return scores | gather(late), errors
 

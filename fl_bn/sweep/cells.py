@@ -66,7 +66,7 @@ class Cell:
             return False
         there = {**keys, CENTRALISED: said.get(CENTRALISED, self.centralised)}
         here = {**self.config.to_mapping(), CENTRALISED: self.centralised}
-        deciding = [k for k in {**there, **here} if k not in OWN]
+        deciding = [k for k in {**there, **here} if k not in OWN and k not in self.config.without_effect]
         if differing := [f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in deciding if there.get(k) != here.get(k)]:
             raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove it")
         if said.get("status") != "finished":

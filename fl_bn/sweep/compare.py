@@ -16,6 +16,7 @@ from fl_bn.run.assembly import task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.pictures import best_first, draw_comparison, in_words
+from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import CENTRALISED, Cell
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -35,26 +36,34 @@ class Variant:
         overrides = parse_overrides(options.replace(";", " "))
         return cls(text.strip(), method, overrides)
 
-    def config(self, base: Mapping[str, Any], seed: int, output: Path) -> RunConfig:
+    def config(self, base: Mapping[str, Any], seed: int, output: Path, use: Usage) -> RunConfig:
+        """Return the config of its run with ``seed``: it leaves out keys of ``base`` that it would ignore.
+
+        Raises:
+            ConfigError: A key of its own has no effect, is unknown, or its value is out of range.
+        """
         method = "fedavg" if self.method == CENTRALISED else self.method
         folder = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in self.label)
         own = {"method": method, "seed": seed, "output": str(output.resolve()), "name": f"{folder}-seed{seed}", "pictures": False}
-        return RunConfig.from_mapping({**base, **self.overrides, **own})
+        return use.config({**base, **self.overrides, **own}, must=self.overrides)
 
 
 def plan(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, Any], output: Path) -> list[Cell]:
     """All cells, seed by seed, so that an interrupted comparison is complete for the first seeds.
 
     Raises:
-        ConfigError: a variant's config is wrong, two have one label, or a folder holds a run with another config.
+        ConfigError: a variant's config is wrong, no variant uses a key of ``base``, two have one label, or a folder holds a run with
+            another config.
     """
     if len({v.label for v in variants}) < len(variants):
         raise ConfigError(f"every variant needs a label of its own, but got {[v.label for v in variants]}")
+    use = Usage()
     cells = [
-        Cell(variant.config(base, seed, output), {"method": variant.label, "seed": seed}, variant.method == CENTRALISED)
+        Cell(variant.config(base, seed, output, use), {"method": variant.label, "seed": seed}, variant.method == CENTRALISED)
         for seed in seeds
         for variant in variants
     ]
+    use.check(base)
     if len({cell.path for cell in cells}) < len(cells):
         raise ConfigError(f"labels that differ in punctuation only share a folder: {[v.label for v in variants]}")
     if len(metrics := {task(cell.config).metric for cell in cells}) > 1:

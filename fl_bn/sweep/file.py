@@ -34,15 +34,16 @@ import itertools
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fl_bn.names import unknown
 from fl_bn.report.domains import AXIS as DOMAIN
 from fl_bn.report.settings import SEED, check_axis, parse_settings
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.config import ConfigError
+from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import CENTRALISED, Cell
 
 TABLES = ("title", "run", "axes", "skip", "report", "paper", "notes", "experiment", "evidence", "variants")
@@ -55,12 +56,17 @@ Axis = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file, read: ``keys`` that all runs have, ``axes`` by name: label -> the keys of that value."""
+    """A sweep file, read: ``keys`` that all runs have, ``axes`` by name: label -> the keys of that value.
+
+    ``own``: keys that at least one of the runs must use. Of a variant these are its own ones: what stands in the file's [run] and [axes] is
+    for all variants.
+    """
 
     title: str
     keys: Mapping[str, Any]
     axes: Mapping[str, Axis]
     skip: tuple[Mapping[str, Any], ...] = ()
+    own: frozenset[str] = frozenset()
     tables: Mapping[str, Any] = field(default_factory=dict)
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -74,6 +80,14 @@ class Sweep:
             where = {name: keys[name] if name in keys and str(keys[name]) == at[name] else at[name] for name in self.axes}
             if not any(all(str(where.get(name)) == str(value) for name, value in left.items()) for left in self.skip):
                 yield where, keys
+
+    def used(self) -> Sweep:
+        """Return the sweep without the keys that none of its runs uses, which other variants of its file may use."""
+        use = Usage()
+        for _, keys in self.points():
+            use.config({**keys, **({"method": "fedavg"} if keys.get("method") == CENTRALISED else {})})
+        axes = {axis: {label: _without(keys, use.ignored) for label, keys in values.items()} for axis, values in self.axes.items()}
+        return replace(self, keys=_without(self.keys, use.ignored), axes=axes)
 
     def to_toml(self) -> str:
         """The sweep as it is run, without what other variants have: a sweep file that does the same."""
@@ -89,15 +103,17 @@ class Sweep:
         """One per combination, below ``output/runs``.
 
         Raises:
-            ConfigError: a key is unknown or its value out of range (with the combination it is of), or a folder holds another run.
+            ConfigError: a key is unknown or its value out of range (with the combination it is of), none of the runs uses a key of ``own``,
+                or a folder holds another run.
         """
         made: list[Cell] = []
+        use = Usage()
         for where, keys in self.points():
             name = "-".join(_plain(f"{axis}{value}" if isinstance(value, int | float) else str(value)) for axis, value in where.items())
             own = {"output": str((output / "runs").resolve()), "name": name or "run", "pictures": False}
             centralised = keys.get("method") == CENTRALISED
             try:
-                config = RunConfig.from_mapping({**keys, **({"method": "fedavg"} if centralised else {}), **own})
+                config = use.config({**keys, **({"method": "fedavg"} if centralised else {}), **own})
             except ConfigError as error:
                 raise ConfigError(f"{_at(where)}: {error}") from error
             made.append(Cell(config, where, centralised))
@@ -106,6 +122,7 @@ class Sweep:
             raise ConfigError(f"values that differ in punctuation only share a folder: {', '.join(sorted(double))}")
         if not made:
             raise ConfigError("the sweep has no run: an axis is empty, or skip leaves everything out")
+        use.check(self.own)
         for cell in made:
             cell.finished()
         return made
@@ -154,6 +171,9 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     if taken := [key for key in (*keys, *listed, *(k for a in axes.values() for v in a.values() for k in v)) if key in DECIDED]:
         raise ConfigError(f"{taken[0]} is for the sweep to decide: leave it out")
     axes = {axis: _overridden(axis, values, overrides) for axis, values in axes.items()}
+    own = {*_table(chosen, "run"), *overrides} | _keys_in(_table(chosen, "axes"))
+    if not variant:
+        own |= {*keys, *listed} | _keys_in(axes)
     if empty := [axis for axis, values in axes.items() if not values]:
         raise ConfigError(f"axis {empty[0]} has no value")
     keys, axes = _filled(keys, DATA, data), {a: {n: _filled(v, DATA, data) for n, v in values.items()} for a, values in axes.items()}
@@ -164,7 +184,7 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     for name_ in (name_ for left in skip for name_ in left):
         if name_ not in {*axes, *_table(tables, "axes"), *run}:  # an axis may be a single value in this variant
             raise ConfigError(unknown("axis in skip:", name_, list(axes)))
-    return Sweep(str(tables.get("title", name)), keys, axes, skip, shown)
+    return Sweep(str(tables.get("title", name)), keys, axes, skip, frozenset(own), shown)
 
 
 def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]) -> None:
@@ -201,6 +221,15 @@ def _axis(axis: str, values: Any) -> Axis:
     if nested := [f"{label}: {key}" for label, keys in values.items() for key, value in keys.items() if isinstance(value, list | dict)]:
         raise ConfigError(f"a value of [axes.{axis}] takes plain keys, but has a list or table ({nested[0]}): make it an axis of its own")
     return {label: dict(keys) for label, keys in values.items()}
+
+
+def _without(keys: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key not in ignored}
+
+
+def _keys_in(axes: Mapping[str, Any]) -> set[str]:
+    """The keys that the values of the axes have; an axis that is a list of labels has none of its own."""
+    return {key for values in axes.values() if isinstance(values, dict) for keys in values.values() for key in keys}
 
 
 def _kept(axis: str, values: Axis, labels: list[Any]) -> Axis:

@@ -116,7 +116,7 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
     """
     if not file.exists():
         return []
-    known = {cell.config.name: own_config(cell.config) for cell in defined}
+    known = {cell.config.name: cell.config for cell in defined}
     found = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -127,8 +127,10 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
         here = known.get(kept.name)
         if here is None:
             raise ConfigError(f"{file}, line {number}: {kept.name} is no cell of the experiment any more: remove the line")
-        if differing := [key for key in {**here, **kept.config}.keys() - ROUNDS_OTHERWISE if here.get(key) != kept.config.get(key)]:
-            of = ", ".join(f"{key} {kept.config.get(key)!r} there, {here.get(key)!r} in the experiment's file" for key in differing)
+        own = own_config(here)
+        deciding = {**own, **kept.config}.keys() - ROUNDS_OTHERWISE - here.without_effect
+        if differing := sorted(key for key in deciding if own.get(key) != kept.config.get(key)):
+            of = ", ".join(f"{key} {kept.config.get(key)!r} there, {own.get(key)!r} in the experiment's file" for key in differing)
             raise ConfigError(f"{file}, line {number}: {kept.name} ran with other settings ({of}): remove the line, or run it again")
         found.append(kept)
     return found

@@ -109,7 +109,7 @@ def run(
 ) -> dict[str, str]:
     """Run what is to be done; the errors of the cells that failed, now or before, by name. ``sweep.toml`` in ``output``: as run."""
     output.mkdir(parents=True, exist_ok=True)
-    (output / FILE).write_text(sweep.to_toml(), encoding="utf-8")
+    (output / FILE).write_text(sweep.used().to_toml(), encoding="utf-8")
     for cell in chosen.todo:
         cell.remove_failed()
     for cell in chosen.cells:  # where it stands may have been renamed since

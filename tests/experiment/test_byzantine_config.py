@@ -24,7 +24,7 @@ def config(**values: object) -> RunConfig:
     [
         ({"clients": 3, "byzantine": 3}, "byzantine must leave an honest client of clients=3, but got 3"),
         ({"clients": 3, "byzantine": 7}, "byzantine must leave an honest client of clients=3, but got 7"),
-        ({"attack": "foe"}, "attack='foe' needs attackers: set byzantine"),
+        ({"attack": "foe"}, "attack='foe' has no effect with byzantine=0: it counts only with attackers"),
         ({"byzantine": 1, "attack": "fall"}, "attack must be one of none, sign-flip, foe, .*, but got 'fall'"),
         ({"byzantine": 1, "attack": "foe", "attack_on": "labels"}, "attack-on must be one of statistics, updates, both, but got 'labels'"),
         ({"statistics_rule": "medain"}, r"statistics-rule must be mean, median, .* before it nnm\+ or bucketing\+, but got 'medain'"),
@@ -82,7 +82,7 @@ def test_the_attack_reaches_every_method(method: str) -> None:
 @pytest.mark.parametrize("kind", ["iid", "similarity", "dirichlet"])
 @pytest.mark.parametrize("byzantine", [1, 2, 4])
 def test_the_data_are_the_honest_clients(kind: str, byzantine: int, tmp_path: Path) -> None:
-    own = {**small_config(tmp_path), "partition": kind, "partition-parameter": 0.5}
+    own = {**small_config(tmp_path), "partition": kind, "partition-parameter": 1.0 if kind == "iid" else 0.5}
     made = RunConfig.from_mapping({**own, "byzantine": byzantine})
     parts, honest = partitions(made), 5 - byzantine
     assert len(parts) == 5

@@ -16,6 +16,7 @@ from fl_bn.flower.log import LOGGER
 from fl_bn.run.centralised import run_centralised
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.run_directory import to_toml
+from fl_bn.run.usage import Usage
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.cells import Cell, run_cell, run_cells
 from fl_bn.sweep.compare import Outcome, Variant, gather, plan, table, write
@@ -36,13 +37,13 @@ def test_a_variant_from_text(text: str, method: str, overrides: dict[str, Any]) 
 
 
 def test_a_variants_config_is_the_base_with_its_own_keys(tmp_path: Path) -> None:
-    config = Variant.parse("fbn:rounds=7;batch-size=8").config({"rounds": 3, "clients": 2}, 4, tmp_path)
+    config = Variant.parse("fbn:rounds=7;batch-size=8").config({"rounds": 3, "clients": 2}, 4, tmp_path, Usage())
     assert (config.method, config.rounds, config.batch_size, config.clients, config.seed) == ("fbn", 7, 8, 2, 4)
     assert (config.output, config.pictures) == (str(tmp_path), False)
     assert "/" not in config.name
-    assert Variant.parse("centralised").config({}, 0, tmp_path).method == "fedavg"
+    assert Variant.parse("centralised").config({}, 0, tmp_path, Usage()).method == "fedavg"
     with pytest.raises(ConfigError, match="unknown config key 'round'"):
-        Variant.parse("fbn:round=7").config({}, 0, tmp_path)
+        Variant.parse("fbn:round=7").config({}, 0, tmp_path, Usage())
 
 
 def test_the_plan_completes_one_seed_after_the_other(tmp_path: Path) -> None:

@@ -143,7 +143,9 @@ def test_what_is_entered_late_has_keys_in_configs_of_before(monkeypatch: pytest.
         before["share"]
     monkeypatch.setitem(METHODS, "one", takes(One)(lambda given: METHODS["fbn"]()))
     assert before["share"] == before.share == 0.5  # type: ignore[attr-defined]
-    assert RunConfig.from_mapping({"share": 1})["share"] == 1.0
+    assert RunConfig.from_mapping({"method": "one", "share": 1})["share"] == 1.0
+    with pytest.raises(ConfigError, match="share=1 has no effect with method='fbn': it counts only with method='one'"):
+        RunConfig.from_mapping({"share": 1})
     assert before.to_mapping()["share"] == 0.5
     with pytest.raises(AttributeError, match="unknown config key 'hbn-lamb': did you mean 'hbn-lam'"):
         before.hbn_lamb  # type: ignore[attr-defined]  # noqa: B018
@@ -166,7 +168,7 @@ def test_ranges(text: str, inside: list[float], outside: list[float]) -> None:
 
 
 def test_the_example_of_the_module_runs() -> None:
-    assert doctest.testmod(options) == (0, 5)
+    assert doctest.testmod(options) == (0, 7)
 
 
 @pytest.mark.parametrize("text", ["", "positive", ">=1", "0-9", "(0, 1", ">= x", "1 or"])

@@ -238,3 +238,16 @@ def test_classes_known_least_are_told_from_the_others(tmp_path: Path) -> None:
     assert class_accuracy.measured(cell) == pytest.approx({"all": 0.4, "three known least": 0.1, "the others": 0.85})
     (cell.path / "rounds.jsonl").write_text(rounds[0] + "\n")
     assert class_accuracy.measured(cell) == pytest.approx({"all": 0.42, "three known least": 0.1, "the others": 0.9})
+
+
+def test_every_committed_result_is_found_though_its_run_ignored_keys() -> None:
+    """Lines keep the keys that they were run with; those without effect are no part of what a line is."""
+    ignoring = 0
+    for file in sorted((ROOT / "experiments" / RESULTS).glob("*.jsonl")):
+        name, variant, program, *_ = (*file.stem.split("."), "", "")
+        defined, _ = definition(find([name])[0], variant or VARIANT, f"programs/{program}.py:measured" if program else "")
+        results = load(file, defined)
+        assert len(results) == len(file.read_text(encoding="utf-8").splitlines()), file.name
+        configs = {cell.config.name: cell.config for cell in defined}
+        ignoring += sum(not configs[kept.name].without_effect.isdisjoint(kept.config) for kept in results)
+    assert ignoring > 100  # control: decays under cosine, and others

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 
-from fl_bn.run.config import RunConfig
 from fl_bn.run.palette import STYLE
 from fl_bn.run.recalibrate import planned, rows
+from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell, run_cell, run_cells
 
 SPLITS = {"1 class each": ("classes", 1.0), "2 classes each": ("classes", 2.0), "IID": ("iid", 1.0)}
@@ -71,7 +71,7 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
                 own = {"method": "fedavg", "partition": kind, "partition-parameter": parameter, "seed": seed, "pictures": False}
                 name = f"{split}{said}".replace(",", "").replace(" ", "-")
                 place = {"output": str((folder / "runs").resolve()), "name": f"{name}-seed{seed}"}
-                cells.append(Cell(RunConfig.from_mapping({**keys, **changed, **own, **place}), {"split": split + said, "seed": seed}))
+                cells.append(Cell(Usage().config({**keys, **changed, **own, **place}), {"split": split + said, "seed": seed}))
     return cells
 
 

@@ -22,8 +22,9 @@ import torch
 from fl_bn.data.digits_five import sources
 from fl_bn.federation.adaptation import HOW
 from fl_bn.run.adapt import adapt, newcomer, read_run, ways
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.config import ConfigError
 from fl_bn.run.pictures import draw_bars
+from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell, run_cells
 
 SEEDS = (0, 1, 2)
@@ -88,7 +89,7 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
         for domain in domains:
             for name, method in METHODS.items():
                 own = {"method": method, "hold-out": domain, "seed": seed, "name": f"{method}-without-{domain}-seed{seed}"}
-                config = RunConfig.from_mapping({**keys, **own, "output": str((folder / "runs").resolve())})
+                config = Usage().config({**keys, **own, "output": str((folder / "runs").resolve())})
                 cells.append(Cell(config, {"method": name, "held out": domain, "seed": seed}))
     for cell in cells:
         cell.finished()  # refuses a folder with other runs, before any is begun
