@@ -16,13 +16,13 @@ from fl_bn.run.assembly import task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.pictures import best_first, draw_comparison, in_words
-from fl_bn.sweep.cells import CENTRALISED, Cell
+from fl_bn.sweep.cells import Cell, trained_as
 from fl_bn.task import CLASSIFICATION, Task
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of a comparison: a method (or ``centralised``), and the config keys in which it differs."""
+    """One column of a comparison: a method (``centralised`` or ``centralised-gn``, too), and the config keys in which it differs."""
 
     label: str
     method: str
@@ -36,7 +36,7 @@ class Variant:
         return cls(text.strip(), method, overrides)
 
     def config(self, base: Mapping[str, Any], seed: int, output: Path) -> RunConfig:
-        method = "fedavg" if self.method == CENTRALISED else self.method
+        method, _ = trained_as(self.method)
         folder = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in self.label)
         own = {"method": method, "seed": seed, "output": str(output.resolve()), "name": f"{folder}-seed{seed}", "pictures": False}
         return RunConfig.from_mapping({**base, **self.overrides, **own})
@@ -51,7 +51,7 @@ def plan(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, A
     if len({v.label for v in variants}) < len(variants):
         raise ConfigError(f"every variant needs a label of its own, but got {[v.label for v in variants]}")
     cells = [
-        Cell(variant.config(base, seed, output), {"method": variant.label, "seed": seed}, variant.method == CENTRALISED)
+        Cell(variant.config(base, seed, output), {"method": variant.label, "seed": seed}, trained_as(variant.method)[1])
         for seed in seeds
         for variant in variants
     ]

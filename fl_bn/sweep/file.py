@@ -11,7 +11,7 @@
     [axes.method]                           # an axis whose values are named, each of several keys that go together
     "BN" = { method = "fedavg" }
     "FixBN" = { method = "fixbn", freeze-after = 20 }
-    "centralised" = { method = "centralised" }
+    "centralised" = { method = "centralised" }                      # on the union of the data; with GN: "centralised-gn"
 
     [axes.split]
     "IID" = { partition = "iid" }
@@ -43,7 +43,7 @@ from fl_bn.names import unknown
 from fl_bn.report.domains import AXIS as DOMAIN
 from fl_bn.report.settings import SEED, check_axis, parse_settings
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.sweep.cells import CENTRALISED, Cell
+from fl_bn.sweep.cells import Cell, trained_as
 
 TABLES = ("title", "run", "axes", "skip", "report", "paper", "notes", "experiment", "evidence", "variants")
 VARIANT_TABLES = ("run", "axes", "skip", "report", "paper", "notes", "make")
@@ -95,9 +95,9 @@ class Sweep:
         for where, keys in self.points():
             name = "-".join(_plain(f"{axis}{value}" if isinstance(value, int | float) else str(value)) for axis, value in where.items())
             own = {"output": str((output / "runs").resolve()), "name": name or "run", "pictures": False}
-            centralised = keys.get("method") == CENTRALISED
+            method, centralised = trained_as(keys.get("method", RunConfig.method))
             try:
-                config = RunConfig.from_mapping({**keys, **({"method": "fedavg"} if centralised else {}), **own})
+                config = RunConfig.from_mapping({**keys, "method": method, **own})
             except ConfigError as error:
                 raise ConfigError(f"{_at(where)}: {error}") from error
             made.append(Cell(config, where, centralised))
