@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fl_bn import convert, methods
 from fl_bn.data.dataset import load, to_input
 from fl_bn.data.partition import partition
-from fl_bn.experiments.programs.normalisation_error import normalised
+from fl_bn.experiments.programs.normalisation_error import draws, normalised
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.recalibration import recalibrate
 from fl_bn.methods import StatisticsPass
@@ -42,7 +42,7 @@ CLIENTS, BATCH, EPOCHS, SEED = 10, 64, 10, 0
 
 
 def what_goes_wrong(path: Path) -> None:
-    points = normalised(3.0, 50, np.random.default_rng(SEED))
+    points = normalised(draws(0.0, np.random.default_rng(SEED))).points
     with plt.rc_context(STYLE):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 4.4), width_ratios=(1, 1, 1.3), layout="constrained")
         order = points["raw"].mean(1).sum(1).argsort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import re
@@ -23,6 +24,7 @@ EVALUATION = {  # measured in some rounds only
 }
 SHARES = {name for task in TASKS.values() for name, ends in task.declared().items() if ends == SHARE}
 MEGABYTES = "megabytes"  # that a round moves: every client's upload, and one download, which a server can broadcast
+GIGABYTES = "gigabytes"  # the same of all rounds so far
 LOWER = ("loss", "-std", "bytes", "seconds", "drift", "waited", "exchanges")  # what is best when small, by parts of its name
 ERRORS = ("mse", "mae")
 
@@ -63,6 +65,9 @@ class Cell:
         """Round -> ``metric`` (percent where it is a share), for the rounds that should have it; NaN where it was no number."""
         if metric == MEGABYTES:
             return {row["round"]: _megabytes(row) for row in self.rows}
+        if metric == GIGABYTES:
+            moved = itertools.accumulate(map(_megabytes, self.rows))
+            return {row["round"]: megabytes / 2**10 for row, megabytes in zip(self.rows, moved, strict=True)}
         if all(row.get(metric) is None for row in self.rows):
             return {}
         return {row["round"]: scale(metric) * _number(row.get(metric)) for row in self.rows if _expected(metric, row)}

@@ -284,7 +284,7 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     """A client's training samples, its test samples and its label counts (none where samples have no class).
 
     ``own``: the data that its node config names, which are all its own; else its part of the run's data. Tested on the whole test set,
-    except under partition=domain and natural: there on the test samples of its own domain.
+    except under partition=domain and natural with test-on=own: there on the test samples of its own domain.
     """
     data = site_dataset(config, own) if own.dataset else dataset(config)
     part = torch.arange(len(data.y_train)) if own.dataset else partitions(config)[client]
@@ -293,7 +293,8 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
         train = Samples(train.x, flip_labels(train.y, data.classes))
     counts = label_counts(data.y_train.numpy(), [part.numpy()], shape(config)[0])[0]
     test = Samples(data.x_test, data.y_test)
-    if not own.dataset and config.partition in DOMAINS and data.domain_train is not None and data.domain_test is not None:
+    by_domain = config.partition in DOMAINS and config.test_on == "own"
+    if not own.dataset and by_domain and data.domain_train is not None and data.domain_test is not None:
         mine = data.domain_test == data.domain_train[part[0]]
         if bool(mine.any()):  # Cityscapes is tested on other cities than those that train
             test = Samples(data.x_test[mine], data.y_test[mine])

@@ -58,7 +58,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     """
     check_centralised(config)
     target, of, method = device(config), task(config, dataset(config).y_train), config.build_method()
-    model = copied(client_model(config)).to(target, memory_format=MEMORY_FORMATS[config.memory_format])
+    model = copied(client_model(config)).to(target).to(memory_format=MEMORY_FORMATS[config.memory_format])
     settings, schedule = config.local_training(), config.schedule()
     optimizer = _optimizer(settings, [p for p in model.parameters() if p.requires_grad], config.learning_rate)
     threads = torch.get_num_threads()

@@ -88,7 +88,8 @@ def _names(runs: Mapping[Path, Mapping[str, Any]]) -> list[str]:
     differing = [key for key in keys if len({config[key] for config in runs.values()}) > 1]
     said = []
     for run, config in runs.items():
-        centralised = run.name.startswith("centralised-seed")  # of fl-bn compare; its method is not used
-        parts = ["centralised" if centralised else str(config["method"]), *(f"{key}={config[key]}" for key in differing)]
+        plain = run.name.startswith("centralised-seed")  # of fl-bn compare, as the next line
+        prefix = "centralised-" if run.name.startswith("centralised-") else ""
+        parts = ["centralised" if plain else f"{prefix}{config['method']}", *(f"{key}={config[key]}" for key in differing)]
         said.append((", ".join(parts), config[SEED]))
     return [name if said.count((name, seed)) == 1 else run.name for run, (name, seed) in zip(runs, said, strict=True)]

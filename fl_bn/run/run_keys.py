@@ -131,6 +131,12 @@ class RunKeys:
         ">= 0",
         used=when.PARAMETER,
     )
+    test_on: str = option(
+        "own",
+        "partition=domain, natural: whether a client is tested on its own domain or, as under other partitions, on all",
+        ("own", "all"),
+        used=when.OWN_DOMAINS,
+    )
     sizes: str = own_data("natural", "equal: every client keeps as many samples as the smallest has", ("natural", "equal"))
     share_label_counts: bool = option(
         True, "clients tell the server their samples per class, for labels.png (never with secure-aggregation)"

@@ -122,6 +122,7 @@ FREEZES_EARLY_ENOUGH = Used(
 )
 TORCHVISION = Used("for a network of torchvision's", lambda c: is_torchvision(c["model"]), ("model",))
 PARAMETER = OWN_DATA & used_with("partition", *PARAMETRISED)
+OWN_DOMAINS = used_with("partition", "domain", "natural")
 KEEPS_STATISTICS = method_where(
     "where running statistics stay at the clients (fedbn, silobn, single)", lambda m, c: Role.STATISTIC in m.local
 )

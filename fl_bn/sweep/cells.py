@@ -29,7 +29,7 @@ from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.history import read_rows
 
-CENTRALISED = "centralised"  # a method's name here: training on the union of the data
+CENTRALISED = "centralised"  # a method's name here, alone or before that of a normaliser: training on the union of the data
 OUTCOME = "cell.json"
 PROGRESS = 0.5  # seconds between looks at the workers' files
 ROUNDS_OTHERWISE = {"memory-format", "deterministic", "device", "engine", "threads"}
@@ -123,6 +123,17 @@ class Cell:
             yield
         finally:
             locks.release(lock, file)
+
+
+def trained_as(method: str) -> tuple[str, bool]:
+    """Return what the run config's ``method`` is where a sweep or a comparison names ``method``, and whether the run is centralised.
+
+    >>> trained_as("gn"), trained_as("centralised"), trained_as("centralised-gn")
+    (('gn', False), ('fedavg', True), ('gn', True))
+    """
+    if method == CENTRALISED:
+        return "fedavg", True
+    return method.removeprefix(f"{CENTRALISED}-"), method.startswith(f"{CENTRALISED}-")
 
 
 def log_of(path: Path) -> Path:

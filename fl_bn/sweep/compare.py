@@ -17,13 +17,13 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.pictures import best_first, draw_comparison, in_words
 from fl_bn.run.usage import Usage
-from fl_bn.sweep.cells import CENTRALISED, Cell
+from fl_bn.sweep.cells import Cell, trained_as
 from fl_bn.task import CLASSIFICATION, Task
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of a comparison: a method (or ``centralised``), and the config keys in which it differs."""
+    """One column of a comparison: a method (``centralised`` or ``centralised-gn``, too), and the config keys in which it differs."""
 
     label: str
     method: str
@@ -42,7 +42,7 @@ class Variant:
         Raises:
             ConfigError: A key of its own has no effect, is unknown, or its value is out of range.
         """
-        method = "fedavg" if self.method == CENTRALISED else self.method
+        method, _ = trained_as(self.method)
         folder = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in self.label)
         own = {"method": method, "seed": seed, "output": str(output.resolve()), "name": f"{folder}-seed{seed}", "pictures": False}
         return use.config({**base, **self.overrides, **own}, must=self.overrides)
@@ -59,7 +59,7 @@ def plan(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, A
         raise ConfigError(f"every variant needs a label of its own, but got {[v.label for v in variants]}")
     use = Usage()
     cells = [
-        Cell(variant.config(base, seed, output, use), {"method": variant.label, "seed": seed}, variant.method == CENTRALISED)
+        Cell(variant.config(base, seed, output, use), {"method": variant.label, "seed": seed}, trained_as(variant.method)[1])
         for seed in seeds
         for variant in variants
     ]

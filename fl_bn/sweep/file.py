@@ -11,7 +11,7 @@
     [axes.method]                           # an axis whose values are named, each of several keys that go together
     "BN" = { method = "fedavg" }
     "FixBN" = { method = "fixbn", freeze-after = 20 }
-    "centralised" = { method = "centralised" }
+    "centralised" = { method = "centralised" }                      # on the union of the data; with GN: "centralised-gn"
 
     [axes.split]
     "IID" = { partition = "iid" }
@@ -42,9 +42,9 @@ from typing import Any
 from fl_bn.names import unknown
 from fl_bn.report.domains import AXIS as DOMAIN
 from fl_bn.report.settings import SEED, check_axis, parse_settings
-from fl_bn.run.config import ConfigError
+from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.usage import Usage
-from fl_bn.sweep.cells import CENTRALISED, Cell
+from fl_bn.sweep.cells import Cell, trained_as
 
 TABLES = ("title", "run", "axes", "skip", "report", "paper", "notes", "experiment", "evidence", "variants")
 VARIANT_TABLES = ("run", "axes", "skip", "report", "paper", "notes", "make")
@@ -85,7 +85,7 @@ class Sweep:
         """Return the sweep without the keys that none of its runs uses, which other variants of its file may use."""
         use = Usage()
         for _, keys in self.points():
-            use.config({**keys, **({"method": "fedavg"} if keys.get("method") == CENTRALISED else {})})
+            use.config({**keys, "method": trained_as(keys.get("method", RunConfig.method))[0]})
         axes = {axis: {label: _without(keys, use.ignored) for label, keys in values.items()} for axis, values in self.axes.items()}
         return replace(self, keys=_without(self.keys, use.ignored), axes=axes)
 
@@ -111,9 +111,9 @@ class Sweep:
         for where, keys in self.points():
             name = "-".join(_plain(f"{axis}{value}" if isinstance(value, int | float) else str(value)) for axis, value in where.items())
             own = {"output": str((output / "runs").resolve()), "name": name or "run", "pictures": False}
-            centralised = keys.get("method") == CENTRALISED
+            method, centralised = trained_as(keys.get("method", RunConfig.method))
             try:
-                config = use.config({**keys, **({"method": "fedavg"} if centralised else {}), **own})
+                config = use.config({**keys, "method": method, **own})
             except ConfigError as error:
                 raise ConfigError(f"{_at(where)}: {error}") from error
             made.append(Cell(config, where, centralised))

@@ -10,6 +10,7 @@ from pathlib import Path
 from fl_bn.data.dataset import DataNotFound
 from fl_bn.names import expected
 from fl_bn.run import assembly
+from fl_bn.run.centralised import check_centralised
 from fl_bn.run.config import ConfigError
 from fl_bn.run.run_directory import diagnostics_of
 from fl_bn.sweep.cells import Cell, run_cells
@@ -86,6 +87,8 @@ def check(cells: Sequence[Cell]) -> None:
         split = (*data, config.partition, config.partition_parameter, config.sizes, config.clients, config.byzantine, config.seed)
         model = (*data, config.model, config.model_stem, config.model_weights, config.method, config["groups"])
         try:
+            if cell.centralised:
+                check_centralised(config)
             for about, look in (
                 (split, assembly.partitions),
                 (model, assembly.client_model),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import OrderedDict
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from fl_bn.run.assembly import dataset, partitions, source_model
 from fl_bn.run.centralised import run_centralised
-from fl_bn.run.config import RunConfig
+from fl_bn.run.config import ConfigError, RunConfig
 
 BATCH, MOMENTUM, DECAY, RATES = 8, 0.9, 0.01, (0.5, 0.5, 0.25, 0.25)
 SMALL = {
@@ -94,3 +95,82 @@ def test_merged_batches_depend_on_the_division_and_those_of_the_union_do_not() -
     assert losses(config(partition="iid")) != losses(config())
     union = {"update": "weights", "momentum": 0.0}
     assert losses(config(partition="iid", **union)) == losses(config(**union))
+
+
+STEPS, UNION = 5, {"update": "weights", "local_steps": 5, "weight_decay": 0.0}
+
+
+def union_by_hand(normaliser: str = "bn", steps: int = STEPS, frozen_after: int = len(RATES)) -> list[float]:
+    """SGD on batches of 24 of all data; each round's mean loss. ``normaliser``: "bn", or "gn" with two groups."""
+    data, model, found = dataset(config()), copy.deepcopy(source_model(config())), list[float]()
+    if normaliser == "gn":
+        model.norm = nn.GroupNorm(2, 12).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATES[0], momentum=MOMENTUM)
+    for round, rate in enumerate(RATES, 1):
+        optimizer.param_groups[0]["lr"] = rate
+        order, total = np.random.default_rng(np.random.SeedSequence([0, 0, round, 0])).permutation(len(data.y_train)), 0.0
+        model.norm.train(round <= frozen_after)
+        for step in range(steps):
+            index = torch.from_numpy(order[step * 24 : (step + 1) * 24])
+            loss = F.cross_entropy(model(data.x_train[index].double() / 127.5 - 1), data.y_train[index])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += float(loss.detach())
+        found.append(total / steps)
+    return found
+
+
+def test_as_many_steps_a_round_as_a_client_makes() -> None:
+    found = losses(config(**UNION))
+    assert found == pytest.approx(union_by_hand(), rel=1e-10)
+    assert losses(config(**{**UNION, "local_steps": 1})) == pytest.approx(union_by_hand(steps=1), rel=1e-10)
+    assert union_by_hand(steps=1)[-1] != pytest.approx(found[-1], rel=1e-3)  # control
+
+
+def test_the_normaliser_is_the_methods() -> None:
+    found = losses(config(method="gn", **UNION))
+    assert found == pytest.approx(union_by_hand("gn"), rel=1e-10)
+    assert union_by_hand()[-1] != pytest.approx(found[-1], rel=1e-3)  # control: BatchNorm
+
+
+def test_statistics_freeze_after_half_of_the_rounds_with_fixbn() -> None:
+    found = losses(config(method="fixbn", frozen_rate=1.0, clip="none", **UNION))
+    assert found == pytest.approx(union_by_hand(frozen_after=2), rel=1e-10)
+    assert union_by_hand()[2] != pytest.approx(found[2], rel=1e-3)  # control: never
+    slower = losses(config(method="fixbn", clip="none", **UNION))
+    assert slower[:3] != found[:3]  # a tenth of the rate from round 3 on, where none is said
+    assert slower[:2] == found[:2]
+
+
+@pytest.mark.parametrize("method", ["fbn", "hbn", "fedbn", "silobn", "single", "fedtan", "fedavg-alg2", "static-bn"])
+def test_a_method_of_federation_alone_is_refused(method: str) -> None:
+    overrides = {"update": "weights"} if method in ("fedtan", "fedavg-alg2") else {}
+    with pytest.raises(ConfigError, match=rf"^method='{method}' is defined by what its clients keep, report or exchange"):
+        run_centralised(config(method=method, **overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"byzantine": 1, "attack": "alie"}, "leave out byzantine, which is 1"),
+        ({"server_optimizer": "fedadam"}, "leave out server-optimizer, which is 'fedadam'"),
+        ({"objective": "fedprox", "update": "weights"}, "leave out objective, which is 'fedprox'"),
+        ({"join_rounds": "1:2"}, "leave out join-rounds, which is '1:2'"),
+        ({"declared_byzantine": 1, "update_rule": "median"}, "leave out statistics-rule, update-rule and declared-byzantine"),
+    ],
+)
+def test_what_only_clients_and_servers_have_is_refused(overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run_centralised(config(**overrides))
+
+
+def test_a_part_of_the_clients_is_the_cohort_that_the_server_would_sample() -> None:
+    rng = random.Random("0/1")
+    cohort = sorted(rng.sample(range(3), 2))
+    (record, *_) = run_centralised(config(fraction=0.67)).records
+    data, parts = dataset(config()), [part.numpy() for part in partitions(config())]
+    index = torch.from_numpy(np.concatenate([drawn(client, 1, parts[client]) for client in cohort]))
+    loss = F.cross_entropy(copy.deepcopy(source_model(config()))(data.x_train[index].double() / 127.5 - 1), data.y_train[index])
+    assert record.clients[0].loss == pytest.approx(float(loss.detach()), rel=1e-12)
+    assert record.clients[0].samples == 2 * BATCH

@@ -1,17 +1,17 @@
 """How far each method's normalised points are from centrally normalised ones: FBN's figures 1 and 2, without a network.
 
-Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al. (seed 003), figures 1 and 2.
+Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al. (seed 003), sections 3 and 4.
 
-Ten clients draw points of the plane from Gaussians of variance 1 about means of their own, whose spread is the heterogeneity ``h``: 0 is
-homogeneous, and at h = 3 the clients hardly overlap. There are ``ROUNDS`` rounds of statistics, one batch per client each, then one more
-batch, which is normalised. The error is the mean squared distance to the same points normalised with the statistics of the union of these
-batches.
+Ten clients have points of the plane, each about a mean of its own: the means stand on a circle of radius 10, and the variance is 1. In each of
+100 rounds every client draws 30 points. The less similar the clients, the more of a client's points are about its own mean: a share
+``similarity`` of them is drawn from all ten means. The statistics start at (0, 1) and move by 0.1 a round. The error is the Euclidean
+distance of a method's points to the same points normalised by BatchNorm on all of the round's points, averaged over points and rounds.
 
-In the limit of many points (per coordinate, with s = sqrt(1 + h^2), the standard deviation of the union):
+    naive    each client's own batch
+    fixbn    as naive for half of the rounds, then the averaged statistics, frozen
+    fbn      shared statistics of the round before, the variance corrected (Algorithm 2)
 
-    naive      each client's own batch:         (1 - 1/s)^2 + h^2 / s^2
-    fixbn      averaged variance, frozen:       (s - 1)^2
-    fbn        shared, variance corrected:      0, as of centralised running statistics
+The text speaks of four levels of heterogeneity in figure 2c, and names none of them: these are levels that it names for figure 3.
 """
 
 from __future__ import annotations
@@ -25,87 +25,100 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import combine, running_statistics
 from fl_bn.federation.settings import seeded
-from fl_bn.layers import freeze_statistics, observe, pooled
+from fl_bn.layers import observe, pooled
 from fl_bn.methods import METHODS, Method, Report
 from fl_bn.moments import Moments
 from fl_bn.roles import batch_norms
-from fl_bn.run.palette import COLOURS, QUIET, STYLE
+from fl_bn.run.palette import COLOURS, STYLE
 
-CLIENTS, DIMENSIONS, SHOWN = 10, 2, 3.0
-HETEROGENEITY = (0.0, 0.25, 0.5, 1.0, 2.0, SHOWN, 4.0)
-MOMENTUM = 0.1  # of the statistics, torch's default
-ROUNDS = 60  # 0.9^60 = 0.2 % of the initial statistics is left
-CENTRALISED, RUNNING, NAIVE, FIXBN, FBN = "centralised", "centralised running", "naive", "fixbn", "fbn"
+CLIENTS, POINTS, RADIUS, ROUNDS = 10, 30, 10.0, 100
+MOMENTUM = 0.1  # beta, of the statistics
+SIMILARITY = (1.0, 0.3, 0.01, 0.0)
+CENTRALISED, NAIVE, FIXBN, FBN = "centralised", "naive", "fixbn", "fbn"
+METHODS_SHOWN = (NAIVE, FIXBN, FBN)
 
 
 class Error(NamedTuple):
-    """Mean and standard deviation over repetitions of a method's normalisation error at one heterogeneity."""
+    """Mean and standard deviation over repetitions of a method's normalisation error at one similarity."""
 
-    heterogeneity: float
+    similarity: float
     method: str
     error: float
     std: float
 
 
-def run(folder: Path, small: bool = True, seed: int = 0) -> list[Error]:
-    """The study, written to ``folder``: ``normalisation_error.csv`` and ``.png``, ``normalised_points.png`` (h = 3).
+class Normalised(NamedTuple):
+    """``points``: of the last round (clients, n, 2), by method; ``raw`` as they are. ``error``: over all rounds, by method."""
 
-    ``small``: 2 repetitions of batches of 50, as the paper trains; else 10 of 200.
+    points: dict[str, Tensor]
+    error: dict[str, float]
+
+
+def run(folder: Path, small: bool = True, seed: int = 0) -> list[Error]:
+    """Write the study to ``folder``: ``normalisation_error.csv`` and ``.png``, ``normalised_points.png`` (similarity 0).
+
+    Args:
+        folder: Where the files go.
+        small: One repetition; else 5.
+        seed: Of the draws.
     """
-    repetitions, batch = (2, 50) if small else (10, 200)
-    errors, shown = [], None
-    for heterogeneity in HETEROGENEITY:
-        found = [normalised(heterogeneity, batch, seeded(seed, repetition)) for repetition in range(repetitions)]
-        for method in (RUNNING, NAIVE, FIXBN, FBN):
-            values = [float((points[method] - points[CENTRALISED]).square().mean()) for points in found]
-            errors.append(Error(heterogeneity, method, float(np.mean(values)), float(np.std(values))))
-        if heterogeneity == SHOWN:
-            shown = found[0]
-    assert shown is not None
+    errors, last = [], dict[float, Normalised]()
+    for similarity in SIMILARITY:
+        found = [normalised(draws(similarity, seeded(seed, repetition))) for repetition in range(1 if small else 5)]
+        for method in METHODS_SHOWN:
+            values = [one.error[method] for one in found]
+            errors.append(Error(similarity, method, float(np.mean(values)), float(np.std(values))))
+        last[similarity] = found[0]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "normalisation_error.csv").open("w", newline="") as file:
         csv.writer(file).writerows([Error._fields, *errors])
     _draw_errors(errors, folder / "normalisation_error.png")
-    _draw_points(shown, folder / "normalised_points.png")
+    _draw_points(last[0.0], folder / "normalised_points.png")
     return errors
 
 
-def normalised(heterogeneity: float, batch: int, rng: np.random.Generator, rounds: int = ROUNDS) -> dict[str, Tensor]:
-    """The last round's points (clients, batch, 2) as each method normalises them, by method; ``raw`` as they are."""
-    means = rng.normal(size=(CLIENTS, 1, DIMENSIONS))
-    means = heterogeneity * (means - means.mean(0)) / means.std(0)  # h is then the spread itself
-
-    def draw() -> Tensor:
-        return torch.from_numpy(means + rng.normal(size=(CLIENTS, batch, DIMENSIONS)))
-
-    algorithm_2 = METHODS["fbn"](momentum=MOMENTUM)
-    central, fedavg, fbn = (convert(_network(), method) for method in (METHODS["fedavg"](), METHODS["fedavg"](), algorithm_2))
+def draws(similarity: float, rng: np.random.Generator, rounds: int = ROUNDS) -> list[Tensor]:
+    """Return each round's points (clients, n, 2)."""
+    angle = 2 * np.pi * np.arange(CLIENTS) / CLIENTS
+    means, own = RADIUS * np.stack([np.cos(angle), np.sin(angle)], 1), np.arange(CLIENTS)[:, None]
+    found = []
     for _ in range(rounds):
-        points = draw()
-        central.train()(points.flatten(0, 1))
-        _federated_round(fedavg, METHODS["fedavg"](), points)
+        pooled_point = rng.random((CLIENTS, POINTS)) < similarity
+        about = np.where(pooled_point, rng.integers(CLIENTS, size=(CLIENTS, POINTS)), own)
+        found.append(torch.from_numpy(means[about] + rng.normal(size=(CLIENTS, POINTS, 2))))
+    return found
+
+
+def normalised(rounds: Sequence[Tensor]) -> Normalised:
+    """Return how each method normalises the points of ``rounds``, and its distance to centralised BatchNorm."""
+    algorithm_2, plain = METHODS["fbn"](momentum=MOMENTUM), METHODS["fedavg"]()
+    fedavg, fbn = convert(_network(), plain), convert(_network(), algorithm_2)
+    distance = dict.fromkeys(METHODS_SHOWN, 0.0)
+    for number, points in enumerate(rounds, 1):
+        frozen, everything = number > len(rounds) // 2, points.flatten(0, 1)
+        by_method = {
+            "raw": points,
+            CENTRALISED: _network().train()(everything).view_as(points),
+            NAIVE: torch.stack([_network().train()(own) for own in points]),
+            FBN: fbn.train()(everything).view_as(points),
+        }
+        by_method[FIXBN] = fedavg.eval()(everything).view_as(points) if frozen else by_method[NAIVE]
+        for method in METHODS_SHOWN:
+            distance[method] += float((by_method[method] - by_method[CENTRALISED]).norm(dim=-1).mean()) / len(rounds)
+        if not frozen:
+            _federated_round(fedavg, plain, points)
         _federated_round(fbn, algorithm_2, points)
-    points = draw()
-    freeze_statistics(fedavg)  # FixBN's second stage
-    freeze_statistics(central)
-    everything = points.flatten(0, 1)
-    return {
-        "raw": points,
-        CENTRALISED: _network().train()(everything).view_as(points),
-        RUNNING: central(everything).view_as(points),
-        NAIVE: torch.stack([_network().train()(own) for own in points]),
-        FIXBN: fedavg(everything).view_as(points),
-        FBN: fbn.train()(everything).view_as(points),
-    }
+    return Normalised(by_method, distance)
 
 
 def _network() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(DIMENSIONS, affine=False)).double()
+    return nn.Sequential(nn.BatchNorm1d(2, affine=False, momentum=MOMENTUM)).double()
 
 
 def _federated_round(shared: nn.Module, method: Method, batches: Tensor) -> None:
@@ -127,47 +140,40 @@ def _federated_round(shared: nn.Module, method: Method, batches: Tensor) -> None
         layer.running_var.copy_(new[name].var)
 
 
-def expected(heterogeneity: float) -> dict[str, float]:
-    """The errors in the limit of many points: see the module's docstring."""
-    spread = float(np.sqrt(1 + heterogeneity**2))
-    return {RUNNING: 0.0, NAIVE: (1 - 1 / spread) ** 2 + (heterogeneity / spread) ** 2, FIXBN: (spread - 1) ** 2, FBN: 0.0}
-
-
-LOOK = {RUNNING: (QUIET, "s-"), NAIVE: (COLOURS[4], "o-"), FIXBN: (COLOURS[1], "o-"), FBN: (COLOURS[0], "o--")}
+LOOK = {NAIVE: (COLOURS[4], "o-"), FIXBN: (COLOURS[1], "o-"), FBN: (COLOURS[0], "o--")}
 
 
 def _draw_errors(errors: Sequence[Error], path: Path) -> None:
-    fine = np.linspace(0, max(HETEROGENEITY), 100)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
         for method, (colour, line) in LOOK.items():
             rows = [row for row in errors if row.method == method]
-            x, y, std = ([getattr(row, key) for row in rows] for key in ("heterogeneity", "error", "std"))
-            axes.errorbar(x, y, yerr=std, fmt=line, ms=6 if method == RUNNING else 3.5, color=colour, lw=1.5, label=method)
-            if method in (NAIVE, FIXBN):
-                axes.plot(fine, [expected(h)[method] for h in fine], ":", color=colour, lw=0.8)
-        axes.set(yscale="log", ylim=(1e-5, 30), xlabel="heterogeneity (spread of the clients' means, in their standard deviation)")
-        axes.set(
-            ylabel="mean squared distance to\ncentralised normalisation", title="normalisation error (dotted: in the limit of many points)"
-        )
+            axes.errorbar(range(len(rows)), [row.error for row in rows], yerr=[row.std for row in rows], fmt=line, color=colour, label=method)
+        axes.set_xticks(range(len(SIMILARITY)), [f"{similarity:g}" for similarity in SIMILARITY])
+        axes.set(xlabel="similarity of the clients' points", ylabel="Euclidean distance to\ncentralised normalisation", ylim=(0, None))
+        axes.set_title(f"normalisation error, mean of {ROUNDS} rounds")
         axes.legend(frameon=False)
         figure.savefig(path)
         plt.close(figure)
 
 
-def _draw_points(points: Mapping[str, Tensor], path: Path) -> None:
-    panels = ["raw", CENTRALISED, NAIVE, FIXBN, FBN]
+def _draw_points(found: Normalised, path: Path) -> None:
+    """Figure 1: before and after normalisation, centralised and naive. Figure 2a, b: FBN and FixBN in the last round."""
     with plt.rc_context(STYLE):
+        panels: Mapping[str, str] = {"raw": f"points of {CLIENTS} clients", CENTRALISED: CENTRALISED, NAIVE: NAIVE, FBN: FBN, FIXBN: FIXBN}
         figure, all_axes = plt.subplots(1, len(panels), figsize=(3 * len(panels), 3.3), layout="constrained")
-        limit = 1.1 * max(float(points[name].abs().max()) for name in panels[1:])
-        for axes, name in zip(all_axes, panels, strict=True):
-            for client, own in enumerate(points[name].numpy()):
-                axes.scatter(*own.T, s=5, color=f"C{client}", alpha=0.7, lw=0)
-            axes.set_aspect("equal")
+        limit = 1.1 * max(float(found.points[name].abs().max()) for name in panels if name != "raw")
+        for axes, (name, title) in zip(all_axes, panels.items(), strict=True):
+            _scatter(axes, found.points[name])
             if name == "raw":
-                axes.set_title(f"points of {CLIENTS} clients")
-                continue
-            distance = float((points[name] - points[CENTRALISED]).square().mean())
-            axes.set(xlim=(-limit, limit), ylim=(-limit, limit), title=name if name == CENTRALISED else f"{name}: error {distance:.2g}")
+                axes.set_title(title)
+            else:
+                axes.set(xlim=(-limit, limit), ylim=(-limit, limit), title=title)
         figure.savefig(path)
         plt.close(figure)
+
+
+def _scatter(axes: Axes, points: Tensor) -> None:
+    for client, own in enumerate(points.numpy()):
+        axes.scatter(*own.T, s=5, color=f"C{client}", alpha=0.7, lw=0)
+    axes.set_aspect("equal")
