@@ -24,6 +24,7 @@ from fl_bn.task import CLASSIFICATION
 ANY_DATA = "{data}"  # for --data: leaves the paths of a sweep file as they stand there
 CURVE = ("round", "loss", "per-domain", "drift", "min-var", *sorted(EVALUATION))
 DIGITS = 6
+DECAYING = ("step", "exponential")  # schedules that read learning-rate-decay
 ROUNDS_OTHERWISE = {"memory-format", "deterministic"}  # keys that change last digits, so that results with either stand beside each other
 
 
@@ -116,7 +117,7 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
     """
     if not file.exists():
         return []
-    known = {cell.config.name: own_config(cell.config) for cell in defined}
+    known = {cell.config.name: _deciding(own_config(cell.config)) for cell in defined}
     found = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -127,11 +128,19 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
         here = known.get(kept.name)
         if here is None:
             raise ConfigError(f"{file}, line {number}: {kept.name} is no cell of the experiment any more: remove the line")
-        if differing := [key for key in {**here, **kept.config}.keys() - ROUNDS_OTHERWISE if here.get(key) != kept.config.get(key)]:
+        there = _deciding(kept.config)
+        if differing := [key for key in {**here, **there} if here.get(key) != there.get(key)]:
             of = ", ".join(f"{key} {kept.config.get(key)!r} there, {here.get(key)!r} in the experiment's file" for key in differing)
             raise ConfigError(f"{file}, line {number}: {kept.name} ran with other settings ({of}): remove the line, or run it again")
         found.append(kept)
     return found
+
+
+def _deciding(config: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the keys of ``config`` that decide a number: a decay does only where the schedule reads it, and old lines have it elsewhere."""
+    decays = config.get("learning-rate-schedule", RunConfig().learning_rate_schedule) in DECAYING
+    unread = ROUNDS_OTHERWISE if decays else {*ROUNDS_OTHERWISE, "learning-rate-decay"}
+    return {key: value for key, value in config.items() if key not in unread}
 
 
 def own_config(config: RunConfig) -> dict[str, Value]:
