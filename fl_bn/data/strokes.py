@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Figure:
-    """One enlarged image. ``inside``: its bright pixels (H, W). ``depth``: their distance to the ground. ``centre``: where that is largest."""
+    """One enlarged image. ``inside``: its bright pixels (H, W). ``depth``: their distance to the ground. ``centre``: its local maxima."""
 
     inside: Mask
     depth: Array

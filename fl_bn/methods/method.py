@@ -206,7 +206,7 @@ class Method:
 
 
 FROZEN_RATE = 0.1
-"""FixBN's: the paper freezes when it divides the learning rate by ten (seed 000, section 4.3 and Table G)."""
+"""FixBN's: the paper freezes when it divides the learning rate by ten (seed 000, section 4.2, section 5 and Table G)."""
 
 
 def freeze(

@@ -194,7 +194,7 @@ class RunKeys:
     client_weights: str = option(
         "samples",
         "weight of a client in the average of the weights: the different samples it trained on this round (samples), all that it has "
-        "(data: FedAvg's |D_m| / |D|), or equal (uniform); its running statistics weigh by samples even then",
+        "(data), or equal (uniform); with uniform, its running statistics weigh by samples",
         ("samples", ALL_SAMPLES, "uniform"),
     )
     payload_dtype: str = option(

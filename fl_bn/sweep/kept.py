@@ -137,7 +137,7 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
 
 
 def _deciding(config: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the keys of ``config`` that decide a number: a decay does only where the schedule reads it, and old lines have it elsewhere."""
+    """Return the keys of ``config`` that decide a number: a decay does only where the schedule reads it; old lines have others."""
     decays = config.get("learning-rate-schedule", RunConfig().learning_rate_schedule) in DECAYING
     unread = ROUNDS_OTHERWISE if decays else {*ROUNDS_OTHERWISE, "learning-rate-decay"}
     return {key: value for key, value in config.items() if key not in unread}

@@ -95,7 +95,7 @@ def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
 
 @torch.no_grad()
 def update_statistics(server: Server, models: Sequence[nn.Module], clients: Sequence[Samples], config: RunConfig, number: int) -> None:
-    """Let every client update the shared statistics by one batch in training mode, and the server average them. Weights stay as they are."""
+    """Let every client update the shared statistics by one batch in training mode, and the server average them. Weights stay."""
     found: list[dict[str, Running]] = []
     for client, (model, own) in enumerate(zip(models, clients, strict=True)):
         load_tensors(model, server.shared.tensors())

@@ -12,8 +12,6 @@ import csv
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-
 from fl_bn.data.dataset import load
 from fl_bn.data.digits_five import SIZE, sources
 from fl_bn.data.record import Dataset, resize
