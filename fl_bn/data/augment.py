@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional
 from fl_bn.names import check_name
 
 PADDING = 4  # pixels, of crop-flip
+FIXBN_PADDING = 2  # of crop-flip-2
 DEGREES = 30.0  # at most, either way, of flip-rotate
 SCALE = (0.08, 1.0)  # share of the area that resized-crop keeps
 RATIO = (3 / 4, 4 / 3)  # width by height of what it keeps
@@ -66,11 +68,11 @@ def flip(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor
     return _flipped(x, rng), y
 
 
-def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Padded by 4 black pixels on every side, cropped back at random, then ``flip``: CIFAR, in FixBN and FedTAN as elsewhere."""
+def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PADDING) -> tuple[Tensor, Tensor]:
+    """Padded by ``padding`` black pixels on every side, cropped back at random, then ``flip``: CIFAR by 4, but in FixBN (A.1) by 2."""
     batch, _, height, width = x.shape
-    padded = functional.pad(x, (PADDING,) * 4)
-    tops, lefts = (rng.integers(0, 2 * PADDING + 1, batch).tolist() for _ in range(2))
+    padded = functional.pad(x, (padding,) * 4)
+    tops, lefts = (rng.integers(0, 2 * padding + 1, batch).tolist() for _ in range(2))
     windows = zip(padded, tops, lefts, strict=True)  # slices: an index for every pixel takes several times as long
     return _flipped(torch.stack([image[:, top : top + height, left : left + width] for image, top, left in windows]), rng), y
 
@@ -128,6 +130,7 @@ def _sampled(x: Tensor, affine: np.ndarray[tuple[int, ...], np.dtype[np.float64]
 AUGMENTATIONS: dict[str, Augmentation] = {
     "none": none,
     "crop-flip": crop_flip,
+    "crop-flip-2": partial(crop_flip, padding=FIXBN_PADDING),
     "flip": flip,
     "flip-rotate": flip_rotate,
     "resized-crop": resized_crop,

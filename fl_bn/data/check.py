@@ -60,7 +60,9 @@ def _looks(name: str) -> Callable[[str, str], Iterator[Finding]]:
         return _public
     if name in LAYOUTS:
         return _images
-    return {"cityscapes": _cityscapes, "abide": _abide, "digits-five": _digits_five}.get(name, _whole)
+    if name.startswith("digits-five"):
+        return _digits_five
+    return {"cityscapes": _cityscapes, "abide": _abide}.get(name, _whole)
 
 
 def _whole(name: str, path: str) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     "mnist-m": digits_five.load_mnist_m,
     "synth-digits": digits_five.load_synth_digits,
     "digits-five": digits_five.load_digits_five,
+    "digits-five-pooled": digits_five.load_digits_five_pooled,
     **{name: partial(image_folders.load_images, name) for name in image_folders.LAYOUTS},
     "cityscapes": segmentation.load_cityscapes,
     "abide": connectomes.load_abide,

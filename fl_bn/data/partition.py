@@ -206,7 +206,7 @@ def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
 def equal_sizes(parts: list[Indices], seed: int) -> list[Indices]:
     """``parts`` with as many samples each as the smallest has: a random choice of its own. What is left over belongs to nobody.
 
-    Reference: FedBN (seed 001), section 5: every domain is cut to the 7,438 training samples of the smallest.
+    Reference: FedBN (seed 001), section 5.1: every domain is cut to the 7,438 training samples of the smallest.
     """
     rng = np.random.default_rng(np.random.SeedSequence([_TRUNCATION, seed]))
     size = min(len(part) for part in parts)

@@ -9,13 +9,15 @@ Legend: N samples, C channels, H height, W width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fl_bn.data import strokes
 from fl_bn.data.record import Dataset
 
 Shift = Callable[[Tensor, np.random.Generator], Tensor]
@@ -114,6 +116,10 @@ SHIFTS: dict[str, Shift] = {
     "edges": edges,
     "colour": colour,
     "background": background,
+    "thin": strokes.thin,
+    "thick": strokes.thick,
+    "swelling": strokes.swelling,
+    "fracture": strokes.fracture,
 }
 IN_COLOUR = {"colour", "background"}  # grey images get three channels where one of these is among the shifts
 
@@ -158,25 +164,48 @@ def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
     )
 
 
-def limited(dataset: Dataset, per_domain: int, seed: int) -> Dataset:
-    """The data set with at most ``per_domain`` training samples of each domain, or of all without domains; 0 keeps all.
+@dataclass(frozen=True)
+class Limit:
+    """How many training samples are kept of each domain, or of all without domains: at most ``per_domain`` (0: all), and the ``share``."""
+
+    per_domain: int = 0
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.per_domain < 0:
+            raise ValueError(f"samples per domain must not be negative (0: all), but got {self.per_domain}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"the share of samples must be in (0, 1], but got {self.share}")
+
+    @property
+    def limits(self) -> bool:
+        """Whether samples may be left out."""
+        return self.per_domain > 0 or self.share < 1
+
+    def of(self, samples: int) -> int:
+        """Return how many of so many ``samples`` are kept: a share is rounded down, but one is kept.
+
+        >>> Limit(share=0.1).of(7430)
+        743
+        """
+        kept = max(1, int(Fraction(str(self.share)) * samples))
+        return min(kept, self.per_domain) if self.per_domain else kept
+
+
+def limited(dataset: Dataset, limit: Limit, seed: int) -> Dataset:
+    """Return the data set with so many training samples of each domain, or of all without domains, as ``limit`` says.
 
     They are drawn at random, whatever their classes, and keep their order. The test split stays whole.
-
-    Raises:
-        ValueError: ``per_domain`` is negative.
     """
-    if per_domain < 0:
-        raise ValueError(f"samples per domain must not be negative (0: all), but got {per_domain}")
     domains = dataset.domain_train
-    if per_domain == 0:
+    if not limit.limits:
         return dataset
     groups = (
         [torch.arange(len(dataset.x_train))] if domains is None else [(domains == d).nonzero()[:, 0] for d in range(len(dataset.domains))]
     )
     kept = []
     for domain, group in enumerate(groups):
-        chosen = _generator(seed, _LIMIT, domain).permutation(len(group))[:per_domain]
+        chosen = _generator(seed, _LIMIT, domain).permutation(len(group))[: limit.of(len(group))]
         kept.append(group[torch.from_numpy(chosen)])
     order = torch.cat(kept).sort().values
     return replace(

@@ -22,6 +22,7 @@ OPTIMIZERS = ("sgd", "adam")
 UPDATES = ("weights", "gradients")
 PRECISIONS = ("float32", "mixed")
 SCHEDULES = ("constant", "step", "exponential", "cosine", "milestones")
+ALL_SAMPLES = "data"  # of client-weights: all that a client has
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class LocalTraining:
     ``AUGMENTATIONS``. ``objective``: what is minimised, or how gradients are corrected; one that is off is the plain one. ``maintain``:
     what becomes of the optimiser's momentum between rounds (``training.momentum``). ``clip``, ``clip_limit``: see ``training.clipping``;
     ``frozen_clip``: in rounds with frozen statistics the gradients are clipped adaptively to this share of the weights instead, 0: as ever.
+    ``weigh_all``: in averages a client weighs as many samples as it has, not as it trained on in the round.
     """
 
     batch_size: int
@@ -51,6 +53,7 @@ class LocalTraining:
     clip: str = "none"
     clip_limit: float = 1.0
     frozen_clip: float = 0.0
+    weigh_all: bool = False
 
     def __post_init__(self) -> None:
         if not self.objective.on:
@@ -107,9 +110,13 @@ class LocalTraining:
         """How gradients are clipped, and to what limit, in a round with or without ``frozen`` statistics."""
         return ("adaptive", self.frozen_clip) if frozen and self.frozen_clip else (self.clip, self.clip_limit)
 
+    def weight(self, trained: int, samples: int) -> int:
+        """Return how many samples a client counts for in averages that has so many, and trained on ``trained`` different ones."""
+        return samples if self.weigh_all else trained
+
     def planned(self, samples: int) -> int:
-        """How many different ones a client of so many ``samples`` trains on in a round."""
-        return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps)
+        """Return how many samples a client that has so many counts for in averages, before its round."""
+        return samples if self.weigh_all else distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps)
 
     def most_steps(self, samples: int) -> int:
         """Return how many local steps a client of so many ``samples`` makes in a round."""

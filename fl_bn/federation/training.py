@@ -155,7 +155,7 @@ def client_round(
     with torch_seed(dropout, like.device), round.open(full_gradient(round, samples, task)):
         trained = train(round, batches, task, optimizer)
     round.keep_momentum(optimizer)
-    return round.reply(int(batches.seen.sum()), trained.loss, client=client, tells_drift=tells_drift)
+    return round.reply(settings.weight(int(batches.seen.sum()), n), trained.loss, client=client, tells_drift=tells_drift)
 
 
 def least_of(round: LocalRound) -> int:

@@ -89,7 +89,7 @@ def vectorised_round(
     batches = [drawn(round, own, seed, client) for round, own, client in everyone]
     trained = train_together(rounds, batches, task, device=device)
     return [
-        reply_of(round, int(own.seen.sum()), one.loss, client, tells_drift)
+        reply_of(round, round.settings.weight(int(own.seen.sum()), len(own.samples)), one.loss, client, tells_drift)
         for round, own, one, client in zip(rounds, batches, trained, clients, strict=True)
     ]
 

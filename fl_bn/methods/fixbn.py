@@ -5,8 +5,11 @@ Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (
 Stage I, rounds 1..T*: FedAvg. Stage II: BatchNorm normalises with the aggregated statistics of round T*, which stay bit-identical;
 affine parameters and everything else keep training. T* = T is FedAvg.
 
-The paper freezes when it divides the learning rate by ten. Frozen in full motion the network collapses, so by default the frozen rounds
-run at a tenth of the rate whatever the schedule (``Method.learning_rate``).
+The reason is the gradient: a batch's own statistics make it depend on the other samples of the client's batch (section 3.5, equation 4),
+so that it is biased even with one local step. That training and test use other statistics costs less than a point (section 3.4).
+
+The paper freezes when it divides the learning rate by ten (section 5). Frozen in full motion the network collapses, so by default the
+frozen rounds run at a tenth of the rate whatever the schedule (``Method.learning_rate``).
 
 Symbols: T* -> freeze_after.
 """

@@ -217,7 +217,7 @@ class Method:
 
 
 FROZEN_RATE = 0.1
-"""FixBN's: the paper freezes when it divides the learning rate by ten (seed 000, section 4.3 and Table G)."""
+"""FixBN's: the paper freezes when it divides the learning rate by ten (seed 000, section 4.2, section 5 and Table G)."""
 BOUNDED_FROZEN_RATE = 0.3
 """Of every method, where gradients are centred and clipped. At 1 a constant rate with many local steps fell after the freeze."""
 

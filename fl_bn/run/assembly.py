@@ -19,7 +19,7 @@ from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
 from fl_bn.data.partition import label_counts, partition
 from fl_bn.data.record import describe
-from fl_bn.data.shift import limited, shifted
+from fl_bn.data.shift import Limit, limited, shifted
 from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
@@ -109,13 +109,15 @@ def _as_config_error() -> Iterator[None]:
 
 @_as_config_error()
 def dataset(config: RunConfig) -> Dataset:
-    """The run's data: as they are, or with the domains that ``shifts`` makes, and at most ``samples-per-domain`` of each.
+    """The run's data: as they are, or with the domains that ``shifts`` makes, and of each at most ``samples-per-domain`` and
+    ``samples-share`` of its training samples.
 
     Without the domain that the run holds out; what the others have does not depend on it.
     """
     shifts = names_of(config.shifts)
-    seed = config.seed if shifts or config.samples_per_domain else 0
-    data = _dataset(config.dataset, config.data_path, config.image_size, shifts, config.samples_per_domain, seed, _modules)
+    limit = Limit(config.samples_per_domain, config.samples_share)
+    seed = config.seed if shifts or limit.limits else 0
+    data = _dataset(config.dataset, config.data_path, config.image_size, shifts, limit, seed, _modules)
     task(config, data.y_train)
     if config.attack == LABEL_FLIP and kind_of(data.y_train) not in (LABELS, MASKS):
         raise ConfigError(f"attack={LABEL_FLIP!r} swaps classes, but the data have {kind_of(data.y_train)}: choose another attack")
@@ -123,10 +125,10 @@ def dataset(config: RunConfig) -> Dataset:
 
 
 @lru_cache(maxsize=2)
-def _dataset(name: str, path: str, image_size: int, shifts: tuple[str, ...], per_domain: int, seed: int, modules: Modules) -> Dataset:
+def _dataset(name: str, path: str, image_size: int, shifts: tuple[str, ...], limit: Limit, seed: int, modules: Modules) -> Dataset:
     data = load(name, path, image_size, modules)
     _check_labels(data)
-    return limited(shifted(data, shifts, seed) if shifts else data, per_domain, seed)
+    return limited(shifted(data, shifts, seed) if shifts else data, limit, seed)
 
 
 def _check_labels(data: Dataset) -> None:

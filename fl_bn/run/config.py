@@ -24,7 +24,7 @@ from fl_bn.federation.defence import Defence
 from fl_bn.federation.narrow import check_payload
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
 from fl_bn.federation.rounds import AS_METHOD, Rounds
-from fl_bn.federation.settings import LocalTraining, learning_rate, milestones_of
+from fl_bn.federation.settings import ALL_SAMPLES, LocalTraining, learning_rate, milestones_of
 from fl_bn.federation.vectorised import VECTORISED
 from fl_bn.flower.population import round_half_up
 from fl_bn.flower.run_id import FOLDER
@@ -294,6 +294,7 @@ class RunConfig(RunKeys):
             clip,
             limit,
             FROZEN if clips_frozen else 0.0,
+            self.client_weights == ALL_SAMPLES,
         )
 
     def build_objective(self) -> Objective:
@@ -354,7 +355,7 @@ class RunConfig(RunKeys):
             timeout=self.round_timeout,
             wait=self.wait_timeout,
             evaluate_every=self.evaluate_every,
-            client_weights=self.client_weights,
+            client_weights="samples" if self.client_weights == ALL_SAMPLES else self.client_weights,
             update=self.update,
             max_steps=self.local_steps,
             planned_steps=self.local_training().most_steps,

@@ -23,7 +23,7 @@ from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
 from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.federation.rounds import RECALIBRATIONS
-from fl_bn.federation.settings import OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
+from fl_bn.federation.settings import ALL_SAMPLES, OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
 from fl_bn.federation.vectorised import ENGINES
 from fl_bn.federation.workers import MOST_THREADS, MOST_WORKERS
 from fl_bn.methods import METHODS
@@ -117,6 +117,7 @@ class RunKeys:
         like=SHIFTS,
     )
     samples_per_domain: int = own_data(0, "training samples kept of each domain (of all, where there are no domains); 0: all", ">= 0")
+    samples_share: float = own_data(1.0, "share of each domain's training samples that is kept, rounded down; 1: all", "(0, 1]")
     hold_out: str = option(
         "", "a domain that the run is trained and tested without, to adapt to afterwards (fl-bn adapt)", "a domain's name"
     )
@@ -210,9 +211,9 @@ class RunKeys:
     rounds: int = option(100, "training rounds; 0, with calibrate: the statistics of model-weights are measured, and no more", ">= 0")
     client_weights: str = option(
         "samples",
-        "weight of a client in the average of the weights: the different samples it trained on this round, or equal; its running "
-        "statistics weigh by samples",
-        ("samples", "uniform"),
+        "weight of a client in the average of the weights: the different samples it trained on this round (samples), all that it has "
+        "(data), or equal (uniform); with uniform, its running statistics weigh by samples",
+        ("samples", ALL_SAMPLES, "uniform"),
     )
     payload_dtype: str = option(
         AS_THE_MODEL,

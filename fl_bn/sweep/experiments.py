@@ -59,11 +59,15 @@ def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experim
     if not files:
         raise ConfigError(f"there are no experiments in {folder}: install fl-bn again")
     known = [_read(file) for file in files]
-    chosen = [e for e in known if any(name == "all" or e.name.lower() == name.lower() or e.name.startswith(f"{name}-") for name in names)]
     for name in names:
-        if name != "all" and not any(e.name.lower() == name.lower() or e.name.startswith(f"{name}-") for e in known):
+        if not any(_is_named(e, name) for e in known):
             raise ConfigError(f"there is no experiment {name!r}; there are: {', '.join(e.name for e in known)}")
-    return chosen
+    return [e for e in known if any(_is_named(e, name) for name in names)]
+
+
+def _is_named(experiment: Experiment, name: str) -> bool:
+    """Whether ``name`` is the experiment's, that of its paper (``003``; of ours, ``own``), or ``all``."""
+    return name == "all" or name.lower() in (experiment.name.lower(), experiment.name.partition("-")[0])
 
 
 def perform_program(experiment: Experiment, variant: str, data: str, folder: Path, jobs: int = 1) -> None:

@@ -23,7 +23,7 @@
 
     [variants.small]                        # the same with other keys or axes: --variant small
     run = { rounds = 5, seed = 0 }
-    axes.split = ["IID"]                    # a list keeps some of an axis's values; a table replaces the axis
+    axes.split = ["IID"]                    # a list keeps some of an axis's values, an empty one drops the axis; a table replaces it
 
 Every combination is one run. ``skip`` is a list of tables: combinations to leave out.
 """
@@ -161,6 +161,9 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     run = {**_table(tables, "run"), **_table(chosen, "run")}
     axes = {axis: _axis(axis, values) for axis, values in _table(tables, "axes").items()}
     for axis, values in _table(chosen, "axes").items():
+        if values == [] and axis in axes:
+            del axes[axis]
+            continue
         axes[axis] = _kept(axis, axes.get(axis, {}), values) if isinstance(values, list) else _axis(axis, values)
     run |= overrides
     listed = {key: values for key, values in run.items() if isinstance(values, list)}

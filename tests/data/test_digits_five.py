@@ -142,6 +142,26 @@ def test_five_domains_of_stand_ins_in_colour(tmp_path: Path) -> None:
     assert load("digits-five", str(tmp_path), 20).image_size == 20
 
 
+def test_pooled_domains_are_divided_anew_four_to_one(tmp_path: Path) -> None:
+    """Every sample is in one part, and of its own domain. Control: the published splits are other ones."""
+    for i, name in enumerate(STAND_INS):
+        archive(tmp_path / f"{name}.npz", 10 * i)
+    plain, data = (load(name, str(tmp_path)) for name in ("digits-five", "digits-five-pooled"))
+    parts = {}
+    for name, one in (("published", plain), ("pooled", data)):
+        assert one.domain_train is not None
+        assert one.domain_test is not None
+        parts[name] = (one.domain_train.bincount().tolist(), one.domain_test.bincount().tolist())
+    published, pooled = ([a + b for a, b in zip(*sizes, strict=True)] for sizes in parts.values())
+    assert published == pooled
+    assert parts["pooled"][0] == [4 * size // 5 for size in published] != parts["published"][0]
+    assert data.domain_train is not None
+    assert torch.equal(data.x_train[:, 0, 0, 0].long(), 10 * data.domain_train)
+    assert data.domains == plain.domains
+    whole = [torch.cat([one.y_train, one.y_test]).bincount(minlength=10) for one in (plain, data)]
+    assert torch.equal(whole[0], whole[1])
+
+
 def test_the_real_sets_are_taken_before_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in STAND_INS:
         archive(tmp_path / f"{name}.npz", 10)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fl_bn.data.dataset import Dataset, load, to_input
 from fl_bn.data.function import Measurements
 from fl_bn.data.segmentation import Segmentation
-from fl_bn.data.shift import SHIFTS, limited, shifted
+from fl_bn.data.shift import SHIFTS, Limit, limited, shifted
 
 NAMES = [name for name in SHIFTS if name != "none"]
 
@@ -137,7 +137,7 @@ def test_wrong_shifts_are_refused() -> None:
 @given(per_domain=st.integers(0, 30), seed=st.integers(0, 9))
 def test_limited_keeps_so_many_of_each_domain(per_domain: int, seed: int) -> None:
     data = shifted(made_up(30), ["none", "dark"], 0)
-    found = limited(data, per_domain, seed)
+    found = limited(data, Limit(per_domain), seed)
     assert found.domain_train is not None
     assert found.domain_train.bincount().tolist() == [min(per_domain or 15, 15)] * 2
     assert found.x_test is data.x_test
@@ -145,19 +145,39 @@ def test_limited_keeps_so_many_of_each_domain(per_domain: int, seed: int) -> Non
     kept = [(*x.flatten().tolist(), y) for x, y in zip(found.x_train, found.y_train.tolist(), strict=True)]
     assert set(kept) <= pairs
     assert len(set(kept)) == len(kept)
-    again = limited(data, per_domain, seed)
+    again = limited(data, Limit(per_domain), seed)
     assert torch.equal(found.x_train, again.x_train)
 
 
 def test_limited_without_domains_draws_at_random() -> None:
     data = made_up(30)
-    one, other = (limited(data, 10, seed).x_train[:, 0, 0, 0].tolist() for seed in (0, 1))
+    one, other = (limited(data, Limit(10), seed).x_train[:, 0, 0, 0].tolist() for seed in (0, 1))
     assert len(one) == 10
     assert one == sorted(one) != list(range(10))
     assert one != other
-    assert limited(data, 0, 0) is data
-    assert len(limited(data, 99, 0).x_train) == 30
+    assert limited(data, Limit(), 0) is data
+    assert len(limited(data, Limit(99), 0).x_train) == 30
     with pytest.raises(ValueError, match="must not be negative"):
-        limited(data, -1, 0)
+        Limit(-1)
     few = replace(data, domains=("a", "b"), domain_train=torch.tensor([0] * 29 + [1]), domain_test=torch.zeros(6, dtype=torch.int64))
-    assert limited(few, 5, 0).y_train.shape == (6,)  # a domain that has fewer keeps what it has
+    assert limited(few, Limit(5), 0).y_train.shape == (6,)  # a domain that has fewer keeps what it has
+
+
+def test_a_share_of_each_domain_is_kept_whatever_its_size() -> None:
+    """Control: a limit by number gives all domains as many."""
+    data = made_up(30)
+    domains = torch.tensor([0] * 20 + [1] * 10)
+    uneven = replace(data, domains=("a", "b"), domain_train=domains, domain_test=torch.zeros(6, dtype=torch.int64))
+
+    def sizes(limit: Limit) -> list[int]:
+        domains = limited(uneven, limit, 0).domain_train
+        assert domains is not None
+        return domains.bincount().tolist()  # type: ignore[no-any-return]
+
+    assert sizes(Limit(share=0.3)) == [6, 3]
+    assert sizes(Limit(5)) == [5, 5]
+    assert sizes(Limit(5, share=0.3)) == [5, 3]
+    assert [Limit(share=0.1).of(n) for n in (79431, 7438, 391162, 56000)] == [7943, 743, 39116, 5600]  # FedBN, Table 15
+    assert Limit(share=0.29).of(100) == 29  # in floating point 28.999...
+    with pytest.raises(ValueError, match="share of samples must be in"):
+        Limit(share=0.0)

@@ -56,7 +56,7 @@ WRONG: dict[str, list[object]] = {
     "client-names": ["a b", "a,A", "a,", "../x"],
     "join-rounds": ["4", "4:", "a:1", "1:2,1:3", "1:2;2:3", "-1:2", "1:2,"],
     "byzantine": [-1], "attack-strength": [float("nan"), float("inf")], "declared-byzantine": [-2],
-    "shifts": ["upside-down", "none,,invert"], "samples-per-domain": [-1], "diagnostics": ["loss"],
+    "shifts": ["upside-down", "none,,invert"], "samples-per-domain": [-1], "samples-share": [0.0, 1.1], "diagnostics": ["loss"],
     "exchange-timeout": [0.0], "exchange-join-timeout": [-1.0], "exchange-port": [-1, 65536],
 }  # fmt: skip
 SHAPE = {"classes": 2, "channels": 1, "image_size": 4}

@@ -103,6 +103,20 @@ def test_results_of_another_definition_are_refused(experiment: Experiment, tmp_p
         gather(folder, [experiment])
 
 
+def test_a_decay_that_no_schedule_read_is_no_other_setting(experiment: Experiment, tmp_path: Path) -> None:
+    """Lines of runs under a cosine have one. Control: where the schedule reads it, it decides."""
+    folder = kept(experiment, tmp_path, ALL)
+    gather(folder, [experiment])
+    experiment.file.write_text(DEFINITION.replace("rounds = 4", "rounds = 4\nlearning-rate-decay = 0.1", 1))
+    gather(folder, [experiment])
+    file = results_of(experiment, VARIANT, folder)
+    step = 'rounds = 4\nlearning-rate-schedule = "step"\nlearning-rate-decay = 0.1'
+    experiment.file.write_text(DEFINITION.replace("rounds = 4", step, 1))
+    file.write_text(file.read_text().replace('"config": {', '"config": {"learning-rate-schedule": "step", "learning-rate-decay": 0.5, '))
+    with pytest.raises(ConfigError, match="ran with other settings .learning-rate-decay 0.5 there, 0.1 in the experiment's file"):
+        gather(folder, [experiment])
+
+
 def test_every_claim_whose_seeds_divide_the_data_says_so(ours: list[OneClaim]) -> None:
     """Of the repository: where every seed has data of its own, ``held_out`` divides them 4 : 1. It is so of one claim alone."""
     divided = []
@@ -113,10 +127,10 @@ def test_every_claim_whose_seeds_divide_the_data_says_so(ours: list[OneClaim]) -
         own = any(len(of) > 1 for of in paths.values())
         assert one.claim.resampled == (0.25 if own else 0.0), one.experiment.name
         divided += [one.experiment.name] if own else []
-    assert divided == ["001-T15"]
+    assert divided == ["001-T1-ABIDE"]
 
 
-@pytest.mark.parametrize("name", ["001-G", "own-recalibration"])
+@pytest.mark.parametrize("name", ["own-unseen-domain", "own-recalibration"])
 def test_a_program_s_runs_are_kept_in_every_way_of_measuring(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (experiment,) = find([name])
     of, (defined, _) = study(experiment), definition(experiment, VARIANT)
@@ -147,9 +161,9 @@ def test_a_program_s_runs_are_kept_in_every_way_of_measuring(name: str, tmp_path
     assert calls == [planned[1].config.name]  # another run of the same cell
 
 
-def test_what_001_t15_says_of_its_cause_is_what_its_runs_say(ours: list[OneClaim]) -> None:
+def test_what_abide_says_of_its_cause_is_what_its_runs_say(ours: list[OneClaim]) -> None:
     """The words that no answer has: new statistics were not seen to help FedBN more than FedAvg on the sites as they are."""
-    (one,) = (one for one in ours if one.experiment.name == "001-T15")
+    (one,) = (one for one in ours if one.experiment.name == "001-T1-ABIDE")
     found = {str(o.comparison): o for why, runs in one.whys for o in runs.outcomes(why)}
 
     def gain(method: str, sites: str) -> Outcome:
@@ -168,7 +182,7 @@ def test_every_claim_s_comparisons_are_of_places_in_its_table(ours: list[OneClai
         for compare, runs in ((one.claim.compare, one.runs), *((why.compare, of) for why, of in one.whys)):
             named = {place for comparison in compare for place in (comparison.left, comparison.right)}
             assert runs is None or named <= places(runs), one.experiment.name
-    assert ("FedBN", "nowhere") not in places(runs_of(find(["001-T15"])[0], "cause", ROOT / "experiments"))
+    assert ("FedBN", "nowhere") not in places(runs_of(find(["001-T1-ABIDE"])[0], "cause", ROOT / "experiments"))
 
 
 def places(runs: Runs) -> set[tuple[str, str]]:

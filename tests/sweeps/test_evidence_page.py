@@ -146,7 +146,7 @@ def test_an_undecided_claim_says_what_keeps_it_open(experiment: Experiment, tmp_
 
 def test_the_unseen_client_s_page_explains_its_rows_and_prints_no_other_data_as_best() -> None:
     """Of the repository. Control: the same table without the key has that row in bold."""
-    (one,) = gather(ROOT / "experiments", find(["001-G"]))
+    (one,) = gather(ROOT / "experiments", find(["own-unseen-domain"]))
     assert one.runs is not None
     assert one.runs.report is not None
     table = one.runs.report.table

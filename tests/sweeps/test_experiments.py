@@ -22,12 +22,12 @@ from fl_bn.sweep.file import read
 from tests.integration.runs import TINY, tiny
 
 EXPECTED = {
-    "000": "T1 T2 T3 T4 T5 TH TI F2 F3 FD FI",
-    "001": "F4 T1 T11 T12 T13 T14 T15 T17 F9 G",
+    "000": "T1 T2 T3 T4 T5 TH TI F1 F2 F2c F3 F3-TinyImageNet FD FE FG FH FI FJ FK FL FM S33",
+    "001": "F1 F2 F3 F4a F4c F7 F9 T1 T1-ABIDE T11 T12 T13 T14 T15 T16 T17",
     "002": "T1 T2 T3 T4 T5 T6 F5 F6",
     "003": "F1 F2 F3 F4 F5 F12",
     "004": "T1 T2 T3 T4 F4 F5 F6 F7 F8 F10 F11 F12",
-    "own": "recalibration robust-updates similarity",
+    "own": "recalibration robust-updates similarity unseen-domain what-stays",
 }
 ALL = find()
 SWEEPS = [experiment for experiment in ALL if not experiment.program]
@@ -72,8 +72,10 @@ def test_a_program_is_a_function_in_a_file_beside_its_experiment(program: str) -
 
 def test_names_a_paper_and_one_that_is_not_there() -> None:
     assert [e.name for e in find(["003-f1", "004-T3"])] == ["003-F1", "004-T3"]
+    assert [e.name for e in find(["001-T1"])] == ["001-T1"]  # and not 001-T1-ABIDE, 001-T11
+    assert {e.name for e in find(["own"])} == {f"own-{name}" for name in EXPECTED["own"].split()}
     assert [e.name for e in find(["003"])] == sorted(f"003-{name}" for name in EXPECTED["003"].split())
-    with pytest.raises(ConfigError, match="there is no experiment '003-F99'; there are: 000-F2, "):
+    with pytest.raises(ConfigError, match="there is no experiment '003-F99'; there are: 000-F1, "):
         find(["003-F99"])
 
 
@@ -99,7 +101,7 @@ def test_a_program_runs_once_and_its_variant_must_be_there(tmp_path: Path, monke
 
 
 def test_a_program_gets_what_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (experiment,) = find(["001-G"])
+    (experiment,) = find(["own-unseen-domain"])
     module = importlib.import_module("fl_bn.experiments.programs.unseen_domain")
     called: list[tuple[str, str, int]] = []
     monkeypatch.setattr(module, "run", lambda folder, variant, data, jobs: called.append((variant, data, jobs)))
@@ -115,9 +117,9 @@ def test_a_program_whose_data_are_not_there_is_refused_in_a_sentence(
         raise error
 
     monkeypatch.setattr(importlib.import_module("fl_bn.experiments.programs.unseen_domain"), "run", run)
-    result = CliRunner().invoke(app, ["experiments", "run", "001-G", "--variant", "small", "--output", str(tmp_path)])
+    result = CliRunner().invoke(app, ["experiments", "run", "own-unseen-domain", "--variant", "small", "--output", str(tmp_path)])
     assert result.exit_code == 2
-    assert "ConfigError: 001-G: no digits in nowhere" in result.output
+    assert "ConfigError: own-unseen-domain: no digits in nowhere" in result.output
     assert not isinstance(result.exception, type(error))  # no traceback
 
 
@@ -127,24 +129,25 @@ def test_a_program_whose_data_are_not_there_is_refused_in_a_sentence(
 def test_options_of_sweeps_are_refused_for_a_program(given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(sweep_experiments, "perform_program", lambda experiment, *others: ran.append(experiment.name))
-    command = ["experiments", "run", "001-G", "--variant", "small", "--output", str(tmp_path)]
+    command = ["experiments", "run", "own-unseen-domain", "--variant", "small", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, [*command, *given])
     assert result.exit_code == 2
-    said = f"ConfigError: {given[0]}: for sweeps, not for experiments that are programs (001-G): leave it out"
+    said = f"ConfigError: {given[0]}: for sweeps, not for experiments that are programs (own-unseen-domain): leave it out"
     assert said in " ".join(result.output.split())
     assert ran == []
     assert CliRunner().invoke(app, [*command, "--engine", "in-process"]).exit_code == 0  # control: the default, written out
-    assert ran == ["001-G"]
+    assert ran == ["own-unseen-domain"]
 
 
 def test_among_several_experiments_programs_run_without_the_options_of_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(sweep_experiments, "perform_program", lambda experiment, *others: ran.append(experiment.name))
     monkeypatch.setattr(cli_experiments, "perform", lambda file, *others, **more: ran.append(file.stem) or {})
-    names = ["001-G", "001-T11"]
+    names = ["001-T11", "own-unseen-domain"]
     result = CliRunner().invoke(app, ["experiments", "run", *names, "--variant", "small", "--output", str(tmp_path), "--only", "*seed0"])
     assert result.exit_code == 0, result.output
-    assert "--only: for sweeps, not for experiments that are programs; these run without: 001-G" in " ".join(result.output.split())
+    said = "--only: for sweeps, not for experiments that are programs; these run without: own-unseen-domain"
+    assert said in " ".join(result.output.split())
     assert sorted(ran) == names
 
 

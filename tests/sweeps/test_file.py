@@ -155,3 +155,18 @@ def test_a_misspelt_axis_in_skip_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"unknown axis in skip: 'q' \(known: method, split, seed\)"):
         sweep(TEXT.replace("skip = [{ method", "skip = [{ q"))
     assert len(sweep(TEXT.replace('skip = [{ method = "BN"', "skip = [{ seed = 0"), "small").skip) == 1  # control: one seed in this variant
+
+
+def test_an_empty_list_in_a_variant_drops_the_axis() -> None:
+    """Control: an axis that the file does not have is refused, and so is an axis of the file itself without values."""
+    tables = tomllib.loads(TEXT)
+    tables["variants"]["one"] = {"axes": {"split": []}, "run": {"partition": "iid"}, "skip": [], "report": {"columns": []}}
+    sweep = parse(tables, "x", "one", "data", {})
+    assert list(sweep.axes) == ["method", "seed"]
+    assert {keys["partition"] for _, keys in sweep.points()} == {"iid"}
+    tables["variants"]["one"]["axes"] = {"other": []}
+    with pytest.raises(ConfigError, match="axis other has no value"):
+        parse(tables, "x", "one", "data", {})
+    tables["axes"]["split"] = {}
+    with pytest.raises(ConfigError, match="axis split has no value"):
+        parse(tables, "x", "", "data", {})

@@ -1,0 +1,119 @@
+"""FedBN's toy problem: what averaging a weight does where two clients' features differ in scale, with BatchNorm and without.
+
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), section 1, Figures 1 and 2.
+
+y = cos(w_true x) + noise, and the model is cos(w x). A client sees x times a scale of its own: the same labels, other features. BatchNorm
+divides by gamma, the client's empirical standard deviation. The paper does not say how many samples there are, nor w_true, the
+scales and the noise: they are ours.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_bn.federation.settings import seeded
+from fl_bn.run.palette import STYLE
+
+Array = NDArray[np.float64]
+TRUE, SCALES, NOISE, SAMPLES = 2.0, (1.0, 3.0), 0.1, 200
+LOW, HIGH, HIGHEST_GAMMA, POINTS = 0.001, 12.0, 4.0, 240  # w in [0.001, 12], gamma in [0.001, 4]: Figure 2
+LEARNT = 3.0  # a client looks for its weight from here downwards, as gradient descent from a small one would find it
+
+
+class Client(NamedTuple):
+    """Samples ``x`` and ``y`` (N,), and ``gamma``, the standard deviation of ``x``."""
+
+    x: Array
+    y: Array
+    gamma: float
+
+    def loss(self, w: float, gamma: float = 1.0) -> float:
+        """Mean squared error of cos(w x / gamma)."""
+        return float(np.mean((np.cos(w * self.x / gamma) - self.y) ** 2))
+
+
+def clients(seed: int = 0) -> list[Client]:
+    """Return two clients whose features differ in scale alone."""
+    made = []
+    for number, scale in enumerate(SCALES):
+        rng = seeded(seed, number)
+        x = rng.normal(size=SAMPLES)
+        y = np.cos(TRUE * x) + NOISE * rng.normal(size=SAMPLES)
+        made.append(Client(scale * x, y, float(np.std(scale * x))))
+    return made
+
+
+def optimum(loss: Callable[[float], float]) -> float:
+    """Return the best weight up to ``LEARNT``, where the loss over the weight is not yet flat."""
+    grid = np.linspace(LOW, LEARNT, 3000)
+    return float(grid[np.argmin([loss(w) for w in grid])])
+
+
+def harmonised(folder: Path) -> dict[str, list[float]]:
+    """Figure 1: both clients' losses over the weight, with BatchNorm and without; write ``fedbn_toy.csv`` and ``.png`` to ``folder``.
+
+    Returns:
+        By "without BN" and "with BN": each client's best weight, and then the mean loss of the clients at the mean of these.
+    """
+    both, grid, found = clients(), np.linspace(LOW, HIGH, POINTS), dict[str, list[float]]()
+    lines: list[tuple[str, int, float, float]] = []
+    for name, gammas in (("without BN", [1.0, 1.0]), ("with BN", [client.gamma for client in both])):
+        best = [optimum(lambda w, c=c, g=g: c.loss(w, g)) for c, g in zip(both, gammas, strict=True)]  # type: ignore[misc]
+        mean = float(np.mean(best))
+        found[name] = [*best, float(np.mean([c.loss(mean, g) for c, g in zip(both, gammas, strict=True)]))]
+        lines += [(name, n, float(w), c.loss(w, g)) for n, (c, g) in enumerate(zip(both, gammas, strict=True)) for w in grid]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "fedbn_toy.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("inputs", "client", "w", "loss"), *lines])
+    with plt.rc_context(STYLE):
+        figure, panels = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained", sharey=True)
+        for axes, name in zip(panels, found, strict=True):
+            for number in range(len(both)):
+                axes.plot(grid, [loss for of, n, _, loss in lines if of == name and n == number], lw=1.5, label=f"client {number}")
+            axes.axvline(np.mean(found[name][:-1]), color="0.5", lw=1, ls=":", label="mean of the best weights")
+            axes.set(xlabel="w", title=name)
+        panels[0].set(ylabel="squared error")
+        panels[1].legend(frameon=False)
+        figure.savefig(folder / "fedbn_toy.png")
+        plt.close(figure)
+    return found
+
+
+def surface(folder: Path) -> dict[str, float]:
+    """Figure 2: the first client's error over the weight and gamma; write ``fedbn_surface.csv`` and ``.png`` to ``folder``.
+
+    Returns:
+        Its error at its own best weight and gamma ("own"), at the mean weight with its own gamma ("mean w, own gamma"), and at the means of
+        both ("mean w, mean gamma").
+    """
+    both = clients()
+    own, gammas = both[0], [client.gamma for client in both]
+    weights = [optimum(lambda w, c=c: c.loss(w, c.gamma)) for c in both]  # type: ignore[misc]
+    places = {
+        "own": (weights[0], gammas[0]),
+        "mean w, own gamma": (float(np.mean(weights)), gammas[0]),
+        "mean w, mean gamma": (float(np.mean(weights)), float(np.mean(gammas))),
+    }
+    found = {name: own.loss(*place) for name, place in places.items()}
+    w, gamma = np.linspace(LOW, HIGH, POINTS), np.linspace(LOW, HIGHEST_GAMMA, POINTS // 2)
+    error = np.array([[own.loss(a, b) for a in w] for b in gamma])
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "fedbn_surface.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("place", "w", "gamma", "error"), *((name, *places[name], value) for name, value in found.items())])
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+        figure.colorbar(axes.pcolormesh(w, gamma, error, shading="auto"), ax=axes, label="squared error")
+        for (name, (a, b)), marker in zip(places.items(), "o^s", strict=True):
+            axes.plot(a, b, marker, ms=8, mec="white", label=f"{name}: {found[name]:.2f}")
+        axes.set(xlabel="w", ylabel="gamma", title="error of one client")
+        axes.legend(frameon=True)
+        figure.savefig(folder / "fedbn_surface.png")
+        plt.close(figure)
+    return found
