@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_bn.data.augment import AUGMENTATIONS
-from fl_bn.data.batches import cuts, distinct
+from fl_bn.data.batches import Indices, cuts, distinct, draw_batches
 from fl_bn.federation.clipping import CLIPS
 from fl_bn.federation.eager import SGD, Adam
 from fl_bn.federation.momentum import MAINTAIN
@@ -35,6 +35,7 @@ class LocalTraining:
     ``AUGMENTATIONS``. ``objective``: what is minimised, or how gradients are corrected; one that is off is the plain one. ``maintain``:
     what becomes of the optimiser's momentum between rounds (``training.momentum``). ``clip``, ``clip_limit``: see ``training.clipping``;
     ``frozen_clip``: in rounds with frozen statistics the gradients are clipped adaptively to this share of the weights instead, 0: as ever.
+    ``drop_last``: a last batch of a pass that is smaller than the others is left out.
     """
 
     batch_size: int
@@ -51,6 +52,7 @@ class LocalTraining:
     clip: str = "none"
     clip_limit: float = 1.0
     frozen_clip: float = 0.0
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if not self.objective.on:
@@ -107,9 +109,22 @@ class LocalTraining:
         """How gradients are clipped, and to what limit, in a round with or without ``frozen`` statistics."""
         return ("adaptive", self.frozen_clip) if frozen and self.frozen_clip else (self.clip, self.clip_limit)
 
+    def fewest(self, least: int) -> int:
+        """Return how many samples a client must have, where a batch needs ``least``."""
+        return max(least, self.batch_size) if self.drop_last else least
+
+    def draw(self, samples: int, rng: np.random.Generator, least: int) -> list[Indices]:
+        """Return the batches of a round on so many ``samples``, in random order by ``rng``; ``least``: what a batch needs.
+
+        Raises:
+            ClientTooSmall: the client has too few.
+        """
+        several = {"epochs": self.epochs, "steps": self.steps, "least": least}
+        return list(draw_batches(samples, self.batch_size, rng, **several, drop_last=self.drop_last))
+
     def planned(self, samples: int) -> int:
         """How many different ones a client of so many ``samples`` trains on in a round."""
-        return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps)
+        return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps, drop_last=self.drop_last)
 
     def most_steps(self, samples: int) -> int:
         """Return how many local steps a client of so many ``samples`` makes in a round."""

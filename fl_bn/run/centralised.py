@@ -51,7 +51,8 @@ def run_centralised(config: RunConfig) -> RunDirectory:
             callbacks = Callbacks([directory])
             for round in range(1, config.rounds + 1):
                 begin = time.perf_counter()
-                drawn = list(draw_batches(len(samples), cohort * config.batch_size, seeded(config.seed, 0, round, 0), steps=steps))
+                rng, size = seeded(config.seed, 0, round, 0), cohort * config.batch_size
+                drawn = list(draw_batches(len(samples), size, rng, steps=steps, drop_last=config.drop_last))
                 augment = augmenter(settings.augment, seeded(config.seed, 0, round, 2))
                 batches = IndexBatches(samples, drawn, inputs_like(model), augment)
                 local = alone(model, method, settings, rate(round, config.rounds))

@@ -301,6 +301,7 @@ class RunConfig(RunKeys):
             clip,
             limit,
             FROZEN if clips_frozen else 0.0,
+            self.drop_last,
         )
 
     def build_objective(self) -> Objective:

@@ -17,13 +17,17 @@
     "IID" = { partition = "iid" }
     "Dirichlet 0.1" = { partition = "dirichlet", partition-parameter = 0.1 }
 
+    [[where]]                               # keys of some combinations, which count more than those above
+    at = { method = "BN", split = "IID" }
+    keys = { learning-rate = 0.1 }
+
     [report]                                # how the report shows it: fl_bn/report
     rows = "method"
     columns = ["split"]
 
     [variants.small]                        # the same with other keys or axes: --variant small
     run = { rounds = 5, seed = 0 }
-    axes.split = ["IID"]                    # a list keeps some of an axis's values; a table replaces the axis
+    axes.split = ["IID"]                    # a list keeps some of an axis's values; a table replaces the axis; where: replaces the list
 
 Every combination is one run. ``skip`` is a list of tables: combinations to leave out.
 """
@@ -34,7 +38,7 @@ import itertools
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,12 +49,24 @@ from fl_bn.report.settings import SEED, check_axis, parse_settings
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep.cells import CENTRALISED, Cell
 
-TABLES = ("title", "run", "axes", "skip", "report", "paper", "notes", "experiment", "evidence", "variants")
-VARIANT_TABLES = ("run", "axes", "skip", "report", "paper", "notes", "make")
+TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "experiment", "evidence", "variants")
+VARIANT_TABLES = ("run", "axes", "where", "skip", "report", "paper", "notes", "make")
 PAPER = "paper"  # the variant that every file has: itself
 DATA = "data"  # {data} is not an axis of that name
 DECIDED = ("output", "name", "resume", "pictures")  # by the sweep
 Axis = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Keys of the combinations that stand ``at`` these values of axes."""
+
+    at: Mapping[str, str]
+    keys: Mapping[str, Any]
+
+    def has(self, at: Mapping[str, str], keys: Mapping[str, Any]) -> bool:
+        """Tell whether the combination ``at`` is one of these. An axis that is a single value in this variant is one of the ``keys``."""
+        return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,7 @@ class Sweep:
     keys: Mapping[str, Any]
     axes: Mapping[str, Axis]
     skip: tuple[Mapping[str, Any], ...] = ()
+    where: tuple[Where, ...] = ()
     tables: Mapping[str, Any] = field(default_factory=dict)
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -69,6 +86,8 @@ class Sweep:
         for labels in itertools.product(*(self.axes[name] for name in names)):
             at = dict(zip(names, labels, strict=True))
             keys = {**self.keys, **{k: v for name in names for k, v in self.axes[name][at[name]].items()}}
+            for case in self.where:
+                keys |= case.keys if case.has(at, keys) else {}
             for name, said in at.items():
                 keys = keys if name == DATA else _filled(keys, name, said)
             where = {name: keys[name] if name in keys and str(keys[name]) == at[name] else at[name] for name in self.axes}
@@ -78,6 +97,8 @@ class Sweep:
     def to_toml(self) -> str:
         """The sweep as it is run, without what other variants have: a sweep file that does the same."""
         tables: dict[str, Any] = {"title": self.title, "skip": list(self.skip), "run": self.keys, "axes": self.axes}
+        there = [case for case in self.where if all(value in self.axes.get(axis, {}) for axis, value in case.at.items())]
+        tables |= {"where": [{"at": case.at, "keys": case.keys} for case in there]}
         tables |= {name: self.tables[name] for name in ("report", "paper", "notes", "experiment") if self.tables.get(name)}
         lines = [f"{name} = {_inline(value)}" for name, value in tables.items() if not isinstance(value, Mapping) and value != []]
         for name, table in tables.items():
@@ -154,6 +175,10 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     if taken := [key for key in (*keys, *listed, *(k for a in axes.values() for v in a.values() for k in v)) if key in DECIDED]:
         raise ConfigError(f"{taken[0]} is for the sweep to decide: leave it out")
     axes = {axis: _overridden(axis, values, overrides) for axis, values in axes.items()}
+    every = {key: [*map(_label, values)] for key, values in _table(tables, "run").items() if isinstance(values, list)}
+    for of in (_table(tables, "axes"), axes):
+        every |= {axis: [*every.get(axis, []), *values] for axis, values in of.items()}
+    where = _where(chosen.get("where", tables.get("where", [])), every, overrides, data)
     if empty := [axis for axis, values in axes.items() if not values]:
         raise ConfigError(f"axis {empty[0]} has no value")
     keys, axes = _filled(keys, DATA, data), {a: {n: _filled(v, DATA, data) for n, v in values.items()} for a, values in axes.items()}
@@ -164,7 +189,25 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     for name_ in (name_ for left in skip for name_ in left):
         if name_ not in {*axes, *_table(tables, "axes"), *run}:  # an axis may be a single value in this variant
             raise ConfigError(unknown("axis in skip:", name_, list(axes)))
-    return Sweep(str(tables.get("title", name)), keys, axes, skip, shown)
+    return Sweep(str(tables.get("title", name)), keys, axes, skip, where, shown)
+
+
+def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str, Any], data: str) -> tuple[Where, ...]:
+    """Read ``[[where]]``. ``axes``: those of the file and of the variant, each with its values in both."""
+    made = []
+    for case in cases:
+        if not isinstance(case, dict) or set(case) != {"at", "keys"} or not all(isinstance(part, dict) for part in case.values()):
+            raise ConfigError(f'[[where]] must have at = {{ axis = "value" }} and keys = {{ key = value }}, but got {case!r}')
+        for axis, value in case["at"].items():
+            if axis not in axes:
+                raise ConfigError(unknown("axis in where:", axis, list(axes)))
+            if str(value) not in axes[axis]:
+                raise ConfigError(unknown(f"value of {axis} in where:", str(value), list(axes[axis])))
+        if taken := [key for key in case["keys"] if key in DECIDED]:
+            raise ConfigError(f"{taken[0]} is for the sweep to decide: leave it out")
+        keys = {key: value for key, value in _filled(case["keys"], DATA, data).items() if key not in overrides}
+        made.append(Where({axis: str(value) for axis, value in case["at"].items()}, keys))
+    return tuple(made)
 
 
 def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]) -> None:
