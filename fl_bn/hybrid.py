@@ -34,7 +34,7 @@ Affine = tuple[Tensor | None, Tensor | None]
 
 
 def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and variance (C,) that a training batch is normalised with (equation 7): ``mix_C`` of ``batch``'s, the rest of ``shared``'s."""
+    """Mean and variance (C,) that a training batch is normalised with (equation 9): ``mix_C`` of ``batch``'s, the rest of ``shared``'s."""
     return torch.lerp(shared[0], batch[0], mix_C), torch.lerp(shared[1], batch[1], mix_C)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.hybrid import looked_into, mixture, normalise, plain
 from fl_bn.modes import held_layers
-from fl_bn.moments import Moments, channel_moments, pool
+from fl_bn.moments import Moments, Running, channel_moments, ema, pool
 from fl_bn.roles import batch_norms
 
 M = TypeVar("M", bound=nn.Module)
@@ -188,7 +188,7 @@ _OWN = ("weight", "bias", "mixing_logit", "running_mean", "running_var")
 
 
 class HybridBatchNorm(_SharedNorm):
-    """BatchNorm with a learnable mix of batch and shared statistics per channel (HBN, equations 7 and 9).
+    """BatchNorm with a learnable mix of batch and shared statistics per channel (HBN, equations 9 and 10).
 
     Training: ``mean = a * batch + (1 - a) * shared`` and the same for the (biased) variance, ``a = sigmoid(mixing_logit)``,
     gradients through the batch statistics and ``a``. Evaluation: the shared statistics alone. ``a -> 1`` is
@@ -202,14 +202,17 @@ class HybridBatchNorm(_SharedNorm):
         self._mix()
 
     @classmethod
-    def from_batch_norm(cls, layer: _BatchNorm) -> Self:
-        """Make a layer of this class with all that ``layer`` has, and mixing logits of 0. Raises as ``_SharedNorm`` does."""
+    def from_batch_norm(cls, layer: _BatchNorm, fixed: float | None = None) -> Self:
+        """Make a layer of this class with all that ``layer`` has, and mixing logits that start at 0, or are ``fixed`` and do not learn.
+
+        Raises as ``_SharedNorm`` does.
+        """
         new = super().from_batch_norm(layer)
-        new._mix()
+        new._mix(fixed)
         return new
 
-    def _mix(self) -> None:
-        self.mixing_logit = nn.Parameter(torch.zeros_like(self.running_mean))
+    def _mix(self, fixed: float | None = None) -> None:
+        self.mixing_logit = nn.Parameter(torch.full_like(self.running_mean, fixed or 0.0), requires_grad=fixed is None)
 
     def normalised(self, x: Tensor) -> Tensor:
         self.check(x)
@@ -239,7 +242,7 @@ class HybridBatchNorm(_SharedNorm):
 
     @torch.no_grad()
     def normaliser(self, batch: Moments) -> Moments:
-        """Mean and variance that a training batch with the moments ``batch`` is normalised with (equation 7)."""
+        """Mean and variance that a training batch with the moments ``batch`` is normalised with (equation 9)."""
         shared = (self.running_mean.double(), self.running_var.double())
         return Moments(batch.count, *mixture(torch.sigmoid(self.mixing_logit.double()), shared, (batch.mean, batch.var)))
 
@@ -441,3 +444,17 @@ def _observed_by(layer: OwnBatchNorm, observation: Observation | None) -> None:
 def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
     """One ``Moments`` per layer that saw anything."""
     return {name: pool(parts) for name, parts in observed.items() if parts}
+
+
+def moving_average(layer: _BatchNorm, batches: Sequence[Moments]) -> Moments:
+    """Return the running statistics that ``layer`` would have, had it followed ``batches`` one by one as torch's BatchNorm does.
+
+    The mean and the variance, of unbiased variances, are float64. The count is that of all batches.
+    """
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.momentum is not None
+    running = Running(layer.running_mean, layer.running_var)
+    for batch in batches:
+        running = ema(running, batch.to(layer.running_mean.device), layer.momentum)
+    return Moments(sum(batch.count for batch in batches), *running)

@@ -31,7 +31,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
-from fl_bn.layers import freeze_statistics, observe, pooled
+from fl_bn.layers import freeze_statistics, moving_average, observe, pooled
 from fl_bn.methods import Method, Phase, Report, StatisticsPass
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.modes import frozen_affine, train_mode
@@ -174,7 +174,7 @@ class LocalRound:
     @property
     def observes(self) -> bool:
         """Tell whether the moments of training batches are reported."""
-        return self.method.reports(self.phase) in (Report.BATCHES, Report.FIRST)
+        return self.method.reports(self.phase) in (Report.BATCHES, Report.FIRST, Report.MOVING)
 
     def set_modes(self, model: nn.Module) -> None:
         """Put ``model`` into training mode, except for the parts that its owner holds in evaluation mode; frozen layers are frozen."""
@@ -356,7 +356,12 @@ class LocalRound:
 
     def report(self) -> dict[str, Moments]:
         """Return the moments that were measured or observed so far, by BatchNorm layer."""
-        return pooled(self.passes.observed) if self.moments is None else self.moments
+        if self.moments is not None:
+            return self.moments
+        if self.method.reports(self.phase) is not Report.MOVING:
+            return pooled(self.passes.observed)
+        layers = batch_norms(self.model)
+        return {name: moving_average(layers[name], batches) for name, batches in self.passes.observed.items() if batches}
 
     def reply(
         self,

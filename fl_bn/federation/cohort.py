@@ -105,6 +105,6 @@ def cohort_round(
 ) -> tuple[Reply, Kept]:
     """``client_round``, as one program with the rest of the cohort where there is one. Raises ClientTooSmall as that does."""
     job, cohort = _Job(round, samples, seed, client, task, tells_drift), Cohort.current()
-    if cohort is None or (round.trains and len(samples) < 2):
+    if cohort is None or (round.trains and len(samples) < round.settings.fewest(2)):
         return client_round(*job)
     return cohort.round(job)

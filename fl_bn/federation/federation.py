@@ -366,10 +366,13 @@ class Federation:
         return [reply_of(*one) for one in told]
 
     def _measured(self, asked: Instruction) -> Exchanged:
-        everyone, parts = range(len(self.clients)), list[Reply]()
-        for begin in range(0, len(everyone), AT_ONCE):
-            parts += self._measure(asked, everyone[begin : begin + AT_ONCE])
+        who, parts = self._to_measure(asked), list[Reply]()
+        for begin in range(0, len(who), AT_ONCE):
+            parts += self._measure(asked, who[begin : begin + AT_ONCE])
         return self._stored(asked, parts)
+
+    def _to_measure(self, asked: Instruction) -> Sequence[int]:
+        return self._cohort(asked.round) if self.method.measures_cohort(asked.round) else range(len(self.clients))
 
     def _measure(self, asked: Instruction, clients: Sequence[int]) -> list[Reply]:
         if (replies := self._together(asked, clients)) is not None:
@@ -378,7 +381,7 @@ class Federation:
 
     def _measured_layer_by_layer(self, asked: Instruction) -> Exchanged | None:
         """The same by one forward pass of each client; None where they are too many, or their networks have no order of layers."""
-        everyone = range(len(self.clients))
+        everyone = self._to_measure(asked)
         if self._one_program:
             return None  # which measures all clients at once
         if turns.too_many(len(everyone), self._clients.model):
@@ -396,9 +399,9 @@ class Federation:
         return replace(self._stored(asked, parts), session=session, carrier="local")
 
     def _stored(self, asked: Instruction, parts: Sequence[Reply]) -> Exchanged:
-        came, everyone = self.server.checked(parts, asked), range(len(self.clients))
+        came, everyone = self.server.checked(parts, asked), self._to_measure(asked)
         try:
-            used, overflowing = self.server.measured(came.parts, len(came.wrong))
+            used, overflowing = self.server.measured(came.parts, len(came.wrong), asked.measured)
         except TooFew as error:
             LOGGER.warning("the statistics stay as they are, since %s", error)
             return Exchanged(everyone, came.parts, came.refused, 0)

@@ -118,13 +118,19 @@ class Passes:
         return tensors
 
     def refreshed(self, round: int, tensors: Named) -> Named:
-        """``tensors`` with statistics of its weights, as the method wants them evaluated: exact, or as training normalises."""
-        refresh, made = self.server.method.refresh, 0
+        """``tensors`` with statistics of its weights, as the method wants them evaluated: exact, as training normalises, or as the round's
+        clients reported them."""
+        method, shared = self.server.method, self.server.shared
+        refresh, made = method.refresh, 0
+        if refresh is Refresh.REPORTED:
+            shared.load(tensors)
+            shared.store(shared.reported)
+            return shared.tensors()
         most, what = (1, NORMALISERS) if refresh is Refresh.HYBRID else (UNTIL_STILL, INPUTS)
         for measured in self._passes(round, tensors, most, measured=what):
             tensors, made = measured.tensors, measured.record.exchanges or measured.outcome.number
-        said = "round %s: statistics for the evaluation: %s, by %d exchange%s with all clients"
-        LOGGER.info(said, round, refresh.value, made, "s" * (made != 1))
+        said = "round %s: statistics for the evaluation: %s, by %d exchange%s with %s"
+        LOGGER.info(said, round, refresh.value, made, "s" * (made != 1), "the cohort" if method.measures_cohort(round) else "all clients")
         return tensors
 
     def _passes(self, round: int, tensors: Named, most: int, tolerance: float = 0.0, measured: str = INPUTS) -> Iterator[Measured]:

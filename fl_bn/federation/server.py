@@ -33,7 +33,7 @@ from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply
-from fl_bn.methods import Method, Phase
+from fl_bn.methods import INPUTS, Method, Phase
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words
 from fl_bn.wire import Absent, WireError, said
@@ -237,8 +237,8 @@ class Server:
         statistics = self.shared.combined(parts, phase, defence, self.pace())
         return self.shared.change(ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, folded), statistics)
 
-    def measured(self, parts: list[Reply], wrong: int = 0) -> tuple[list[Reply], dict[int, str]]:
-        """Store the statistics that a statistics-only exchange found; the replies that count, and why others do not, by client.
+    def measured(self, parts: list[Reply], wrong: int = 0, what: str = INPUTS) -> tuple[list[Reply], dict[int, str]]:
+        """Store the statistics that an exchange of ``what`` alone found; the replies that count, and why others do not, by client.
 
         Raises:
             TooFew: fewer than the defence needs; the statistics stay as they are.
@@ -247,7 +247,7 @@ class Server:
         def store(parts: list[Reply], overflowing: int) -> None:
             defence = self.defence.without(wrong + overflowing, len(parts))
             defence.check(len(parts))
-            self.shared.store(self.shared.measured(parts, defence))
+            self.shared.store(self.shared.measured(parts, defence, what))
 
         parts, overflowing, _ = without_overflow(parts, store, self.policy.called)
         return parts, overflowing

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_bn.data.augment import AUGMENTATIONS
-from fl_bn.data.batches import cuts, distinct
+from fl_bn.data.batches import Indices, cuts, distinct, draw_batches
 from fl_bn.federation.clipping import CLIPS
 from fl_bn.federation.eager import SGD, Adam
 from fl_bn.federation.momentum import MAINTAIN
@@ -37,6 +37,7 @@ class LocalTraining:
     what becomes of the optimiser's momentum between rounds (``training.momentum``). ``clip``, ``clip_limit``: see ``training.clipping``;
     ``frozen_clip``: in rounds with frozen statistics the gradients are clipped adaptively to this share of the weights instead, 0: as ever.
     ``weigh_all``: in averages a client weighs as many samples as it has, not as it trained on in the round.
+    ``drop_last``: a last batch of a pass that is smaller than the others is left out.
     """
 
     batch_size: int
@@ -54,6 +55,7 @@ class LocalTraining:
     clip_limit: float = 1.0
     frozen_clip: float = 0.0
     weigh_all: bool = False
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if not self.objective.on:
@@ -114,9 +116,24 @@ class LocalTraining:
         """Return how many samples a client counts for in averages that has so many, and trained on ``trained`` different ones."""
         return samples if self.weigh_all else trained
 
+    def fewest(self, least: int) -> int:
+        """Return how many samples a client must have, where a batch needs ``least``."""
+        return max(least, self.batch_size) if self.drop_last else least
+
+    def draw(self, samples: int, rng: np.random.Generator, least: int) -> list[Indices]:
+        """Return the batches of a round on so many ``samples``, in random order by ``rng``; ``least``: what a batch needs.
+
+        Raises:
+            ClientTooSmall: the client has too few.
+        """
+        several = {"epochs": self.epochs, "steps": self.steps, "least": least}
+        return list(draw_batches(samples, self.batch_size, rng, **several, drop_last=self.drop_last))
+
     def planned(self, samples: int) -> int:
         """Return how many samples a client that has so many counts for in averages, before its round."""
-        return samples if self.weigh_all else distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps)
+        if self.weigh_all:
+            return samples
+        return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps, drop_last=self.drop_last)
 
     def most_steps(self, samples: int) -> int:
         """Return how many local steps a client of so many ``samples`` makes in a round."""

@@ -26,7 +26,7 @@ from fl_bn.federation.payload import Named, Sections, decode_moments, signature,
 from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
-from fl_bn.methods import Method, Phase, Report, replace_by_pooled
+from fl_bn.methods import INPUTS, Method, Phase, Refresh, Report, replace_by_pooled
 from fl_bn.modes import held_layers
 from fl_bn.moments import Moments, Running, bounds
 from fl_bn.roles import Role, batch_norms, roles
@@ -78,7 +78,8 @@ class SharedModel:
     """``model`` converted for ``method``, seen from the server. Local tensors are there too, but never travel and never change.
 
     ``clients``: in the population. ``personal``: every client evaluates a model of its own, since it keeps tensors. ``scales``: by layer,
-    the deviation of its input that the run started with, see ``LayerReports``; 1 where it is missing.
+    the deviation of its input that the run started with, see ``LayerReports``; 1 where it is missing. ``reported``: what the last round's
+    clients reported, made into statistics by ``Method.renew``; only for ``Refresh.REPORTED``.
     """
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
@@ -92,6 +93,7 @@ class SharedModel:
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         self.scales: dict[str, float] = {}
+        self.reported: dict[str, Running] = {}
         self._moderate = min((bounds(p.dtype)[0] for p in self.model.parameters() if p.is_floating_point()), default=math.inf)
         role = roles(self.model)
         self._recomputes = any(r is Role.RECOMPUTED and method.sends_down(r) for r in role.values())
@@ -277,17 +279,24 @@ class SharedModel:
             reports = [self._running(part.sections.get("statistics", {}), part.weight) for part in parts]
         else:
             reports = [decode_moments(part.sections["moments"]) for part in parts]
-        return combine(self.method.combine, shared, reports, [part.steps for part in parts], self.layers, defence, pace, self.scales)
+        steps = [part.steps for part in parts]
+        if self.method.refresh is Refresh.REPORTED:
+            self.reported = combine(self.method.renew, shared, reports, steps, self.layers, defence)
+        return combine(self.method.combine, shared, reports, steps, self.layers, defence, pace, self.scales)
 
     def may_be_refused(self, part: Reply) -> bool:
         """Tell whether a reply may yet be left out when all have come: numbers beyond the mean that a report may have (the square root of
         the largest that the dtype holds, over 4) are what can make the server's step overflow."""
         return part.largest > self._moderate
 
-    def measured(self, parts: Sequence[Reply], defence: Defence) -> dict[str, Running]:
-        """The shared statistics that a statistics-only exchange found under the present weights."""
+    def measured(self, parts: Sequence[Reply], defence: Defence, what: str = INPUTS) -> dict[str, Running]:
+        """Return the shared statistics that a statistics-only exchange of ``what`` found under the present weights.
+
+        Those of the layers' inputs are the union's, whatever the method makes of the normalisers.
+        """
+        rule = replace_by_pooled if what == INPUTS else self.method.renew
         reports = [decode_moments(part.sections["moments"]) for part in parts]
-        return combine(replace_by_pooled, self.statistics(), reports, [1] * len(parts), self.layers, defence)
+        return combine(rule, self.statistics(), reports, [1] * len(parts), self.layers, defence)
 
     def _running(self, statistics: Mapping[str, Tensor], weight: int) -> dict[str, Moments]:
         return {

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.data.augment import Augment, augmenter
-from fl_bn.data.batches import check_size, draw_batches
 from fl_bn.data.dataset import to_input
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import auxiliary
@@ -133,7 +132,8 @@ def client_round(
     and the round alone.
 
     Raises:
-        ClientTooSmall: fewer samples than the round's method needs (``one_sample.fewest``): one has no variance.
+        ClientTooSmall: fewer samples than the round's method needs (``one_sample.fewest``): one has no variance. Or fewer than a batch,
+            with ``drop_last``.
     """
     settings, number, n = round.settings, round.instruction.round, len(samples)
 
@@ -144,11 +144,10 @@ def client_round(
     if not round.trains:
         measure()
         return round.reply(n, client=client)
-    check_size(n, least_of(round))  # before the statistics pass, which one sample may break
+    batches = drawn(round, samples, seed, client)  # before the statistics pass, which one sample may break
     if round.method.reports(round.phase) is Report.PASS:
         measure()
     like = inputs_like(round.model)
-    batches = drawn(round, samples, seed, client)
     optimizer = settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
     round.load_momentum(optimizer)
     dropout = int(seeded(seed, client, number, DROPOUT).integers(2**62))
@@ -172,11 +171,10 @@ def how_measured(round: LocalRound, seed: int, client: int) -> tuple[np.random.G
 def drawn(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
     """The training batches of this round, as the settings say."""
     settings, number = round.settings, round.instruction.round
-    rng, least = seeded(seed, client, number, BATCHES), least_of(round)
-    indices = draw_batches(len(samples), settings.batch_size, rng, epochs=settings.epochs, steps=settings.steps, least=least)
+    indices = settings.draw(len(samples), seeded(seed, client, number, BATCHES), least_of(round))
     changes = settings.augment != "none"  # else nothing is drawn, and making a generator takes as long as a layer
     augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT)) if changes else None
-    return IndexBatches(samples, list(indices), inputs_like(round.model), augment)
+    return IndexBatches(samples, indices, inputs_like(round.model), augment)
 
 
 def alone(

@@ -312,7 +312,7 @@ class _Training:
     def _observing(self) -> Iterator[dict[str, list[Moments]]]:
         """Observe the template where the method reports moments of this step's batches."""
         reports = self.first.method.reports(self.first.phase)
-        if reports is Report.BATCHES or (reports is Report.FIRST and self.number == 0):
+        if reports in (Report.BATCHES, Report.MOVING) or (reports is Report.FIRST and self.number == 0):
             with observe(self.stack.template, counts=lambda layer, x: layer.training) as observed:
                 yield observed
         else:

@@ -169,6 +169,8 @@ class DisclosureReport:
             return "moments of the first batch", batch
         if report is Report.BATCHES:
             return f"moments of {_batches(steps)}, pooled", samples
+        if report is Report.MOVING:
+            return f"moving averages over {_batches(steps)}, of which the last counts most", math.ceil(samples / max(steps, 1))
         subset = min(self._method.statistics_pass.samples or client.samples, client.samples)
         if phase is not Phase.MEASURE:
             return "moments of a pass before training", subset

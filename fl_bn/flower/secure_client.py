@@ -17,7 +17,7 @@ from cryptography.fernet import InvalidToken
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 
-from fl_bn.data.batches import ClientTooSmall, draw_batches
+from fl_bn.data.batches import ClientTooSmall
 from fl_bn.federation import schema
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.one_sample import fewest
@@ -132,7 +132,7 @@ def plan_of(client: BatchNormClient, message: Message, context: Context) -> Plan
         return Plan(0, 0, 0) if asked.measured == NORMALISERS and measured < 2 else Plan(n, measured, 0)
     rng, least = seeded(client.seed, client.site.client, header.round, BATCHES), fewest(client.model, client.method, phase)
     try:
-        batches = list(draw_batches(n, settings.batch_size, rng, epochs=settings.epochs, steps=settings.steps, least=least))
+        batches = settings.draw(n, rng, least)
     except ClientTooSmall:
         return Plan(0, 0, 0)
     behind = {Report.PASS: min(client.method.statistics_pass.samples or n, n), Report.FIRST: len(batches[0])}

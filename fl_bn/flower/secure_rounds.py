@@ -29,7 +29,7 @@ from fl_bn.flower.messaging import copy_of
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.secure import Sum, SumFailed, Summand, secure_sum
 from fl_bn.flower.sums import CHECK, LOSS_RANGE, REFERENCE, Layout, from_vector, layout, length, moments_of, references, update_of
-from fl_bn.methods import LayerReports, Method, Phase, Report, replace_by_pooled
+from fl_bn.methods import LayerReports, Method, Phase, Refresh, Report, replace_by_pooled
 from fl_bn.moments import Moments, Running
 from fl_bn.secure.additive import lost
 from fl_bn.secure.privacy import Accountant
@@ -53,6 +53,11 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
         )
     if Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
         raise ValueError(f"{method.name} exchanges moments layer by layer in the clear: secure aggregation does not cover that")
+    if method.refresh is Refresh.REPORTED or method.renew is not replace_by_pooled:
+        raise ValueError(
+            f"secure aggregation pools the moments of all clients in one sum, but {method.name} needs each client's own here: leave out "
+            "its ablations (hbn-separate, hbn-merge), or secure-aggregation"
+        )
     if rounds.payload != AS_THE_MODEL:
         raise ValueError(f"secure aggregation adds masked whole numbers, which cannot be rounded: set payload-dtype to {AS_THE_MODEL}")
     if rounds.auxiliary:

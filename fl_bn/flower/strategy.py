@@ -350,9 +350,8 @@ class BatchNormStrategy(Strategy):
         return self.server.rounds in (0, server_round) or server_round % self.rounds.evaluate_every == 0
 
     def _measured(self, asked: Instruction) -> Exchanged:
-        """A statistics-only exchange with everyone who is there."""
-        assert self.population is not None
-        grid, everyone = self.population.grid, self.population.everyone()
+        """A statistics-only exchange with everyone who is there, or with the round's cohort, as the method wants it."""
+        grid, everyone = self._to_measure(asked)
         sent = self._messages(STATISTICS, asked, everyone, {"measured": asked.measured})
         who = [client.index for client in everyone]
         if self.secure is not None:
@@ -363,10 +362,9 @@ class BatchNormStrategy(Strategy):
 
     def _measured_layer_by_layer(self, asked: Instruction) -> Exchanged | None:
         """The same by one message and an exchange per layer; None where not everyone who has data took part to the end."""
-        assert self.population is not None
         if self.secure is not None or self.method.adversary is not None or self.rounds.recalibration == "passes":
             return None
-        grid, exchanges, everyone = self.population.grid, self.exchanges, self.population.everyone()
+        exchanges, (grid, everyone) = self.exchanges, self._to_measure(asked)
         clients = [client for client in everyone if client.samples > 0]
         sent = self._messages(STATISTICS, asked, clients, {"measured": asked.measured}, steps=1 + len(self.shared.layers))
         tries = self.rounds.recalibration == "exchange"
@@ -383,6 +381,10 @@ class BatchNormStrategy(Strategy):
         done = self._stored(asked, [client.index for client in everyone], parts, empty, wrong)
         return replace(done, session=exchanges.session, carrier=carrier)
 
+    def _to_measure(self, asked: Instruction) -> tuple[Grid, list[Client]]:
+        assert self.population is not None
+        return self.population.grid, self.cohort if self.method.measures_cohort(asked.round) else self.population.everyone()
+
     def _reports(
         self, replies: Iterable[Message], asked: Instruction, clients: Sequence[Client], sent: Sequence[Message]
     ) -> tuple[list[Reply], dict[int, str], set[int]]:
@@ -393,7 +395,7 @@ class BatchNormStrategy(Strategy):
     def _stored(self, asked: Instruction, who: Sequence[int], parts: list[Reply], refused: dict[int, str], wrong: set[int]) -> Exchanged:
         """After the statistics of ``parts`` were stored, or too few came."""
         try:
-            parts, overflowing = self.server.measured(parts, len(wrong))
+            parts, overflowing = self.server.measured(parts, len(wrong), asked.measured)
         except TooFew as error:
             log(logging.WARNING, "the statistics stay as they are, since %s", error)
             return Exchanged(who, parts, refused, 0)

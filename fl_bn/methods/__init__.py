@@ -19,6 +19,7 @@ from fl_bn.methods.fixbn import fixbn
 from fl_bn.methods.fixup import fixup
 from fl_bn.methods.hbn import hbn
 from fl_bn.methods.method import (
+    COHORT,
     INPUTS,
     MEASURED,
     MOMENTS,
@@ -61,6 +62,7 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 __all__ = [
+    "COHORT",
     "INPUTS",
     "MEASURED",
     "METHODS",

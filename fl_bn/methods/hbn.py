@@ -1,15 +1,18 @@
 """HBN: a learnable mix of batch statistics and unbiased global ones.
 
-Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated Learning (seed 002), equations 7-11.
+Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated Learning (seed 002), equations 7 to 11.
 
-Before training, each client measures the moments of its data under the global statistics; the server pools them (law of total
-variance, unbiased) and moves the global statistics towards them. The mixing logits are trained with the weights' optimiser
-and never leave their client.
+Before training, each client measures the moments of its data (equation 7). The server pools them without bias (equation 8) and moves the
+global statistics towards them (equation 11). A layer normalises with a mixture of its batch's statistics and the global ones (equation 9).
+The mixing logits are trained with the weights' optimiser and never leave their client.
 
 The global statistics lag behind the weights. Before an evaluation they are replaced by statistics of the weights that are evaluated:
 ``exact``, those of the union of all data, or ``hybrid``, those that training normalises with (``Refresh``).
 
-Symbols: G -> shared statistics, lam -> lam, p -> mixing_logit, a -> sigmoid(mixing_logit).
+Each ablation of Table 6 is an option: ``separate=False`` (1), ``merge="average"`` (2), and of ``mixing`` ``"shared"`` (3), ``"batch"`` (4)
+and ``"half"`` (5).
+
+Symbols: G -> shared statistics, lambda -> lam, p -> mixing_logit, a -> sigmoid(mixing_logit).
 """
 
 from dataclasses import dataclass
@@ -17,9 +20,23 @@ from functools import partial
 from typing import ClassVar
 
 from fl_bn.layers import HybridBatchNorm
-from fl_bn.methods.method import LOWER_LAYERS, LayerReports, Method, Refresh, Report, StatisticsPass
+from fl_bn.methods.method import (
+    EVERYONE,
+    INPUTS,
+    LOWER_LAYERS,
+    MEASURED,
+    NORMALISERS,
+    WHO,
+    LayerReports,
+    Method,
+    Refresh,
+    Report,
+    StatisticsPass,
+    replace_by_averaged,
+    replace_by_pooled,
+)
 from fl_bn.methods.tracking import follow, tracking
-from fl_bn.moments import Running, ema, pool
+from fl_bn.moments import Running, ema, plain_average, pool
 from fl_bn.options import Options, option, takes
 from fl_bn.roles import Role
 
@@ -31,6 +48,11 @@ SCALE = 0.3
 At a scale of 1 a step of the same rate moves what the network computes by a tenth of that. HBN then learned too slowly on ordinary data, by
 ten points in 25 rounds: docs/concepts/statistics.md.
 """
+ONE_SIDED = 100.0
+"""A mixing logit whose sigmoid is 1 to the last bit of float64, and that of its negative less than any bit of a statistic."""
+MIXING = {"learned": None, "half": 0.0, "batch": ONE_SIDED, "shared": -ONE_SIDED}
+"""The logits of every way of mixing; None: they are learned from 0."""
+MERGES = ("unbiased", "average")
 
 
 @dataclass(frozen=True)
@@ -52,12 +74,35 @@ class HBNOptions(Options):
         "normalises (one exchange); auto: exact for lam=1, else hybrid",
         ("auto", "exact", "hybrid"),
     )
+    measured: str = option(
+        INPUTS,
+        "what the pass before training reports: the layers' inputs, or the normalisers, mixtures of batches and global statistics, as the "
+        "authors' code does",
+        MEASURED,
+    )
+    evaluate_clients: str = option(
+        EVERYONE, "whose statistics are evaluated: all clients', or those of the round's cohort, as in the paper", WHO
+    )
+    mixing: str = option(
+        "learned",
+        "what a training batch is normalised with: a learned mixture, half of its own and half of the global statistics (ablation 5), its "
+        "own alone (batch, ablation 4), or the global ones alone (shared, ablation 3)",
+        MIXING,
+    )
+    merge: str = option(
+        "unbiased",
+        "how clients' variances become one: unbiased adds the spread of their means, average leaves it out (ablation 2)",
+        MERGES,
+    )
+    separate: bool = option(
+        True, "statistics are measured in a pass of their own; false: they are moving averages over the training batches (ablation 1)"
+    )
     tracking: float | None = tracking(None, f"{TRACKING:g}, or {PARTIAL:g} with fraction below 1", instead="hbn-lam")
     fraction: float = option(1.0, "share of the clients that take part in a round", "(0, 1]", key="fraction")
 
 
-def combine(reports: LayerReports, tracking: float, lam: float | None) -> Running:
-    pooled = pool(reports.parts, reports.average)
+def combine(reports: LayerReports, tracking: float, lam: float | None, merge: str = "unbiased") -> Running:
+    pooled = (pool if merge == "unbiased" else plain_average)(reports.parts, reports.average)
     return follow(reports.shared, pooled, tracking, reports.scale) if lam is None else ema(reports.shared, pooled, lam)
 
 
@@ -72,18 +117,49 @@ def hbn(options: HBNOptions) -> Method:
     ``evaluate``: ``exact`` is right where the global statistics follow the weights at once (lam = 1): what is evaluated is BatchNorm of
     the union, by one exchange per layer. ``hybrid`` is right below: training then normalises with a mixture that holds old statistics,
     and the network has learnt under it.
+
+    Raises:
+        ValueError: an option would have no effect beside another.
     """
-    weight = options.tracking or (TRACKING if options.fraction == 1 else PARTIAL)
     evaluate = ("exact" if options.lam == 1 else "hybrid") if options.evaluate == "auto" else options.evaluate
+    _check(options, evaluate)
+    weight = options.tracking or (TRACKING if options.fraction == 1 else PARTIAL)
     return Method(
         "hbn",
-        layer=HybridBatchNorm.from_batch_norm,
+        layer=partial(HybridBatchNorm.from_batch_norm, fixed=MIXING[options.mixing]),
         local=frozenset({Role.MIXING}),
-        report=Report.PASS,
-        combine=partial(combine, tracking=weight, lam=options.lam),
-        refresh=Refresh(evaluate),
+        report=Report.PASS if options.separate else Report.MOVING,
+        combine=partial(combine, tracking=weight, lam=options.lam, merge=options.merge),
+        refresh=Refresh(evaluate) if options.separate else Refresh.REPORTED,
+        refreshed_by=options.evaluate_clients,
+        renew=replace_by_pooled if options.merge == "unbiased" else replace_by_averaged,
         calibrate=True,
         scale=SCALE,
         centre=options.lam is None,
-        statistics_pass=StatisticsPass(options.lower_layers, options.stat_samples),
+        statistics_pass=StatisticsPass(options.lower_layers, options.stat_samples, options.measured),
     )
+
+
+def _check(options: HBNOptions, evaluate: str) -> None:
+    """Raise ValueError where an option would have no effect beside another."""
+    default = HBNOptions()
+    if not options.separate:
+        of_passes = ("stat_samples", "lower_layers", "measured", "evaluate")
+        if given := [name for name in of_passes if getattr(options, name) != getattr(default, name)]:
+            raise ValueError(f"hbn's {given[0]} is for statistics that are measured in a pass: leave it out, or set separate to true")
+        if options.evaluate_clients == EVERYONE:
+            raise ValueError(
+                "without a pass of its own (separate=False), HBN is evaluated with what the round's cohort reported: set evaluate_clients "
+                "to 'cohort'"
+            )
+    if options.measured == NORMALISERS and options.mixing == "shared":
+        raise ValueError(
+            "with mixing='shared' the normalisers are the global statistics themselves, which would never change: set measured to 'inputs'"
+        )
+    if options.measured == NORMALISERS and options.lower_layers != default.lower_layers:
+        raise ValueError("normalisers are measured as training has them: set lower_layers to 'hybrid', or measured to 'inputs'")
+    if options.merge != default.merge and options.separate and evaluate == "exact":
+        raise ValueError(
+            f"exact statistics are those of the union of all data, so merge={options.merge!r} would not be evaluated: set evaluate to "
+            "'hybrid'"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.moments import Average, Moments, Running, pool, weighted_mean
+from fl_bn.moments import Average, Moments, Running, plain_average, pool, weighted_mean
 from fl_bn.names import check_name
 from fl_bn.options import option
 from fl_bn.robust.attacks import Adversary, Attack
@@ -35,9 +35,10 @@ class Report(Enum):
     BATCHES = "moments of the training batches"
     FIRST = "moments of the first training batch"
     PASS = "moments of a pass before training"
+    MOVING = "moving averages over the training batches"
 
 
-MOMENTS = (Report.BATCHES, Report.FIRST, Report.PASS)
+MOMENTS = (Report.BATCHES, Report.FIRST, Report.PASS, Report.MOVING)
 
 
 class Refresh(Enum):
@@ -46,11 +47,14 @@ class Refresh(Enum):
     NOTHING = "nothing"  # they are evaluated as they were trained with
     EXACT = "exact"  # passes in evaluation mode, pass p makes layers 1..p those of the union of all data
     HYBRID = "hybrid"  # one pass in training mode: the moments of what every layer normalises with
+    REPORTED = "reported"  # no pass: what the round's clients reported, combined
 
 
 _NEVER_AVERAGED = DOWN_ONLY | {Role.COUNTER, Role.KEPT}
 INPUTS, NORMALISERS = MEASURED = ("inputs", "normalisers")
 LOWER_LAYERS = ("shared", "hybrid")
+EVERYONE, COHORT = WHO = ("all", "cohort")
+"""Whose statistics are evaluated: all clients', or those of the clients that trained in the round."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,16 @@ class LayerReports:
 
 def replace_by_pooled(reports: LayerReports) -> Running:
     """Forget the old statistics: what a statistics-only exchange with all clients measured is all there is to know."""
-    merged = pool(reports.parts, reports.average)
-    return Running(merged.mean, merged.bessel())
+    return _unbiased(pool(reports.parts, reports.average))
+
+
+def replace_by_averaged(reports: LayerReports) -> Running:
+    """Return the statistics that ``replace_by_pooled`` would, without the spread of the clients' means (HBN's second ablation)."""
+    return _unbiased(plain_average(reports.parts, reports.average))
+
+
+def _unbiased(moments: Moments) -> Running:
+    return Running(moments.mean, moments.bessel())
 
 
 def keep(reports: LayerReports) -> Running:
@@ -118,7 +130,8 @@ class Method:
     ``layer`` replaces each BatchNorm (None: torch's own stays); ``prepare`` then changes the rest of the (copied) network. Tensors with
     a role in ``local`` never leave their client and survive between its rounds. ``combine`` maps one layer's reports to its new shared
     statistics. ``phase(round, rounds)`` is the calendar, rounds counted from 1. ``refresh``: the shared statistics lag behind the
-    weights (HBN), so statistics-only exchanges precede each evaluation. ``calibrate``: training uses the shared statistics, so they are
+    weights (HBN), so statistics-only exchanges precede each evaluation: with ``refreshed_by``, all clients or the round's cohort, whose
+    reports ``renew`` makes into statistics. ``calibrate``: training uses the shared statistics, so they are
     measured before round 1; ``constant``: it normalises with nothing else (FBN). ``needs_running``: torch's BatchNorm will not do without
     running statistics. ``frozen``: what does not change in frozen rounds. ``frozen_rate``: the share of the learning rate that rounds with
     frozen statistics run at, at most (``learning_rate``). ``scale``: the deviation of every BatchNorm layer's input that training starts
@@ -136,6 +149,8 @@ class Method:
     combine: Callable[[LayerReports], Running] = keep
     phase: Callable[[int, int], Phase] = always_train
     refresh: Refresh = Refresh.NOTHING
+    refreshed_by: str = EVERYONE
+    renew: Callable[[LayerReports], Running] = replace_by_pooled
     calibrate: bool = False
     constant: bool = False
     statistics_pass: StatisticsPass = StatisticsPass.asked(INPUTS)
@@ -165,6 +180,10 @@ class Method:
         if self.freezes_statistics(phase):
             return Report.NOTHING
         return Report.PASS if phase is Phase.MEASURE else self.report
+
+    def measures_cohort(self, round: int) -> bool:
+        """Tell whether a statistics-only exchange after ``round`` asks its cohort alone. Before round 1, as round 0, all are asked."""
+        return round > 0 and self.refreshed_by == COHORT
 
     def freezes_statistics(self, phase: Phase) -> bool:
         """Whether the statistics do not change in this phase."""

@@ -26,6 +26,7 @@ from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import MEMORY_FORMATS, Network
 from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
+from fl_bn.models.dropout import without_dropout
 from fl_bn.models.head import with_projection
 from fl_bn.models.standardise import standardised
 from fl_bn.names import names_of
@@ -235,6 +236,8 @@ def source_model(config: RunConfig) -> nn.Module:
         modules=_modules,
     )
     standardised(model, config.standardise, channels)
+    if not config.dropout:
+        without_dropout(model)
     set_buffer_roles(model, parse_buffer_roles(config.buffers))
     if config.moon_projection:
         with torch_seed(config.seed, torch.device("cpu")):

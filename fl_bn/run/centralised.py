@@ -127,7 +127,7 @@ def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatche
     data = dataset(config)
     samples, size = Samples(data.x_train, data.y_train), cohort * config.batch_size
     steps = config.local_steps or config.local_epochs * max(1, len(samples) // size)
-    indices = draw_batches(len(samples), size, seeded(config.seed, 0, number, BATCHES), steps=steps)
+    indices = draw_batches(len(samples), size, seeded(config.seed, 0, number, BATCHES), steps=steps, drop_last=config.drop_last)
     augment = augmenter(config.augment, seeded(config.seed, 0, number, AUGMENT))
     batches = IndexBatches(samples, list(indices), inputs_like(local.model), augment)
     return batches, [batches]

@@ -295,6 +295,7 @@ class RunConfig(RunKeys):
             limit,
             FROZEN if clips_frozen else 0.0,
             self.client_weights == ALL_SAMPLES,
+            self.drop_last,
         )
 
     def build_objective(self) -> Objective:

@@ -82,6 +82,7 @@ class RunKeys:
         used=when.TORCHVISION,
     )
     model_weights: str = option("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
+    dropout: bool = option(True, "false: the network's dropout layers leave everything as it is")
     buffers: str = option(
         "",
         f"what becomes of the network's own buffers, '*.codebook=shared, site_*=kept': {', '.join(BUFFER_ROLES)}; empty: known kinds by "
@@ -311,6 +312,10 @@ class RunKeys:
     local_epochs: int = option(0, "passes over the client's data per round; 0: local-steps count", ">= 0")
     local_steps: int = option(5, "batches per client and round; 0: local-epochs count", ">= 0")
     batch_size: int = option(16, "samples per batch; a last batch of one is merged into the one before", ">= 2")
+    drop_last: bool = option(
+        False,
+        "a last batch smaller than batch-size is left out of each pass, and a client with fewer samples than one batch sits out the round",
+    )
     update: str = option(
         "weights", "clients send weights, or one batch's gradient that the server steps with (DSGD; needs local-steps=1)", UPDATES
     )

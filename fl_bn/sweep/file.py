@@ -17,13 +17,18 @@
     "IID" = { partition = "iid" }
     "Dirichlet 0.1" = { partition = "dirichlet", partition-parameter = 0.1 }
 
+    [[where]]                               # keys of some combinations, which count more than those above
+    at = { method = "BN", split = "IID" }
+    keys = { learning-rate = 0.1 }
+
     [report]                                # how the report shows it: fl_bn/report
     rows = "method"
     columns = ["split"]
 
     [variants.small]                        # the same with other keys or axes: --variant small
     run = { rounds = 5, seed = 0 }
-    axes.split = ["IID"]                    # a list keeps some of an axis's values, an empty one drops the axis; a table replaces it
+    axes.split = ["IID"]                    # a list keeps some of an axis's values, an empty one drops the axis; a table replaces it;
+                                            # where: replaces the list
 
 Every combination is one run. ``skip`` is a list of tables: combinations to leave out.
 """
@@ -34,7 +39,7 @@ import itertools
 import json
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,12 +51,24 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell, trained_as
 
-TABLES = ("title", "run", "axes", "skip", "report", "paper", "notes", "experiment", "evidence", "variants")
-VARIANT_TABLES = ("run", "axes", "skip", "report", "paper", "notes", "make")
+TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "experiment", "evidence", "variants")
+VARIANT_TABLES = ("run", "axes", "where", "skip", "report", "paper", "notes", "make")
 PAPER = "paper"  # the variant that every file has: itself
 DATA = "data"  # {data} is not an axis of that name
 DECIDED = ("output", "name", "resume", "pictures")  # by the sweep
 Axis = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Keys of the combinations that stand ``at`` these values of axes."""
+
+    at: Mapping[str, str]
+    keys: Mapping[str, Any]
+
+    def has(self, at: Mapping[str, str], keys: Mapping[str, Any]) -> bool:
+        """Tell whether the combination ``at`` is one of these. An axis that is a single value in this variant is one of the ``keys``."""
+        return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,7 @@ class Sweep:
     axes: Mapping[str, Axis]
     skip: tuple[Mapping[str, Any], ...] = ()
     own: frozenset[str] = frozenset()
+    where: tuple[Where, ...] = ()
     tables: Mapping[str, Any] = field(default_factory=dict)
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -75,6 +93,8 @@ class Sweep:
         for labels in itertools.product(*(self.axes[name] for name in names)):
             at = dict(zip(names, labels, strict=True))
             keys = {**self.keys, **{k: v for name in names for k, v in self.axes[name][at[name]].items()}}
+            for case in self.where:
+                keys |= case.keys if case.has(at, keys) else {}
             for name, said in at.items():
                 keys = keys if name == DATA else _filled(keys, name, said)
             where = {name: keys[name] if name in keys and str(keys[name]) == at[name] else at[name] for name in self.axes}
@@ -87,11 +107,14 @@ class Sweep:
         for _, keys in self.points():
             use.config({**keys, "method": trained_as(keys.get("method", RunConfig.method))[0]})
         axes = {axis: {label: _without(keys, use.ignored) for label, keys in values.items()} for axis, values in self.axes.items()}
-        return replace(self, keys=_without(self.keys, use.ignored), axes=axes)
+        where = tuple(replace(case, keys=_without(case.keys, use.ignored)) for case in self.where)
+        return replace(self, keys=_without(self.keys, use.ignored), axes=axes, where=where)
 
     def to_toml(self) -> str:
         """The sweep as it is run, without what other variants have: a sweep file that does the same."""
         tables: dict[str, Any] = {"title": self.title, "skip": list(self.skip), "run": self.keys, "axes": self.axes}
+        there = [case for case in self.where if all(value in self.axes.get(axis, {}) for axis, value in case.at.items())]
+        tables |= {"where": [{"at": case.at, "keys": case.keys} for case in there]}
         tables |= {name: self.tables[name] for name in ("report", "paper", "notes", "experiment") if self.tables.get(name)}
         lines = [f"{name} = {_inline(value)}" for name, value in tables.items() if not isinstance(value, Mapping) and value != []]
         for name, table in tables.items():
@@ -177,6 +200,12 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     own = {*_table(chosen, "run"), *overrides} | _keys_in(_table(chosen, "axes"))
     if not variant:
         own |= {*keys, *listed} | _keys_in(axes)
+    every = {key: [*map(_label, values)] for key, values in _table(tables, "run").items() if isinstance(values, list)}
+    for of in (_table(tables, "axes"), axes):
+        every |= {axis: [*every.get(axis, []), *values] for axis, values in of.items()}
+    where = _where(chosen.get("where", tables.get("where", [])), every, overrides, data)
+    if not variant or "where" in chosen:
+        own |= {key for case in where for key in case.keys}
     if empty := [axis for axis, values in axes.items() if not values]:
         raise ConfigError(f"axis {empty[0]} has no value")
     keys, axes = _filled(keys, DATA, data), {a: {n: _filled(v, DATA, data) for n, v in values.items()} for a, values in axes.items()}
@@ -187,7 +216,25 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     for name_ in (name_ for left in skip for name_ in left):
         if name_ not in {*axes, *_table(tables, "axes"), *run}:  # an axis may be a single value in this variant
             raise ConfigError(unknown("axis in skip:", name_, list(axes)))
-    return Sweep(str(tables.get("title", name)), keys, axes, skip, frozenset(own), shown)
+    return Sweep(str(tables.get("title", name)), keys, axes, skip, frozenset(own), where, shown)
+
+
+def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str, Any], data: str) -> tuple[Where, ...]:
+    """Read ``[[where]]``. ``axes``: those of the file and of the variant, each with its values in both."""
+    made = []
+    for case in cases:
+        if not isinstance(case, dict) or set(case) != {"at", "keys"} or not all(isinstance(part, dict) for part in case.values()):
+            raise ConfigError(f'[[where]] must have at = {{ axis = "value" }} and keys = {{ key = value }}, but got {case!r}')
+        for axis, value in case["at"].items():
+            if axis not in axes:
+                raise ConfigError(unknown("axis in where:", axis, list(axes)))
+            if str(value) not in axes[axis]:
+                raise ConfigError(unknown(f"value of {axis} in where:", str(value), list(axes[axis])))
+        if taken := [key for key in case["keys"] if key in DECIDED]:
+            raise ConfigError(f"{taken[0]} is for the sweep to decide: leave it out")
+        keys = {key: value for key, value in _filled(case["keys"], DATA, data).items() if key not in overrides}
+        made.append(Where({axis: str(value) for axis, value in case["at"].items()}, keys))
+    return tuple(made)
 
 
 def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_bn.data.batches import ClientTooSmall, draw_batches, epoch_batches
+from fl_bn.data.batches import ClientTooSmall, distinct, draw_batches, epoch_batches
 
 laws = settings(deadline=None, derandomize=True)
 counts = st.integers(2, 200)
@@ -81,3 +81,19 @@ def test_wrong_arguments_are_refused_at_the_call() -> None:
     for epochs, steps in ((0, 0), (1, 1), (-1, 2), (2, -1), (-1, 0)):
         with pytest.raises(ValueError, match=f"exactly one .* but got epochs={epochs} and steps={steps}"):
             draw_batches(10, 4, rng(), epochs=epochs, steps=steps)
+
+
+@pytest.mark.parametrize(("n", "batch_size"), [(10, 4), (9, 4), (8, 4), (4, 4)])
+def test_a_smaller_last_batch_is_left_out_where_asked(n: int, batch_size: int) -> None:
+    drawn = list(draw_batches(n, batch_size, rng(), epochs=2, drop_last=True))
+    assert [len(batch) for batch in drawn] == [batch_size] * (2 * (n // batch_size))
+    first = {int(i) for batch in drawn[: n // batch_size] for i in batch}
+    assert distinct(n, batch_size, epochs=1, drop_last=True) == len(first)
+    kept = list(draw_batches(n, batch_size, rng(), epochs=1))
+    assert sum(map(len, kept)) == distinct(n, batch_size, epochs=1) == n  # control: as it is by default
+
+
+def test_a_client_with_less_than_a_batch_is_refused_where_such_a_batch_is_left_out() -> None:
+    with pytest.raises(ClientTooSmall, match="drop-last leaves out a batch of fewer than 4 samples, and this client has 3"):
+        draw_batches(3, 4, rng(), epochs=1, drop_last=True)
+    assert len(list(draw_batches(3, 4, rng(), epochs=1))) == 1  # control

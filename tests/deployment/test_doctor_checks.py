@@ -299,6 +299,8 @@ def test_who_reaches_the_server(changes: dict[str, str], status: str, tmp_path: 
         (18, 16, {"epochs": 1}, "warn", "has 2"),
         (18, 16, {"steps": 1}, "ok", "has 16"),
         (18, 16, {"steps": 2}, "warn", "has 2"),
+        (18, 16, {"steps": 2, "drop_last": True}, "ok", "has 16"),
+        (15, 16, {"steps": 2, "drop_last": True}, "fail", "drop-last leaves out a batch of fewer than 16"),
     ],
 )
 def test_the_smallest_batch(samples: int, size: int, rounds: dict[str, int], status: str, words: str) -> None:

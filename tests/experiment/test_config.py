@@ -265,8 +265,8 @@ def test_every_method_can_be_configured_and_frozen(name: str) -> None:
 
 def test_options_reach_the_method_and_the_rounds() -> None:
     assert config(method="hbn", hbn_stat_samples=64, hbn_lower_layers="hybrid").build_method().statistics_pass.samples == 64
-    assert config(method="hbn").build_method().combine.keywords == {"tracking": 0.05, "lam": None}  # type: ignore[attr-defined]
-    assert config(method="hbn", fraction=0.5).build_method().combine.keywords == {"tracking": 0.01, "lam": None}  # type: ignore[attr-defined]
+    assert config(method="hbn").build_method().combine.keywords == {"tracking": 0.05, "lam": None, "merge": "unbiased"}  # type: ignore[attr-defined]
+    assert config(method="hbn", fraction=0.5).build_method().combine.keywords == {"tracking": 0.01, "lam": None, "merge": "unbiased"}  # type: ignore[attr-defined]
     assert config(method="hbn", hbn_lam=0.3).build_method().combine.keywords["lam"] == 0.3  # type: ignore[attr-defined]
     for values, expected in (
         ({}, (FBNOptions.tracking, None, Report.FIRST)),

@@ -33,9 +33,7 @@ def net(seed: int = 0) -> nn.Module:
 
 def clients() -> list[tuple[Tensor, Tensor]]:
     rng = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(n, 4, generator=rng, dtype=torch.float64) * 3 + 5, torch.randint(0, 2, (n,), generator=rng)) for n in (16, 8, 12)
-    ]
+    return [(torch.randn(n, 4, generator=rng, dtype=torch.float64) * 3 + 5, torch.randint(0, 2, (n,), generator=rng)) for n in (16, 8, 12)]
 
 
 def train(round: Any, x: Tensor, y: Tensor) -> None:

@@ -170,3 +170,49 @@ def test_an_empty_list_in_a_variant_drops_the_axis() -> None:
     tables["axes"]["split"] = {}
     with pytest.raises(ConfigError, match="axis split has no value"):
         parse(tables, "x", "", "data", {})
+WHERE = TEXT.replace(
+    "[report]",
+    """
+[[where]]
+at = { method = "BN", split = "skewed" }
+keys = { learning-rate = 0.5, data-path = "{data}/y.npz" }
+[[where]]
+at = { seed = 1 }
+keys = { batch-size = 8 }
+[report]""",
+    1,
+)
+
+
+def test_keys_of_some_combinations_count_more_than_those_of_the_axes(tmp_path: Path) -> None:
+    plain, made = ({cell.config.name: cell.config for cell in sweep(text).cells(tmp_path)} for text in (TEXT, WHERE))
+    assert made.keys() == plain.keys()
+    changed = {name: config for name, config in made.items() if config.learning_rate == 0.5}
+    assert set(changed) == {"BN-skewed-seed0", "BN-skewed-seed1"}
+    assert {config.data_path for config in changed.values()} == {"there/y.npz"}
+    assert {name for name, config in made.items() if config.batch_size == 8} == {name for name in made if name.endswith("seed1")}
+    assert all(config.learning_rate == plain[name].learning_rate for name, config in made.items() if name not in changed)
+
+
+def test_an_override_counts_more_and_the_sweep_as_run_keeps_them(tmp_path: Path) -> None:
+    assert {cell.config.learning_rate for cell in sweep(WHERE, learning_rate=0.1).cells(tmp_path)} == {0.1}
+    made = sweep(WHERE)
+    again = parse(tomllib.loads(made.to_toml()), "again", "", "elsewhere", {})
+    assert [cell.config for cell in again.cells(tmp_path)] == [cell.config for cell in made.cells(tmp_path)]
+    small = parse(tomllib.loads(sweep(WHERE, "small").to_toml()), "again", "", "elsewhere", {})  # has no seed 1
+    assert len(small.where) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('method = "BN", split = "skewed"', 'methd = "BN"'), r"unknown axis in where: 'methd': did you mean 'method'\?"),
+        (('method = "BN", split = "skewed"', 'method = "BNN"'), r"unknown value of method in where: 'BNN': did you mean 'BN'\?"),
+        (("keys = { batch-size = 8 }", "key = { batch-size = 8 }"), r"\[\[where\]\] must have at = \{ axis = "),
+        (("batch-size = 8", 'name = "x"'), "name is for the sweep to decide"),
+        (("batch-size = 8", "batch-sizes = 8"), "unknown config key 'batch-sizes'"),
+    ],
+)
+def test_a_wrong_where_is_refused(change: tuple[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sweep(WHERE.replace(*change)).cells(tmp_path)

@@ -166,12 +166,15 @@ def smallest_batch(samples: int, settings: LocalTraining) -> Finding:
 
     size = settings.batch_size
     try:
-        drawn = [len(batch) for batch in epoch_batches(samples, size, np.random.default_rng(0))][: settings.steps or None]
+        batches = epoch_batches(samples, size, np.random.default_rng(0), drop_last=settings.drop_last)
+        drawn = [len(batch) for batch in batches][: settings.steps or None]
     except ClientTooSmall:
-        what = f"the only batch would have {samples or 'no'} training sample, which BatchNorm cannot train on: this client would refuse"
-        return Finding("fail", "batches", what, "give this site at least 2 training samples, or leave it out of the run")
+        least = settings.fewest(2)
+        few = f"the only batch would have {samples or 'no'} training sample, which BatchNorm cannot train on: this client would refuse"
+        what = few if least == 2 else f"{samples or 'no'} training samples, and drop-last leaves out a batch of fewer than {least}"
+        return Finding("fail", "batches", what, f"give this site at least {least} training samples, or leave it out of the run")
     text = f"{samples} training samples in batches of {size}: the smallest that is drawn has {min(drawn)}"
-    if samples > size and samples % size == 1:
+    if samples > size and samples % size == 1 and not settings.drop_last:
         text += " (the last sample joins the batch before it: a batch of one could not be trained on)"
     if min(drawn) < FEW:
         what = f"choose another batch-size: at least {FEW} samples should be left for the last batch" if samples >= FEW else "add samples"
