@@ -227,15 +227,15 @@ def compact(
     data: DataOption = "data",
     folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are")] = Path("experiments"),
 ) -> None:
-    """Finished cells of the evidence variants, and of those that look for causes, as small files to commit: settings, commit, curve."""
+    """Finished cells of every variant but small, as files to commit: settings, commit, curve."""
     from fl_bn.run.config import ConfigError
     from fl_bn.sweep import evidence
     from fl_bn.sweep.experiments import find
 
     try:
+        measures = evidence.measures()
         for experiment in find():
-            claim = evidence.claim_of(experiment)
-            for variant, measure in claim.sources if claim else ():
+            for variant, measure in evidence.sources(experiment, measures):
                 if (place := runs / f"{experiment.name}-{variant}").exists():
                     file, cells, of = evidence.compact(experiment, variant, place, data, folder, measure)
                     console.print(f"{file}: {cells} of {of} cells", highlight=False, soft_wrap=True)

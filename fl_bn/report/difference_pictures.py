@@ -1,9 +1,8 @@
-"""A picture of many paired differences, each with its confidence interval, in groups that have a name."""
+"""A picture of the papers' differences and ours on one axis, in groups that have a name."""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,57 +11,84 @@ from matplotlib.figure import Figure
 from fl_bn.report.pictures import Picture
 from fl_bn.run.palette import COLOURS, QUIET
 
-STATES = (COLOURS[2], COLOURS[4], QUIET)  # of what speaks for, speaks against, and decides nothing
+STATES = (COLOURS[2], COLOURS[4], QUIET, QUIET)  # of what speaks for, speaks against, decides nothing, and is no test
+MARKS = ("o", "o", "o", "x")
+INK = "black"  # of the paper
 LINEAR = 10  # points from zero; beyond, the axis is logarithmic
 TICKS = (-50, -20, -10, -5, 0, 5, 10, 20, 50)
-LETTERS, LINES = 52, 3  # of a group's name: per line, and lines that its band has room for
-GAP = 1.2  # between groups, in comparisons
+GAP = 1.6  # between groups, in comparisons: room for a group's name
 
 
 @dataclass(frozen=True)
 class Difference:
-    """``mean`` and ``half`` of its confidence interval (NaN: unknown) in points; ``within``: the distance that was claimed, if one was."""
+    """``mean`` and ``half`` of its confidence interval (NaN: unknown) in points; ``within``: the distance that is claimed, if one is.
+
+    ``paper``: the paper's own difference, None where it has shapes alone; ``exact``: whether it was printed, and not read off a figure.
+    """
 
     name: str
     mean: float
     half: float
     state: str
     within: float | None = None
+    paper: float | None = None
+    exact: bool = True
 
 
-def differences(name: str, groups: Mapping[str, Sequence[Difference]], states: tuple[str, str, str]) -> Picture:
-    """``states``: what ``Difference.state`` may be, in the order of ``STATES``; a claimed distance is two short bars."""
-    ink = dict(zip(states, STATES, strict=True))
-    bands = [max(len(rows), LINES) + GAP for rows in groups.values()]
+def differences(name: str, groups: Mapping[str, Sequence[Difference]], states: tuple[str, str, str, str]) -> Picture:
+    """Draw a line per difference, under its group's name.
+
+    Args:
+        name: Of the picture's file.
+        groups: By name. A claimed distance is two short bars.
+        states: What ``Difference.state`` may be, in the order of ``STATES``.
+    """
+    ink, mark = dict(zip(states, STATES, strict=True)), dict(zip(states, MARKS, strict=True))
+    lines = sum(len(rows) + GAP for rows in groups.values())
 
     def draw() -> Figure:
-        figure = Figure(figsize=(9.0, 1.0 + 0.13 * sum(bands)), layout="constrained")
+        figure = Figure(figsize=(9.5, 1.0 + 0.17 * lines), layout="constrained")
         axes = figure.subplots()
-        top, middles = 0.0, []
-        for n, (rows, band) in enumerate(zip(groups.values(), bands, strict=True)):
+        top, ticks, names = 0.0, [], []
+        for n, (group, rows) in enumerate(groups.items()):
             if n % 2:
-                axes.axhspan(top, top + band, color=QUIET, alpha=0.08, lw=0)
-            middles.append(top + band / 2)
-            for at, row in enumerate(rows, 1):
-                y = middles[-1] + at - (len(rows) + 1) / 2
+                axes.axhspan(top, top + len(rows) + GAP, color=QUIET, alpha=0.08, lw=0)
+            ticks.append(top + 0.9)
+            names.append(group)
+            for at, row in enumerate(rows):
+                y = top + GAP + at + 0.3
+                ticks.append(y)
+                names.append(f"{row.name}   ")
                 half = 0.0 if math.isnan(row.half) else row.half
-                axes.errorbar(row.mean, y, xerr=half, fmt="o", color=ink[row.state], ms=3.5, lw=1.3)
+                axes.errorbar(row.mean, y, xerr=half, fmt=mark[row.state], color=ink[row.state], ms=4, lw=1.3)
+                if row.paper is not None:
+                    axes.plot(row.paper, y, "D", mec=INK, mfc=INK if row.exact else "none", ms=4)
                 if row.within is not None:
-                    axes.plot([-row.within, row.within], [y, y], "|", color=QUIET, ms=7)
-            top += band
+                    axes.plot([-row.within, row.within], [y, y], "|", color=QUIET, ms=8)
+            top += len(rows) + GAP
         axes.axvline(0, color=QUIET, lw=1)
+        axes.plot([], [], "D", color=INK, ms=4, label="the paper")
+        axes.plot([], [], "D", mec=INK, mfc="none", ms=4, label="read off a figure")
         for state, colour in ink.items():
-            axes.plot([], [], "o", color=colour, label=state)
-        axes.set_yticks(middles, [textwrap.fill(group, LETTERS) for group in groups], fontsize=8)
+            axes.plot([], [], mark[state], color=colour, label=f"ours: {state}")
+        axes.set_yticks(ticks, names, fontsize=7)
+        for label in axes.get_yticklabels():
+            if not label.get_text().endswith("   "):
+                label.set_fontweight("bold")
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
         axes.set_ylim(top, 0)
         axes.set_xscale("symlog", linthresh=LINEAR)
         axes.set_xticks(TICKS, [f"{tick:+d}" if tick else "0" for tick in TICKS])
         axes.set_xticks([], minor=True)
-        axes.set_xlabel("a comparison's difference in points of test accuracy: mean and 95 % interval over seeds")
+        axes.set_xlabel("difference in points of test accuracy, ours with its 95 % interval; short bars: the claimed distance")
         figure.legend(loc="outside upper right", ncols=3, fontsize=8)
         return figure
 
-    said = "; ".join(f"{row.name}: {row.mean:+.1f}, {row.state}" for rows in groups.values() for row in rows)
-    return Picture(name, "Differences of every comparison, by claim.", f"Points with intervals. {said}.", draw)
+    said = "; ".join(_in_words(row) for rows in groups.values() for row in rows)
+    return Picture(name, "The papers' differences and ours, by claim.", f"Points with intervals. {said}.", draw)
+
+
+def _in_words(row: Difference) -> str:
+    paper = "" if row.paper is None else f" (the paper {row.paper:+.1f})"
+    return f"{row.name}: {row.mean:+.1f}{paper}, {row.state}"

@@ -1,304 +1,322 @@
-"""A paper's claim as comparisons between the rows of an experiment's table, and what paired seeds say of each.
+"""The register of claims: what each paper says, with its numbers, and which table of ours tests it.
 
-In an experiment's file:
+It is ``claims.toml`` beside the experiments:
 
-    [evidence]
-    claim = "FedBN is ahead of FedAvg where the features differ"
-    paper = "77.3 against 68.4"                                   # in words, beside the numbers of [paper]
-    differs = "a smaller network"                                 # settings that are not the paper's
-    resampled = 0.25                                              # seeds divide the same samples anew: test samples per training sample
+    [rules]                                     # stated before anything is run
+    seeds = 5                                   # that a comparison needs to be decided
+    collapse = 10.0                             # points; a larger difference needs LEAST seeds
+    share = 0.33                                # of the paper's steps per client, in every phase of the schedule, that a run must have
+    flat = 1.0                                  # or its curve gains at most so many points in the last fifth of every phase
+    margin = 1.0                                # points beyond the paper's own gap that still count as near
+
+    [[claims]]
+    id = "000-T5"                               # the paper's own table or figure
+    place = "Table 5; l. 211"
+    claim = "FixBN is ahead of BN and of GN where clients have few classes"
+    experiment = "000-F3"                       # whose table tests it; without it, the one of that id
+    variant = "evidence"                        # of its file
+    steps = [32000, 16000, 16000]               # the paper's local steps per client, by phase of the schedule; without it, no gate
     compare = [
-        { left = ["FedBN", "average"], right = ["FedAvg", "average"] },                 # [row, column]: left is above right
-        { left = ["FBN", "0.0"], right = ["centralised", "0.0"], within = 2.0 },        # left is within 2 points of right
-        { left = ["BN", "0.0"], right = ["FixBN", "0.0"], metric = "drift" },           # of another column of rounds.csv, in its last row
+        { left = ["FixBN", "Shards"], right = ["BN", "Shards"], paper = [76.56, 53.97], spread = [0.66, 4.18] },
+        { left = ["FBN", "0.0"], right = ["centralised", "0.0"], near = true, about = [80, 80], figure = "3a" },
+        { left = [["FixBN", "Shards"], ["BN", "Shards"]], right = [["FixBN", "IID"], ["BN", "IID"]], figure = "3" },
+        { left = ["BN", "Shards", 16], right = ["BN", "Shards", 128], metric = "drift", figure = "2a" },
     ]
-    cause = "why it is not reproduced, as far as it was found"
-    untestable = "why it cannot be tested here at all"            # in the place of comparisons
-    runs = "004-T1"                                               # the comparisons are of that experiment's table
-    rates = "rates"                                               # the variant that tries learning rates, on samples held out of training
 
-    [[evidence.why]]                                              # a controlled experiment that looks for the cause
-    variant = "cause"                                             # of this file; "evidence": the claim's own runs
-    asks = "Is FedBN ahead once the sites differ more?"
-    compare = [{ left = ["FedBN", "4-fold"], right = ["FedAvg", "4-fold"] }]
-    yes = "what it means if all comparisons held"
-    no = "what it means if none held"
-    measure = "programs/own_statistics.py:measured"               # every run of the variant in several ways
+Left is above right; with ``near``, no further from it than in the paper, and a margin. A side is a place of the table, ``[row, column]``
+or ``[row, column, round]``, or two places: then it is by how much the first is above the second.
+``paper``: the paper's own two numbers; where they stand in a figure alone, ``figure`` says in which, and ``about`` what was read off.
+
+    [[own]]                                     # our question about why a claim is contradicted
+    id = "own-robust-updates"
+    explains = "003-F4"
+    variant = "evidence"
+    asks = "..."
+    yes = "..."                                 # what it means if all comparisons held, and if none did
+    no = "..."
+    compare = [{ left = ["mean", "FBN"], right = ["median", "FBN"] }, { left = ..., right = ..., within = 2.0 }]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from fl_bn.names import unknown
 from fl_bn.report.cells import title
-from fl_bn.report.layout import Layout
-from fl_bn.report.settings import AVERAGE, SEED, Paper
 from fl_bn.run.config import ConfigError
 
-LEVEL = 0.05  # of the paired, two-sided t-test, and of the confidence intervals
-POWER = 0.8  # with which a difference is found that counts as detectable
-SEEDS = 3  # of which a comparison needs as many to be decided, and a verdict to say that nothing was found
-VARIANT = "evidence"  # of an experiment's file, which its claim is tested on
-KEYS = ("claim", "paper", "differs", "resampled", "compare", "cause", "untestable", "runs", "rates", "why")
-WHY = ("variant", "asks", "compare", "yes", "no", "measure")
-HELD, AGAINST, OPEN, MISSING = "held", "contradicted", "not separated", "not run"
-REPRODUCED, PARTLY, NOT, UNTESTABLE, NOT_RUN = "reproduced", "partly reproduced", "not reproduced", "not testable here", "not run yet"
-UNDECIDED = "undecided"
-Place = tuple[str, str]  # row and column of the table
+VARIANT = "evidence"  # of an experiment's file, which a claim is tested on unless it names another
+FILE = "claims.toml"
+LEAST = 3  # seeds of a collapse
+COMPARISON = ("left", "right", "near", "margin", "within", "metric", "paper", "about", "spread", "figure")
+Place = tuple[str, str, int]  # row, column, and round of the table; round 0: where the table measures
+Pair = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is compared: the value of a place, or by how much the first place is above the second."""
+
+    places: tuple[Place, ...]
+
+    @property
+    def row(self) -> str:
+        return " less ".join(row for row, _, _ in self.places)
+
+    @property
+    def column(self) -> str:
+        """Where it is measured; a side of two places in one column has that."""
+        columns = dict.fromkeys(f"{column}, round {round}" if round else column for _, column, round in self.places)
+        return " less ".join(columns)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """``left`` is above ``right``, or, with ``within``, at most so many points from it. ``metric``: empty is the table's own; another is
-    compared as it is after the last round."""
+    """``left`` is above ``right``; with ``near``, or ``within`` points, it is no further from it.
 
-    left: Place
-    right: Place
+    ``margin``: points that ``near`` allows beyond the paper's own gap; None: the rules'. ``metric``: empty is the table's own. ``paper``:
+    the paper's two numbers, with its ``spread``; ``about``: those that were read off its ``figure``.
+    """
+
+    left: Side
+    right: Side
+    near: bool = False
+    margin: float | None = None
     within: float | None = None
     metric: str = ""
+    paper: Pair | None = None
+    about: Pair | None = None
+    spread: Pair | None = None
+    figure: str = ""
+
+    @property
+    def numbers(self) -> Pair | None:
+        """The paper's two numbers, exact or read off; None: the figure has shapes alone."""
+        return self.paper or self.about
+
+    @property
+    def gap(self) -> float | None:
+        """The paper's own difference, left less right."""
+        return None if self.numbers is None else self.numbers[0] - self.numbers[1]
+
+    def limit(self, margin: float) -> float | None:
+        """Return the distance that is claimed, in points; None where an order is. ``margin``: the rules' own."""
+        if self.near:
+            return abs(self.gap or 0.0) + (margin if self.margin is None else self.margin)
+        return self.within
 
     def __str__(self) -> str:
         """Says a column once where both sides have it."""
-        same = self.left[1] == self.right[1]
-        left, right = (row if same else f"{row} ({column})" for row, column in (self.left, self.right))
-        sign = ">" if self.within is None else f"within {self.within:g} of"
+        same = self.left.column == self.right.column
+        left, right = (side.row if same else f"{side.row} ({side.column})" for side in (self.left, self.right))
+        sign = "near" if self.near else ">" if self.within is None else f"within {self.within:g} of"
         of = f"{title(self.metric)}: " if self.metric else ""
-        return f"{of}{left} {sign} {right}{f' ({self.left[1]})' if same else ''}"
-
-
-@dataclass(frozen=True)
-class Why:
-    """A question about the cause, and runs of the experiment's ``variant`` that answer it; without ``compare`` their table does.
-
-    ``measure``: a program, "programs/FILE.py:measured", that measures each of these runs in several ways.
-    """
-
-    variant: str
-    asks: str
-    compare: tuple[Comparison, ...] = ()
-    yes: str = ""
-    no: str = ""
-    measure: str = ""
+        return f"{of}{left} {sign} {right}{f' ({self.left.column})' if same else ''}"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One experiment's claim; ``runs``: the experiment whose runs it is about, empty: its own; ``rates``: the variant of its own file that
-    tries learning rates (axis "rate").
+    """What a paper says. ``id``: its own table or figure; ``place``: that, and lines of the text; ``experiment``, ``variant``: whose table
+    tests it; ``differs``: settings that are not the paper's.
 
-    ``resampled``: where seeds divide the same samples anew, test samples per training sample; 0: the test samples are the same for all.
+    ``steps``: the paper's local steps per client, by phase of the schedule; empty: the claim is not of converged accuracy.
+    ``client_samples``: training samples of a client of ours, where its rounds are counted in epochs; ``epochs``: the same as ``steps`` in
+    passes over a client's data. ``seeds``: that a comparison needs to be decided, 0: the rules'. ``resampled``: where seeds divide the same
+    samples anew, test samples per training sample. ``rates``: the variant that tries learning rates. ``untestable``: why nothing here can
+    test it; ``exact``: the test of ours that has the paper's numbers exactly. ``cause``: of what was found, in words.
     """
 
+    id: str
+    place: str
     claim: str
-    paper: str = ""
+    experiment: str = ""
+    variant: str = VARIANT
     differs: str = ""
+    steps: tuple[float, ...] = ()
+    epochs: tuple[float, ...] = ()
+    client_samples: float = 0.0
+    seeds: int = 0
     resampled: float = 0.0
-    compare: tuple[Comparison, ...] = ()
-    cause: str = ""
-    untestable: str = ""
-    runs: str = ""
     rates: str = ""
-    why: tuple[Why, ...] = ()
+    untestable: str = ""
+    exact: str = ""
+    cause: str = ""
+    compare: tuple[Comparison, ...] = ()
 
     @property
-    def sources(self) -> tuple[tuple[str, str], ...]:
-        """The variants of the experiment's file that it needs runs of, each with the program that measures them, if one does."""
-        rates = [(self.rates, "")] if self.rates else []
-        return tuple(dict.fromkeys(((VARIANT, ""), *rates, *((one.variant, one.measure) for one in self.why))))
+    def of(self) -> str:
+        """The experiment whose table it is of."""
+        return self.experiment or self.id
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """``differences``: left less right in points, a value per seed that both have; ``paper``: its own difference, None if not known.
+class Own:
+    """A question of ours about why a claim is contradicted. ``measure``: a program that measures every run in several ways."""
 
-    ``resampled``: as in ``Claim``. Divisions of the same samples share most of their training samples, so they are no independent draws.
-
-    Reference: Nadeau, Bengio: Inference for the Generalization Error, Machine Learning 52, 2003, the corrected resampled t-test.
-    """
-
-    comparison: Comparison
-    differences: tuple[float, ...]
-    paper: float | None = None
+    id: str
+    explains: str
+    asks: str
+    experiment: str = ""
+    variant: str = VARIANT
+    measure: str = ""
     resampled: float = 0.0
+    yes: str = ""
+    no: str = ""
+    compare: tuple[Comparison, ...] = ()
 
     @property
-    def mean(self) -> float:
-        return fmean(self.differences) if self.differences else math.nan
-
-    @property
-    def error(self) -> float:
-        """The standard error of the mean; NaN for fewer than two seeds."""
-        n = len(self.differences)
-        return stdev(self.differences) * math.sqrt(1 / n + self.resampled) if n > 1 else math.nan
-
-    @property
-    def p(self) -> float:
-        """Of the paired t-test that the difference is 0; NaN for fewer than two seeds."""
-        from scipy.special import stdtr  # type: ignore[import-untyped]  # here, not above: others need not pay for the import
-
-        if len(self.differences) < 2:
-            return math.nan
-        if self.error == 0:
-            return 1.0 if self.mean == 0 else 0.0
-        return float(2 * stdtr(len(self.differences) - 1, -abs(self.mean) / self.error))
-
-    @property
-    def half(self) -> float:
-        """Half of the 95 % confidence interval of the mean; NaN for fewer than two seeds."""
-        from scipy.special import stdtrit
-
-        if len(self.differences) < 2:
-            return math.nan
-        return float(stdtrit(len(self.differences) - 1, 1 - LEVEL / 2)) * self.error
-
-    @property
-    def detectable(self) -> float:
-        """The smallest true difference that the test finds with ``POWER``, if seeds differ as these do; NaN for fewer than two."""
-        from scipy.special import nctdtrinc, stdtrit
-
-        if len(self.differences) < 2:
-            return math.nan
-        freedom = len(self.differences) - 1
-        return float(nctdtrinc(freedom, 1 - POWER, stdtrit(freedom, 1 - LEVEL / 2))) * self.error
-
-    @property
-    def state(self) -> str:
-        """``HELD``, ``AGAINST``, or ``OPEN`` where the seeds do not decide. Fewer than ``SEEDS`` decide nothing: they come one by one, and
-        a test after each of the first would soon find something."""
-        if not self.differences:
-            return MISSING
-        if len(self.differences) < SEEDS:
-            return OPEN
-        if self.comparison.within is None:
-            return OPEN if self.p >= LEVEL else HELD if self.mean > 0 else AGAINST
-        if abs(self.mean) + self.half <= self.comparison.within:
-            return HELD
-        return AGAINST if abs(self.mean) - self.half > self.comparison.within else OPEN
-
-    @property
-    def too_coarse(self) -> bool:
-        """Whether the seeds differ too much to see what is claimed: the paper's own difference, or that there is none beyond ``within``."""
-        if self.comparison.within is not None:
-            return self.half > self.comparison.within
-        return self.paper is not None and self.detectable > abs(self.paper)
+    def of(self) -> str:
+        """The experiment whose table it is of."""
+        return self.experiment or self.id
 
 
-def parse_claim(table: Mapping[str, Any], where: str) -> Claim:
-    """From the table [evidence] of ``where``. Raises ConfigError for a key or a value that it should not have."""
-    for key in table:
-        if key not in KEYS:
-            raise ConfigError(f"{where}: {unknown('key', key, KEYS, ' in [evidence]')}")
-    texts = {key: table.get(key, "") for key in ("claim", "paper", "differs", "cause", "untestable", "runs", "rates")}
-    resampled, compare, whys = table.get("resampled", 0.0), table.get("compare", []), table.get("why", [])
-    if not all(isinstance(text, str) for text in texts.values()) or not texts["claim"]:
-        raise ConfigError(f"{where}: [evidence] needs a claim, and its other words are texts, but got {texts!r}")
-    number = type(resampled) in (int, float) and 0 <= resampled < math.inf
-    if not number or not isinstance(compare, list) or not isinstance(whys, list):
-        of = f"{resampled!r}, {compare!r} and {whys!r}"
-        raise ConfigError(f"{where}: [evidence] takes resampled as a number from 0, compare and why as lists, but got {of}")
-    return Claim(
-        **texts,
-        resampled=float(resampled),
-        compare=tuple(_comparison(one, where) for one in compare),
-        why=tuple(_why(one, where) for one in whys),
-    )
+@dataclass(frozen=True)
+class Rules:
+    """What decides, stated before anything is run: see the module's own text."""
+
+    seeds: int = 5
+    collapse: float = 10.0
+    share: float = 1 / 3
+    flat: float = 1.0
+    margin: float = 1.0
 
 
-def _why(value: Any, where: str) -> Why:
-    if not isinstance(value, dict) or not {"variant", "asks"} <= set(value) <= set(WHY) or not isinstance(value.get("compare", []), list):
-        raise ConfigError(f"{where}: [[evidence.why]] takes {', '.join(WHY)}, and needs the first two, but got {value!r}")
-    return Why(**{**value, "compare": tuple(_comparison(one, where) for one in value.get("compare", []))})
+@dataclass(frozen=True)
+class Register:
+    """All claims and questions, in the order of the file."""
+
+    rules: Rules
+    claims: tuple[Claim, ...]
+    own: tuple[Own, ...] = ()
+
+
+def read_register(folder: Path) -> Register:
+    """Read ``claims.toml`` in ``folder``.
+
+    Raises:
+        ConfigError: It is not there, is no TOML, or an entry has a key or a value that it should not have, or lacks one.
+    """
+    file = folder / FILE
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read as the register of claims: {error}") from error
+    return parse_register(tables)
+
+
+def parse_register(tables: Mapping[str, Any]) -> Register:
+    """Make the register of the tables of its file. Raises ConfigError as ``read_register`` does."""
+    for name in tables:
+        if name not in ("rules", "claims", "own"):
+            raise ConfigError(f"{FILE}: {unknown('table', name, ('rules', 'claims', 'own'))}")
+    rules: Rules = _entry(Rules, tables.get("rules", {}), "[rules]")
+    claims = tuple(_claim(table) for table in tables.get("claims", []))
+    own = tuple(_own(table) for table in tables.get("own", []))
+    ids = [*(one.id for one in claims), *(one.id for one in own)]
+    if double := {name for name in ids if ids.count(name) > 1}:
+        raise ConfigError(f"{FILE}: an id is there twice: {', '.join(sorted(double))}")
+    if strange := [one for one in own if one.explains not in ids]:
+        raise ConfigError(f"{FILE}: {strange[0].id} explains {strange[0].explains!r}, which is no claim")
+    return Register(rules, claims, own)
+
+
+def _claim(table: Mapping[str, Any]) -> Claim:
+    where = f"claim {table.get('id', '?')}"
+    made: Claim = _entry(Claim, table, where)
+    if made.id.startswith("own-"):
+        raise ConfigError(f"{FILE}: {where}: a claim's id is the paper's own table or figure; questions of ours stand in [[own]]")
+    if not (made.compare or made.untestable or made.exact):
+        raise ConfigError(f"{FILE}: {where} needs comparisons, or why it is untestable, or the test that has it exactly")
+    for one in made.compare:
+        if one.within is not None:
+            raise ConfigError(f"{FILE}: {where}: {one}: a distance of ours is no claim of a paper: say near, with a margin")
+        if (one.paper is None) == (not one.figure):
+            raise ConfigError(f'{FILE}: {where}: {one}: give the paper\'s own two numbers, or figure = "N" where a figure alone has them')
+        if one.near and one.numbers is None and one.margin is None:
+            raise ConfigError(f"{FILE}: {where}: {one}: how near is it in the paper? Give its two numbers, or a margin")
+    return made
+
+
+def _own(table: Mapping[str, Any]) -> Own:
+    where = f"question {table.get('id', '?')}"
+    made: Own = _entry(Own, table, where)
+    if not made.id.startswith("own-") or not made.compare:
+        raise ConfigError(f"{FILE}: {where}: an id of ours begins with own-, and a question needs comparisons that answer it")
+    return made
+
+
+def _entry(kind: type, table: Any, where: str) -> Any:
+    """An entry of a class whose fields are its keys, ``-`` for ``_``."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{FILE}: {where} must be a table, but got {table!r}")
+    known = {one.name.replace("_", "-"): one for one in fields(kind)}
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(f"{FILE}: {where}: {unknown('key', key, known)}")
+        values[known[key].name] = _value(known[key].type, key, value, where)
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError(f"{FILE}: {where} lacks a key: {error}") from error
+
+
+def _value(kind: Any, key: str, value: Any, where: str) -> Any:
+    if key == "compare" and isinstance(value, list):
+        return tuple(_comparison(one, where) for one in value)
+    fits = {
+        "str": isinstance(value, str),
+        "float": type(value) in (int, float) and 0 <= value < math.inf,
+        "int": type(value) is int and value >= 0,
+        "tuple[float, ...]": isinstance(value, list) and all(type(one) in (int, float) and one > 0 for one in value),
+    }
+    if not fits.get(str(kind), False):
+        raise ConfigError(f"{FILE}: {where}: {key} must be of type {kind}, but got {value!r}")
+    return tuple(map(float, value)) if isinstance(value, list) else float(value) if kind == "float" else value
 
 
 def _comparison(value: Any, where: str) -> Comparison:
-    wrong = ConfigError(f'{where}: a comparison is {{ left = ["ROW", "COLUMN"], right = ["ROW", "COLUMN"] }}, but got {value!r}')
-    if not isinstance(value, dict) or set(value) - {"left", "right", "within", "metric"}:
+    wrong = ConfigError(
+        f'{FILE}: {where}: a comparison is {{ left = ["ROW", "COLUMN"], right = ["ROW", "COLUMN"], ... }}, but got {value!r}'
+    )
+    if not isinstance(value, dict):
         raise wrong
-    sides, within, metric = [value.get("left"), value.get("right")], value.get("within"), value.get("metric", "")
-    places = [(side[0], side[1]) for side in sides if isinstance(side, list) and len(side) == 2 and all(isinstance(n, str) for n in side)]
-    if len(places) < 2 or not isinstance(within, int | float | None) or not isinstance(metric, str):
+    for key in value:
+        if key not in COMPARISON:
+            raise ConfigError(f"{FILE}: {where}: {unknown('key', key, COMPARISON, ' in a comparison')}")
+    sides = [_side(value.get(name)) for name in ("left", "right")]
+    texts: dict[str, Any] = {key: value.get(key, "") for key in ("metric", "figure")}
+    pairs: dict[str, Any] = {key: _pair(value[key]) for key in ("paper", "about", "spread") if key in value}
+    limits: dict[str, Any] = {key: value[key] for key in ("margin", "within") if key in value}
+    good = all(isinstance(text, str) for text in texts.values()) and all(type(limit) in (int, float) for limit in limits.values())
+    if not good or None in (*sides, *pairs.values()) or not isinstance(value.get("near", False), bool):
         raise wrong
-    return Comparison(places[0], places[1], within, metric)
+    left, right = sides
+    assert left is not None
+    assert right is not None
+    return Comparison(left, right, near=value.get("near", False), **texts, **pairs, **limits)
 
 
-def outcome(comparison: Comparison, layout: Layout | None, paper: Paper, resampled: float) -> Outcome:
-    """What the runs of ``layout`` say, beside the numbers of ``paper``; None: there is no run yet. ``resampled``: as in ``Claim``."""
-    left, right = (_by_seed(place, layout, comparison.metric) if layout else {} for place in (comparison.left, comparison.right))
-    own = None if comparison.metric else of_paper(comparison, paper)
-    return Outcome(comparison, tuple(left[seed] - right[seed] for seed in left if seed in right), own, resampled)
-
-
-def of_paper(comparison: Comparison, paper: Paper) -> float | None:
-    """Left less right by the paper's own numbers, where it has both."""
-
-    def number(place: Place) -> float:
-        row, column = place
-        of = paper.numbers.get(row, {})
-        return fmean(map(float, of.values())) if column == AVERAGE and of and column not in of else float(of[column])
-
-    try:
-        return number(comparison.left) - number(comparison.right)
-    except (KeyError, ValueError):
+def _side(value: Any) -> Side | None:
+    if not isinstance(value, list) or not value:
         return None
+    places = [_place(one) for one in (value if isinstance(value[0], list) else [value])]
+    return Side(tuple(place for place in places if place)) if len(places) <= 2 and all(places) else None
 
 
-def answer(why: Why, outcomes: Sequence[Outcome], incomplete: bool = False) -> str:
-    """``why.yes`` where every comparison held, ``why.no`` where none did, else what is known; and what could not have been seen."""
-    found = verdict(Claim(why.asks), outcomes, incomplete)
-    partly = f"In part: {sum(one.state == HELD for one in outcomes)} of {len(outcomes)} comparisons held."
-    undecided = f"Undecided: {undecided_for(outcomes, incomplete)}."
-    said = {REPRODUCED: why.yes, NOT: why.no, PARTLY: partly, UNDECIDED: undecided, NOT_RUN: "Not run yet."}[found]
-    return f"{said} {unseen(outcomes)}".rstrip()
+def _place(value: Any) -> Place | None:
+    if not isinstance(value, list) or len(value) not in (2, 3) or not all(isinstance(name, str) for name in value[:2]):
+        return None
+    round = value[2] if len(value) == 3 else 0
+    return (value[0], value[1], round) if type(round) is int and round >= 0 else None
 
 
-def unseen(outcomes: Sequence[Outcome]) -> str:
-    """How large a difference the comparisons that are not separated would have missed, in words; empty where all are."""
-    points = [one for one in outcomes if one.comparison.within is None and not one.comparison.metric]
-    missed = [one.detectable for one in points if one.state == OPEN and len(one.differences) > 1]
-    if not missed:
-        return ""
-    low, high = (f"{value:.1f}" for value in (min(missed), max(missed)))
-    size = f"{low} points" if low == high else f"{low} to {high} points, by comparison,"
-    return f"Not separated: a difference below {size} would not reliably have been seen."
-
-
-def verdict(claim: Claim, outcomes: Sequence[Outcome], incomplete: bool = False) -> str:
-    """``REPRODUCED``: every comparison held; ``PARTLY``: some; ``UNDECIDED``: none, and ``undecided_for`` has a reason; ``NOT``: none else;
-    ``NOT_RUN``: none was run. ``incomplete``: cells are missing."""
-    if claim.untestable:
-        return UNTESTABLE
-    states = [one.state for one in outcomes]
-    if all(state == MISSING for state in states):
-        return NOT_RUN
-    if all(state == HELD for state in states):
-        return REPRODUCED
-    if HELD in states:
-        return PARTLY
-    return UNDECIDED if undecided_for(outcomes, incomplete) else NOT
-
-
-def undecided_for(outcomes: Sequence[Outcome], incomplete: bool = False) -> str:
-    """Why what has not been found may still be there, in words; empty where a comparison held or is contradicted, or no reason is known."""
-    if {HELD, AGAINST} & {one.state for one in outcomes}:
-        return ""
-    coarse = sum(one.too_coarse for one in outcomes)
-    reasons = {
-        f"fewer than {SEEDS} seeds": any(len(one.differences) < SEEDS for one in outcomes),
-        "cells are missing": incomplete,
-        f"what is claimed would not have been seen in {coarse} of {len(outcomes)} comparisons": coarse > 0,
-    }
-    return "; ".join(reason for reason, holds in reasons.items() if holds)
-
-
-def _by_seed(place: Place, layout: Layout, metric: str) -> dict[str, float]:
-    found = {}
-    for cell in layout.groups.get(place, ()):
-        point = cell.last(metric) if metric else cell.measured(layout.metric, layout.settings.at)
-        if point is not None and math.isfinite(point[1]):
-            found[cell.at(SEED)] = point[1]
-    return found
+def _pair(value: Any) -> Pair | None:
+    if not isinstance(value, list) or len(value) != 2 or not all(type(one) in (int, float) for one in value):
+        return None
+    return float(value[0]), float(value[1])

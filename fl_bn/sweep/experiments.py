@@ -27,6 +27,7 @@ from fl_bn.own_code import OWN, Modules, function
 from fl_bn.run.assembly import limit_threads
 from fl_bn.run.config import ConfigError
 from fl_bn.sweep.cells import Cell
+from fl_bn.sweep.claims import FILE
 from fl_bn.sweep.file import PAPER, read
 
 FOLDER = Path(__file__).parents[1] / "experiments"
@@ -55,7 +56,7 @@ def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experim
     Raises:
         ConfigError: a name is unknown, or the folder is not there.
     """
-    files = sorted(folder.glob("*.toml"))
+    files = sorted(file for file in folder.glob("*.toml") if file.name != FILE)
     if not files:
         raise ConfigError(f"there are no experiments in {folder}: install fl-bn again")
     known = [_read(file) for file in files]

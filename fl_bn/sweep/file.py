@@ -51,7 +51,7 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell, trained_as
 
-TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "experiment", "evidence", "variants")
+TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "experiment", "variants")
 VARIANT_TABLES = ("run", "axes", "where", "skip", "report", "paper", "notes", "make")
 PAPER = "paper"  # the variant that every file has: itself
 DATA = "data"  # {data} is not an axis of that name
