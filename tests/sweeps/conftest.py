@@ -8,7 +8,7 @@ import pytest
 
 from fl_bn.sweep.claims import VARIANT
 from fl_bn.sweep.experiments import Experiment
-from tests.sweeps.evidence_runs import DEFINITION
+from tests.sweeps.evidence_runs import DEFINITION, register
 
 
 @pytest.fixture
@@ -16,4 +16,6 @@ def experiment(tmp_path: Path) -> Experiment:
     file = tmp_path / "defined" / "X-1.toml"
     file.parent.mkdir()
     file.write_text(DEFINITION)
-    return Experiment("X-1", file, "Nobody's", "Two methods", (VARIANT, "cause"))
+    made = Experiment("X-1", file, "Nobody's", "Two methods", (VARIANT, "cause"))
+    register(made)
+    return made

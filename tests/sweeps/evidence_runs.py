@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fl_bn.sweep.claims import (
-    VARIANT,
-    Comparison,
-)
+from fl_bn.sweep.claims import FILE, VARIANT, Comparison, Side
 from fl_bn.sweep.evidence import compact
 from fl_bn.sweep.experiments import Experiment
 from fl_bn.sweep.file import read
@@ -17,9 +14,6 @@ DEFINITION = """
 title = "Two methods"
 [experiment]
 paper = "Nobody's"
-[evidence]
-claim = "FedBN is ahead of FedAvg"
-compare = [{ left = ["FedBN", "accuracy"], right = ["FedAvg", "accuracy"] }]
 [run]
 dataset = "npz"
 data-path = "{data}/x.npz"
@@ -46,14 +40,32 @@ seed = [7, 8]
 [variants.rates.report]
 columns = ["rate"]
 """
-WHY = """
-[[evidence.why]]
+CLAIMS = """
+[rules]
+seeds = 3
+[[claims]]
+id = "X-1"
+place = "Table 1; l. 5"
+claim = "FedBN is ahead of FedAvg"
+compare = [{ left = ["FedBN", "accuracy"], right = ["FedAvg", "accuracy"], paper = [70.5, 60.0] }]
+"""
+OWN = """
+[[own]]
+id = "own-rate"
+explains = "X-1"
+experiment = "X-1"
 variant = "cause"
 asks = "Is it the rate?"
 compare = [{ left = ["FedBN", "accuracy"], right = ["FedAvg", "accuracy"] }]
 yes = "It is."
 no = "It is not."
 """
+
+
+def register(experiment: Experiment, text: str = CLAIMS) -> Path:
+    """Write the register beside the experiment's file; the folder of both."""
+    (experiment.file.parent / FILE).write_text(text)
+    return experiment.file.parent
 
 
 def runs(experiment: Experiment, folder: Path, data: str, accuracy: dict[str, float], variant: str = VARIANT) -> None:
@@ -80,7 +92,7 @@ def kept(experiment: Experiment, tmp_path: Path, accuracy: dict[str, float], out
     return tmp_path / out
 
 
-ABOVE = Comparison(("A", "x"), ("B", "x"))
+ABOVE = Comparison(Side((("A", "x", 0),)), Side((("B", "x", 0),)), paper=(70.0, 60.0))
 ALL = {
     f"{method}-seed{seed}": value
     for method, values in {"FedAvg": (0.5, 0.52, 0.51), "FedBN": (0.6, 0.63, 0.61)}.items()

@@ -1,173 +1,134 @@
-"""Claims: what paired seeds say of a comparison, and what comparisons say of a claim."""
+"""The register of claims: what stands in it, and what is refused."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from statistics import stdev
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from scipy.stats import t as student  # type: ignore[import-untyped]
-from scipy.stats import ttest_1samp, ttest_rel
 
 from fl_bn.run.config import ConfigError
-from fl_bn.sweep.claims import (
-    AGAINST,
-    HELD,
-    LEVEL,
-    NOT,
-    NOT_RUN,
-    OPEN,
-    PARTLY,
-    POWER,
-    REPRODUCED,
-    UNDECIDED,
-    UNTESTABLE,
-    Claim,
-    Comparison,
-    Outcome,
-    parse_claim,
-    undecided_for,
-    verdict,
-)
-from tests.sweeps.evidence_runs import ABOVE
+from fl_bn.sweep.claims import FILE, Comparison, Register, Side, parse_register, read_register
+from fl_bn.sweep.experiments import FOLDER
+from tests.sweeps.evidence_runs import CLAIMS
 
-NEAR = Comparison(("A", "x"), ("B", "x"), 2.0)
+ROOT = Path(__file__).parents[2]
+PLACE = {"left": ["A", "x"], "right": ["B", "x"]}
 
 
-def test_p_values_and_intervals_are_those_of_scipy() -> None:
-    left, right = [61.0, 63.5, 60.2, 64.0], [60.0, 60.5, 61.0, 61.1]
-    one = Outcome(ABOVE, tuple(a - b for a, b in zip(left, right, strict=True)))
-    expected = ttest_rel(left, right)
-    interval = expected.confidence_interval()
-    assert one.p == pytest.approx(expected.pvalue, rel=1e-12)
-    assert (one.mean - one.half, one.mean + one.half) == pytest.approx((interval.low, interval.high), rel=1e-12)
-    assert one.p != pytest.approx(ttest_rel(left, right[::-1]).pvalue, rel=1e-3)  # pairs matter
+@pytest.fixture(scope="module")
+def ours() -> Register:
+    """What the repository has."""
+    return read_register(FOLDER)
 
 
-@pytest.mark.parametrize(
-    ("comparison", "differences", "state"),
-    [
-        (ABOVE, (3.0, 3.1, 2.9), HELD),
-        (ABOVE, (-3.0, -3.1, -2.9), AGAINST),
-        (ABOVE, (3.0, -2.0, 1.0), OPEN),
-        (ABOVE, (30.0,), OPEN),
-        (ABOVE, (3.0, 3.1), OPEN),
-        (ABOVE, (0.0, 0.0, 0.0), OPEN),
-        (NEAR, (0.1, -0.1, 0.2), HELD),
-        (NEAR, (5.0, 5.1, 4.9), AGAINST),
-        (NEAR, (1.9, 2.3, 1.7), OPEN),
-        (NEAR, (-1.0, -1.0, -1.0), HELD),
-        (NEAR, (-1.0, -1.0), OPEN),
-    ],
-)
-def test_what_seeds_decide(comparison: Comparison, differences: tuple[float, ...], state: str) -> None:
-    assert Outcome(comparison, differences).state == state
+def register(*compare: dict[str, Any], **more: Any) -> Register:
+    return parse_register({"claims": [{"id": "000-T1", "place": "Table 1; l. 3", "claim": "c", "compare": list(compare), **more}]})
 
 
-def test_verdicts() -> None:
-    held, against, open_, single, none = (Outcome(ABOVE, d) for d in ((3.0, 3.1, 2.9), (-3.0, -3.1, -2.9), (9.0, -9.0, 0.0), (9.0,), ()))
-    claim = Claim("A is ahead", compare=(ABOVE, ABOVE))
-    pairs = ((held, held), (held, against), (held, none), (open_, against), (single, none), (none, none))
-    assert [verdict(claim, list(pair)) for pair in pairs] == [
-        REPRODUCED, PARTLY, PARTLY, NOT, UNDECIDED, NOT_RUN,
-    ]  # fmt: skip
-    assert verdict(replace(claim, untestable="no data"), [held]) == UNTESTABLE
-    assert math.isnan(single.p)
+# The repository's own
 
 
-def test_a_claim_is_not_reproduced_only_where_its_effect_would_have_been_seen() -> None:
-    """Two seeds, cells that are missing, or a paper's difference that is too small to be found. Control: three seeds that would have."""
-    found = Outcome(ABOVE, (1.0, -1.0, 0.5), paper=9.0)
-    claim = Claim("A is ahead", compare=(ABOVE,))
-    assert 1 < found.detectable < 9
-    assert verdict(claim, [found]) == verdict(claim, [replace(found, paper=None)]) == NOT
-    assert verdict(claim, [replace(found, differences=(1.0, -1.0))]) == UNDECIDED
-    assert verdict(claim, [found], incomplete=True) == UNDECIDED
-    assert verdict(claim, [found, replace(found, paper=1.0)]) == UNDECIDED
-    assert undecided_for([found, replace(found, paper=1.0)]) == "what is claimed would not have been seen in 1 of 2 comparisons"
-    assert undecided_for([found]) == ""
+def test_every_claim_is_a_table_or_figure_of_a_paper_with_its_place(ours: Register) -> None:
+    for one in ours.claims:
+        assert re.fullmatch(r"00[0-4]-[TFS]\w+(-\w+)?", one.id), one.id
+        assert re.match(r"(Tables?|Figures?|section|appendix) ", one.place), one.id
+        assert re.search(r"\bl\. \d", one.place), one.id
+        assert not one.claim.endswith("."), one.id
+    assert all(one.id.startswith("own-") for one in ours.own)
 
 
-def test_a_distance_that_no_seeds_like_these_could_have_shown_is_undecided() -> None:
-    """Control: seeds that differ less, around the bound itself."""
-    claim = Claim("A is near B", compare=(NEAR,))
-    assert verdict(claim, [Outcome(NEAR, (9.0, -9.0, 0.0))]) == UNDECIDED
-    assert verdict(claim, [Outcome(NEAR, (1.9, 2.3, 1.7))]) == NOT
+def test_no_claim_lacks_its_number_or_its_figure(ours: Register) -> None:
+    compared = [comparison for one in ours.claims for comparison in one.compare]
+    assert len(compared) > 80
+    assert [str(one) for one in compared if not one.paper and not one.figure] == []
+    assert [str(one) for one in compared if one.near and one.gap is None and one.margin is None] == []
 
 
-def test_a_contradicted_claim_is_not_reproduced_whatever_else_is_open() -> None:
-    claim = Claim("A is ahead", compare=(ABOVE, ABOVE))
-    against, coarse = Outcome(ABOVE, (-3.0, -3.1, -2.9)), Outcome(ABOVE, (9.0, -9.0, 0.0), paper=1.0)
-    assert verdict(claim, [against, coarse], incomplete=True) == NOT
-    assert verdict(claim, [coarse, coarse], incomplete=True) == UNDECIDED
+def test_nothing_is_said_not_to_be_at_hand() -> None:
+    files = [*FOLDER.glob("*.toml"), ROOT / "experiments" / "EVIDENCE.md"]
+    assert len(files) > 50
+    assert [file.name for file in files if "at hand" in file.read_text(encoding="utf-8")] == []
+
+
+def test_no_experiment_states_a_claim_of_its_own() -> None:
+    assert [file.name for file in FOLDER.glob("*.toml") if "evidence" in tomllib.loads(file.read_text(encoding="utf-8"))] == []
+
+
+def test_words_about_causes_state_no_number(ours: Register) -> None:
+    texts = [text for one in ours.own for text in (one.yes, one.no)] + [one.cause for one in ours.claims]
+    assert [text for text in texts if re.search(r"\d", text)] == []
+
+
+def test_a_claim_that_is_reproduced_exactly_names_a_test(ours: Register) -> None:
+    exact = [one.exact for one in ours.claims if one.exact]
+    assert exact
+    assert all((ROOT / file).is_file() for file in exact)
+
+
+# What may stand in it
+
+
+def test_the_sides_of_a_comparison_in_words() -> None:
+    gains = Comparison(Side((("A", "x", 0), ("B", "x", 0))), Side((("A", "y", 0), ("B", "y", 0))), figure="3")
+    assert str(gains) == "A less B (x) > A less B (y)"
+    assert str(Comparison(Side((("A", "x", 16),)), Side((("A", "x", 128),)), metric="loss")) == "loss: A (x, round 16) > A (x, round 128)"
+    assert str(Comparison(Side((("A", "x", 0),)), Side((("B", "x", 0),)), near=True, paper=(1, 2))) == "A near B (x)"
+
+
+def test_near_is_the_papers_own_gap_and_a_margin() -> None:
+    (one,) = register({**PLACE, "near": True, "paper": [87.66, 91.53]}).claims[0].compare
+    assert one.limit(1.0) == pytest.approx(4.87)
+    (one,) = register({**PLACE, "near": True, "paper": [87.66, 91.53], "margin": 0.5}).claims[0].compare
+    assert one.limit(1.0) == pytest.approx(4.37)
+    (one,) = register({**PLACE, "near": True, "figure": "3", "margin": 2.0}).claims[0].compare
+    assert one.limit(1.0) == 2.0
+    (one,) = register({**PLACE, "paper": [2, 1]}).claims[0].compare
+    assert one.limit(1.0) is None
 
 
 @pytest.mark.parametrize(
-    ("table", "message"),
+    ("compare", "more", "message"),
     [
-        ({"claim": "c", "compared": []}, "key 'compared'"),
-        ({"claim": ""}, "needs a claim"),
-        ({"claim": "c", "resampled": "two"}, "resampled as a number"),
-        ({"claim": "c", "resampled": -0.25}, "resampled as a number"),
-        ({"claim": "c", "resampled": True}, "resampled as a number"),
-        ({"claim": "c", "compare": [{"left": ["A"], "right": ["B", "x"]}]}, "a comparison is"),
-        ({"claim": "c", "compare": [{"left": ["A", "x"], "right": ["B", "x"], "within": "2"}]}, "a comparison is"),
-        ({"claim": "c", "compare": [{"left": ["A", "x"], "right": ["B", "x"], "metric": 2}]}, "a comparison is"),
-        ({"claim": "c", "compare": [{"left": ["A", "x"], "right": ["B", "x"], "than": 2}]}, "a comparison is"),
-        ({"claim": "c", "why": [{"asks": "why?"}]}, "needs the first two"),
-        ({"claim": "c", "why": [{"variant": "v", "asks": "why?", "perhaps": "who knows"}]}, "needs the first two"),
+        ([PLACE], {}, "give the paper's own two numbers, or figure"),
+        ([{**PLACE, "near": True, "figure": "3"}], {}, "how near is it in the paper"),
+        ([{**PLACE, "paper": [1, 2], "within": 3}], {}, "a distance of ours is no claim of a paper"),
+        ([{**PLACE, "paper": [1, 2], "figure": "3"}], {}, "give the paper's own two numbers, or figure"),
+        ([{**PLACE, "paper": [1]}], {}, "a comparison is"),
+        ([{**PLACE, "left": ["A"], "paper": [1, 2]}], {}, "a comparison is"),
+        ([{**PLACE, "left": ["A", "x", -1], "paper": [1, 2]}], {}, "a comparison is"),
+        ([{**PLACE, "paper": [1, 2], "than": 3}], {}, "key 'than'"),
+        ([{**PLACE, "paper": [1, 2], "near": 1}], {}, "a comparison is"),
+        ([], {}, "needs comparisons, or why it is untestable"),
+        ([{**PLACE, "paper": [1, 2]}], {"id": "own-x"}, "questions of ours stand in"),
+        ([{**PLACE, "paper": [1, 2]}], {"step": [1]}, "key 'step': did you mean 'steps'"),
+        ([{**PLACE, "paper": [1, 2]}], {"steps": [0]}, "steps must be of type"),
+        ([{**PLACE, "paper": [1, 2]}], {"resampled": -1}, "resampled must be of type"),
+        ([{**PLACE, "paper": [1, 2]}], {"seeds": 2.5}, "seeds must be of type"),
     ],
 )
-def test_a_wrong_table_is_named(table: dict[str, object], message: str) -> None:
+def test_a_wrong_claim_is_named(compare: list[dict[str, Any]], more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_claim(table, "X-1.toml")
+        register(*compare, **more)
+    register({**PLACE, "paper": [1, 2]})  # control
 
 
-def test_a_difference_that_is_detectable_is_found_as_often_as_said() -> None:
-    """By simulation. Control: half of it is found less often."""
-    rng = np.random.default_rng(0)
-    draws = rng.standard_normal((4000, 10))
-    spread = Outcome(ABOVE, tuple(np.tile([-1.0, 1.0], 5) * math.sqrt(9 / 10)))  # a standard deviation of 1
-    assert np.std(spread.differences, ddof=1) == pytest.approx(1)
-    found = [float((ttest_1samp(draws + shift, 0, axis=1).pvalue < 0.05).mean()) for shift in (spread.detectable, spread.detectable / 2)]
-    assert found[0] == pytest.approx(POWER, abs=0.02)
-    assert found[1] < 0.5
-
-
-def test_seeds_that_divide_the_same_samples_have_the_variance_of_nadeau_and_bengio() -> None:
-    """The closed form: stdev * sqrt(1 / n + test / train). Control: 0, which is the test of scipy."""
-    values = (1.0, 4.5, 2.5, 3.0, -1.0)
-    plain, one = Outcome(ABOVE, values), Outcome(ABOVE, values, resampled=0.25)
-    error, quantile = stdev(values) * math.sqrt(1 / 5 + 0.25), student.ppf(0.975, 4)
-    assert one.p == pytest.approx(2 * student.sf(2.0 / error, 4), rel=1e-9)
-    assert one.half == pytest.approx(quantile * error, rel=1e-9)
-    assert one.detectable == pytest.approx(plain.detectable * 1.5, rel=1e-9)  # sqrt(0.45 / 0.2)
-    assert plain.p == pytest.approx(ttest_1samp(values, 0).pvalue, rel=1e-9)
-    assert (plain.half, one.half) == pytest.approx((quantile * stdev(values) / math.sqrt(5), 1.5 * plain.half), rel=1e-9)
-
-
-def test_divisions_of_the_same_subjects_find_a_difference_that_is_none_as_rarely_as_said() -> None:
-    """By simulation: two nearest-mean classifiers that read different noise of 100 people, ten divisions 4 : 1, 400 draws of people.
-    Control: the test that takes divisions for independent draws finds one too often."""
-    rng = np.random.default_rng(0)
-
-    def wrongly_found(resampled: float, draws: list[tuple[float, ...]]) -> float:
-        return sum(Outcome(ABOVE, d, resampled=resampled).p < LEVEL for d in draws) / len(draws)
-
-    draws = [divisions(rng) for _ in range(400)]
-    assert wrongly_found(0.25, draws) <= LEVEL + 0.025
-    assert wrongly_found(0.0, draws) > 3 * LEVEL
-
-
-def divisions(rng: np.random.Generator) -> tuple[float, ...]:
-    """Points by which one classifier is ahead of the other, in each of ten divisions of the same people."""
-    y = np.repeat([-1, 1], 50)
-    views = y[:, None] * 0.3 + rng.standard_normal((2, 100, 5))
-    found = []
-    for _ in range(10):
-        train, test = np.split(rng.permutation(100), [80])
-        right = [(np.sign(x[test] @ (y[train] @ x[train])) == y[test]).mean() for x in views]
-        found.append(100 * float(right[0] - right[1]))
-    return tuple(found)
+def test_a_wrong_register_is_named(tmp_path: Path) -> None:
+    tables = tomllib.loads(CLAIMS)
+    with pytest.raises(ConfigError, match="table 'claim'"):
+        parse_register({"claim": []})
+    with pytest.raises(ConfigError, match="an id is there twice: X-1"):
+        parse_register({"claims": tables["claims"] * 2})
+    own = {"id": "own-x", "explains": "X-2", "asks": "?", "compare": [PLACE]}
+    with pytest.raises(ConfigError, match="explains 'X-2', which is no claim"):
+        parse_register({**tables, "own": [own]})
+    with pytest.raises(ConfigError, match="an id of ours begins with own-"):
+        parse_register({**tables, "own": [{**own, "id": "x", "explains": "X-1"}]})
+    with pytest.raises(ConfigError, match="lacks a key"):
+        parse_register({"claims": [{"id": "X-1", "untestable": "no"}]})
+    with pytest.raises(ConfigError, match="cannot be read as the register of claims"):
+        read_register(tmp_path)
+    (tmp_path / FILE).write_text(CLAIMS)
+    assert [one.id for one in read_register(tmp_path).claims] == ["X-1"]

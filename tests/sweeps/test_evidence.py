@@ -15,20 +15,18 @@ from torch import nn
 from fl_bn.cli import experiments as commands
 from fl_bn.experiments.programs import class_accuracy
 from fl_bn.experiments.programs.own_statistics import measure
-from fl_bn.report.cells import Cell as Shown
-from fl_bn.report.write import report_of
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep import run
 from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.claims import HELD, OPEN, VARIANT, Outcome
-from fl_bn.sweep.evidence import RESULTS, Runs, compact, definition, gather, results_of, runs_of
+from fl_bn.sweep.claims import VARIANT
+from fl_bn.sweep.evidence import RESULTS, compact, definition, gather, measures, results_of, sources
 from fl_bn.sweep.evidence import Tested as OneClaim  # pytest would take a name in Test... for tests
 from fl_bn.sweep.evidence_page import markdown
 from fl_bn.sweep.experiments import FOLDER, Experiment, find, study
 from fl_bn.sweep.file import read
 from fl_bn.sweep.kept import ANY_DATA, cells_of, keep, load, measured, own_config
 from fl_bn.sweep.run import Place
-from tests.sweeps.evidence_runs import ALL, DEFINITION, WHY, kept
+from tests.sweeps.evidence_runs import ALL, CLAIMS, DEFINITION, OWN, kept, register
 
 ROOT = Path(__file__).parents[2]
 MEASURE = "programs/own_statistics.py:measured"
@@ -56,23 +54,22 @@ def test_finished_cells_are_kept_without_the_machine_s_paths(experiment: Experim
 
 def test_cells_come_bit_by_bit(experiment: Experiment, tmp_path: Path) -> None:
     folder = kept(experiment, tmp_path, {"FedAvg-seed0": 0.5, "FedBN-seed0": 0.6})
-    page = markdown(gather(folder, [experiment]))
-    assert "| undecided, so far | 0 of 1 | 2 of 6 | 0.0 | – |" in page
+    page = markdown(gather(folder, experiment.file.parent))
+    assert "FedBN is ahead of FedAvg | undecided | FedBN > FedAvg (accuracy): +10.5 | +10.0, n = 1 |" in page
     kept(experiment, tmp_path, {name: value for name, value in ALL.items() if "seed0" not in name}, "more")
     assert compact(experiment, VARIANT, tmp_path / "runs-more-evidence", "/somewhere", folder)[1:] == (6, 6)
-    page = markdown(gather(folder, [experiment]))
-    assert "| reproduced | 1 of 1 | 6 of 6 | – | – |" in page
-    assert "| FedBN > FedAvg (accuracy) | +10.3 (+8.9 to +11.8) | – | 1.9 | 3 | 0.001 | held |" in page
-    assert "6 on abc1234" in page
+    page = markdown(gather(folder, experiment.file.parent))
+    assert "FedBN is ahead of FedAvg | **reproduced** | FedBN > FedAvg (accuracy): +10.5 | +10.3 (+8.9 to +11.8), n = 3 |" in page
+    assert "| FedBN > FedAvg (accuracy) | 70.5, 60: +10.50 | 61.3, 51.0 | +10.3 (+8.9 to +11.8) | 1.9 | 3 | held |" in page
+    assert "Cells run: 6 of 6 (6 on abc1234)" in page
 
 
 def test_missing_cells_take_as_long_as_the_same_settings_with_other_seeds(experiment: Experiment, tmp_path: Path) -> None:
     folder = kept(experiment, tmp_path, {"FedAvg-seed0": 0.5, "FedAvg-seed1": 0.5, "FedBN-seed0": 0.6})
     file = results_of(experiment, VARIANT, folder)
     file.write_text(re.sub(r'("name": "FedBN-seed0".*"seconds": )40.0', r"\g<1>7200.0", file.read_text()))
-    page = markdown(gather(folder, [experiment]))
-    assert "Missing: 3 cells, 4.0 core hours by the clock of those that ran" in page  # 40 s and twice 2 h; three of the mean are 2.0 h
-    assert "| undecided, so far | 0 of 1 | 3 of 6 | 4.0 | – |" in page
+    page = markdown(gather(folder, experiment.file.parent))
+    assert "Missing: about 4.0 core hours." in page  # 40 s and twice 2 h; three of the mean are 2.0 h
 
 
 def test_cells_with_a_result_are_not_run_again(
@@ -94,27 +91,28 @@ def test_cells_with_a_result_are_not_run_again(
 
 def test_results_of_another_definition_are_refused(experiment: Experiment, tmp_path: Path) -> None:
     folder = kept(experiment, tmp_path, ALL)
-    gather(folder, [experiment])
+    gather(folder, experiment.file.parent)
     experiment.file.write_text(DEFINITION.replace("rounds = 4", "rounds = 4\nlearning-rate = 0.2", 1))
     with pytest.raises(ConfigError, match="ran with other settings .learning-rate None there, 0.2 in the experiment's file"):
-        gather(folder, [experiment])
+        gather(folder, experiment.file.parent)
     experiment.file.write_text(DEFINITION.replace("FedBN = {", "Local = {"))
     with pytest.raises(ConfigError, match="FedBN-seed0 is no cell of the experiment any more"):
-        gather(folder, [experiment])
+        gather(folder, experiment.file.parent)
 
 
-def test_a_decay_that_no_schedule_read_is_no_other_setting(experiment: Experiment, tmp_path: Path) -> None:
-    """Lines of runs under a cosine have one. Control: where the schedule reads it, it decides."""
-    folder = kept(experiment, tmp_path, ALL)
-    gather(folder, [experiment])
-    experiment.file.write_text(DEFINITION.replace("rounds = 4", "rounds = 4\nlearning-rate-decay = 0.1", 1))
-    gather(folder, [experiment])
+def test_a_key_that_a_run_ignored_is_no_other_setting(experiment: Experiment, tmp_path: Path) -> None:
+    """Lines of runs under a cosine have a decay. Control: where the schedule reads it, it decides."""
+    folder, experiments = kept(experiment, tmp_path, ALL), experiment.file.parent
     file = results_of(experiment, VARIANT, folder)
+    plain = file.read_text()
+    file.write_text(plain.replace('"config": {', '"config": {"learning-rate-decay": 0.1, "groups": 4, '))
+    assert "learning-rate-decay" in file.read_text()
+    gather(folder, experiments)
     step = 'rounds = 4\nlearning-rate-schedule = "step"\nlearning-rate-decay = 0.1'
     experiment.file.write_text(DEFINITION.replace("rounds = 4", step, 1))
-    file.write_text(file.read_text().replace('"config": {', '"config": {"learning-rate-schedule": "step", "learning-rate-decay": 0.5, '))
+    file.write_text(plain.replace('"config": {', '"config": {"learning-rate-schedule": "step", "learning-rate-decay": 0.5, '))
     with pytest.raises(ConfigError, match="ran with other settings .learning-rate-decay 0.5 there, 0.1 in the experiment's file"):
-        gather(folder, [experiment])
+        gather(folder, experiments)
 
 
 def test_every_claim_whose_seeds_divide_the_data_says_so(ours: list[OneClaim]) -> None:
@@ -161,65 +159,44 @@ def test_a_program_s_runs_are_kept_in_every_way_of_measuring(name: str, tmp_path
     assert calls == [planned[1].config.name]  # another run of the same cell
 
 
-def test_what_abide_says_of_its_cause_is_what_its_runs_say(ours: list[OneClaim]) -> None:
-    """The words that no answer has: new statistics were not seen to help FedBN more than FedAvg on the sites as they are."""
-    (one,) = (one for one in ours if one.experiment.name == "001-T1-ABIDE")
-    found = {str(o.comparison): o for why, runs in one.whys for o in runs.outcomes(why)}
-
-    def gain(method: str, sites: str) -> Outcome:
-        return found[f"{method} ({sites}, measured anew) > {method} ({sites}, as kept)"]
-
-    pairs = zip(gain("FedBN", "as it is").differences, gain("FedAvg", "as it is").differences, strict=True)
-    assert replace(gain("FedBN", "as it is"), differences=tuple(a - b for a, b in pairs)).state == OPEN
-    assert (gain("FedBN", "as it is").state, gain("FedBN", "4-fold").state) == (OPEN, HELD)
-    assert found["one client (site) > one client (shuffled)"].state == HELD
-    assert {found[f"FedBN > FedAvg (4-fold{how})"].state for how in ("", ", measured anew")} == {OPEN}
-
-
-def test_every_claim_s_comparisons_are_of_places_in_its_table(ours: list[OneClaim]) -> None:
-    """Of the repository: rows and columns that its cells would fill. Control: one that they would not."""
-    for one in ours:
-        for compare, runs in ((one.claim.compare, one.runs), *((why.compare, of) for why, of in one.whys)):
-            named = {place for comparison in compare for place in (comparison.left, comparison.right)}
-            assert runs is None or named <= places(runs), one.experiment.name
-    assert ("FedBN", "nowhere") not in places(runs_of(find(["001-T1-ABIDE"])[0], "cause", ROOT / "experiments"))
+def test_a_place_that_the_table_does_not_have_is_refused(experiment: Experiment, tmp_path: Path) -> None:
+    """Whether there are runs or not. Controls: the places that it has; another round of one of them."""
+    folder = register(experiment, CLAIMS)
+    gather(tmp_path, folder)
+    gather(tmp_path, register(experiment, CLAIMS.replace('["FedBN", "accuracy"]', '["FedBN", "accuracy", 4]')))
+    for wrong in ('["FedBN", "nowhere"]', '["HBN", "accuracy"]'):
+        register(experiment, CLAIMS.replace('["FedBN", "accuracy"]', wrong))
+        with pytest.raises(ConfigError, match="X-1: its table has no place"):
+            gather(tmp_path, folder)
+    register(experiment, CLAIMS.replace("place =", 'variant = "nothing"\nplace ='))
+    with pytest.raises(ConfigError, match="names the variant 'nothing'"):
+        gather(tmp_path, folder)
+    register(experiment, CLAIMS.replace("place =", 'experiment = "X-2"\nplace ='))
+    with pytest.raises(ConfigError, match="experiment 'X-2'"):
+        gather(tmp_path, folder)
 
 
-def places(runs: Runs) -> set[tuple[str, str]]:
-    """Row and column of every cell that a variant defines, as if it had been run."""
-    metric = {"round": 1, "accuracy": 0.5, "per-domain": dict.fromkeys(("amazon", "NYU"), 0.5)}
-    return set(
-        report_of(runs.settings, [Shown(c.config.name, c.axes, {}, "finished", rows=(metric,)) for c in runs.defined], "x").layout.groups
-    )
+def test_every_variant_but_the_small_one_is_kept(experiment: Experiment) -> None:
+    of = sources(replace(experiment, variants=("small", VARIANT, "cause")), {("X-1", "cause"): [MEASURE]})
+    assert of == [("paper", ""), (VARIANT, ""), ("cause", ""), ("cause", MEASURE)]
 
 
 def test_a_sweep_s_runs_are_measured_in_another_way(experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The question's rows are those that the program measured, not the runs' own."""
-    again = WHY.replace('"cause"', '"evidence"').replace('"accuracy"', '"measured anew"') + f'measure = "{MEASURE}"\n'
-    experiment.file.write_text(DEFINITION.replace("[run]", f"{again}[run]", 1))
-    folder = kept(experiment, tmp_path, ALL)
+    own = OWN.replace('"cause"', '"evidence"').replace('"accuracy"', '"measured anew"') + f'measure = "{MEASURE}"\n'
     (tmp_path / "defined" / "programs").symlink_to(FOLDER / "programs")
-    assert "**Is it the rate?** Not run yet." in markdown(gather(folder, [experiment]))
+    experiments = register(experiment, CLAIMS + own)
+    assert measures(experiments) == {("X-1", VARIANT): [MEASURE]}
+    folder = kept(experiment, tmp_path, ALL)
+    assert "**Is it the rate?** Not run yet." in markdown(gather(folder, experiments))
     study(experiment, MEASURE)
     module = importlib.import_module("fl_bn.experiments.programs.own_statistics")
     monkeypatch.setattr(module, "measured", lambda cell: {"as kept": 0.5, "measured anew": 0.5 + 0.01 * cell.config.seed})
     assert compact(experiment, VARIANT, tmp_path / "runs-out-evidence", "/somewhere", folder, MEASURE)[1:] == (12, 12)
     assert results_of(experiment, VARIANT, folder, MEASURE).name == "X-1.own_statistics.jsonl"
-    page = markdown(gather(folder, [experiment]))
-    assert "**Is it the rate?** It is not." in page
-    assert "| FedBN | 50.0 (0.0) | 51.0 (1.0) |" in page.replace("**", "")
-
-
-def test_cells_that_no_comparison_needs_keep_no_question_open(experiment: Experiment, tmp_path: Path) -> None:
-    """A third method was not run. Control: where a seed of a compared one is missing, too, the answer is open."""
-    why = WHY.replace('"cause"', '"evidence"')
-    experiment.file.write_text(DEFINITION.replace("[run]", f"{why}[run]", 1).replace("[report]", 'HBN = { method = "hbn" }\n[report]'))
-    alike = list({**ALL, "FedBN-seed0": 0.49, "FedBN-seed1": 0.53, "FedBN-seed2": 0.51}.items())
-    whole, lacking = (kept(experiment, tmp_path, dict(alike[:cells]), str(cells)) for cells in (6, 5))
-    (one,), (other,) = gather(whole, [experiment]), gather(lacking, [experiment])
-    assert len(one.whys[0][1].missing) == 3
-    assert one.answer(*one.whys[0]).startswith("It is not.")
-    assert other.answer(*other.whys[0]).startswith("Undecided: fewer than 3 seeds; cells are missing.")
+    page = markdown(gather(folder, experiments))
+    assert "**Is it the rate?** Undecided: 0 of 1 comparisons held, 0 contradicted." in page
+    assert "| FedBN > FedAvg (measured anew) | – | 51.0, 51.0 | +0.0" in page
 
 
 def test_exact_statistics_are_those_of_all_samples_in_every_layer() -> None:

@@ -170,6 +170,8 @@ def test_an_empty_list_in_a_variant_drops_the_axis() -> None:
     tables["axes"]["split"] = {}
     with pytest.raises(ConfigError, match="axis split has no value"):
         parse(tables, "x", "", "data", {})
+
+
 WHERE = TEXT.replace(
     "[report]",
     """
