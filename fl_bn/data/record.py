@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from fl_bn.task import LABEL_SETS, LABELS, VALUES, kind_of
 
+SPLITS = (TEST, TRAINING) = ("test", "training")  # what a run may evaluate
 _RESIZE_CHUNK = 1024  # images turned into floats at a time: a whole set as float32 takes four times its size
 
 

@@ -76,7 +76,7 @@ def swelling(x: Tensor, rng: np.random.Generator) -> Tensor:
     def swell(figure: Figure, rng: np.random.Generator) -> Mask:
         centre = figure.place(rng)
         radius = RADIUS * np.sqrt(figure.thickness / SCALE) / 2 * SCALE
-        offset = np.stack(np.indices(figure.inside.shape), -1) - centre
+        offset = np.moveaxis(np.indices(figure.inside.shape), 0, -1) - centre
         share = np.minimum(np.hypot(offset[..., 0], offset[..., 1]) / radius, 1.0) ** (STRENGTH - 1)
         read = np.rint(centre + share[..., None] * offset).astype(np.int64)
         return np.asarray(figure.inside[read[..., 0], read[..., 1]])

@@ -18,7 +18,7 @@ from fl_bn.conversion import convert
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
 from fl_bn.data.partition import label_counts, partition
-from fl_bn.data.record import describe
+from fl_bn.data.record import TRAINING, describe
 from fl_bn.data.shift import Limit, limited, shifted
 from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callback
@@ -122,7 +122,14 @@ def dataset(config: RunConfig) -> Dataset:
     task(config, data.y_train)
     if config.attack == LABEL_FLIP and kind_of(data.y_train) not in (LABELS, MASKS):
         raise ConfigError(f"attack={LABEL_FLIP!r} swaps classes, but the data have {kind_of(data.y_train)}: choose another attack")
-    return _without(data, config.hold_out) if config.hold_out else data
+    data = _without(data, config.hold_out) if config.hold_out else data
+    return _tested_on_training(data) if config.evaluate_on == TRAINING else data
+
+
+@lru_cache(maxsize=2)
+def _tested_on_training(data: Dataset) -> Dataset:
+    """Return the data set whose test samples are its training samples."""
+    return replace(data, x_test=data.x_train, y_test=data.y_train, domain_test=data.domain_train)
 
 
 @lru_cache(maxsize=2)
@@ -314,6 +321,7 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
         ConfigError: they are missing, malformed, or of another form than the run's model or task takes.
     """
     data = load(own.dataset, own.path, config.image_size)
+    data = _tested_on_training(data) if config.evaluate_on == TRAINING else data
     task(config, data.y_train)
     classes, channels, size = shape(config)
     came = f"this client's own {own.dataset!r} ({own.path or 'default path'})"

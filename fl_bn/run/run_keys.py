@@ -14,6 +14,7 @@ from functools import partial
 from fl_bn.data.augment import AUGMENTATIONS
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.partition import KINDS
+from fl_bn.data.record import SPLITS, TEST
 from fl_bn.data.shift import SHIFTS
 from fl_bn.exchange.session import POLICIES
 from fl_bn.exchange.settings import CARRIERS
@@ -360,6 +361,9 @@ class RunKeys:
     )
     # evaluation, machine and output
     evaluate_every: int = option(5, "rounds between evaluations; the last round is always evaluated", ">= 1")
+    evaluate_on: str = option(
+        TEST, "what is evaluated: the test samples, or the training samples, for their loss after the averaging", SPLITS
+    )
     diagnostics: str = option(
         "",
         "measured at every evaluation, in simulation; in diagnostics.csv",

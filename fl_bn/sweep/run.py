@@ -83,8 +83,8 @@ def check(cells: Sequence[Cell]) -> None:
     seen: set[tuple[object, ...]] = set()
     for cell in cells:
         config = cell.config
-        data = (config.dataset, config.data_path, config.image_size, config.shifts, config.samples_per_domain, config.samples_share)
-        data = (*data, config.hold_out)
+        limit = (config.samples_per_domain, config.samples_share)
+        data = (config.dataset, config.data_path, config.image_size, config.shifts, limit, config.hold_out)
         split = (*data, config.partition, config.partition_parameter, config.sizes, config.clients, config.byzantine, config.seed)
         model = (*data, config.model, config.model_stem, config.model_weights, config.method, config["groups"])
         try:

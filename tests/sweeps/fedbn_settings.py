@@ -40,14 +40,14 @@ BRAINS = {  # 5.2, D.4
 }  # fmt: skip
 UNEQUAL = {"samples-per-domain": 0, "local-epochs": 0}  # E.6: clients with fewer samples repeat them
 FEDBN_PAPER = {
-    "001-F3": Setting("5.1, Table 4", DIGITS, {"method": TWO}),
+    "001-F3": Setting("5.1, Table 4", {**DIGITS, "evaluate-on": "training"}, {"method": TWO}),
     "001-F4a": Setting("5.1, Table 5", DIGITS, {"method": TWO, "local-epochs": EPOCHS}),
     "001-F4c": Setting(
         "5.1, Table 7",
         DIGITS,
         {"method": TWO, "clients": {str(5 * n): {"clients": 5 * n, "samples-per-domain": 743 * n} for n in range(1, 11)}},
     ),
-    "001-F7": Setting("E.1", {**DIGITS, "evaluate-every": 1}, {"method": TWO, "local-epochs": EPOCHS}),
+    "001-F7": Setting("E.1", {**DIGITS, "evaluate-every": 1, "evaluate-on": "training"}, {"method": TWO, "local-epochs": EPOCHS}),
     "001-T1": Setting(
         "5.2, D.3",
         {**DIGITS, **OFFICE},

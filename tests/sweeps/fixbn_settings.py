@@ -31,7 +31,11 @@ SPLITS = {  # l. 219-220
     "IID": {"partition": "iid", "partition-parameter": 1.0},
 }
 BN, GN = {"method": "fedavg"}, {"method": "gn", "groups": 2}  # l. 495: two groups
-FIXBN = {"method": "fixbn", "frozen-rate": 1.0}  # l. 211: from half of the rounds on, at whatever rate the calendar has
+FIXBN = {
+    "method": "fixbn",
+    "frozen-rate": 1.0,
+    "centre-gradients": "never",
+}  # l. 211: from half of the rounds on, at whatever rate the calendar has
 THREE = {"BN": BN, "GN": GN, "FixBN": FIXBN}
 STEPS = {str(e): {"local-steps": e, "rounds": rounds} for e, rounds in ((1, 64000), (20, 3200), (100, 640), (500, 128), (2500, 26))}
 ONE_STEP = {"local-steps": 1, "rounds": 64000}  # l. 218: 128 epochs of single steps
@@ -148,14 +152,14 @@ FIXBN_PAPER = {
     ),
     "000-F2c": Setting(
         "l. 185-187",
-        {**CIFAR, "method": "fixbn", "diagnostics": "training-loss"},
+        {**CIFAR, "diagnostics": "training-loss"},
         {
             "freeze": {
                 **{
-                    name: {"freeze-after": after, "frozen-rate": 1.0}
+                    name: {**FIXBN, "freeze-after": after}
                     for name, after in (("0.1 of the rounds", 64), ("0.25", 160), ("0.5", 320), ("0.75", 480), ("0.9", 576))
                 },
-                "never (BN)": {"freeze-after": 640},
+                "never (BN)": BN,
             },
             "split": SHARDS,
         },
@@ -198,6 +202,6 @@ FIXBN_PAPER = {
     "000-S33": Setting(
         "l. 125-132",
         {**CIFAR, **NO_MOMENTUM},
-        {"method": {"BN": BN, "decoupled": {"method": "fixbn", "freeze-after": 0, "calibrate": 0}}},
+        {"method": {"BN": BN, "decoupled": {"method": "fixbn", "freeze-after": 0, "calibrate": 0, "centre-gradients": "never"}}},
     ),
 }

@@ -104,13 +104,11 @@ def update_statistics(server: Server, models: Sequence[nn.Module], clients: Sequ
         x, _ = own.rows(index, augmenter(config.augment, seeded(STREAM, config.seed, client, number, AUGMENT)))
         model.train()(to_input(x.to(like.device), like.dtype))
         found.append(running_statistics(model))
-    weights = [len(own) for own in clients]
-    server.shared.store(
-        {
-            layer: plain_average([Moments(weight, one[layer].mean, one[layer].var) for weight, one in zip(weights, found, strict=True)])
-            for layer in found[0]
-        }
-    )
+    weights, means = [len(own) for own in clients], dict[str, Running]()
+    for layer in found[0]:
+        mean = plain_average([Moments(weight, one[layer].mean, one[layer].var) for weight, one in zip(weights, found, strict=True)])
+        means[layer] = Running(mean.mean, mean.var)
+    server.shared.store(means)
 
 
 def _draw(rows: Sequence[Accuracy], path: Path) -> None:
