@@ -126,7 +126,9 @@ class RunKeys:
         1.0, "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused", ">= 0"
     )
     test_on: str = option(
-        "own", "partition=domain, natural: whether a client is tested on its own domain or, as under other partitions, on all", ("own", "all")
+        "own",
+        "partition=domain, natural: whether a client is tested on its own domain or, as under other partitions, on all",
+        ("own", "all"),
     )
     sizes: str = option("natural", "equal: every client keeps as many samples as the smallest has", ("natural", "equal"))
     share_label_counts: bool = option(

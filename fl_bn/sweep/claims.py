@@ -14,7 +14,7 @@ In an experiment's file:
     ]
     cause = "why it is not reproduced, as far as it was found"
     untestable = "why it cannot be tested here at all"            # in the place of comparisons
-    runs = "004-T1"                                               # the comparisons are of that experiment's table
+    runs = "own-fedtan"                                           # the comparisons are of that experiment's table
     rates = "rates"                                               # the variant that tries learning rates, on samples held out of training
 
     [[evidence.why]]                                              # a controlled experiment that looks for the cause

@@ -158,12 +158,12 @@ def test_the_unseen_client_s_page_explains_its_rows_and_prints_no_other_data_as_
 
 
 def test_a_claim_about_another_experiment_s_runs() -> None:
-    """Of the repository: 004-F4 is about 004-T1's runs, and counts none as its own."""
+    """Of the repository: own-loss-curves is about own-fedtan's runs, and counts none as its own."""
     folder = ROOT / "experiments"
-    (one,) = gather(folder, find(["004-F4"]))
+    (one,) = gather(folder, find(["own-loss-curves"]))
     assert one.runs is not None
-    assert one.runs.defined == runs_of(find(["004-T1"])[0], VARIANT, folder).defined
-    assert "| as 004-T1 | – | – |" in markdown([one])
+    assert one.runs.defined == runs_of(find(["own-fedtan"])[0], VARIANT, folder).defined
+    assert "| as own-fedtan | – | – |" in markdown([one])
 
 
 def test_hours_of_a_gpu_come_from_what_its_benchmark_wrote(experiment: Experiment, tmp_path: Path) -> None:

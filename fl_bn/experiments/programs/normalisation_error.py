@@ -148,7 +148,9 @@ def _draw_errors(errors: Sequence[Error], path: Path) -> None:
         figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
         for method, (colour, line) in LOOK.items():
             rows = [row for row in errors if row.method == method]
-            axes.errorbar(range(len(rows)), [row.error for row in rows], yerr=[row.std for row in rows], fmt=line, color=colour, label=method)
+            axes.errorbar(
+                range(len(rows)), [row.error for row in rows], yerr=[row.std for row in rows], fmt=line, color=colour, label=method
+            )
         axes.set_xticks(range(len(SIMILARITY)), [f"{similarity:g}" for similarity in SIMILARITY])
         axes.set(xlabel="similarity of the clients' points", ylabel="Euclidean distance to\ncentralised normalisation", ylim=(0, None))
         axes.set_title(f"normalisation error, mean of {ROUNDS} rounds")
