@@ -1,7 +1,7 @@
 """The paper variants of experiments 003 (FBN) and 004 (FedTAN), key by key, beside tables of what the papers say and where.
 
-A table's values are what a run config has where the paper says so; "l." is a line of the paper's text, "code" the authors' code, "silent" what
-neither says. Keys that a table does not name have their default.
+A table's values are what a run config has where the paper says so; "l." is a line of the paper's text, "code" the authors' code, "silent"
+what neither says. Keys that a table does not name have their default.
 """
 
 from __future__ import annotations
