@@ -124,7 +124,8 @@ class Method:
     frozen statistics run at, at most (``learning_rate``). ``scale``: the deviation of every BatchNorm layer's input that training starts
     with, where it starts with shared statistics (``federation.unit_scale``); ``bounded_scale``: another one, where the loop bounds how far
     a client may move the weights in a round (``bounded``). ``centre``: gradients of weights lose their mean over the inputs
-    (``federation.centring``). ``adversary``: clients that lie, in experiments.
+    (``federation.centring``). ``restarts``: after a step that was exchanged, the clients' optimisers begin anew. ``adversary``: clients
+    that lie, in experiments.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Method:
     scale: float = 1.0
     bounded_scale: float | None = None
     centre: bool = False
+    restarts: bool = False
     adversary: Adversary | None = None
 
     def shares(self, role: Role) -> bool:

@@ -121,6 +121,7 @@ CIFAR: Said = {
     "learning-rate-schedule": ("milestones", "l. 466"),
     "augment": ("crop-flip", "code, utils/datasets.py: RandomHorizontalFlip, RandomCrop(32, 4)"),
     "standardise": ("imagenet", "code, utils/datasets.py"),
+    "scale-start": ("uniform", "code, nets/Sub_ResNet20.py: init.uniform_(self.weight)"),
     "evaluate-every": (100, "code, FedTAN.py: interval"),
 }
 WITHOUT: Said = {
@@ -179,7 +180,7 @@ SCHEMES = {  # l. 473-485
     "FedAvg + Algorithm 2": {"method": "fedavg-alg2", **EXCHANGING},
     "FedBN": {"method": "fedbn"},
     "SiloBN": {"method": "silobn"},
-    "FedAvg + GN": {"method": "gn"},
+    "FedAvg + GN": {"method": "gn", "scale-start": "one"},  # silent
     "SingleNet": {"method": "single"},
 }
 FIGURE_4 = list(SCHEMES)[:7]
@@ -192,6 +193,12 @@ def some(*names: str) -> dict[str, Keys]:
 
 def frozen(after: int, milestones: str) -> Keys:
     return {"method": "fedtan2", **EXCHANGING, "freeze-after": after, "frozen-rate": 1.0, "learning-rate-milestones": milestones}
+
+
+def restarted(axes: dict[str, Axis]) -> dict[str, Axis]:
+    """The same where there is momentum: code, FedTAN.py makes the optimiser of steps 2 to E anew."""
+    more = {"fedtan-momentum": "restarted"}
+    return {axis: {label: keys | (more if "fedtan-schedule" in keys else {}) for label, keys in of.items()} for axis, of in axes.items()}
 
 
 TAN = SCHEMES["FedTAN"]
@@ -216,8 +223,11 @@ SECOND_MNIST = {  # l. 902: .05 after M; Table 5
 }
 PLAIN = values(FEDTAN_SETTING, CIFAR, WITHOUT, TWO_CLASSES)
 FEDTAN_FILES: dict[str, tuple[Keys, dict[str, Axis]]] = {
-    "004-T1": (values(FEDTAN_SETTING, CIFAR, WITH, TWO_CLASSES), {"method": some(*FIGURE_4), "split": SPLITS}),
-    "004-T2": (PLAIN, {"method": some("FedTAN", "FedAvg + GN"), "momentum": {"without": {}, "with": values(WITH)}, "split": SPLITS}),
+    "004-T1": (values(FEDTAN_SETTING, CIFAR, WITH, TWO_CLASSES), restarted({"method": some(*FIGURE_4), "split": SPLITS})),
+    "004-T2": (
+        PLAIN,
+        restarted({"method": some("FedTAN", "FedAvg + GN"), "momentum": {"without": {}, "with": values(WITH)}, "split": SPLITS}),
+    ),
     "004-T4": (PLAIN, {"scheme": SECOND}),
     "004-F4": (PLAIN | {"diagnostics": "training-loss"}, {"method": some(*FIGURE_4), "split": SPLITS}),
     "004-F5": (
@@ -225,13 +235,13 @@ FEDTAN_FILES: dict[str, tuple[Keys, dict[str, Axis]]] = {
         {"method": some(*FIGURE_4), "classes per client": {f"{n}": {"partition-parameter": float(n)} for n in (2, 4, 6, 8, 10)}},
     ),
     "004-F6": (values(FEDTAN_SETTING, MNIST, TWO_CLASSES) | CONSTANT, {"method": some(*FIGURE_4), "split": SPLITS}),
-    "004-F7": (values(FEDTAN_SETTING, CIFAR, CIFAR_100), {"method": some(*FIGURE_4), "split": SPLITS}),
+    "004-F7": (values(FEDTAN_SETTING, CIFAR, CIFAR_100), restarted({"method": some(*FIGURE_4), "split": SPLITS})),
     "004-F8": (
         values(FEDTAN_SETTING, OFFICE),
         {"method": some("centralised", "FedTAN", "FedAvg + BN", "FedBN", "SiloBN", "SingleNet")},
     ),
     "004-F10": (PLAIN, {"method": some("FedTAN", "FedAvg + BN", "FedAvg + GN"), "split": SPLITS}),
-    "004-F11": (PLAIN, {"scheme": SECOND | SECOND_MOMENTUM}),
+    "004-F11": (PLAIN, restarted({"scheme": SECOND | SECOND_MOMENTUM})),
     "004-F12": (  # silent: which sizes beside 128
         PLAIN,
         {
@@ -265,7 +275,7 @@ def counting(config: Keys) -> Keys:
     """Without what has no effect: keys of methods and partitions that the run does not have."""
     ignored = set()
     if config.get("method") not in ("fedtan", "fedtan2", "fedavg-alg2"):
-        ignored.add("fedtan-schedule")
+        ignored |= {"fedtan-schedule", "fedtan-momentum"}
     if config.get("partition") in ("iid", "natural"):
         ignored.add("partition-parameter")
     if config.get("learning-rate-schedule") != "milestones":
