@@ -135,7 +135,7 @@ def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> No
 @app.command(rich_help_panel=COMPARE)
 def compare(
     methods: Annotated[
-        str, typer.Option(help="separated by commas; `centralised` too, or `centralised-gn`; one may differ in keys: fbn:learning-rate=0.01;rounds=9")
+        str, typer.Option(help="separated by commas; `centralised` or `centralised-gn` too; one may differ in keys: fbn:rounds=9")
     ] = ("centralised,fedavg,gn,fixbn,hbn,fbn"),
     seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from the config's seed on")] = 3,
     jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs at a time, each in a process of its own")] = 2,

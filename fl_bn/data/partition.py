@@ -65,7 +65,7 @@ def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
 
     Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``: with 2 disjoint pairs in order, as in the authors' published
     code; with 4 every class at two clients; with 10 all classes at all clients. Every class is divided equally among the ``k / 2``
-    clients that have it. From 4 classes on the rule is ours: the supplement's tables were not at hand.
+    clients that have it. In the supplement's table of 6 classes the fourth row names eight of a sixth each; here it has six, as the others.
 
     Raises:
         ValueError: unless there are 5 clients and 10 classes, and ``k`` is one of these.

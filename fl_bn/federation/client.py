@@ -24,7 +24,7 @@ from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.centring import centring
 from fl_bn.federation.layer_by_layer import Forward, Inputs, Look, called, layer_by_layer
 from fl_bn.federation.measuring import measured
-from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, to_kept
+from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, restart, to_kept
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import Named, Sections, encode_moments, to_numpy
 from fl_bn.federation.settings import LocalTraining
@@ -265,6 +265,7 @@ class LocalRound:
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note the rate of a step that ``optimizer`` of the user's own made. Raises ValueError where the objective cannot do with it."""
         check_optimizer(self.settings.objective, optimizer)
+        restart(optimizer, self.method, self.phase, self.steps)
         self.rates.append(float(optimizer.param_groups[0]["lr"]))
 
     def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
@@ -463,7 +464,7 @@ class LocalRound:
         return {"drift": drift.largest, "drift-layer": list(after).index(drift.layer), "min-var": drift.min_var, "growth": drift.growth}
 
     def _ema_gradients(self) -> dict[str, Tensor]:
-        """``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, section 6)."""
+        """``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, Table 2)."""
         settings, momentum, gradients = self.settings, self.kept.get("momentum"), dict[str, Tensor]()
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:

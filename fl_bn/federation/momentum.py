@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fl_bn.methods import Method, Phase
+
 MAINTAIN = ("reset", "local", "global")
 SECTIONS = {  # by optimiser: torch's buffer -> the section in which it travels
     "sgd": {"momentum_buffer": "momentum"},
@@ -51,3 +53,16 @@ def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
         key, _, name = entry.partition("/")
         buffers.setdefault(key, {})[name] = tensor
     return buffers
+
+
+def restart(optimizer: Optimizer, method: Method, phase: Phase, steps: int) -> None:
+    """Have ``optimizer`` forget a step that was exchanged, where the method says so; it is called after each.
+
+    Args:
+        optimizer: Of one client, or of a stack of clients.
+        method: Of the round.
+        phase: Of the round.
+        steps: How many steps were made before this one.
+    """
+    if method.restarts and phase is Phase.EXCHANGE and steps == 0:
+        optimizer.state.clear()

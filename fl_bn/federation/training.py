@@ -20,6 +20,7 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.clipping import clip, norm_in_round
 from fl_bn.federation.local import PASS_BATCH, Samples, statistics_pass, torch_seed
+from fl_bn.federation.momentum import restart
 from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.unrecorded import Draws, unrecorded
@@ -102,6 +103,7 @@ def train(
             clip(parameters.values(), how, limit, head[1].parameters() if head else ())
         if settings.update == "weights":
             optimizer.step()
+        restart(optimizer, round.method, round.phase, round.steps)
         if scheduler is not None:
             scheduler.step()
         round.step_done()

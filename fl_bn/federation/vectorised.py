@@ -29,7 +29,7 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.clipping import clip_rows, norm_in_round
 from fl_bn.federation.local import Samples, pieces
 from fl_bn.federation.measuring import measuring
-from fl_bn.federation.momentum import SECTIONS, buffers_of
+from fl_bn.federation.momentum import SECTIONS, buffers_of, restart
 from fl_bn.federation.stack import Seen, Stack, groups
 from fl_bn.federation.training import IndexBatches, Trained, drawn, how_measured, loss_of
 from fl_bn.federation.values import Kept, Reply
@@ -276,6 +276,7 @@ class _Training:
             clip_rows(self.trained.values(), self.clip, self.limits, self.head)
         if self.settings.update == "weights":
             self.optimizer.step()
+        restart(self.optimizer, self.first.method, self.first.phase, self.number)
         if self.scheduler is not None:
             self.scheduler.step()
         self.number += 1

@@ -37,6 +37,7 @@ from fl_bn.moments import channel_moments
 from fl_bn.options import Options, option, takes
 
 SCHEDULES = ("merged", "paper")
+MOMENTUM = ("kept", "restarted")
 FROZEN_RATE = 0.02
 """FedTAN-II's: .5 before the statistics freeze, .01 after (seed 004, section 6.5)."""
 
@@ -259,6 +260,12 @@ class FedTANOptions(Options):
         SCHEDULES,
         key="fedtan-schedule",
     )
+    momentum: str = option(
+        "kept",
+        "the optimiser's momentum after the first local step: kept, or restarted, as in the authors' code",
+        MOMENTUM,
+        key="fedtan-momentum",
+    )
 
 
 @dataclass(frozen=True)
@@ -268,7 +275,7 @@ class Freezing(Options):
 
 @dataclass(frozen=True)
 class FedTAN2Options(FedTANOptions, Freezing):
-    """``freeze_after``, then ``schedule`` and ``frozen_rate``."""
+    """``freeze_after``, then ``schedule``, ``momentum`` and ``frozen_rate``."""
 
     name: ClassVar[str] = "fedtan2"
     frozen_rate: float | None = frozen_rate(FROZEN_RATE)
@@ -277,22 +284,22 @@ class FedTAN2Options(FedTANOptions, Freezing):
 @takes(FedTANOptions)
 def fedtan(options: FedTANOptions) -> Method:
     """FedTAN."""
-    return _exchanging(options.schedule, share_gradients=True)
+    return _exchanging(options, share_gradients=True)
 
 
-def _exchanging(schedule: str, share_gradients: bool) -> Method:
-    layer = partial(_layer, schedule=schedule, share_gradients=share_gradients)
-    return Method("fedtan", layer=layer, report=Report.RUNNING, combine=combine, phase=_exchange_phase)
+def _exchanging(options: FedTANOptions, share_gradients: bool) -> Method:
+    layer, restarts = partial(_layer, schedule=options.schedule, share_gradients=share_gradients), options.momentum == "restarted"
+    return Method("fedtan", layer=layer, report=Report.RUNNING, combine=combine, phase=_exchange_phase, restarts=restarts)
 
 
 @takes(FedTAN2Options)
 def fedtan2(options: FedTAN2Options) -> Method:
     """FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen, at ``frozen_rate`` of the learning rate."""
-    method = freeze(fedtan(options.schedule), options.freeze_after, rate=options.frozen_rate, unbounded_rate=FROZEN_RATE)
+    method = freeze(_exchanging(options, share_gradients=True), options.freeze_after, rate=options.frozen_rate, unbounded_rate=FROZEN_RATE)
     return replace(method, name="fedtan2")
 
 
 @takes(FedTANOptions)
 def fedavg_alg2(options: FedTANOptions) -> Method:
     """FedAvg with Algorithm 2 only: the cohort's moments forward, the client's own gradients of them backward. The paper's ablation."""
-    return replace(_exchanging(options.schedule, share_gradients=False), name="fedavg-alg2")
+    return replace(_exchanging(options, share_gradients=False), name="fedavg-alg2")

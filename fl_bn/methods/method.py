@@ -137,8 +137,8 @@ class Method:
     frozen statistics run at, at most (``learning_rate``). ``scale``: the deviation of every BatchNorm layer's input that training starts
     with, where it starts with shared statistics (``federation.unit_scale``). ``bounded_scale``, ``bounded_frozen_rate``: others, where the
     loop bounds how far a client may move the weights in a round (``bounded``). ``centre``: gradients of weights lose their mean over the
-    inputs (``federation.centring``) in every round, or in none; None: in rounds with frozen statistics. ``adversary``: clients that lie, in
-    experiments.
+    inputs (``federation.centring``) in every round, or in none; None: in rounds with frozen statistics. ``restarts``: after a step that was
+    exchanged, the clients' optimisers begin anew. ``adversary``: clients that lie, in experiments.
     """
 
     name: str
@@ -161,6 +161,7 @@ class Method:
     bounded_scale: float | None = None
     bounded_frozen_rate: float | None = None
     centre: bool | None = None
+    restarts: bool = False
     adversary: Adversary | None = None
 
     def shares(self, role: Role) -> bool:

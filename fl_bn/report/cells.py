@@ -131,6 +131,7 @@ def title(metric: str) -> str:
         "mean-iou": "mean IoU",
         "drift": "largest drift of a mean",
         MEGABYTES: "MB (1,048,576 bytes) moved in a round",
+        GIGABYTES: "GB (1,024 MB) moved so far",
         "min-var": "smallest running variance",
     }
     unit = " (%)" if scale(metric) == 100 else " (sd)" if metric == "drift" else ""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
-from fl_bn.report.cells import MEGABYTES, Cell, scale, title
+from fl_bn.report.cells import GIGABYTES, MEGABYTES, Cell, scale, title
 from fl_bn.report.settings import SEED, Settings, check_axis
 from fl_bn.task import CLASSIFICATION
 
@@ -199,7 +199,7 @@ def shown(value: float, metric: str) -> str:
     """A number as it stands in a table."""
     if not math.isfinite(value):
         return "–"
-    if metric == MEGABYTES:
+    if metric in (MEGABYTES, GIGABYTES):
         return f"{value:.4f}"
     return f"{value:.1f}" if scale(metric) == 100 else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 

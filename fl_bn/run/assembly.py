@@ -32,7 +32,7 @@ from fl_bn.models.standardise import standardised
 from fl_bn.names import names_of
 from fl_bn.own_code import OWN, VARIABLE, Modules, function
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
-from fl_bn.roles import Role, parse_buffer_roles, set_buffer_roles
+from fl_bn.roles import Role, batch_norms, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.keys import nodes_of
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
@@ -242,6 +242,11 @@ def source_model(config: RunConfig) -> nn.Module:
         weights=config.model_weights,
         modules=_modules,
     )
+    if config.scale_start == "uniform":
+        with torch_seed(config.seed, torch.device("cpu")):
+            for layer in batch_norms(model).values():
+                if layer.weight is not None:
+                    nn.init.uniform_(layer.weight)
     standardised(model, config.standardise, channels)
     if not config.dropout:
         without_dropout(model)

@@ -92,6 +92,8 @@ class RunConfig(RunKeys):
                 f"{self.method} weighs clients by the batches they drew, or its first step would not be the centralised one: "
                 f"client-weights must be samples, but got {self.client_weights!r}"
             )
+        if self.scale_start != "one" and self.model_weights:
+            raise ConfigError(f"scale-start={self.scale_start!r} would overwrite the scales in model-weights: leave one of them out")
         if self.resume and not (self.checkpoint_every and self.output):
             raise ConfigError("resume needs the output and the checkpoint-every that the run to go on with had")
         if self.checkpoint_every and not self.output:

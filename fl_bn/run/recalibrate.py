@@ -21,7 +21,7 @@ from fl_bn.task import CLASSIFICATION
 MODEL = "model.safetensors"
 FILES = (".pt", ".pth", ".safetensors")
 ALONE: dict[str, Any] = {"method": "fedavg", "clients": 1, "partition": "iid"}  # for a file of weights: its data are in one place
-DECIDED = ("rounds", "calibrate", "model-weights", "resume", "checkpoint-every", "name", "output")
+DECIDED = ("rounds", "calibrate", "model-weights", "scale-start", "resume", "checkpoint-every", "name", "output")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
         came = f"a file {source.suffix or 'without a suffix'}" if source.exists() else "nothing there"
         raise ConfigError(f"{source}: expected a finished run's folder, or weights ({', '.join(FILES)}), but there is {came}")
     folder = (output or source.with_name(f"{source.stem if source.is_file() else source.resolve().name}-recalibrated")).absolute()
-    own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve()), "evaluate-every": 1, "hbn-stat-samples": 0}
+    own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve()), "scale-start": "one"}
+    own |= {"evaluate-every": 1, "hbn-stat-samples": 0}
     place = {"resume": "", "checkpoint-every": 0, "name": folder.name, "output": str(folder.parent)}
     config = Usage().config({**keys, **overrides, **own, **place}, must=overrides)
     if config.dataset == SITES:

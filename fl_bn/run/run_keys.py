@@ -84,6 +84,9 @@ class RunKeys:
     )
     model_weights: str = option("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
     dropout: bool = option(True, "false: the network's dropout layers leave everything as it is")
+    scale_start: str = option(
+        "one", "BatchNorm's scales before round 1: one, or uniform in (0, 1), as in FedTAN's published code", ("one", "uniform")
+    )
     buffers: str = option(
         "",
         f"what becomes of the network's own buffers, '*.codebook=shared, site_*=kept': {', '.join(BUFFER_ROLES)}; empty: known kinds by "

@@ -31,7 +31,13 @@ def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> d
 def note_domains(config: RunConfig, record: RoundRecord) -> None:
     """Where every client evaluated a model of its own on its domain's test data, a domain's metric is the mean over its clients."""
     of = task(config)
-    if config.dataset == SITES or config.partition not in DOMAINS or config.test_on == "all" or not record.client_evaluation or per_domain(record.evaluation, of):
+    if (
+        config.dataset == SITES
+        or config.partition not in DOMAINS
+        or config.test_on == "all"
+        or not record.client_evaluation
+        or per_domain(record.evaluation, of)
+    ):
         return
     names = dataset(config).domains
     found: dict[str, list[float]] = {name: [] for name in names}

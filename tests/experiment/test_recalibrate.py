@@ -156,3 +156,15 @@ def test_clients_need_no_file_of_weights_where_nothing_stays_at_home() -> None:
     assert at_client(fedavg).model_weights == ""
     assert at_client(fedbn).model_weights == "server.pt"  # its own layers start from it
     assert {Role.STATISTIC, Role.AFFINE} <= set(roles(source_model(at_client(fedavg))).values())
+
+
+def test_the_scales_are_those_of_the_run_and_not_those_that_it_started_from(tmp_path: Path) -> None:
+    path = tiny(tmp_path, "fedavg", **{"rounds": 1, "scale-start": "uniform"})
+    config = planned(path, {})
+    assert config.scale_start == "one"
+    kept = load_file(path / "model.safetensors")
+    found = source_model(config).state_dict()
+    scales = [name for name, role in roles(source_model(config)).items() if role is Role.AFFINE and name.endswith("weight")]
+    assert scales
+    assert all(torch.equal(found[name], kept[name]) for name in scales)
+    assert not any(torch.equal(found[name], torch.ones_like(found[name])) for name in scales)  # control

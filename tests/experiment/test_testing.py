@@ -60,6 +60,19 @@ def test_every_client_has_one_shift_and_is_tested_on_it() -> None:
         assert torch.equal(test.x, data.x_test[data.domain_test == client])
 
 
+def test_every_client_may_be_tested_on_all_domains() -> None:
+    everywhere = RunConfig(**{**SHIFTED.__dict__, "test_on": "all"})
+    for client, part in enumerate(partitions(everywhere)):
+        train, test, _ = client_samples(everywhere, client)
+        assert len(train) == len(part)
+        assert torch.equal(test.x, dataset(everywhere).x_test)
+    record = RoundRecord(1, "train", 0.1, client_evaluation={i: {"accuracy": 0.1, "loss": 1.0} for i in range(3)})
+    note_domains(everywhere, record)
+    assert record.evaluation == {}  # nobody has a domain's accuracy
+    note_domains(SHIFTED, record)
+    assert record.evaluation  # control
+
+
 def test_samples_per_domain_and_equal_sizes() -> None:
     few = RunConfig(**{**SHIFTED.__dict__, "samples_per_domain": 20})
     assert [len(part) for part in partitions(few)] == [20, 20, 20]

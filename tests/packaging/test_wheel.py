@@ -80,7 +80,7 @@ def test_the_command_answers(installed: Path, tmp_path: Path) -> None:
 def test_the_experiments_are_there_and_one_runs(installed: Path, tmp_path: Path) -> None:
     done = fl_bn(installed, tmp_path, "experiments", "list")
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in ("000-T1", "003-F1", "004-F12"))
+    assert all(name in done.stdout for name in ("000-T1", "003-F1", "004-F14"))
     done = fl_bn(installed, tmp_path, "experiments", "run", "003-F1", "--variant", "small")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs/experiments/003-F1-small/report.html").is_file()

@@ -12,7 +12,8 @@ from fl_bn.flower import RunFailed
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep import cells
-from fl_bn.sweep.cells import Cell, at_a_time, run_cell
+from fl_bn.sweep.cells import Cell, at_a_time, run_cell, trained_as
+from fl_bn.sweep.kept import finished
 from tests.experiment.test_compare import finish
 
 
@@ -74,6 +75,28 @@ def test_a_run_that_failed_after_its_last_round_is_not_finished(tmp_path: Path) 
     assert cell.finished()  # control
     cell.write_outcome("failed", 1.0, "RunFailed: its results could not be written")
     assert not cell.finished()
+
+
+def test_a_cell_that_ran_on_another_device_and_engine_is_finished_and_kept_as_it_ran(tmp_path: Path) -> None:
+    """What changes last digits alone is no other run; what the file says of it does not hide how it was run."""
+    there = a_cell(tmp_path, engine="vectorised", **{"memory-format": "channels-last", "data-path": "here"})
+    finish(there, [0.5, 0.6])
+    (tmp_path / "a" / "environment.json").write_text('{"commit": "abc"}')
+    here = a_cell(tmp_path, device="cpu", **{"data-path": "here"})
+    assert here.finished()
+    (kept,) = finished([here], [a_cell(tmp_path, device="cpu", **{"data-path": "{data}"})])
+    assert {key: kept.config.get(key) for key in ("engine", "memory-format", "device", "data-path")} == {
+        "engine": "vectorised",
+        "memory-format": "channels-last",
+        "device": None,
+        "data-path": "{data}",
+    }
+    with pytest.raises(ConfigError, match="learning-rate is 0.05 there, 0.1 here"):  # control
+        a_cell(tmp_path, **{"learning-rate": 0.1, "data-path": "here"}).finished()
+
+
+def test_a_name_says_that_a_run_is_centralised_and_with_which_normaliser() -> None:
+    assert [trained_as(name) for name in ("centralised", "centralised-gn", "gn")] == [("fedavg", True), ("gn", True), ("gn", False)]
 
 
 def test_a_centralised_run_is_not_taken_for_a_federated_one(tmp_path: Path) -> None:

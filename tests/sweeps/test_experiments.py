@@ -25,9 +25,9 @@ EXPECTED = {
     "000": "T1 T2 T3 T4 T5 TH TI F1 F2 F2c F3 F3-TinyImageNet FD FE FG FH FI FJ FK FL FM S33",
     "001": "F1 F2 F3 F4a F4c F7 F9 T1 T1-ABIDE T11 T12 T13 T14 T15 T16 T17",
     "002": "T1 T2 T3 T4 T5 T6 F5 F6",
-    "003": "F1 F2 F3 F4 F5 F12",
-    "004": "T1 T2 T3 T4 F4 F5 F6 F7 F8 F10 F11 F12",
-    "own": "recalibration robust-updates similarity unseen-domain what-stays",
+    "003": "F1 F2 F3 F4 F5 F6 F7 F8 F9 F10 F11 F12 F13",
+    "004": "T1 T2 T3 T4 F4 F5 F6 F7 F8 F10 F11 F12 F14",
+    "own": "fedtan gradient-deviation local-steps loss-curves recalibration robust-updates similarity unseen-domain what-stays",
 }
 ALL = find()
 SWEEPS = [experiment for experiment in ALL if not experiment.program]

@@ -2,8 +2,8 @@
 
 Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al. (seed 003), sections 3 and 4.
 
-Ten clients have points of the plane, each about a mean of its own: the means stand on a circle of radius 10, and the variance is 1. In each of
-100 rounds every client draws 30 points. The less similar the clients, the more of a client's points are about its own mean: a share
+Ten clients have points of the plane, each about a mean of its own: the means stand on a circle of radius 10, and the variance is 1. In each
+of 100 rounds every client draws 30 points. The less similar the clients, the more of a client's points are about its own mean: a share
 ``similarity`` of them is drawn from all ten means. The statistics start at (0, 1) and move by 0.1 a round. The error is the Euclidean
 distance of a method's points to the same points normalised by BatchNorm on all of the round's points, averaged over points and rounds.
 
@@ -148,7 +148,9 @@ def _draw_errors(errors: Sequence[Error], path: Path) -> None:
         figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
         for method, (colour, line) in LOOK.items():
             rows = [row for row in errors if row.method == method]
-            axes.errorbar(range(len(rows)), [row.error for row in rows], yerr=[row.std for row in rows], fmt=line, color=colour, label=method)
+            axes.errorbar(
+                range(len(rows)), [row.error for row in rows], yerr=[row.std for row in rows], fmt=line, color=colour, label=method
+            )
         axes.set_xticks(range(len(SIMILARITY)), [f"{similarity:g}" for similarity in SIMILARITY])
         axes.set(xlabel="similarity of the clients' points", ylabel="Euclidean distance to\ncentralised normalisation", ylim=(0, None))
         axes.set_title(f"normalisation error, mean of {ROUNDS} rounds")
@@ -175,5 +177,5 @@ def _draw_points(found: Normalised, path: Path) -> None:
 
 def _scatter(axes: Axes, points: Tensor) -> None:
     for client, own in enumerate(points.numpy()):
-        axes.scatter(*own.T, s=5, color=f"C{client}", alpha=0.7, lw=0)
+        axes.scatter(own[:, 0], own[:, 1], s=5, color=f"C{client}", alpha=0.7, lw=0)
     axes.set_aspect("equal")
