@@ -6,7 +6,7 @@
 All layers are timed in one process, in turns and in an order drawn anew for each turn, so that whatever else the machine does hits all of
 them alike. The clock is the processor time of this process, which does not run while another has the core. A turn is as many calls as take
 about ``--milliseconds``. The table has the median and the quartiles of a call, and of its ratio to nn.BatchNorm2d in the same turn.
-``plain formula`` is HBN's layer without its kernels: equations 7 and 9 on tensors, differentiated by autograd.
+``plain formula`` is HBN's layer without its kernels: equations 9 and 10 on tensors, differentiated by autograd.
 """
 
 from __future__ import annotations

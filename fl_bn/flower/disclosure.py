@@ -31,7 +31,7 @@ from fl_bn.flower.codec import decoded, header_of
 from fl_bn.flower.fields import records_of
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
-from fl_bn.methods import Method, Phase, Refresh, Report
+from fl_bn.methods import NORMALISERS, Method, Phase, Refresh, Report
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.roles import batch_norms
 from fl_bn.wire import WireError, shown
@@ -170,10 +170,15 @@ class DisclosureReport:
         if report is Report.BATCHES:
             return f"moments of {_batches(steps)}, pooled", samples
         if report is Report.MOVING:
-            return f"moving averages over {_batches(steps)}, of which the last counts most", math.ceil(samples / max(steps, 1))
+            said = f"moving averages over {_batches(steps)}"
+            return (f"{said}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (said, samples)
         subset = min(self._method.statistics_pass.samples or client.samples, client.samples)
         if phase is not Phase.MEASURE:
-            return "moments of a pass before training", subset
+            normalisers = self._method.statistics_pass.measured == NORMALISERS
+            return (
+                "moments that training normalises with, of a pass before it" if normalisers else "moments of a pass before training",
+                subset,
+            )
         if round > 0 and self._method.refresh is Refresh.HYBRID:
             return "moments that training normalises with", subset
         return "moments of a pass without training", client.samples

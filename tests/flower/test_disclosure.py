@@ -102,6 +102,18 @@ def test_where_the_last_batch_alone_counts(tiny_clients: Clients) -> None:
     assert "the last alone counts" in of(ran, 0, "statistics")[0].what
 
 
+@pytest.mark.parametrize(
+    ("options", "what", "samples"),
+    [
+        ({"measured": "normalisers", "stat_samples": 6}, "moments that training normalises with, of a pass before it", 6),
+        ({"separate": False, "evaluate_clients": "cohort"}, "moving averages over 2 batches", 8),
+    ],
+)
+def test_what_hbn_reports_otherwise(clients: list[Samples], options: dict[str, object], what: str, samples: int) -> None:
+    disclosures = of(run(METHODS["hbn"](**options), clients, 1), 2, "moments")
+    assert (disclosures[0].what, disclosures[0].samples) == (what, samples)
+
+
 def test_moments_of_a_pass_and_of_the_batches(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     ran = run(METHODS["hbn"](stat_samples=6), clients, 1)
     kinds = [(d.what, d.samples, d.values) for d in of(ran, 2, "moments")]

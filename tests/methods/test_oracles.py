@@ -55,7 +55,7 @@ def test_fbn_algorithm_2(rng: np.random.Generator, sizes: tuple[int, ...], momen
     assert not off(method.combine(LayerReports(got.shared, uniform, momentum, 1.0)), want) < 1e-12
 
 
-def test_hbn_forward_equations_7_and_9(rng: np.random.Generator) -> None:
+def test_hbn_forward_equations_9_and_10(rng: np.random.Generator) -> None:
     layer = HybridBatchNorm(C).double()
     x, p, (mean, var) = rng.normal(1, 2, (3, C, 2, 2)), rng.normal(size=C), start(rng)
     weight, bias = rng.normal(size=C), rng.normal(size=C)

@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806 (the names of the paper)
-"""HBN (Hybrid Batch Normalisation), equations 7, 8, 9 and 11, transcribed: one layer.
+"""HBN (Hybrid Batch Normalisation), equations 8 to 11, transcribed: one layer.
 
 μ_b, σ2_b: a batch's; μ_g, σ2_g: the global statistics; α = sigmoid(p), one per channel; λ: the weight of a round's statistics.
 """
@@ -14,7 +14,7 @@ Array = np.ndarray
 
 
 def forward(x: Array, μ_g: Array, σ2_g: Array, p: Array, γ: Array, β: Array, ε: float) -> Array:
-    """Equations 7 and 9 for a batch x (B, C, H, W) in training."""
+    """Equations 9 and 10 for a batch x (B, C, H, W) in training."""
     B, C, H, W = x.shape
     y = np.empty_like(x)
     for c in range(C):

@@ -1,4 +1,4 @@
-"""HBN's layer in training (equations 7 and 9) by plain torch operations: autograd makes its gradient, through the batch's moments too.
+"""HBN's layer in training (equations 9 and 10) by plain torch operations: autograd makes its gradient, through the batch's moments too.
 
 It was the layer itself until its gradient was worked out by hand for the fused kernels: the "before" of ``benchmarks/layers.py``.
 """
