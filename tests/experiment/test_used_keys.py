@@ -52,6 +52,8 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("data-path", "x", SITES, {"dataset": "npz"}),
     ("shifts", "invert", SITES, {}),
     ("samples-per-domain", 9, SITES, {}),
+    ("samples-share", 0.5, SITES, {}),
+    ("test-on", "all", {"partition": "iid"}, {"partition": "natural"}),
     ("partition", "iid", SITES, {}),
     ("sizes", "equal", SITES, {}),
     ("partition-parameter", 2.0, {"partition": "iid"}, {"partition": "classes"}),
@@ -124,9 +126,10 @@ def test_a_key_is_refused_where_the_run_ignores_it_and_only_there(
 def test_every_key_with_a_condition_has_a_case() -> None:
     of_registries = set(RunConfig.keys()) - set(map(kebab, own_options(RunKeys)))
     conditioned = of_registries | set(conditions(RunConfig(), REGISTRIES, RunKeys))
-    of_one_condition = {"channels": "classes", "hbn-lam": "hbn-stat-samples", "hbn-lower-layers": "hbn-stat-samples"}
-    of_one_condition |= {"hbn-evaluate": "hbn-stat-samples", "fbn-report": "fbn-momentum", "scaffold-strength": "scaffold-option"}
-    of_one_condition |= {"moon-mu": "moon-temperature"}
+    of_one_condition = {"channels": "classes", "fbn-report": "fbn-momentum", "scaffold-strength": "scaffold-option"}
+    of_one_condition |= {"moon-mu": "moon-temperature", "fedtan-momentum": "fedtan-schedule"}
+    of_one_condition |= dict.fromkeys((key for key in of_registries if key.startswith("hbn-")), "hbn-stat-samples")
+    del of_one_condition["hbn-stat-samples"]
     everyone = {"server-learning-rate", "server-momentum"}  # every server optimiser has them
     tried = {key for key, *_ in CASES}
     assert set(of_one_condition.values()) <= tried

@@ -1,0 +1,167 @@
+"""The keys of the run config about the method, the network and the data: the first of ``RunKeys``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from fl_bn.data.augment import AUGMENTATIONS
+from fl_bn.data.dataset import DATASETS
+from fl_bn.data.partition import KINDS
+from fl_bn.data.shift import SHIFTS
+from fl_bn.federation.rounds import RECALIBRATIONS
+from fl_bn.methods import METHODS
+from fl_bn.methods.fbn import BOUNDED_SCALE
+from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
+from fl_bn.methods.hbn import SCALE
+from fl_bn.methods.method import BOUNDED_FROZEN_RATE, FROZEN_RATE
+from fl_bn.models import MODELS
+from fl_bn.models.standardise import STANDARDS
+from fl_bn.options import option
+from fl_bn.roles import BUFFER_ROLES, parse_buffer_roles
+from fl_bn.run import keys
+from fl_bn.run import used as when
+from fl_bn.task import AUTO, TASKS
+
+own_data = partial(option, used=when.OWN_DATA)
+of_sites = partial(option, used=when.SITES_DATA)
+
+
+@dataclass(frozen=True)
+class DataKeys:
+    """The keys as fields, in the order of docs/config.md."""
+
+    method: str = option("fbn", "how normalisation is federated", METHODS)
+    freeze_after: int = option(
+        -1,
+        "last round before the statistics freeze, any method; -1: never (fixbn, fedtan2: half of the rounds)",
+        "-1 or >= 0",
+        used=when.FREEZES_EARLY_ENOUGH,
+    )
+    frozen_rate: float = option(
+        0.0,
+        "most that rounds with frozen statistics run at, as a share of the highest learning rate before; 1: the schedule alone decides; 0: "
+        f"{BOUNDED_FROZEN_RATE:g} where gradients are clipped and centred, else {FROZEN_RATE:g} (fedtan2: {FEDTAN2_RATE:g})",
+        "0 or (0, 1]",
+        used=when.FREEZES_LATER,
+    )
+    # model and data
+    model: str = option(
+        "digits-cnn-small",
+        f"{', '.join(MODELS)}, deeplabv3plus-ENCODER, a torchvision classifier, or package.module:function",
+        "see fl_bn.models",
+    )
+    model_stem: str = option(
+        "auto",
+        "torchvision's networks: imagenet, as they are there (auto, too), or small: for images of 32 pixels",
+        ("auto", "imagenet", "small"),
+        used=when.TORCHVISION,
+    )
+    model_weights: str = option("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
+    dropout: bool = option(True, "false: the network's dropout layers leave everything as it is")
+    scale_start: str = option(
+        "one", "BatchNorm's scales before round 1: one, or uniform in (0, 1), as in FedTAN's published code", ("one", "uniform")
+    )
+    buffers: str = option(
+        "",
+        f"what becomes of the network's own buffers, '*.codebook=shared, site_*=kept': {', '.join(BUFFER_ROLES)}; empty: known kinds by "
+        "their type, all others shared",
+        "NAME=ROLE,...",
+        keys.parses(parse_buffer_roles),
+    )
+    task: str = option(
+        AUTO,
+        "what the network learns, and so loss and metrics; auto: classification, of pixels (segmentation) where labels are masks",
+        f"{', '.join((AUTO, *TASKS))}, package.module:function",
+        lambda name: name in (AUTO, *TASKS) or ":" in name,
+    )
+    dataset: str = option(
+        "digits",
+        f"{', '.join(DATASETS)} (npz and folder: give data-path); package.module:function; sites: every "
+        "client has its own, named in its node config, and the server none (give classes, channels, image-size)",
+        "see fl_bn.data",
+    )
+    classes: int = of_sites(0, "dataset=sites: number of classes (of other tasks: values, or labels)", ">= 0")
+    channels: int = of_sites(0, "dataset=sites: channels of the images", ">= 0")
+    data_path: str = own_data(
+        "",
+        "folder of a public data set or of images, npz files separated by commas (each a domain), or what package.module:function takes",
+        "path",
+    )
+    image_size: int = option(0, "side of the images in pixels; 0: as they are", "0..4096")
+    shifts: str = own_data(
+        "",
+        "feature shifts, each makes a domain of a share of the data; empty: the data's own",
+        f"{', '.join(SHIFTS)}, separated by commas",
+        keys.all_of(SHIFTS),
+        like=SHIFTS,
+    )
+    samples_per_domain: int = own_data(0, "training samples kept of each domain (of all, where there are no domains); 0: all", ">= 0")
+    samples_share: float = own_data(1.0, "share of each domain's training samples that is kept, rounded down; 1: all", "(0, 1]")
+    hold_out: str = option(
+        "", "a domain that the run is trained and tested without, to adapt to afterwards (fl-bn adapt)", "a domain's name"
+    )
+    augment: str = option("none", "random changes of training images, drawn once per batch", AUGMENTATIONS)
+    standardise: str = option(
+        "none", "images by the published mean and deviation of a data set; none: 0..255 becomes -1..1", ("none", *STANDARDS)
+    )
+    partition: str = own_data("classes", "how the training data are split over the clients", KINDS)
+    partition_parameter: float = option(
+        1.0,
+        "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused",
+        ">= 0",
+        used=when.PARAMETER,
+    )
+    test_on: str = option(
+        "own",
+        "partition=domain, natural: whether a client is tested on its own domain or, as under other partitions, on all",
+        ("own", "all"),
+        used=when.OWN_DOMAINS,
+    )
+    sizes: str = own_data("natural", "equal: every client keeps as many samples as the smallest has", ("natural", "equal"))
+    share_label_counts: bool = option(
+        True, "clients tell the server their samples per class, for labels.png (never with secure-aggregation)"
+    )
+    share_drift: bool = option(
+        False,
+        "fedbn, silobn, single: clients tell how far their own statistics moved (largest drift, least variance, growth), for the log",
+        used=when.KEEPS_STATISTICS,
+    )
+    unseen_client: bool = option(
+        False,
+        "fedbn, silobn: after the last round clients tell what they keep of BatchNorm; the average is for fl-bn adapt",
+        used=when.KEEPS_LAYERS,
+    )
+    calibrate: int = option(
+        -2,
+        "statistics-only exchanges before round 1; -1: as many as make all layers exact; -2: so for hbn, fbn and "
+        "freeze-after=0, else none (and none with dp-noise)",
+        ">= -2",
+    )
+    recalibration: str = option(
+        "auto",
+        "how the statistics of all layers are made exact (recalibrate, calibrate, hbn-evaluate=exact): passes, a message and a forward "
+        "pass per layer; exchange, one of each and an exchange per layer, if all clients can be there at once, else passes; auto: "
+        "exchange, but passes in a simulation",
+        RECALIBRATIONS,
+        used=when.MEASURES,
+    )
+    recalibration_memory: float = option(
+        1.0,
+        "with exchange: activations that a process may keep from layer to layer, in GiB; where they are more, every layer takes a forward "
+        "pass",
+        ">= 0",
+        used=when.MEASURES_AT_ONCE,
+    )
+    unit_scale: bool = option(
+        True,
+        "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1 "
+        f"(hbn: {SCALE:g}; fbn: {BOUNDED_SCALE:g}, but 1 with fbn-momentum or clip='none')",
+        used=when.RESCALES,
+    )
+    centre_gradients: str = option(
+        "auto",
+        "the gradients of weights before the head lose their mean over the inputs, as BatchNorm's do by themselves; auto: with fbn "
+        "and hbn, but not with fbn-momentum or hbn-lam; with every other method while the statistics are frozen",
+        ("auto", "always", "never"),
+    )
