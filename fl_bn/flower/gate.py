@@ -73,7 +73,7 @@ KINDS = {
     "query.rendezvous": Kind(),
     "query.save": Kind(open=True),
 }
-SUM = Kind(frozenset({RECORD_KEY_CONFIGS, "plan", "fitres.metrics", "fitres.num_examples", "fitres.status"}), open=True)
+SUM = Kind(frozenset({RECORD_KEY_CONFIGS, "plan", "told", "fitres.metrics", "fitres.num_examples", "fitres.status"}), open=True)
 """A stage of a secure sum. Flower's mod leaves an empty record of arrays beside the masked vector."""
 
 

@@ -29,6 +29,7 @@ from fl_bn.flower.masks import bound_to, server_half
 from fl_bn.flower.population import Client
 from fl_bn.flower.secure_stages import Stages
 from fl_bn.flower.sums import Plan, Weighting
+from fl_bn.flower.told import to_config
 from fl_bn.secure.additive import average_error
 from fl_bn.secure.settings import LEAST, MODULUS, SecureAggregation
 
@@ -174,7 +175,7 @@ def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[boo
     passes = max(p.passes if by_passes else p.samples for p in plans)
     most = max(p.samples for p in plans)
     weighting = Weighting(most if weighted[0] else 0, passes if weighted[1] else 0, most)
-    told = {f"secagg-{key}-weight": value for key, value in asdict(weighting).items()}
+    told = {f"secagg-{key}-weight": value for key, value in asdict(weighting).items()} | to_config(stages.history)
     state.nid_to_fitins = {}
     for node in nodes:
         content = RecordDict(dict(stages.instructions[node].content.items()))

@@ -24,11 +24,26 @@ from flwr.serverapp import Grid
 from fl_bn.called import UNNAMED, Called
 from fl_bn.flower.codec import LONGEST_HEAD, Header, array_from, header_from
 from fl_bn.flower.compat import Key, Stage, fitres_to_recorddict
+from fl_bn.flower.fields import records_of
 from fl_bn.flower.log import log
-from fl_bn.flower.messages import KEYS, MASKED, PLAN, RECORD_KEY_CONFIGS, RESULT, SHARES_BACK, SHARES_OUT, STATUS, UNREADABLE, WEIGHT
+from fl_bn.flower.messages import (
+    KEYS,
+    MASKED,
+    PLAN,
+    RECORD_KEY_CONFIGS,
+    RESULT,
+    SHARES_BACK,
+    SHARES_OUT,
+    STATUS,
+    TOLD,
+    TOLD_IN,
+    UNREADABLE,
+    WEIGHT,
+)
 from fl_bn.flower.messaging import send_and_receive
 from fl_bn.flower.population import Client
 from fl_bn.flower.sums import Plan
+from fl_bn.flower.told import History, from_config, put_together
 from fl_bn.secure.settings import MODULUS
 from fl_bn.wire import WireError, reason, said
 
@@ -60,6 +75,8 @@ class Stages:
     complaints: set[frozenset[int]] = field(default_factory=set)
     shares: dict[int, Message] = field(default_factory=dict)  # replies of the last stage
     without: int = -1
+    told: dict[int, History] = field(default_factory=dict)  # what each client was told in earlier rounds, as it says at the start
+    history: History = field(default_factory=dict)  # what most were told
     digests: dict[int, str] = field(default_factory=dict)  # of each client's instruction, as it says with its masked vector
     digest: str = ""  # of most clients' instruction, to which the masks in the sum are bound
     called: Called = UNNAMED
@@ -131,6 +148,7 @@ class Stages:
             for name in ("pk1", "pk2"):
                 _check_key(name, keys[name])
             self.plans[node] = self._plan(PLAN.of_metrics(content), node)
+            self.told[node] = from_config(records_of(content, ConfigRecord).get(TOLD.record), TOLD)
             return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(keys))})
         if stage == Stage.SHARE_KEYS:
             shares, others = SHARES_OUT.of_configs(content), {int(key) for key in asked if key != Key.STAGE} - {node}
@@ -187,11 +205,18 @@ class Stages:
             keys = {node: list(content.config_records[RECORD_KEY_CONFIGS].values()) for node, content in checked.items()}
             times = Counter(key for own in keys.values() for key in own)
             why = f"{RECORD_KEY_CONFIGS}/pk1: expected keys of its own, but one of them came twice"
-            return {node: why for node, own in keys.items() if any(times[key] > 1 for key in own)}
+            twice = {node: why for node, own in keys.items() if any(times[key] > 1 for key in own)}
+            return twice | self._told_otherwise_before(checked.keys() - twice.keys())
         if stage == Stage.COLLECT_MASKED_VECTORS and checked:
             odd = self._told_otherwise(checked)
             return odd | self._of_other_sizes([node for node in checked if node not in odd])
         return {}
+
+    def _told_otherwise_before(self, nodes: Collection[int]) -> dict[int, str]:
+        """Those that keep a state which another instruction has made; what the others were told is told to all."""
+        self.history, at_odds = put_together({node: self.told[node] for node in sorted(nodes)})
+        why = "expected what most clients were told in round {}, but this one was told something else, and keeps what came of it"
+        return {node: f"told/{TOLD_IN}: {why.format(round)}" for node, round in at_odds.items()}
 
     def _told_otherwise(self, nodes: Collection[int]) -> dict[int, str]:
         """Those whose masks do not cancel with the others', since they are bound to another instruction; all where most do not agree."""

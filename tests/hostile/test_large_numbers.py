@@ -1,0 +1,123 @@
+"""One reply of finite, but huge numbers does not end a run that has no defence: its sender is left out by name, and the round goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+
+from fl_bn import methods, server_round, server_state
+from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.federation.bounds import WIDEST, bounds_of
+from fl_bn.federation.defence import Defence
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.objectives import Scaffold
+from tests.doors.doors import apart
+from tests.hostile import own_app
+from tests.hostile.liars import LIAR, lied
+from tests.hostile.test_own_loop_replies import reply_of
+from tests.in_process import identical
+
+OTHERS = [0, 2, 3, 4]
+GRADIENTS = LocalTraining(batch_size=64, steps=1, update="gradients")
+SETTINGS = {
+    "weights": LocalTraining(batch_size=4, steps=2),
+    "gradients": GRADIENTS,
+    "control": LocalTraining(batch_size=4, steps=2, objective=Scaffold()),
+    "momentum": LocalTraining(batch_size=4, steps=2, momentum=0.9, maintain="global"),
+    "second-moment": LocalTraining(batch_size=4, steps=2, optimizer="adam", maintain="global"),
+}
+Spoil = Callable[[Message, str, RecordDict], None]
+
+
+def huge(section: str, size: float, whole: bool = True) -> Spoil:
+    """Every number of ``section``, or the first alone, becomes ``size``; in round 1."""
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        if asked != "train" or int(message.content.config_records["header"]["round"]) > 1:  # type: ignore[arg-type]
+            return
+        arrays = {name: array.numpy().copy() for name, array in content.array_records[section].items()}
+        for array in list(arrays.values())[: None if whole else 1]:
+            array.reshape(-1)[: None if whole else 1] = size
+        content[section] = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+    return spoil
+
+
+def silent(message: Message, asked: str, content: RecordDict) -> None:
+    if asked == "train" and int(message.content.config_records["header"]["round"]) == 1:  # type: ignore[arg-type]
+        content.clear()
+
+
+def check(records: list[RoundRecord], section: str) -> None:
+    assert all(record.aggregated for record in records)
+    assert [[c.client for c in record.accepted] for record in records] == [OTHERS, *[[0, 1, 2, 3, 4]] * (len(records) - 1)]
+    assert records[0].clients[LIAR].refused.startswith(f"{section}: expected numbers within +-")
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all numbers", "one number"])
+@pytest.mark.parametrize("size", [3e38, -3e38, 1e6])
+@pytest.mark.parametrize("name", ["gn", "fedavg", "fbn", "fedbn"])
+def test_huge_weights_cost_their_sender_its_reply(name: str, size: float, whole: bool) -> None:
+    """Before, the model was of that size, and the others could not train on it."""
+    ran = lied(huge("weights", size, whole), name, rounds=3)
+    check(ran.records, "weights")
+    assert identical(ran.trajectory[3], lied(silent, name, rounds=3).trajectory[3])
+
+
+@pytest.mark.parametrize("section", [section for section in SETTINGS if section != "weights"])
+def test_so_do_huge_numbers_beside_the_weights_or_in_their_place(section: str) -> None:
+    settings = SETTINGS[section]
+    rules = {"update": settings.update, "auxiliary": auxiliary(settings)}
+    check(lied(huge(section, 3e38), "fedavg", rounds=2, settings=settings, policy=rules).records, section)
+
+
+@pytest.mark.parametrize("section", SETTINGS)
+def test_control_what_honest_clients_send_is_within_the_bounds(section: str) -> None:
+    settings = SETTINGS[section]
+    rules = {"update": settings.update, "auxiliary": auxiliary(settings)}
+    ran = lied(lambda *of: None, "fedavg", rounds=3, settings=settings, policy=rules)
+    assert [len(record.accepted) for record in ran.records] == [5] * 3
+
+
+def test_under_a_defence_the_rule_does_it() -> None:
+    ran = lied(huge("weights", 1e6), "fedavg", rounds=2, defence=Defence(1, "median", "median"))
+    assert [len(record.accepted) for record in ran.records] == [5, 5]
+    assert max(float(np.abs(array).max()) for array in ran.trajectory[2].values()) < 100
+
+
+@pytest.mark.parametrize("node", [1, 3])
+def test_in_an_app_of_one_s_own_too(node: int) -> None:
+    """The first client's reply is added up before the others' have come."""
+    ran = own_app.lied(node, huge("weights", 3e38))
+    assert all(record.aggregated for record in ran.records)
+    assert ran.records[0].clients[node - 1].refused.startswith("weights: expected numbers within +-")
+    assert max(float(tensor.abs().max()) for tensor in ran.trajectory[-1].values()) < 100
+
+
+@pytest.mark.parametrize("size", [3e38, 1e6])
+def test_in_server_round_too(size: float) -> None:
+    method = methods.fedavg()
+    state = server_state(own_app.net(), method, rounds=2, clients=5)
+    replies = [reply_of(state, client, method) for client in range(5)]
+    spoilt = {name: torch.full_like(tensor, size) for name, tensor in replies[LIAR].sections["weights"].items()}
+    lie = replace(replies[LIAR], sections=replies[LIAR].sections | {"weights": spoilt})
+    after, record = server_round(state, [*replies[:LIAR], lie, *replies[LIAR + 1 :]])
+    assert [c.client for c in record.accepted] == OTHERS
+    assert record.clients[LIAR].refused.startswith("weights: expected numbers within +-")
+    want, _ = server_round(state, [reply for reply in replies if reply.client != LIAR])
+    assert apart([after.shared.tensors()], [want.shared.tensors()]) == 0
+
+
+def test_the_bound_follows_the_model_that_was_sent() -> None:
+    """A model may have large weights, and buffers that are infinite."""
+    sent = {"weights": {"w": torch.tensor([-5.0, 2.0]), "seen": torch.tensor([float("inf"), 3.0]), "count": torch.tensor([10**9])}}
+    assert bounds_of(sent, 0.1)["weights"] == 5 * WIDEST
+    assert bounds_of({"weights": {"w": torch.tensor([1e-3])}}, 0.1)["weights"] == WIDEST
+    assert bounds_of(sent, 0.0)["gradients"] == float("inf")
+    assert bounds_of({}, 0.5)["gradients"] == 2 * WIDEST
