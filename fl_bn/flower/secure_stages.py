@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ class Stages:
     is found here: Flower's stages see checked values alone.
 
     ``layers``: whose activations a client counts; ``most_steps`` that one of so many samples may plan, 0: unknown; ``evaluates``: the sum
-    is one of evaluations, whose samples are others than those that clients introduced themselves with. ``shares``: the replies of the last
+    is one of evaluations, whose samples are others than those that clients introduced themselves with; ``levels``: of the quantiser, of
+    which each client's part fills at least two; ``once``: statistics are of one batch, or of one pass. ``shares``: the replies of the last
     stage, of which ``without`` withholds one. ``called``: what the log calls clients and nodes.
     """
 
@@ -69,6 +71,8 @@ class Stages:
     layers: frozenset[str]
     most_steps: Callable[[int], int]
     evaluates: bool = False
+    levels: int = 2**30
+    once: bool = False
     plans: dict[int, Plan] = field(default_factory=dict)
     activations: dict[int, dict[str, int]] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
@@ -172,8 +176,9 @@ class Stages:
             raise WireError("plan", "samples", f"expected at most {limit}, as the client said of itself, but got {plan.samples}")
         if 0 < (most := self.most_steps(limit)) < plan.steps:
             raise WireError("plan", "steps", f"expected at most {most}, as the server asked for, but got {plan.steps}")
-        if plan.passes > limit * max(plan.steps, 1):
-            raise WireError("plan", "passes", f"expected at most {limit} samples in each of {plan.steps} batches, but got {plan.passes}")
+        batches = 1 if self.once else max(plan.steps, 1)
+        if plan.passes > limit * batches:
+            raise WireError("plan", "passes", f"expected at most {limit} samples in each of {batches} batches, but got {plan.passes}")
         return plan
 
     def _result(self, content: RecordDict, node: int) -> RecordDict:
@@ -206,11 +211,26 @@ class Stages:
             times = Counter(key for own in keys.values() for key in own)
             why = f"{RECORD_KEY_CONFIGS}/pk1: expected keys of its own, but one of them came twice"
             twice = {node: why for node, own in keys.items() if any(times[key] > 1 for key in own)}
-            return twice | self._told_otherwise_before(checked.keys() - twice.keys())
+            odd = twice | self._far_plans(checked.keys() - twice.keys())
+            return odd | self._told_otherwise_before(checked.keys() - odd.keys())
         if stage == Stage.COLLECT_MASKED_VECTORS and checked:
             odd = self._told_otherwise(checked)
             return odd | self._of_other_sizes([node for node in checked if node not in odd])
         return {}
+
+    def _far_plans(self, nodes: Collection[int]) -> dict[int, str]:
+        """Those beside whose counts another client's part would vanish, or whose own would. That client would refuse the sum, rightly.
+
+        Of the largest and the smallest count, that which is farther from the median is the odd one.
+        """
+        odd: dict[int, str] = {}
+        for name in ("samples", "passes"):
+            counts = {node: count for node in nodes if node not in odd and (count := getattr(self.plans[node], name)) > 0}
+            while len(counts) > 1 and 2 * max(counts.values()) > self.levels * min(counts.values()):
+                middle = median(counts.values())
+                node = max(counts, key=lambda node: max(counts[node] / middle, middle / counts[node]))
+                odd[node] = f"plan/{name}: {counts.pop(node)} and the others' are too far apart for one sum of {self.levels} levels"
+        return odd
 
     def _told_otherwise_before(self, nodes: Collection[int]) -> dict[int, str]:
         """Those that keep a state which another instruction has made; what the others were told is told to all."""

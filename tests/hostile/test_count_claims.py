@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
 from torch.nn import functional as F
 
-from fl_bn import convert, local_round, server_round, server_state
+from fl_bn import Federation, convert, local_round, server_round, server_state
 from fl_bn.claims import FAR, most_believed
 from fl_bn.exchange.call import Local, Quantity, Request
 from fl_bn.exchange.session import Deliver, Session
@@ -196,6 +197,21 @@ def test_steps_that_nobody_asked_for_weigh_no_more_than_the_others() -> None:
     assert (
         record.clients[LIAR].refused == "metrics/steps: expected at most 128, which is 64 times the median client's, but got 1099511627776"
     )
+
+
+@pytest.mark.parametrize("name", ["fbn", "hbn"])
+def test_in_federation_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose clients are in this process: one of them counts otherwise."""
+    honest = Federation._client
+
+    def lie(self: Federation, asked: Any, client: int, *connect: Any) -> Reply:
+        reply = honest(self, asked, client, *connect)
+        return claiming(reply, HUGE) if client == LIAR and "moments" in reply.sections else reply
+
+    monkeypatch.setattr(Federation, "_client", lie)
+    loaders = [[(drawn(client, 8, 4), torch.zeros(8, dtype=torch.long))] for client in range(5)]
+    records = list(Federation(own_app.net(), METHODS[name](), loaders, progress=False, calibrate=1).run(2))
+    check(records)
 
 
 # what honest clients may send

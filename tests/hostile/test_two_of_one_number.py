@@ -39,8 +39,14 @@ def test_two_that_say_one_number_cost_nobody_either() -> None:
 
 def test_a_node_too_many_costs_at_most_the_client_whose_number_it_says(log: pytest.LogCaptureFixture) -> None:
     """There are as many numbers as clients, so nobody can tell which of the two is the client."""
-    ran = own_app.lied({1}, claims(3), clients=4)  # of five nodes, whose numbers are 0 to 4
-    assert all(3 not in [c.client for c in record.accepted] for record in ran.records)
+
+    def four(message: Message, asked: str, content: RecordDict) -> None:
+        said = int(content.config_records["hello"]["client"]) if asked == "query.hello" else 0  # type: ignore[arg-type]
+        sets("query.hello", "hello", clients=4, client=min(said, 3))(message, asked, content)
+
+    ran = own_app.lied(range(1, 6), four)  # of five nodes, two say 3
+    assert [[c.client for c in record.accepted] for record in ran.records] == [[0, 1, 2]] * 2
+    assert "nodes 4 and 5 call themselves client 3, so none of them takes part" in log.text
 
 
 def test_control_in_the_application_a_number_decides_on_the_data_so_neither_is_preferred() -> None:
