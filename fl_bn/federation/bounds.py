@@ -7,30 +7,53 @@ it can no longer be told from the others. Honest training multiplies no weight b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median_high
 from types import MappingProxyType
 
 from torch import Tensor
 
+from fl_bn.claims import FEWEST
 from fl_bn.federation.payload import Sections
+from fl_bn.federation.values import Reply
 
 WIDEST = 1e3  # a reply's largest weight, in units of the largest that the server sent, or of 1
 UNBOUNDED: Mapping[str, float] = MappingProxyType({})
 
 
 def bounds_of(sent: Sections, rate: float) -> dict[str, float]:
-    """Return the largest number that a reply may hold, by section; a section that is missing has no bound.
+    """Return the largest number that a reply may hold, by section; a section that is missing has no bound here.
 
-    A gradient may be as large as makes a step of that size. The optimiser's buffers are sums of gradients, which momentum may make a
-    hundred times as large, and means of their squares.
+    A gradient may be as large as makes a step of the largest weight.
 
     Args:
         sent: the instruction.
         rate: its learning rate.
     """
     weight = WIDEST * max([1.0, *(_largest(tensor) for tensor in sent.get("weights", {}).values())])
-    gradient = weight / rate if rate > 0 else math.inf
-    return {"weights": weight, "gradients": gradient, "control": gradient, "momentum": 100 * gradient, "second-moment": gradient**2}
+    return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
+
+
+def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, str]:
+    """Return whose control variates, or optimiser's buffers, are far larger than the others', with the reason, by client.
+
+    They are sums and squares of gradients, whose size depends on the loss and on the clients' own learning rates.
+
+    Args:
+        parts: checked replies of one cohort.
+        sections: what travels beside the weights.
+    """
+    found: dict[int, str] = {}
+    for section in sections:
+        sizes = {part.client: max(map(_largest, part.sections[section].values()), default=0.0) for part in parts}
+        limit = WIDEST * max(1.0, median_high(sizes.values())) if len(sizes) >= FEWEST else math.inf
+        for client, size in sizes.items():
+            if size > limit:
+                found[client] = (
+                    f"{section}: expected numbers within +-{limit:.3g}, which is {WIDEST:g} times the median client's largest, or 1, but "
+                    f"the largest is {size:.3g}"
+                )
+    return found
 
 
 def _largest(tensor: Tensor) -> float:

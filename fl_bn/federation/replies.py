@@ -7,14 +7,14 @@ header says which round and which model they answer (``flower.replies``); their 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor, strided
 
-from fl_bn.federation.blocks import views
+from fl_bn.federation.blocks import extremes, views
 from fl_bn.federation.bounds import WIDEST
 from fl_bn.federation.fields import LARGEST, Form, Values, number, whole
 from fl_bn.federation.fields import measured as a_number
@@ -55,7 +55,7 @@ class Expected:
         form: the numbers.
         samples: how many each client said that it has, by client; of a client that is missing here nothing is known.
         most_steps: how many local steps a client of so many samples makes at most; 0: unknown.
-        bounds: the largest number that each section may hold.
+        bounds: the largest number that each section may hold; ``unbounded``: the tensors for which that does not hold.
     """
 
     round: int
@@ -65,6 +65,7 @@ class Expected:
     samples: Mapping[int, int] = field(default_factory=dict)
     most_steps: Callable[[int], int] = unbounded
     bounds: Mapping[str, float] = field(default_factory=dict)
+    unbounded: Collection[str] = ()
 
     def check(self, reply: Reply) -> Reply:
         """Return ``reply`` with plain tensors on the CPU, the numbers that its form has, and ``largest``.
@@ -119,16 +120,27 @@ class Expected:
         largest = self.schema.check(payload)
         for section, size in largest.items():
             if size > (most := self.bounds.get(section, math.inf)):
-                raise WireError(
-                    section,
-                    "",
-                    f"expected numbers within +-{most:.3g}, by the model that was sent ({WIDEST:g} times its largest weight, or 1), but "
-                    f"the largest is {size:.3g}: its training diverged, or it lies",
-                )
+                self._check_sizes(section, payload[section], most)
         sections = {section: views(arrays) for section, arrays in payload.items()}
         numbers = {name: float(value) for name, value in values.items()}
         samples: int = values["samples"]
         return Reply(client, sections, samples, samples, numbers, self.round, self.signature, max(largest.values(), default=0.0))
+
+    def _check_sizes(self, section: str, arrays: Mapping[str, np.ndarray], most: float) -> None:
+        """Raise WireError for the first tensor with a larger number than ``most``; a network's buffers may hold any (counts, say)."""
+        for name, array in arrays.items():
+            if name not in self.unbounded and (size := _size(array)) > most:
+                raise WireError(
+                    section,
+                    name,
+                    f"expected numbers within +-{most:.3g}, by the model that was sent ({WIDEST:g} times its largest weight, or 1), but "
+                    f"the largest is {size:.3g}: its training diverged, or it lies",
+                )
+
+
+def _size(array: np.ndarray) -> float:
+    least, most = extremes(array) if array.size and array.dtype.kind == "f" else (0.0, 0.0)
+    return max(-least, most)
 
 
 def arrays_of(sections: Any) -> Payload:

@@ -21,7 +21,7 @@ from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.bounds import UNBOUNDED, bounds_of
+from fl_bn.federation.bounds import UNBOUNDED, bounds_of, far_numbers
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.intake import Folded, Intake
@@ -135,7 +135,9 @@ class Server:
         """Return what a reply in ``phase`` of ``round`` must be. ``samples``: how many each client said that it has, where it did."""
         form = REPLIED if phase is Phase.MEASURE else TRAINED
         bounds = UNBOUNDED if phase is Phase.MEASURE else self._bounds
-        return Expected(round, self.shared.signature, self.expected(phase), form, samples, self.policy.most_steps, bounds)
+        return Expected(
+            round, self.shared.signature, self.expected(phase), form, samples, self.policy.most_steps, bounds, self.shared.buffers
+        )
 
     def checked(self, replies: Sequence[Reply], asked: Instruction) -> Arrived:
         """Return the ``replies`` in this process that answer ``asked``, and why the others do not.
@@ -191,9 +193,10 @@ class Server:
         """Return why some of ``parts`` are not used, by client: what they claim is far from what the others do. Under a defence no claim
         counts, so none is refused."""
         report = self.method.reports(phase)
-        if self.defence.active or report not in MOMENTS:
+        if self.defence.active:
             return {}
-        return far_claims(parts, report, self.policy.asks_for_steps)
+        claims = far_claims(parts, report, self.policy.asks_for_steps) if report in MOMENTS else {}
+        return (far_numbers(parts, [extra.section for extra in self.policy.auxiliary]) if phase is not Phase.MEASURE else {}) | claims
 
     def conclude(self, came: Arrived) -> bool:
         """Check and combine the round's replies, and make the server's step: true, or false where too few were usable; then nothing

@@ -155,7 +155,7 @@ UNMASK = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "active_nids": wholes(NODE
 
 # from the site itself: its node config, with the lines of its policy
 
-LIMITS = Form("node config", {"min-samples": whole(default=None), "max-evaluations": whole(default=None)})
+LIMITS = Form("node config", dict.fromkeys(("min-samples", "max-evaluations", "max-unknown-rounds"), whole(default=None)))
 
 # what a run goes on from
 

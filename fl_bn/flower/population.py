@@ -85,7 +85,8 @@ class Population:
         self._order: list[Client] = []  # those who are here, by index
         self._online: frozenset[int] = frozenset()  # nodes at the last look, and what was wrong with them
         self._problem, self._introductions = "", introductions
-        self._clients_are_nodes, self._given = clients_are_nodes, dict[int, int]()  # node -> an index that it did not claim
+        self._clients_are_nodes = clients_are_nodes
+        self._given: dict[int, tuple[int, int]] = {}  # node -> an index that was given to it, and the one that it claims
         self._refused: set[int] = set()
         self._gone: set[int] = set()
         self._joined: set[int] = set()  # took part in a round, or were asked to
@@ -216,15 +217,16 @@ class Population:
             return self._claims
         before = dict(self._given)
         if not self._joined:
-            self._given = seated(said, self.rounds.clients)
-        for node in sorted(said.keys() - self._given.keys() - set(self._first.values())) if self._joined else ():
-            other = seat_of_newcomer(said[node], said, self.rounds.clients, self._given, self._first)
-            self._given |= {node: other} if other != said[node] else {}
-        for node, index in self._given.items():
-            if node in said and before.get(node) != index:
-                claimed, has = self.called.client(said[node]), self.called.client(index)
-                log(logging.WARNING, "node %s calls itself %s, as another node does: it takes part as %s", node, claimed, has)
-        return {node: replace(client, index=self._given.get(node, client.index)) for node, client in self._claims.items()}
+            self._given = {node: (index, said[node]) for node, index in seated(said, self.rounds.clients).items()}
+        for node in sorted(said.keys() - self._given.keys() - set(self._last.values())) if self._joined else ():
+            online = {client.index for client in self.clients.values() if client.node in said}
+            other = seat_of_newcomer(said[node], online, self.rounds.clients, self._given, self._first)
+            self._given |= {node: (other, said[node])} if other != said[node] else {}
+        for node, (index, claimed) in self._given.items():
+            if node in said and before.get(node) != (index, claimed):
+                who, has = self.called.client(claimed), self.called.client(index)
+                log(logging.WARNING, "node %s calls itself %s, as another node does: it takes part as %s", node, who, has)
+        return {n: replace(client, index=self._given[n][0]) if n in self._given else client for n, client in self._claims.items()}
 
     def _serve(self, client: Client) -> None:
         index, last = client.index, self._last.get(client.index, client.node)

@@ -28,18 +28,25 @@ def seated(said: Mapping[int, int], clients: int) -> dict[int, int]:
     return {node: next(free) for node in sorted(said) if first[said[node]] != node}
 
 
-def seat_of_newcomer(number: int, said: Mapping[int, int], clients: int, given: Mapping[int, int], served: Collection[int]) -> int:
+def seat_of_newcomer(
+    number: int, online: Collection[int], clients: int, given: Mapping[int, tuple[int, int]], served: Collection[int]
+) -> int:
     """Return the number of a node that comes after the start.
 
-    Where the ``number`` that it says was given to a node that said another one, it gets one that nobody says or has had, if there is one.
+    It gets the ``number`` that it says, if no node that is online has it. Else it gets the number of a node that is gone and said the same:
+    it may be that one, restarted. Or it gets one that was given to nobody, where another's was given to a node that is online.
 
     Args:
         number: that it says.
-        said: the numbers that nodes say, by node.
+        online: the numbers that nodes have.
         clients: how many numbers there are.
-        given: numbers of ``seated`` at the start, by node.
+        given: the numbers that were given, and those that their nodes said, by node.
         served: numbers that some node has had since the start.
     """
-    if number not in {given[node] for node in said if node in given}:
+    if number not in online:
         return number
-    return min(set(range(clients)) - set(said.values()) - set(served), default=number)
+    if gone := sorted(has for has, said in given.values() if said == number and has not in online):
+        return gone[0]
+    if number not in {has for has, _ in given.values()}:
+        return number
+    return min(set(range(clients)) - set(online) - set(served), default=number)

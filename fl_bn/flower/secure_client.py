@@ -101,7 +101,8 @@ def secured(handle: Handler, evaluate: Handler, build: Callable[[Context], Batch
             if unreadable := check_collect(COLLECT.of_configs(content), _state(context), context.node_id):
                 del context.state[RECORD_KEY_STATE]
                 return Message(RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({"unreadable": unreadable})}), reply_to=message)
-            if why := problem(kept_in(build(context), message), from_config(_config(message), ALL_TOLD)):
+            history = from_config(_config(message), ALL_TOLD)
+            if why := problem(kept_in(build(context), message), history, Limits.of(context).unknown_rounds):
                 raise Insecure(why)
             digest = instruction_digest(message, context.run_config, _state(context))
         else:
@@ -113,8 +114,8 @@ def secured(handle: Handler, evaluate: Handler, build: Callable[[Context], Batch
             np.random.set_state(before)  # noqa: NPY002
         if stage == Stage.SETUP:
             reply.content["plan"] = MetricRecord(asdict(plan))
-            if history := history_of(kept):
-                reply.content["told"] = ConfigRecord({**to_config(history)})
+            if own := history_of(kept):
+                reply.content["told"] = ConfigRecord({**to_config(own)})
             context.state.config_records[RECORD_KEY_STATE]["cohort"] = sorted(setup["cohort"])
         elif stage == Stage.UNMASK:
             del context.state[RECORD_KEY_STATE]  # keys and shares have served

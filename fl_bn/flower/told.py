@@ -6,7 +6,8 @@ would be one client's. So a client keeps, with its state, a hash of what it was 
 says these hashes. The server puts them together, and tells all of them to everyone along with the model, so that the masks are bound to
 them, too. A client whose own hashes are not among them refuses.
 
-A round in which a client took no part it cannot check: it was told nothing then.
+A round in which a client took no part it cannot check: it was told nothing then. How many of these a site bears, it may say
+(``max-unknown-rounds``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from fl_bn.federation.values import Kept
 from fl_bn.flower.fields import Form
 from fl_bn.flower.messages import ROUNDS_TOLD, TOLD_IN
-from fl_bn.wire import WireError
+from fl_bn.wire import WireError, said
 
 _now: ContextVar[bytes] = ContextVar("what is told in this round", default=b"")
 SECTION, SIZE = "told", 32  # of what a client keeps; bytes of a hash
@@ -93,22 +94,28 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
     together: History = {}
     at_odds: dict[int, int] = {}
     for round in sorted({round for history in histories.values() for round in history}):
-        said = {client: history[round] for client, history in histories.items() if round in history}
-        (usual, votes), *others = Counter(said.values()).most_common()
+        hashes = {client: history[round] for client, history in histories.items() if round in history}
+        (usual, votes), *others = Counter(hashes.values()).most_common()
         if others and others[0][1] == votes:
-            at_odds |= dict.fromkeys(said.keys() - at_odds.keys(), round)
+            at_odds |= dict.fromkeys(hashes.keys() - at_odds.keys(), round)
             continue
         together[round] = usual
-        at_odds |= {client: round for client, own in said.items() if own != usual and client not in at_odds}
+        at_odds |= {client: round for client, own in hashes.items() if own != usual and client not in at_odds}
     return together, at_odds
 
 
-def problem(kept: Kept, together: History) -> str:
-    """Return why a client with the state ``kept`` has no part in a sum of clients that were told ``together``; empty: it may have."""
+def problem(kept: Kept, together: History, most_unknown: int | None = None) -> str:
+    """Return why a client with the state ``kept`` has no part in a sum of clients that were told ``together``; empty: it may have.
+
+    ``most_unknown``: rounds of the others' states in which this client took no part; None: any number.
+    """
     own = history_of(kept)
     if kept.sections and kept.round not in own:
         return f"what this client keeps of round {kept.round} came about in the clear, so it is not known what the others were told then"
     for round, told in sorted(own.items()):
         if together.get(round) != told:
             return f"the others were told something else in round {round} than this client, so their parts of the sum may hide nothing"
+    unknown = sorted(together.keys() - own.keys())
+    if most_unknown is not None and len(unknown) > most_unknown:
+        return f"this site has max-unknown-rounds = {most_unknown}, but the others keep what came of rounds {said(unknown)} without it"
     return ""

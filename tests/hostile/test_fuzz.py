@@ -150,7 +150,7 @@ def test_control_counts_and_weights_of_any_size_are_found(monkeypatch: pytest.Mo
 
 
 def test_control_a_sum_of_clients_that_were_told_different_things_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secure_client, "problem", lambda kept, together: "")
+    monkeypatch.setattr(secure_client, "problem", lambda *of: "")
     monkeypatch.setattr(secure_stages, "put_together", lambda histories: ({}, {}))
     outcomes = [two_faced_before("fedbn secure", np.random.default_rng([1, i]))[1] for i in range(3)]
     assert any("who were told different things in round 1" in outcome.why for outcome in outcomes)

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message, RecordDict
+from torch import nn
 
-from fl_bn import methods, server_round, server_state
+from fl_bn import convert, local_round, methods, server_round, server_state
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.bounds import WIDEST, bounds_of
+from fl_bn.federation.bounds import WIDEST, bounds_of, far_numbers
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.values import Reply
 from fl_bn.objectives import Scaffold
 from tests.doors.doors import apart
 from tests.hostile import own_app
@@ -57,7 +59,8 @@ def silent(message: Message, asked: str, content: RecordDict) -> None:
 def check(records: list[RoundRecord], section: str) -> None:
     assert all(record.aggregated for record in records)
     assert [[c.client for c in record.accepted] for record in records] == [OTHERS, *[[0, 1, 2, 3, 4]] * (len(records) - 1)]
-    assert records[0].clients[LIAR].refused.startswith(f"{section}: expected numbers within +-")
+    assert records[0].clients[LIAR].refused.startswith(section)
+    assert ": expected numbers within +-" in records[0].clients[LIAR].refused
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all numbers", "one number"])
@@ -96,7 +99,7 @@ def test_in_an_app_of_one_s_own_too(node: int) -> None:
     """The first client's reply is added up before the others' have come."""
     ran = own_app.lied(node, huge("weights", 3e38))
     assert all(record.aggregated for record in ran.records)
-    assert ran.records[0].clients[node - 1].refused.startswith("weights: expected numbers within +-")
+    assert ran.records[0].clients[node - 1].refused.startswith("weights/0.weight: expected numbers within +-")
     assert max(float(tensor.abs().max()) for tensor in ran.trajectory[-1].values()) < 100
 
 
@@ -109,7 +112,7 @@ def test_in_server_round_too(size: float) -> None:
     lie = replace(replies[LIAR], sections=replies[LIAR].sections | {"weights": spoilt})
     after, record = server_round(state, [*replies[:LIAR], lie, *replies[LIAR + 1 :]])
     assert [c.client for c in record.accepted] == OTHERS
-    assert record.clients[LIAR].refused.startswith("weights: expected numbers within +-")
+    assert record.clients[LIAR].refused.startswith("weights/0.weight: expected numbers within +-")
     want, _ = server_round(state, [reply for reply in replies if reply.client != LIAR])
     assert apart([after.shared.tensors()], [want.shared.tensors()]) == 0
 
@@ -121,3 +124,42 @@ def test_the_bound_follows_the_model_that_was_sent() -> None:
     assert bounds_of({"weights": {"w": torch.tensor([1e-3])}}, 0.1)["weights"] == WIDEST
     assert bounds_of(sent, 0.0)["gradients"] == float("inf")
     assert bounds_of({}, 0.5)["gradients"] == 2 * WIDEST
+
+
+class Counting(nn.Module):
+    """It counts what it has seen, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1e6
+        found: torch.Tensor = self.head(self.norm(x))
+        return found
+
+
+def test_a_network_s_own_buffers_may_hold_large_numbers() -> None:
+    method = methods.fedavg()
+    state = server_state(Counting(), method, rounds=2, clients=3)
+    replies = []
+    for client in range(3):
+        model = convert(Counting(), method)
+        with local_round(model, method, state.instruction()) as round:
+            model(torch.randn(8, 4)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        replies.append(round.reply(8, 1.0, client=client)[0])
+    after, record = server_round(state, replies)
+    assert [c.refused for c in record.clients] == [""] * 3
+    assert float(after.model.seen) == 1e6  # type: ignore[arg-type]
+
+
+def test_control_variates_are_compared_with_the_others_whatever_the_rate() -> None:
+    """The clients of a loop of one's own may step at another rate than the server says, and their loss may be large."""
+    parts = [Reply(client, {"control": {"w": torch.tensor([1e6 * (client + 1)])}}, 4, 4) for client in range(3)]
+    assert far_numbers(parts, ["control"]) == {}
+    lie = Reply(3, {"control": {"w": torch.tensor([1e10])}}, 4, 4)
+    assert list(far_numbers([*parts, lie], ["control"])) == [3]
+    assert far_numbers([parts[0], lie], ["control"]) == {}  # of two, nobody knows

@@ -141,12 +141,24 @@ def test_told_each_what_it_was_told_before_their_masks_do_not_cancel(control: fl
 
 def test_control_where_nobody_looks_back_the_sum_is_the_victim_s_vector(seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As before: the masks of round 2 are bound to what is told in round 2. Only the last layer's bias learns at the others."""
-    monkeypatch.setattr(secure_client, "problem", lambda kept, together: "")
+    monkeypatch.setattr(secure_client, "problem", lambda *of: "")
     ran(Earlier(OTHERS, no_history, seen))
     vectors, learns = vectors_of_round_2(seen), slice(None, -9)  # without the last bias, loss, flags and constants
     shown, mine = len(NODES) * seen["mean"][learns], vectors[VICTIM - 1][learns]
     assert np.linalg.norm(mine) > 0.01
     assert np.linalg.norm(shown - mine) < 0.02 * np.linalg.norm(mine)
+
+
+@pytest.mark.parametrize(("limit", "part"), [(None, True), (1, True), (0, False)])
+def test_what_others_were_told_without_a_client_it_cannot_know_and_its_site_may_refuse(limit: int | None, part: bool) -> None:
+    grid = Earlier(())
+    if limit is not None:
+        grid._contexts[VICTIM].node_config["max-unknown-rounds"] = limit
+    done = run(FEDBN, people(), 2, grid=grid, secure=SecureAggregation(), policy={"joining": {VICTIM - 1: 2}})
+    assert [c.client + 1 for c in done.records[0].clients] == [*OTHERS]
+    assert (VICTIM - 1 in [c.client for c in done.records[1].accepted]) == part
+    said = "this site has max-unknown-rounds = 0, but the others keep what came of rounds [1] without it"
+    assert any(said in str(m.error.reason) for m in grid.received if m.has_error()) != part
 
 
 def test_an_honest_server_leaves_out_by_name_who_was_told_something_else() -> None:

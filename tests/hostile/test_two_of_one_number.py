@@ -72,7 +72,13 @@ def test_numbers_that_nobody_says_are_given(said: dict[int, int], clients: int, 
 
 
 def test_who_comes_later_and_finds_its_number_given_away_gets_another() -> None:
-    said, given = {11: 0, 12: 0, 13: 2, 14: 1}, {12: 1}  # 14 is new
-    assert seat_of_newcomer(1, said, 5, given, {0, 1, 2}) == 3
-    assert seat_of_newcomer(1, said, 3, given, {0, 1, 2}) == 1  # there is none
-    assert seat_of_newcomer(2, said, 5, given, {0, 1, 2}) == 2  # the other said it, too: as always, who was first has it
+    online, given = {0, 1, 2}, {12: (1, 0)}  # node 12 said 0, and has 1
+    assert seat_of_newcomer(4, online, 5, given, {0, 1, 2}) == 4
+    assert seat_of_newcomer(1, online, 5, given, {0, 1, 2}) == 3
+    assert seat_of_newcomer(1, online, 3, given, {0, 1, 2}) == 1  # there is none
+    assert seat_of_newcomer(2, online, 5, given, {0, 1, 2}) == 2  # the other said it, too: as always, who was first has it
+
+
+def test_who_was_given_a_number_and_comes_back_has_it_again() -> None:
+    assert seat_of_newcomer(0, {0, 2}, 3, {12: (1, 0)}, {0, 1, 2}) == 1
+    assert seat_of_newcomer(0, {0, 1, 2}, 3, {12: (1, 0)}, {0, 1, 2}) == 0  # control: it has never been gone
