@@ -20,7 +20,7 @@ SOURCES = sorted(file for place in PLACES for file in ROOT.glob(place) if "templ
 ORDER = [  # a module may import from layers above its own, and from its own package
     {"names"},
     {"moments", "roles", "modes", "kinds", "robust", "wire", "durable", "finding", "options", "own_code", "pairs", "extras", "locks",
-     "loopback", "called", "commit", "imports", "policy"},
+     "loopback", "called", "claims", "commit", "imports", "policy"},
     {"hybrid", "derived"},
     {"layers", "models", "exchange"},
     {"methods"},

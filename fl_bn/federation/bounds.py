@@ -7,21 +7,22 @@ it can no longer be told from the others. Honest training multiplies no weight b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median_high
 from types import MappingProxyType
 
 from torch import Tensor
 
 from fl_bn.claims import FEWEST
-from fl_bn.federation.payload import Sections
+from fl_bn.federation.payload import Sections, tensor_name
 from fl_bn.federation.values import Reply
+from fl_bn.moments import Running
 
 WIDEST = 1e3  # a reply's largest weight, in units of the largest that the server sent, or of 1
 UNBOUNDED: Mapping[str, float] = MappingProxyType({})
 
 
-def bounds_of(sent: Sections, rate: float) -> dict[str, float]:
+def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:
     """Return the largest number that a reply may hold, by section; a section that is missing has no bound here.
 
     A gradient may be as large as makes a step of the largest weight.
@@ -29,8 +30,9 @@ def bounds_of(sent: Sections, rate: float) -> dict[str, float]:
     Args:
         sent: the instruction.
         rate: its learning rate.
+        buffers: tensors among the weights that are none: they may be larger, and have no bound.
     """
-    weight = WIDEST * max([1.0, *(_largest(tensor) for tensor in sent.get("weights", {}).values())])
+    weight = WIDEST * max([1.0, *(_largest(tensor) for name, tensor in sent.get("weights", {}).items() if name not in buffers)])
     return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
 
 
@@ -53,6 +55,31 @@ def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, st
                     f"{section}: expected numbers within +-{limit:.3g}, which is {WIDEST:g} times the median client's largest, or 1, but "
                     f"the largest is {size:.3g}"
                 )
+    return found
+
+
+def far_statistics(parts: Sequence[Reply], shared: Mapping[str, Running]) -> dict[int, str]:
+    """Return whose running means are far larger than the others', with the reason, by client: a frozen layer would pass them on.
+
+    Moments need no such bound: when they are pooled, the distance of a mean from the others' is in the common variance.
+
+    Args:
+        parts: checked replies of one cohort.
+        shared: the statistics that were sent, by layer.
+    """
+    found: dict[int, str] = {}
+    for layer, sent in shared.items():
+        name = tensor_name(layer, "running_mean")
+        own = {part.client: part.sections["statistics"] for part in parts if name in part.sections.get("statistics", {})}
+        means = {client: _largest(tensors[name]) for client, tensors in own.items()}
+        usual = [max(means[client], math.sqrt(_largest(own[client][tensor_name(layer, "running_var")]))) for client in own]
+        if len(own) < FEWEST:
+            continue
+        limit = WIDEST * max(1.0, _largest(sent.mean), math.sqrt(_largest(sent.var)), median_high(usual))
+        for client, mean in means.items():
+            if mean > limit:
+                what = f"which is {WIDEST:g} times what was sent, the median client's, or 1, but the largest is {mean:.3g}"
+                found.setdefault(client, f"statistics/{name}: expected means within +-{limit:.3g}, {what}")
     return found
 
 

@@ -23,7 +23,7 @@ from fl_bn.federation.blocks import WeightedSum
 from fl_bn.federation.values import Reply
 
 FOLDED = ("weights", "gradients")
-COMPARED = 15  # replies that a claim is compared with as replies come; at the end it is with all
+COMPARED = 5  # replies that a claim is compared with as replies come; at the end it is with all
 TOGETHER = 2  # replies that are added at once: the sum is read and written half as often as one by one, and no more wait in memory
 
 

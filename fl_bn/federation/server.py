@@ -21,7 +21,7 @@ from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.bounds import UNBOUNDED, bounds_of, far_numbers
+from fl_bn.federation.bounds import UNBOUNDED, bounds_of, far_numbers, far_statistics
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.intake import Folded, Intake
@@ -37,7 +37,7 @@ from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply
-from fl_bn.methods import MOMENTS, Method, Phase
+from fl_bn.methods import MOMENTS, Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words
 from fl_bn.wire import Absent, WireError, said
@@ -123,7 +123,7 @@ class Server:
         rate = self.method.learning_rate(self.policy.rate, round, self.rounds)
         asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate, 1.0 if rate == scheduled else rate / scheduled)
         down = asked.sections
-        self._bounds = UNBOUNDED if self.defence.active else bounds_of(down, rate)  # a rule needs none
+        self._bounds = UNBOUNDED if self.defence.active else bounds_of(down, rate, self.shared.buffers)  # a rule needs none
         self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=self.rounding.nbytes(down))
         return asked
 
@@ -181,7 +181,7 @@ class Server:
         phase, policy = Phase(self.record.phase), self.policy
         if self.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or self._keeps:
             return None
-        by_samples, compares = policy.client_weights == "samples", self.method.reports(phase) in MOMENTS
+        by_samples, compares = policy.client_weights == "samples", self.method.reports(phase) is not Report.NOTHING
         return Intake(
             {client: float(policy.planned(n)) if by_samples else 1.0 for client, n in samples.items()},
             lambda reply: float(reply.weight) if by_samples else 1.0,
@@ -196,7 +196,10 @@ class Server:
         if self.defence.active:
             return {}
         claims = far_claims(parts, report, self.policy.asks_for_steps) if report in MOMENTS else {}
-        return (far_numbers(parts, [extra.section for extra in self.policy.auxiliary]) if phase is not Phase.MEASURE else {}) | claims
+        if phase is Phase.MEASURE:
+            return claims
+        far = far_statistics(parts, self.shared.statistics()) if report is Report.RUNNING else {}
+        return far_numbers(parts, [extra.section for extra in self.policy.auxiliary]) | far | claims
 
     def conclude(self, came: Arrived) -> bool:
         """Check and combine the round's replies, and make the server's step: true, or false where too few were usable; then nothing

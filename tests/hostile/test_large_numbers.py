@@ -13,11 +13,12 @@ from torch import nn
 
 from fl_bn import convert, local_round, methods, server_round, server_state
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.bounds import WIDEST, bounds_of, far_numbers
+from fl_bn.federation.bounds import WIDEST, bounds_of, far_numbers, far_statistics
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Reply
+from fl_bn.moments import Running
 from fl_bn.objectives import Scaffold
 from tests.doors.doors import apart
 from tests.hostile import own_app
@@ -121,6 +122,7 @@ def test_the_bound_follows_the_model_that_was_sent() -> None:
     """A model may have large weights, and buffers that are infinite."""
     sent = {"weights": {"w": torch.tensor([-5.0, 2.0]), "seen": torch.tensor([float("inf"), 3.0]), "count": torch.tensor([10**9])}}
     assert bounds_of(sent, 0.1)["weights"] == 5 * WIDEST
+    assert bounds_of({"weights": {"w": torch.ones(1), "seen": torch.full((1,), 1e9)}}, 0.1, ["seen"])["weights"] == WIDEST
     assert bounds_of({"weights": {"w": torch.tensor([1e-3])}}, 0.1)["weights"] == WIDEST
     assert bounds_of(sent, 0.0)["gradients"] == float("inf")
     assert bounds_of({}, 0.5)["gradients"] == 2 * WIDEST
@@ -163,3 +165,44 @@ def test_control_variates_are_compared_with_the_others_whatever_the_rate() -> No
     lie = Reply(3, {"control": {"w": torch.tensor([1e10])}}, 4, 4)
     assert list(far_numbers([*parts, lie], ["control"])) == [3]
     assert far_numbers([parts[0], lie], ["control"]) == {}  # of two, nobody knows
+
+
+def means(size: float, round: int) -> Spoil:
+    """All running means become ``size``."""
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        if asked == "train" and int(message.content.config_records["header"]["round"]) == round:  # type: ignore[arg-type]
+            arrays = {name: array.numpy() for name, array in content.array_records["statistics"].items()}
+            far = {name: np.full_like(array, size) if name.endswith("mean") else array for name, array in arrays.items()}
+            content["statistics"] = ArrayRecord({name: Array(array) for name, array in far.items()})
+
+    return spoil
+
+
+@pytest.mark.parametrize("size", [-4e18, -1e6])
+def test_one_mean_does_not_end_a_run_whose_layers_freeze_then(size: float) -> None:
+    """FixBN freezes after round 3 of 6. Before, no client could train any more from then on."""
+    ran = lied(means(size, 3), "fixbn", rounds=6)
+    assert [[c.client for c in record.accepted] == OTHERS for record in ran.records] == [number == 3 for number in range(1, 7)]
+    assert all(record.aggregated for record in ran.records)
+    assert "expected means within +-" in ran.records[2].clients[LIAR].refused
+
+
+@pytest.mark.parametrize("node", [1, 3])
+def test_nor_in_an_app_of_one_s_own(node: int) -> None:
+    ran = own_app.lied(node, means(-1e6, 1), "fixbn")
+    assert all(record.aggregated for record in ran.records)
+    assert "expected means within +-" in ran.records[0].clients[node - 1].refused
+
+
+def test_clients_whose_inputs_are_all_large_are_believed() -> None:
+    """The first round of data that nobody has scaled: the layers were sent 0 and 1."""
+    sent = {"norm": Running(torch.zeros(2), torch.ones(2))}
+
+    def part(client: int, mean: float) -> Reply:
+        statistics = {"norm.running_mean": torch.tensor([mean, 0.0]), "norm.running_var": torch.ones(2)}
+        return Reply(client, {"statistics": statistics}, 4, 4)
+
+    assert far_statistics([part(client, 1e6 * (client + 1)) for client in range(3)], sent) == {}
+    assert list(far_statistics([part(0, 1.0), part(1, 2.0), part(2, 1e6)], sent)) == [2]
+    assert far_statistics([part(0, 1.0), part(2, 1e6)], sent) == {}  # of two, nobody knows
