@@ -207,11 +207,11 @@ class Server:
         shared, record, phase = self.shared, self.record, Phase(self.record.phase)
         self.round = record.round
         parts, refused, wrong = list(came.parts), dict(came.refused), len(came.wrong)
-        if phase is Phase.EXCHANGE and came.exchange is not None:
-            parts = taking_part(came.exchange, parts, refused)
         far = self._far(parts, phase)
         self._keeps |= any(part.folded for part in parts if part.client in far)
         parts, refused = without_far(parts, far), refused | far
+        if phase is Phase.EXCHANGE and came.exchange is not None:
+            parts = taking_part(came.exchange, parts, refused)
         before = shared.statistics()
 
         def change(parts: list[Reply], overflowing: int) -> list[float]:

@@ -33,6 +33,7 @@ from fl_bn.flower.messages import (
     PLAN,
     RECORD_KEY_CONFIGS,
     RESULT,
+    ROUNDS_TOLD,
     SHARES_BACK,
     SHARES_OUT,
     STATUS,
@@ -153,6 +154,8 @@ class Stages:
                 _check_key(name, keys[name])
             self.plans[node] = self._plan(PLAN.of_metrics(content), node)
             self.told[node] = from_config(records_of(content, ConfigRecord).get(TOLD.record), TOLD)
+            if beyond := [round for round in self.told[node] if not 1 <= round <= self.header.round]:
+                raise WireError(TOLD.record, ROUNDS_TOLD, f"expected rounds 1..{self.header.round}, but got {said(beyond)}")
             return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(keys))})
         if stage == Stage.SHARE_KEYS:
             shares, others = SHARES_OUT.of_configs(content), {int(key) for key in asked if key != Key.STAGE} - {node}

@@ -12,6 +12,7 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from torch import nn
 
 from fl_bn import convert, local_round, methods, server_round, server_state
+from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.bounds import WIDEST, bounds_of, far_numbers, far_statistics
 from fl_bn.federation.defence import Defence
@@ -206,3 +207,12 @@ def test_clients_whose_inputs_are_all_large_are_believed() -> None:
     assert far_statistics([part(client, 1e6 * (client + 1)) for client in range(3)], sent) == {}
     assert list(far_statistics([part(0, 1.0), part(1, 2.0), part(2, 1e6)], sent)) == [2]
     assert far_statistics([part(0, 1.0), part(2, 1e6)], sent) == {}  # of two, nobody knows
+
+
+@pytest.mark.parametrize("policy", ["abort", "shrink"])
+def test_who_is_left_out_after_an_exchange_was_part_of_its_step(policy: str) -> None:
+    """So the round counts only where the step may do without it."""
+    rules = {"exchange": ExchangeSettings("local", policy)}
+    ran = lied(means(-1e6, 1), "fedtan", rounds=2, policy=rules)
+    assert [record.aggregated for record in ran.records] == [policy == "shrink", True]
+    assert ran.records[0].clients[LIAR].refused

@@ -92,6 +92,10 @@ SECURE: dict[str, tuple[Spoil, str]] = {
     "pk1 of 10 MB": (sets("train setup", "secaggplus_configs", pk1=b"k" * 10_000_000), "secaggplus_configs/pk1: "),
     "plan of text": (sets("train setup", "plan", samples=2.5), "plan/samples: "),
     "no plan": (lacks("train setup", "plan"), "plan: "),
+    "hashes of a round to come": (
+        sets("train setup", "told", **{"secagg-rounds": [2], "secagg-told": b"x" * 32}),
+        "told/secagg-rounds: expected rounds 1..1, but got [2]",
+    ),
     "hashes of no round": (sets("train setup", "told", **{"secagg-told": b"x" * 32}), "told/secagg-told: "),
     "share-keys without dsts": (sets("train share_keys", "secaggplus_configs", dsts=None), "secaggplus_configs/dsts: "),
     "dsts of text": (sets("train share_keys", "secaggplus_configs", dsts=["a", "b"]), "secaggplus_configs/dsts: "),
