@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median_high
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from fl_bn.federation.values import Reply
 from fl_bn.moments import Running
 
 WIDEST = 1e3  # a reply's largest weight, in units of the largest that the server sent, or of 1
-UNBOUNDED: Mapping[str, float] = MappingProxyType({})
 
 
 def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:

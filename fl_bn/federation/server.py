@@ -21,7 +21,7 @@ from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.bounds import UNBOUNDED, bounds_of, far_numbers, far_statistics
+from fl_bn.federation.bounds import bounds_of, far_numbers, far_statistics
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.intake import Folded, Intake
@@ -95,7 +95,7 @@ class Server:
         self.optimizer = optimizer or server_optimizer("fedavg")
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
-        self._bounds = UNBOUNDED  # of the numbers in the replies to the round that is under way
+        self._bounds: dict[str, float] = {}  # of the numbers in the replies to the round that is under way
         self._keeps = False  # all replies until the last has come: a round was lost since one could not be left out any more
 
     @property
@@ -123,7 +123,7 @@ class Server:
         rate = self.method.learning_rate(self.policy.rate, round, self.rounds)
         asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate, 1.0 if rate == scheduled else rate / scheduled)
         down = asked.sections
-        self._bounds = UNBOUNDED if self.defence.active else bounds_of(down, rate, self.shared.buffers)  # a rule needs none
+        self._bounds = {} if self.defence.active else bounds_of(down, rate, self.shared.buffers)  # a rule needs none
         self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=self.rounding.nbytes(down))
         return asked
 
@@ -134,7 +134,7 @@ class Server:
     def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:
         """Return what a reply in ``phase`` of ``round`` must be. ``samples``: how many each client said that it has, where it did."""
         form = REPLIED if phase is Phase.MEASURE else TRAINED
-        bounds = UNBOUNDED if phase is Phase.MEASURE else self._bounds
+        bounds = {} if phase is Phase.MEASURE else self._bounds
         return Expected(
             round, self.shared.signature, self.expected(phase), form, samples, self.policy.most_steps, bounds, self.shared.buffers
         )
