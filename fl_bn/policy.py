@@ -33,6 +33,7 @@ TEMPLATE = """\
 #max-memory = 8.0                   # GB that the process of a message may hold
 #min-samples = 8                    # fewest samples that a statistic, a number of an evaluation, or a reply, may summarise
 #max-evaluations = 40               # evaluations on this site's test data that a run gets an answer to; 0: none
+#max-unknown-rounds = 0             # secure sums with states of more earlier rounds, in which this site took no part, are refused
 """
 
 
@@ -46,7 +47,8 @@ class NotAllowed(Exception):
 
 @dataclass(frozen=True)
 class Policy:
-    """Lines of ``policy.toml``; None: everything is allowed. ``max_memory``: GB; ``max_evaluations``: in a run."""
+    """Lines of ``policy.toml``; None: everything is allowed. ``max_memory``: GB; ``max_evaluations``: in a run.
+    ``max_unknown_rounds``: in which the site took no part, and in which others of a secure sum did."""
 
     allow_methods: tuple[str, ...] | None = None
     allow_modules: tuple[str, ...] | None = None
@@ -54,6 +56,7 @@ class Policy:
     max_memory: float | None = None
     min_samples: int = 0
     max_evaluations: int | None = None
+    max_unknown_rounds: int | None = None
 
     @classmethod
     def read(cls, file: Path | None) -> Policy:
@@ -117,8 +120,9 @@ class Policy:
         limits = dict(node_config)
         if self.min_samples:
             limits["min-samples"] = max(self.min_samples, limits.get("min-samples", 0))
-        if self.max_evaluations is not None:
-            limits["max-evaluations"] = min(self.max_evaluations, limits.get("max-evaluations", self.max_evaluations))
+        for name, most in (("max-evaluations", self.max_evaluations), ("max-unknown-rounds", self.max_unknown_rounds)):
+            if most is not None:
+                limits[name] = min(most, limits.get(name, most))
         return limits
 
     def memory(self) -> int | None:
@@ -145,7 +149,7 @@ def _checked(file: Path, name: str, value: Any) -> Any:
         if value not in CODE:
             raise wrong(" or ".join(CODE))
         return value
-    if name == "max-evaluations":
+    if name in ("max-evaluations", "max-unknown-rounds"):
         if type(value) is not int or value < 0:
             raise wrong("a whole number, 0 for none")
         return value

@@ -35,6 +35,7 @@ ORDER = [  # a module may import from layers above its own, and from its own pac
         "locks",
         "loopback",
         "called",
+        "claims",
         "commit",
         "imports",
         "policy",

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fl_bn.called import UNNAMED, Called
+from fl_bn.claims import FAR, most_believed
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Refused, Request
 from fl_bn.moments import Average, Moments, bounds, pool, weighted_mean
 from fl_bn.names import check_name
@@ -269,12 +270,15 @@ class Session:
             self._average(local, values)
 
     def _combined(self, requests: Mapping[int, Local]) -> torch.Tensor | None:
-        """Combine the cohort's values. Returns None where clients are dropped, because the cohort could not go on with their values.
+        """Combine the cohort's values. Returns None where clients are dropped: they claim too many activations, or the cohort could not go
+        on with their values.
 
         The step that follows has the mean of the gradients. One client's that is many times the others' makes every client diverge, and
         the liar could not be told from them any more. Loss and scale are common, so that honest gradients do not differ so much.
         """
         key = next(iter(requests.values())).key
+        if self.believing and self._remove_far(key, requests):
+            return None
         largest = {client: float(request.values.abs().max()) for client, request in requests.items()}
         if key.quantity is Quantity.GRADIENTS and self.believing:
             limit = STEEPEST * max(1.0, median_high(largest.values()))
@@ -292,6 +296,20 @@ class Session:
         client = max(largest, key=largest.__getitem__)
         self._remove({client}, f"refused: {key}: with its values, up to {largest[client]:.2g}, the cohort's are not finite")
         return None
+
+    def _remove_far(self, key: Key, requests: Mapping[int, Local]) -> bool:
+        """Drop those whose activations per sample are far from the others', and say whether there were any."""
+        behind = self.samples if key.quantity is Quantity.STATISTICS else self.batches  # a pass over all data, or one batch
+        claims = {client: request.count / max(behind[client], 1) for client, request in requests.items() if client in behind}
+        limit = most_believed(claims.values())
+        if far := {client for client, number in claims.items() if number > limit}:
+            most = max(claims[client] for client in far)
+            self._remove(
+                far,
+                f"refused: {key}: expected at most {limit:.3g} activations per sample, which is {FAR:g} times the median client's, but got "
+                f"{most:.3g}",
+            )
+        return bool(far)
 
     def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
         """Check that all sent the same key and that nobody ``left``; otherwise drop the minority, or fail the round.

@@ -6,14 +6,15 @@ all clients of the cohort. Where all of them count as much as planned, the avera
 (a client is lost or refused), it is multiplied by ``planned / total`` at the end, which rounds once more in float64.
 
 A reply that may yet be refused waits, and with it all after it, until all have come: one with numbers so large that the server's step could
-overflow.
+overflow, or whose claims are far from the others'. Where claims are compared, nothing is added before enough replies are there to tell.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from fl_bn.federation.blocks import WeightedSum
 from fl_bn.federation.values import Reply
 
 FOLDED = ("weights", "gradients")
+COMPARED = 5  # replies that a claim is compared with as replies come; at the end it is with all
 TOGETHER = 2  # replies that are added at once: the sum is read and written half as often as one by one, and no more wait in memory
 
 
@@ -45,10 +47,20 @@ class Folded:
 
 
 class Intake:
-    """``planned``: the weight of each client of the cohort; ``weigh``: a reply's; ``waits``: whether it may yet be refused."""
+    """Adds replies up as they come.
 
-    def __init__(self, planned: Mapping[int, float], weigh: Callable[[Reply], float], waits: Callable[[Reply], bool]) -> None:
-        self._turns, self._weigh, self._waits = deque(sorted(planned)), weigh, waits
+    ``planned``: the weight of each client of the cohort; ``weigh``: a reply's; ``waits``: whether it may yet be refused, given some of the
+    others; ``least``: how many replies must have come before one is added.
+    """
+
+    def __init__(
+        self,
+        planned: Mapping[int, float],
+        weigh: Callable[[Reply], float],
+        waits: Callable[[Reply, Collection[Reply]], bool],
+        least: int = 1,
+    ) -> None:
+        self._turns, self._weigh, self._waits, self._least = deque(sorted(planned)), weigh, waits, least
         self._replies: dict[int, Reply] = {}
         self._absent, self._next = set[int](), list[Reply]()
         self._folded = Folded(float(sum(planned.values())) or 1.0)
@@ -69,11 +81,14 @@ class Intake:
         return [self._replies[client] for client in sorted(self._replies)], self._folded
 
     def _advance(self) -> None:
+        if len(self._replies) < self._least:
+            return
         while self._turns and ((client := self._turns[0]) in self._replies or client in self._absent):
             self._turns.popleft()
             if client in self._absent:
                 continue
-            if self._waits(reply := self._replies[client]):
+            others = [other for other in islice(self._replies.values(), COMPARED) if other.client != client]
+            if self._waits(reply := self._replies[client], others):
                 self._turns.clear()  # all after it wait, too
                 return
             self._next.append(reply)

@@ -6,35 +6,38 @@ header says which round and which model they answer (``flower.replies``); their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor, strided
 
-from fl_bn.federation.blocks import views
-from fl_bn.federation.fields import Form, Values, measured, number, whole
+from fl_bn.federation.blocks import extremes, views
+from fl_bn.federation.bounds import WIDEST
+from fl_bn.federation.fields import LARGEST, Form, Values, number, whole
+from fl_bn.federation.fields import measured as a_number
 from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.rounds import unbounded
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.values import Reply
 from fl_bn.wire import WireError, check_samples, reason, said, shown
 
-REPLIED = Form("metrics", {"samples": whole()})  # 0: the client sat out, and says no more
+REPLIED = Form("metrics", {"samples": whole(), "measured": whole(default=None)})  # samples 0: the client sat out, and says no more
 TRAINED = REPLIED.and_also(
     Form(
         "metrics",
         {
             "steps": whole(1),
-            "loss": measured(),
+            "loss": a_number(),
             "waited": number(0, default=0.0),
             "kept": whole(default=None),
             "batch": whole(default=None),
-            "drift": measured(default=None),
+            "drift": a_number(default=None),
             "drift-layer": whole(default=None),
-            "min-var": measured(default=None),
-            "growth": measured(default=None),
+            "min-var": a_number(default=None),
+            "growth": a_number(default=None),
         },
     )
 )
@@ -52,6 +55,7 @@ class Expected:
         form: the numbers.
         samples: how many each client said that it has, by client; of a client that is missing here nothing is known.
         most_steps: how many local steps a client of so many samples makes at most; 0: unknown.
+        bounds: the largest number that each section may hold; ``unbounded``: the tensors for which that does not hold.
     """
 
     round: int
@@ -60,6 +64,8 @@ class Expected:
     form: Form
     samples: Mapping[int, int] = field(default_factory=dict)
     most_steps: Callable[[int], int] = unbounded
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    unbounded: Collection[str] = ()
 
     def check(self, reply: Reply) -> Reply:
         """Return ``reply`` with plain tensors on the CPU, the numbers that its form has, and ``largest``.
@@ -94,7 +100,12 @@ class Expected:
         if self.schema.sections and client in self.samples and samples > (most := self.samples[client]):
             raise WireError("metrics", "samples", f"expected at most {most}, as the client said of itself, but got {samples}")
         values = self.form.read(record)
-        if "steps" in self.form.fields and 0 < (most := self.most_steps(self.samples.get(client, samples))) < values["steps"]:
+        trains = "steps" in self.form.fields
+        measured = self.samples.get(client, LARGEST if trains else samples)  # who trains on few of its samples may measure all of them
+        for name, most in (("batch", samples), ("measured", measured)):
+            if name in self.form.fields and values.get(name, 0) > most:
+                raise WireError("metrics", name, f"expected at most {most}, the client's samples, but got {values[name]}")
+        if trains and 0 < (most := self.most_steps(self.samples.get(client, samples))) < values["steps"]:
             raise WireError("metrics", "steps", f"expected at most {most}, as the server asked for, but got {values['steps']}")
         if "kept" in self.form.fields and "kept" in values and values["kept"] >= self.round:
             raise WireError("metrics", "kept", f"expected a round before {self.round}, but got {values['kept']}")
@@ -107,10 +118,29 @@ class Expected:
             WireError: for the first array that is missing, extra, or not as expected.
         """
         largest = self.schema.check(payload)
+        for section, size in largest.items():
+            if size > (most := self.bounds.get(section, math.inf)):
+                self._check_sizes(section, payload[section], most)
         sections = {section: views(arrays) for section, arrays in payload.items()}
         numbers = {name: float(value) for name, value in values.items()}
         samples: int = values["samples"]
-        return Reply(client, sections, samples, samples, numbers, self.round, self.signature, largest)
+        return Reply(client, sections, samples, samples, numbers, self.round, self.signature, max(largest.values(), default=0.0))
+
+    def _check_sizes(self, section: str, arrays: Mapping[str, np.ndarray], most: float) -> None:
+        """Raise WireError for the first tensor with a larger number than ``most``; a network's buffers may hold any (counts, say)."""
+        for name, array in arrays.items():
+            if name not in self.unbounded and (size := _size(array)) > most:
+                raise WireError(
+                    section,
+                    name,
+                    f"expected numbers within +-{most:.3g}, by the model that was sent ({WIDEST:g} times its largest weight, or 1), but "
+                    f"the largest is {size:.3g}: its training diverged, or it lies",
+                )
+
+
+def _size(array: np.ndarray) -> float:
+    least, most = extremes(array) if array.size and array.dtype.kind == "f" else (0.0, 0.0)
+    return max(-least, most)
 
 
 def arrays_of(sections: Any) -> Payload:

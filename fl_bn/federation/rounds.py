@@ -92,6 +92,11 @@ class Rounds:
     planned: Callable[[int], int] = all_samples
     payload: str = AS_THE_MODEL
 
+    @property
+    def asks_for_steps(self) -> bool:
+        """Tell whether the server knows how many local steps a client makes."""
+        return self.max_steps > 0 or self.planned_steps is not unbounded
+
     def most_steps(self, samples: int) -> int:
         """Return how many local steps a client of so many ``samples`` may claim; 0: unknown."""
         return self.max_steps or self.planned_steps(samples)

@@ -81,13 +81,13 @@ class Schema:
     sections: dict[str, dict[str, Spec]]
     optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
-    def check(self, payload: Payload) -> float:
-        """The largest size of a number in ``payload``.
+    def check(self, payload: Payload) -> dict[str, float]:
+        """Return the largest size of a number in each section of ``payload``.
 
         Raises:
             WireError: for the first section or tensor that is missing, extra, ill-shaped, ill-typed or out of range.
         """
-        largest = 0.0
+        largest: dict[str, float] = {}
         for section, specs in [*self.sections.items(), *((k, specs) for k, specs in self.optional.items() if k in payload)]:
             if section not in payload:
                 raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {said(sorted(payload))}")
@@ -99,7 +99,7 @@ class Schema:
                 if name not in specs:
                     raise WireError(section, name, "extra: nothing of that name was asked for")
             usual, size = _usual(specs, arrays)
-            largest = max([largest, size, *(specs[name].check(section, name, arrays[name]) for name in specs if name not in usual)])
+            largest[section] = max([size, *(specs[name].check(section, name, arrays[name]) for name in specs if name not in usual)])
         for section in payload:
             if section not in self.sections and section not in self.optional:
                 raise WireError(section, "", f"extra: expected only {sorted(self.sections)}")

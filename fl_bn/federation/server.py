@@ -15,25 +15,29 @@ from typing import TypeVar
 from torch import nn
 
 from fl_bn.called import UNNAMED, Called
+from fl_bn.claims import FEWEST
 from fl_bn.derived import copied
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
 from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.federation.bounds import bounds_of, far_numbers, far_statistics
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.intake import Folded, Intake
+from fl_bn.federation.left_out import taking_part, without_far, without_overflow
 from fl_bn.federation.narrow import EXACT, Rounding, check_payload
 from fl_bn.federation.norm_layers import check_layers, say_absent
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import count_tensors
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.replies import LOOPED, REPLIED, TRAINED, Expected
+from fl_bn.federation.report_claims import far_claims
 from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply
-from fl_bn.methods import INPUTS, Method, Phase
+from fl_bn.methods import INPUTS, MOMENTS, Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words
 from fl_bn.wire import Absent, WireError, said
@@ -91,6 +95,7 @@ class Server:
         self.optimizer = optimizer or server_optimizer("fedavg")
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
+        self._bounds: dict[str, float] = {}  # of the numbers in the replies to the round that is under way
         self._keeps = False  # all replies until the last has come: a round was lost since one could not be left out any more
 
     @property
@@ -118,6 +123,7 @@ class Server:
         rate = self.method.learning_rate(self.policy.rate, round, self.rounds)
         asked = self.shared.instruction_to_train(round, phase, self.optimizer, rate, 1.0 if rate == scheduled else rate / scheduled)
         down = asked.sections
+        self._bounds = {} if self.defence.active else bounds_of(down, rate, self.shared.buffers)  # a rule needs none
         self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=self.rounding.nbytes(down))
         return asked
 
@@ -128,7 +134,10 @@ class Server:
     def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:
         """Return what a reply in ``phase`` of ``round`` must be. ``samples``: how many each client said that it has, where it did."""
         form = REPLIED if phase is Phase.MEASURE else TRAINED
-        return Expected(round, self.shared.signature, self.expected(phase), form, samples, self.policy.most_steps)
+        bounds = {} if phase is Phase.MEASURE else self._bounds
+        return Expected(
+            round, self.shared.signature, self.expected(phase), form, samples, self.policy.most_steps, bounds, self.shared.buffers
+        )
 
     def checked(self, replies: Sequence[Reply], asked: Instruction) -> Arrived:
         """Return the ``replies`` in this process that answer ``asked``, and why the others do not.
@@ -172,12 +181,25 @@ class Server:
         phase, policy = Phase(self.record.phase), self.policy
         if self.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or self._keeps:
             return None
-        by_samples = policy.client_weights == "samples"
+        by_samples, compares = policy.client_weights == "samples", self.method.reports(phase) is not Report.NOTHING
         return Intake(
             {client: float(policy.planned(n)) if by_samples else 1.0 for client, n in samples.items()},
             lambda reply: float(reply.weight) if by_samples else 1.0,
-            self.shared.may_be_refused,
+            lambda reply, others: self.shared.may_be_refused(reply) or reply.client in self._far([*others, reply], phase),
+            FEWEST if compares else 1,
         )
+
+    def _far(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
+        """Return why some of ``parts`` are not used, by client: what they claim is far from what the others do. Under a defence no claim
+        counts, so none is refused."""
+        report = self.method.reports(phase)
+        if self.defence.active:
+            return {}
+        claims = far_claims(parts, report, self.policy.asks_for_steps) if report in MOMENTS else {}
+        if phase is Phase.MEASURE:
+            return claims
+        far = far_statistics(parts, self.shared.statistics()) if report is Report.RUNNING else {}
+        return far_numbers(parts, [extra.section for extra in self.policy.auxiliary]) | far | claims
 
     def conclude(self, came: Arrived) -> bool:
         """Check and combine the round's replies, and make the server's step: true, or false where too few were usable; then nothing
@@ -185,6 +207,9 @@ class Server:
         shared, record, phase = self.shared, self.record, Phase(self.record.phase)
         self.round = record.round
         parts, refused, wrong = list(came.parts), dict(came.refused), len(came.wrong)
+        far = self._far(parts, phase)
+        self._keeps |= any(part.folded for part in parts if part.client in far)
+        parts, refused = without_far(parts, far), refused | far
         if phase is Phase.EXCHANGE and came.exchange is not None:
             parts = taking_part(came.exchange, parts, refused)
         before = shared.statistics()
@@ -249,8 +274,9 @@ class Server:
             defence.check(len(parts))
             self.shared.store(self.shared.measured(parts, defence, what))
 
-        parts, overflowing, _ = without_overflow(parts, store, self.policy.called)
-        return parts, overflowing
+        far = self._far(parts, Phase.MEASURE)
+        near, overflowing, _ = without_overflow(without_far(parts, far), store, self.policy.called)
+        return near, far | overflowing
 
     def _enter(self, came: Arrived, parts: Sequence[Reply], refused: Mapping[int, str]) -> None:
         """Every client of the cohort, and the bytes of the round, into the record; who was refused, and why, into the log."""
@@ -290,45 +316,6 @@ def enter(
     if traffic:
         record.bytes_down |= {"exchange": max(t.down for t in traffic.values())}
         record.bytes_up |= {"exchange": max(t.up for t in traffic.values())}
-
-
-def without_overflow(
-    parts: Sequence[Reply], attempt: Callable[[list[Reply], int], T], called: Called = UNNAMED
-) -> tuple[list[Reply], dict[int, str], T]:
-    """``attempt(parts, 0)``; where that is NotFinite, again without the reply that is the largest, ``attempt(others, 1)`` ...
-
-    Returns the parts that were used, the reason for each of the others by client, and the result. A TooFew of ``attempt`` goes on with
-    the names of those who were left out.
-    """
-    left, refused = list(parts), dict[int, str]()
-    while True:
-        try:
-            return left, refused, attempt(left, len(refused))
-        except TooFew as error:
-            names = "; ".join(f"{called.client(index)}: {why}" for index, why in refused.items())
-            raise TooFew(f"{error} ({names})" if names else str(error)) from error
-        except NotFinite as problem:
-            if (farthest := problem.farthest(left)) is None:
-                why = "no reply can be left out any more; the next rounds keep all replies until the last has come"
-                raise TooFew(f"nothing changes: {problem}, and {why}") from problem
-            worst = left.pop(farthest)
-            refused[worst.client] = problem.refusal(worst)
-
-
-def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
-    """Return the replies of clients that took part in the exchange, each weighted by the batches that the exchange has of it.
-
-    Under ``abort`` these are all of the replies, or none. The reason why a reply is left out is added to ``refused``.
-    """
-    usable, batches = {part.client: part for part in parts}, session.taking_part
-    missing = sorted(set(batches) - set(usable))
-    if missing and session.policy == "abort":
-        session.fail(f"{session.called.clients(missing)} took part, but sent no usable reply (exchange-policy is abort)")
-    refused |= {index: "it took no part in the exchange" for index in usable if index not in batches}
-    if session.failure:
-        refused |= dict.fromkeys(refused.keys() | usable.keys(), session.failure)
-    refused |= session.dropped
-    return [replace(part, weight=batches[index]) for index, part in sorted(usable.items()) if index not in refused]
 
 
 def check_weights(method: Method, client_weights: str) -> None:

@@ -96,6 +96,7 @@ class SharedModel:
         self.reported: dict[str, Running] = {}
         self._moderate = min((bounds(p.dtype)[0] for p in self.model.parameters() if p.is_floating_point()), default=math.inf)
         role = roles(self.model)
+        self.buffers = {name for name, r in role.items() if r is Role.BUFFER}
         self._recomputes = any(r is Role.RECOMPUTED and method.sends_down(r) for r in role.values())
         self.personal = method.personal or any(r is Role.KEPT for r in role.values())
         self._shares_statistics = method.shares(Role.STATISTIC)

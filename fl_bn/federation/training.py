@@ -140,7 +140,7 @@ def client_round(
     settings, number, n = round.settings, round.instruction.round, len(samples)
 
     def measure() -> None:
-        rng, size = how_measured(round, seed, client)
+        rng, size = how_measured(round, n, seed, client)
         round.moments = statistics_pass(round.model, samples, round.asked, rng, size, measure=round.measured)
 
     if not round.trains:
@@ -164,8 +164,9 @@ def least_of(round: LocalRound) -> int:
     return fewest(round.network.original, round.method, round.phase)
 
 
-def how_measured(round: LocalRound, seed: int, client: int) -> tuple[np.random.Generator, int]:
-    """What the round's statistics pass draws from, and the size of its batches."""
+def how_measured(round: LocalRound, n: int, seed: int, client: int) -> tuple[np.random.Generator, int]:
+    """What the round's statistics pass over ``n`` samples draws from, and the size of its batches; the round notes how many it takes."""
+    round.measured_samples = min(round.asked.samples or n, n)
     size = round.settings.batch_size if round.asked.measured == NORMALISERS else PASS_BATCH
     return seeded(seed, client, round.instruction.round, SUBSET, not round.trains), size
 

@@ -60,11 +60,11 @@ class Reply:
 
     ``sections``: ``weights`` or ``gradients``, ``statistics`` or ``moments`` as the method reports them, and what accompanies the weights.
     ``samples``: different ones that it trained on, or measured. ``weight``: of it in averages, its samples unless the phase says
-    otherwise. ``metrics``: ``loss`` (mean over the training batches), ``steps``, ``batch`` (samples of the first batch), ``waited``
-    (seconds), ``kept`` (the round of the state that it went on from), and where it is asked how far its own statistics moved, ``drift``,
-    ``drift-layer``, ``min-var``, ``growth``. ``round``: of the instruction that it answers; ``signature``: of the client's own model and
-    method. ``largest``: size of a number in the sections, 0 where nobody measured it. ``folded``: its weights are in the server's average
-    already, and gone.
+    otherwise. ``metrics``: ``loss`` (mean over the training batches), ``steps``, ``batch`` (samples of the first batch), ``measured``
+    (samples of a statistics pass), ``waited`` (seconds), ``kept`` (the round of the state that it went on from), and where it is asked how
+    far its own statistics moved, ``drift``, ``drift-layer``, ``min-var``, ``growth``. ``round``: of the instruction that it answers;
+    ``signature``: of the client's own model and method. ``largest``: size of a number in the sections, 0 where nobody measured it.
+    ``folded``: its weights are in the server's average already, and gone.
     """
 
     client: int

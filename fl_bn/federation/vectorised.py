@@ -106,7 +106,7 @@ def reply_of(round: LocalRound, samples: int, loss: float, client: int, tells_dr
 
 
 def _pass_inputs(round: LocalRound, samples: Samples, client: int, seed: int) -> Iterator[Tensor]:
-    rng, size = how_measured(round, seed, client)
+    rng, size = how_measured(round, len(samples), seed, client)
     dtype = inputs_like(round.model).dtype
     return (to_input(samples.rows(index)[0], dtype) for index in pieces(len(samples), round.asked, rng, size))
 

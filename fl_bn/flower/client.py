@@ -32,19 +32,21 @@ from fl_bn.federation.narrow import AS_THE_MODEL, Overflow, Rounding
 from fl_bn.federation.network import Network
 from fl_bn.federation.payload import Payload, to_numpy, to_tensors
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.values import Instruction
+from fl_bn.federation.values import Instruction, Kept
 from fl_bn.flower.client_state import ClientState, FileState, MemoryState
 from fl_bn.flower.codec import Header, check_header, flatten, header_from, unflatten
 from fl_bn.flower.exchange_address import ExchangeAddresses, SiteExchange
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import TO_SAVE
 from fl_bn.flower.run_id import RunId
+from fl_bn.flower.told import to_write
 from fl_bn.flower.transcript import Transcript, detach, request_payload
 from fl_bn.methods import INPUTS, Method, Phase, StatisticsPass
 from fl_bn.task import CLASSIFICATION, Task
 from fl_bn.wire import WireError
 
-WHOLE: dict[str, Callable[[float], float]] = dict.fromkeys(("steps", "batch", "kept", "drift-layer"), int)  # metrics that are counts
+COUNTS = ("steps", "batch", "measured", "kept", "drift-layer")  # metrics that are whole numbers
+WHOLE: dict[str, Callable[[float], float]] = dict.fromkeys(COUNTS, int)
 
 GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exchange-timeout", "exchange-patience")
 
@@ -147,8 +149,8 @@ class BatchNormClient(NumPyClient):
         except Overflow as reason:
             return self._sits_out(number, reason)
         metrics: dict[str, Any] = {"layout": layout, **{key: WHOLE.get(key, float)(value) for key, value in reply.metrics.items()}}
-        if round.trains and keeps.sections and keeps.round == number:  # else the state before stays
-            state.write(number, keeps.sections)
+        if round.trains and (sections := to_write(keeps, kept, number)) is not None:
+            state.write(number, sections)
         return arrays, reply.samples, metrics
 
     def _sits_out(self, number: int, reason: Exception) -> tuple[list[np.ndarray], int, dict[str, Any]]:
@@ -203,6 +205,10 @@ class BatchNormClient(NumPyClient):
     def meet(self, config: Mapping[str, Any]) -> None:
         """Join the exchange and leave it again: the server wants to know whether all of a cohort can be there at once."""
         connect(self.site.exchange, config, [], 1).close()
+
+    def kept(self, config: Mapping[str, Any], before: int) -> Kept:
+        """Return what this client keeps from the rounds before ``before``, of the run that ``config`` names."""
+        return self._state(config).read(before)
 
     def _state(self, config: Mapping[str, Any]) -> ClientState:
         return state_of(self._context_state, self.site.state, config, self.site.client, self.signature)

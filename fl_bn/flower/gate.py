@@ -73,17 +73,19 @@ KINDS = {
     "query.rendezvous": Kind(),
     "query.save": Kind(open=True),
 }
-SUM = Kind(frozenset({RECORD_KEY_CONFIGS, "plan", "fitres.metrics", "fitres.num_examples", "fitres.status"}), open=True)
+SUM = Kind(frozenset({RECORD_KEY_CONFIGS, "plan", "told", "fitres.metrics", "fitres.num_examples", "fitres.status"}), open=True)
 """A stage of a secure sum. Flower's mod leaves an empty record of arrays beside the masked vector."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a site allows. ``min_samples``: behind a number of an evaluation; ``max_evaluations``: in a run, None: any number."""
+    """What a site allows. ``min_samples``: behind a number of an evaluation; ``max_evaluations``: in a run, None: any number;
+    ``unknown_rounds``: of which the states of others in a secure sum come, and in which this client took no part; None: any number."""
 
     secure: bool
     min_samples: int
     max_evaluations: int | None
+    unknown_rounds: int | None = None
 
     @classmethod
     def of(cls, context: Context) -> Limits:
@@ -94,7 +96,8 @@ class Limits:
         """
         given = LIMITS.read(context.node_config)
         secure = any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config))
-        return cls(secure, given.get("min-samples", FEW if secure else 0), given.get("max-evaluations"))
+        fewest = given.get("min-samples", FEW if secure else 0)
+        return cls(secure, fewest, given.get("max-evaluations"), given.get("max-unknown-rounds"))
 
 
 @dataclass(frozen=True)

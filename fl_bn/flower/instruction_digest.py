@@ -7,6 +7,7 @@ the sum is noise. What is hashed:
 * the set-up of SecAgg+: the number of clients, of shares, the threshold, clipping range, levels, modulus, weight, and the cohort's nodes,
 * the header: method, phase, round, signature of the model, format, type of the payload,
 * the config, with the weights of the sum, the learning rate, the clips and the noise, and with fields that nobody declared,
+* what all were told in the rounds before that made the states that clients keep (``told``),
 * all arrays: names, types, shapes, bytes,
 * the run config, which decides how a client trains.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fl_bn.flower.codec import decoded
 from fl_bn.flower.fields import records_of
-from fl_bn.flower.messages import RECORD_KEY_CONFIGS
+from fl_bn.flower.messages import RECORD_KEY_CONFIGS, ROUNDS_TOLD, TOLD_IN, WEIGHED
 
 PER_CLIENT = ("counted",)  # fields of the config that honest servers set for each client
+OF_ONE_SUM = (*PER_CLIENT, *WEIGHED, ROUNDS_TOLD, TOLD_IN)
 SET_UP = (
     "sample_num",
     "share_num",
@@ -55,28 +57,37 @@ def instruction_digest(message: Message, run_config: Mapping[str, Any], state: A
     Raises:
         WireError: an array cannot be read.
     """
+    return _digest([_text({name: getattr(state, name) for name in SET_UP}), *_parts(message, run_config, PER_CLIENT)])
+
+
+def training_digest(message: Message, run_config: Mapping[str, Any]) -> bytes:
+    """Hash what makes the state that this client keeps after a round: all that it was told, but for what belongs to one sum.
+
+    A sum may begin again without a client. Its set-up and its weights are others then, and what clients keep is the same.
+    """
+    return _digest(_parts(message, run_config, OF_ONE_SUM))
+
+
+def _digest(parts: Iterable[bytes]) -> bytes:
     found = hashlib.sha256()
-    for part in _parts(message, run_config, state):
+    for part in parts:
         found.update(len(part).to_bytes(8, "little") + part)
     return found.digest()
 
 
-def _parts(message: Message, run_config: Mapping[str, Any], state: Any) -> Iterator[bytes]:
-    yield _text({name: getattr(state, name) for name in SET_UP})
+def _parts(message: Message, run_config: Mapping[str, Any], without: Collection[str]) -> Iterator[bytes]:
+    """``without``: fields of the config that are left out."""
     yield _text(run_config)
     for name, record in sorted(records_of(message.content, ConfigRecord).items()):
         if name != RECORD_KEY_CONFIGS:
             yield name.encode()
-            yield _text({key: value for key, value in record.items() if (name, key) not in _EXCEPT})
+            yield _text({key: value for key, value in record.items() if name != "config" or key not in without})
     for name, arrays in sorted(records_of(message.content, ArrayRecord).items()):
         yield name.encode()
         for key, array in sorted(arrays.items()):
             values = decoded(array, name, key)
             yield _text({"name": key, "dtype": str(values.dtype), "shape": list(values.shape)})
             yield np.ascontiguousarray(values).tobytes()
-
-
-_EXCEPT = {("config", key) for key in PER_CLIENT}
 
 
 def _text(values: Mapping[str, Any]) -> bytes:

@@ -86,7 +86,7 @@ class OwnRound:
         reply, kept = self.local.reply(samples, float(loss))
         rounding = Rounding.of(header.payload, self.local.model)
         content = to_records(rounding.narrow({section: to_numpy(tensors) for section, tensors in reply.sections.items()}), header)
-        whole = {"steps", "batch", "kept"}
+        whole = {"steps", "batch", "measured", "kept"}
         metrics: dict[str, Any] = {key: int(value) if key in whole else value for key, value in reply.metrics.items()}
         content["metrics"] = MetricRecord({"samples": reply.samples, **metrics})
         self._keep(self.local, kept)

@@ -106,7 +106,7 @@ class _Rounds(BatchNormStrategy):
         return MetricRecord({**found}) if found else None
 
     def _population(self, grid: Grid) -> Population:
-        return Population(grid, self.rounds, self.shared.signature, introductions=self.introductions)
+        return Population(grid, self.rounds, self.shared.signature, introductions=self.introductions, clients_are_nodes=True)
 
 
 class OwnAppStrategy(Strategy):

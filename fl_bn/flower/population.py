@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -17,6 +17,7 @@ from fl_bn.flower import client_app
 from fl_bn.flower.log import log
 from fl_bn.flower.messages import HELLO
 from fl_bn.flower.messaging import PASSING, send_and_receive
+from fl_bn.flower.seats import seat_of_newcomer, seated
 from fl_bn.flower.versions import client_differs, greeting
 from fl_bn.wire import WireError, reason, shown
 
@@ -62,10 +63,19 @@ class Population:
 
     An index is a node's own word. Where the operator names the node of each client (``rounds.nodes``), no other node is believed.
     Elsewhere the node that served an index first has it, whenever it is online; while it is offline another node may serve it. Of
-    several nodes that claim an index which none of them served before, none gets it. ``introductions``: of nodes that were asked already.
+    several nodes that claim an index which none of them served before, none gets it; where ``clients_are_nodes``, each gets an index of its
+    own (``seats``). ``introductions``: of nodes that were asked already.
     """
 
-    def __init__(self, grid: Grid, rounds: Rounds, signature: str, round: int = 1, introductions: Introductions = NOBODY) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        rounds: Rounds,
+        signature: str,
+        round: int = 1,
+        introductions: Introductions = NOBODY,
+        clients_are_nodes: bool = False,
+    ) -> None:
         self.grid, self.rounds, self.signature, self.round, self.called = grid, rounds, signature, round, rounds.called
         self.clients: dict[int, Client] = {}
         self._claims: dict[int, Client] = {}  # by node: as it introduced itself, whether or not it serves that index
@@ -75,6 +85,8 @@ class Population:
         self._order: list[Client] = []  # those who are here, by index
         self._online: frozenset[int] = frozenset()  # nodes at the last look, and what was wrong with them
         self._problem, self._introductions = "", introductions
+        self._clients_are_nodes = clients_are_nodes
+        self._given: dict[int, tuple[int, int]] = {}  # node -> an index that was given to it, and the one that it claims
         self._refused: set[int] = set()
         self._gone: set[int] = set()
         self._joined: set[int] = set()  # took part in a round, or were asked to
@@ -173,7 +185,8 @@ class Population:
     def _assign(self) -> str:
         """Let one of the nodes that claim an index serve it. Returns what is wrong where none can be preferred."""
         claims: dict[int, list[int]] = {}
-        for node, client in sorted(self._claims.items()):
+        seats = self._seats()
+        for node, client in sorted(seats.items()):
             claims.setdefault(client.index, []).append(node)
         before, self.clients, problem = self.clients, {}, ""
         for index, nodes in claims.items():
@@ -186,7 +199,7 @@ class Population:
                     "give every SuperNode a partition-id of its own, and end those that are not that client"
                 )
             else:
-                self._serve(self._claims[holder])
+                self._serve(seats[holder])
             rivals = [node for node in nodes if node != holder]
             if rivals != self._rivals.get(index, []):
                 for rival in rivals if holder is not None else ():
@@ -196,6 +209,24 @@ class Population:
                     log(logging.WARNING, "%s", problem)
             self._rivals[index] = rivals
         return problem
+
+    def _seats(self) -> dict[int, Client]:
+        """Return the clients by node, each with the index that it claims, or with the one that it was given."""
+        said = {node: client.index for node, client in self._claims.items()}
+        if not self._clients_are_nodes:
+            return self._claims
+        before = dict(self._given)
+        if not self._joined:
+            self._given = {node: (index, said[node]) for node, index in seated(said, self.rounds.clients).items()}
+        for node in sorted(said.keys() - self._given.keys() - set(self._last.values())) if self._joined else ():
+            online = {client.index for client in self.clients.values() if client.node in said}
+            other = seat_of_newcomer(said[node], online, self.rounds.clients, self._given, self._first)
+            self._given |= {node: (other, said[node])} if other != said[node] else {}
+        for node, (index, claimed) in self._given.items():
+            if node in said and before.get(node) != (index, claimed):
+                who, has = self.called.client(claimed), self.called.client(index)
+                log(logging.WARNING, "node %s calls itself %s, as another node does: it takes part as %s", node, who, has)
+        return {n: replace(client, index=self._given[n][0]) if n in self._given else client for n, client in self._claims.items()}
 
     def _serve(self, client: Client) -> None:
         index, last = client.index, self._last.get(client.index, client.node)

@@ -29,6 +29,7 @@ from fl_bn.flower.masks import bound_to, server_half
 from fl_bn.flower.population import Client
 from fl_bn.flower.secure_stages import Stages
 from fl_bn.flower.sums import Plan, Weighting
+from fl_bn.flower.told import to_config
 from fl_bn.secure.additive import average_error
 from fl_bn.secure.settings import LEAST, MODULUS, SecureAggregation
 
@@ -119,6 +120,7 @@ def secure_sum(
     layers: Iterable[str] = (),
     most_steps: Callable[[int], int] = unbounded,
     evaluates: bool = False,
+    once: bool = False,
     whole: Callable[[np.ndarray], bool] = lambda mean: True,
     called: Called = UNNAMED,
 ) -> Sum:
@@ -127,7 +129,7 @@ def secure_sum(
     ``messages``: the plain instruction of each client, with a ``config`` record. ``least``: the fewest clients that may be in the sum.
     ``weighted``: whether updates, and statistics, weigh by samples; ``statistics_by_passes``: or statistics by all samples that passed.
     ``layers``: whose activations are counted; ``most_steps`` that a client of so many samples may plan; ``evaluates``: it is a sum of
-    evaluations. ``whole``: whether a mean can be one, so that all
+    evaluations; ``once``: statistics are of one batch or pass. ``whole``: whether a mean can be one, so that all
     masks are gone. ``called``: what the log calls clients and nodes.
 
     Raises:
@@ -135,7 +137,20 @@ def secure_sum(
     """
     by_node = {client.node: client for client in cohort}
     instructions = {m.metadata.dst_node_id: m for m in messages}
-    stages = Stages(grid, header, by_node, instructions, timeout, size, frozenset(layers), most_steps, evaluates, called=called)
+    stages = Stages(
+        grid,
+        header,
+        by_node,
+        instructions,
+        timeout,
+        size,
+        frozenset(layers),
+        most_steps,
+        evaluates,
+        2**settings.quantization_range,
+        once,
+        called=called,
+    )
     nodes = sorted(by_node, key=lambda node: by_node[node].index)
     while True:
         if len(nodes) < max(least, LEAST):
@@ -174,7 +189,7 @@ def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[boo
     passes = max(p.passes if by_passes else p.samples for p in plans)
     most = max(p.samples for p in plans)
     weighting = Weighting(most if weighted[0] else 0, passes if weighted[1] else 0, most)
-    told = {f"secagg-{key}-weight": value for key, value in asdict(weighting).items()}
+    told = {f"secagg-{key}-weight": value for key, value in asdict(weighting).items()} | to_config(stages.history)
     state.nid_to_fitins = {}
     for node in nodes:
         content = RecordDict(dict(stages.instructions[node].content.items()))

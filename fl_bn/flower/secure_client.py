@@ -24,19 +24,23 @@ from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES
+from fl_bn.federation.values import Kept
 from fl_bn.flower import secure_evaluation
 from fl_bn.flower.client import BatchNormClient
 from fl_bn.flower.codec import from_records, header_of
 from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, share_keys_plaintext_separate
+from fl_bn.flower.fields import records_of
 from fl_bn.flower.gate import Handler, Insecure, Limits, evaluations_left, sums_evaluations
-from fl_bn.flower.instruction_digest import instruction_digest
+from fl_bn.flower.instruction_digest import instruction_digest, training_digest
 from fl_bn.flower.log import log
 from fl_bn.flower.masks import client_half, secagg_mod
 from fl_bn.flower.messages import (
+    ALL_TOLD,
     COLLECT,
     KEY,
     NOISE,
     RECORD_KEY_CONFIGS,
+    RUN,
     SECURE,
     SET_UP,
     SHARE_KEYS,
@@ -58,6 +62,7 @@ from fl_bn.flower.sums import (
     references,
     to_vector,
 )
+from fl_bn.flower.told import from_config, history_of, problem, telling, to_config
 from fl_bn.methods import NORMALISERS, Phase, Report
 from fl_bn.secure.additive import beyond
 from fl_bn.secure.privacy import clipped, noisy
@@ -89,12 +94,16 @@ def secured(handle: Handler, evaluate: Handler, build: Callable[[Context], Batch
             setup = SET_UP.of_configs(content)
             check_setup(setup, context.node_id)
             plan = plan_of(build(context), message, context)
+            kept = kept_in(build(context), message)
         elif stage == Stage.SHARE_KEYS:
             check_keys(SHARE_KEYS.of_configs(content), _state(context), context.node_id)
         elif stage == Stage.COLLECT_MASKED_VECTORS:
             if unreadable := check_collect(COLLECT.of_configs(content), _state(context), context.node_id):
                 del context.state[RECORD_KEY_STATE]
                 return Message(RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({"unreadable": unreadable})}), reply_to=message)
+            history = from_config(_config(message), ALL_TOLD)
+            if why := problem(kept_in(build(context), message), history, Limits.of(context).unknown_rounds):
+                raise Insecure(why)
             digest = instruction_digest(message, context.run_config, _state(context))
         else:
             check_unmask(UNMASK.of_configs(content), _state(context), context.node_id)
@@ -105,6 +114,8 @@ def secured(handle: Handler, evaluate: Handler, build: Callable[[Context], Batch
             np.random.set_state(before)  # noqa: NPY002
         if stage == Stage.SETUP:
             reply.content["plan"] = MetricRecord(asdict(plan))
+            if own := history_of(kept):
+                reply.content["told"] = ConfigRecord({**to_config(own)})
             context.state.config_records[RECORD_KEY_STATE]["cohort"] = sorted(setup["cohort"])
         elif stage == Stage.UNMASK:
             del context.state[RECORD_KEY_STATE]  # keys and shares have served
@@ -138,6 +149,18 @@ def plan_of(client: BatchNormClient, message: Message, context: Context) -> Plan
     behind = {Report.PASS: min(client.method.statistics_pass.samples or n, n), Report.FIRST: len(batches[0])}
     passes = behind.get(client.method.report, sum(map(len, batches)))
     return Plan(len(np.unique(np.concatenate(batches))), passes, len(batches))
+
+
+def kept_in(client: BatchNormClient, message: Message) -> Kept:
+    """Return the state from which this client computes its part of the sum of ``message``; an evaluation, and statistics, are of the state
+    after the round."""
+    header = header_of(message.content)
+    after = sums_evaluations(message) or header.phase == Phase.MEASURE.value
+    return client.kept(RUN.of_configs(message.content), header.round + after)
+
+
+def _config(message: Message) -> ConfigRecord | None:
+    return records_of(message.content, ConfigRecord).get(ALL_TOLD.record)
 
 
 def check_setup(configs: Mapping[str, Any], node: int) -> None:
@@ -247,11 +270,12 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
     message.content.pop(REFERENCE, None)  # not for the handler: the model keeps the statistics that came with its weights
     phase, weights = Phase(header.phase), WEIGHTS.of_configs(message.content)
     noise = NOISE.of_configs(message.content) if "dp-noise" in SECURE.of_configs(message.content) else None
-    plain = handle(message, context)
+    with telling(training_digest(message, context.run_config)):
+        plain = handle(message, context)
     payload, repeated = from_records(plain.content)
     reply = {section: to_tensors(arrays) for section, arrays in payload.items()}
-    told = plain.content.metric_records["metrics"]
-    if (came := (told.get("samples"), told.get("steps", 0))) != (plan.samples, plan.steps):
+    metrics = plain.content.metric_records["metrics"]
+    if (came := (metrics.get("samples"), metrics.get("steps", 0))) != (plan.samples, plan.steps):
         raise ValueError(f"client {client.site.client} planned {plan.samples} samples and {plan.steps} steps, but did {came}")
     trained, private = phase is not Phase.MEASURE, noise is not None
     shapes = layout(schema.reply(client.model, client.method, phase, client.settings.update), loss=trained and not private, cut=not private)
@@ -266,7 +290,7 @@ def _summand(message: Message, context: Context, handle: Handler, build: Callabl
         parts = _private(parts, noise, int(state[Key.THRESHOLD]))  # type: ignore[arg-type]
     beyond_range = {f"{s}/{k}": n for s, part in parts.items() for k, n in beyond(part, limit).items()}
     _warn(client, header.round, {k: n for k, n in cut.items() if n}, beyond_range, limit)
-    loss = float(told.get("loss", 0.0))  # type: ignore[arg-type]
+    loss = float(metrics.get("loss", 0.0))  # type: ignore[arg-type]
     parts |= flags(loss, weighting.of("loss", plan), any(cut.values()), bool(beyond_range), limit)
     counts: dict[str, Any] = {**asdict(plan), "activations": dump(per_sample), "digest": digest.hex()}
     if not private:

@@ -219,6 +219,7 @@ class SecureRounds:
             statistics_by_passes="moments" in shapes,
             layers={name.rpartition(".")[0] for name in shapes.get("moments", {})},
             most_steps=self.rounds.most_steps if trains else unbounded,
+            once=shared.method.report in (Report.FIRST, Report.PASS),
             whole=self._unmasked(shapes),
             called=self.rounds.called,
         )

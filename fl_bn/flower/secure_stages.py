@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,27 @@ from flwr.serverapp import Grid
 from fl_bn.called import UNNAMED, Called
 from fl_bn.flower.codec import LONGEST_HEAD, Header, array_from, header_from
 from fl_bn.flower.compat import Key, Stage, fitres_to_recorddict
+from fl_bn.flower.fields import records_of
 from fl_bn.flower.log import log
-from fl_bn.flower.messages import KEYS, MASKED, PLAN, RECORD_KEY_CONFIGS, RESULT, SHARES_BACK, SHARES_OUT, STATUS, UNREADABLE, WEIGHT
+from fl_bn.flower.messages import (
+    KEYS,
+    MASKED,
+    PLAN,
+    RECORD_KEY_CONFIGS,
+    RESULT,
+    ROUNDS_TOLD,
+    SHARES_BACK,
+    SHARES_OUT,
+    STATUS,
+    TOLD,
+    TOLD_IN,
+    UNREADABLE,
+    WEIGHT,
+)
 from fl_bn.flower.messaging import send_and_receive
 from fl_bn.flower.population import Client
 from fl_bn.flower.sums import Plan
+from fl_bn.flower.told import History, from_config, put_together
 from fl_bn.secure.settings import MODULUS
 from fl_bn.wire import WireError, reason, said
 
@@ -41,7 +58,8 @@ class Stages:
     is found here: Flower's stages see checked values alone.
 
     ``layers``: whose activations a client counts; ``most_steps`` that one of so many samples may plan, 0: unknown; ``evaluates``: the sum
-    is one of evaluations, whose samples are others than those that clients introduced themselves with. ``shares``: the replies of the last
+    is one of evaluations, whose samples are others than those that clients introduced themselves with; ``levels``: of the quantiser, of
+    which each client's part fills at least two; ``once``: statistics are of one batch, or of one pass. ``shares``: the replies of the last
     stage, of which ``without`` withholds one. ``called``: what the log calls clients and nodes.
     """
 
@@ -54,12 +72,16 @@ class Stages:
     layers: frozenset[str]
     most_steps: Callable[[int], int]
     evaluates: bool = False
+    levels: int = 2**30
+    once: bool = False
     plans: dict[int, Plan] = field(default_factory=dict)
     activations: dict[int, dict[str, int]] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     complaints: set[frozenset[int]] = field(default_factory=set)
     shares: dict[int, Message] = field(default_factory=dict)  # replies of the last stage
     without: int = -1
+    told: dict[int, History] = field(default_factory=dict)  # what each client was told in earlier rounds, as it says at the start
+    history: History = field(default_factory=dict)  # what most were told
     digests: dict[int, str] = field(default_factory=dict)  # of each client's instruction, as it says with its masked vector
     digest: str = ""  # of most clients' instruction, to which the masks in the sum are bound
     called: Called = UNNAMED
@@ -131,6 +153,9 @@ class Stages:
             for name in ("pk1", "pk2"):
                 _check_key(name, keys[name])
             self.plans[node] = self._plan(PLAN.of_metrics(content), node)
+            self.told[node] = from_config(records_of(content, ConfigRecord).get(TOLD.record), TOLD)
+            if beyond := [round for round in self.told[node] if not 1 <= round <= self.header.round]:
+                raise WireError(TOLD.record, ROUNDS_TOLD, f"expected rounds 1..{self.header.round}, but got {said(beyond)}")
             return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(keys))})
         if stage == Stage.SHARE_KEYS:
             shares, others = SHARES_OUT.of_configs(content), {int(key) for key in asked if key != Key.STAGE} - {node}
@@ -154,8 +179,9 @@ class Stages:
             raise WireError("plan", "samples", f"expected at most {limit}, as the client said of itself, but got {plan.samples}")
         if 0 < (most := self.most_steps(limit)) < plan.steps:
             raise WireError("plan", "steps", f"expected at most {most}, as the server asked for, but got {plan.steps}")
-        if plan.passes > limit * max(plan.steps, 1):
-            raise WireError("plan", "passes", f"expected at most {limit} samples in each of {plan.steps} batches, but got {plan.passes}")
+        batches = 1 if self.once else max(plan.steps, 1)
+        if plan.passes > limit * batches:
+            raise WireError("plan", "passes", f"expected at most {limit} samples in each of {batches} batches, but got {plan.passes}")
         return plan
 
     def _result(self, content: RecordDict, node: int) -> RecordDict:
@@ -187,11 +213,33 @@ class Stages:
             keys = {node: list(content.config_records[RECORD_KEY_CONFIGS].values()) for node, content in checked.items()}
             times = Counter(key for own in keys.values() for key in own)
             why = f"{RECORD_KEY_CONFIGS}/pk1: expected keys of its own, but one of them came twice"
-            return {node: why for node, own in keys.items() if any(times[key] > 1 for key in own)}
+            twice = {node: why for node, own in keys.items() if any(times[key] > 1 for key in own)}
+            odd = twice | self._far_plans(checked.keys() - twice.keys())
+            return odd | self._told_otherwise_before(checked.keys() - odd.keys())
         if stage == Stage.COLLECT_MASKED_VECTORS and checked:
             odd = self._told_otherwise(checked)
             return odd | self._of_other_sizes([node for node in checked if node not in odd])
         return {}
+
+    def _far_plans(self, nodes: Collection[int]) -> dict[int, str]:
+        """Those beside whose counts another client's part would vanish, or whose own would. That client would refuse the sum, rightly.
+
+        Of the largest and the smallest count, that which is farther from the median is the odd one.
+        """
+        odd: dict[int, str] = {}
+        for name in ("samples", "passes"):
+            counts = {node: count for node in nodes if node not in odd and (count := getattr(self.plans[node], name)) > 0}
+            while len(counts) > 1 and 2 * max(counts.values()) > self.levels * min(counts.values()):
+                middle = median(counts.values())
+                node = max(counts, key=lambda node: max(counts[node] / middle, middle / counts[node]))
+                odd[node] = f"plan/{name}: {counts.pop(node)} and the others' are too far apart for one sum of {self.levels} levels"
+        return odd
+
+    def _told_otherwise_before(self, nodes: Collection[int]) -> dict[int, str]:
+        """Those that keep a state which another instruction has made; what the others were told is told to all."""
+        self.history, at_odds = put_together({node: self.told[node] for node in sorted(nodes)})
+        why = "expected what most clients were told in round {}, but this one was told something else, and keeps what came of it"
+        return {node: f"told/{TOLD_IN}: {why.format(round)}" for node, round in at_odds.items()}
 
     def _told_otherwise(self, nodes: Collection[int]) -> dict[int, str]:
         """Those whose masks do not cancel with the others', since they are bound to another instruction; all where most do not agree."""

@@ -47,7 +47,7 @@ def test_without_a_file_or_a_line_everything_is_allowed(tmp_path: Path) -> None:
 
 def test_the_template_s_lines_can_be_set(tmp_path: Path) -> None:
     text = "".join(line.removeprefix("#") + "\n" for line in TEMPLATE.splitlines() if not line.startswith("# "))
-    assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "installed", 8.0, 8, 40)
+    assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "installed", 8.0, 8, 40, 0)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,7 @@ def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
         ("min-samples", "cannot be read"),
         ("max-evaluations = -1", "max-evaluations must be a whole number, 0 for none"),
         ("max-evaluations = true", "max-evaluations must be a whole number"),
+        ("max-unknown-rounds = -1", "max-unknown-rounds must be a whole number, 0 for none"),
     ],
 )
 def test_a_policy_that_is_wrong_is_no_policy(tmp_path: Path, text: str, words: str) -> None:
@@ -138,6 +139,7 @@ def test_a_policy_that_is_wrong_is_no_policy(tmp_path: Path, text: str, words: s
         ("max-evaluations = 0", {}, {"max-evaluations": 0}),
         ("max-evaluations = 5", {"max-evaluations": 3}, {"max-evaluations": 3}),
         ("max-evaluations = 5", {"max-evaluations": 8}, {"max-evaluations": 5}),
+        ("max-unknown-rounds = 2", {"max-unknown-rounds": 0}, {"max-unknown-rounds": 0}),
     ],
 )
 def test_the_app_s_gate_gets_the_stricter_of_policy_and_node_config(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fl_bn.claims import FAR
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Quantity, Refused, Request
 from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc.wire import decode_request, encode_request
@@ -118,6 +119,8 @@ def unusable(request: Request, got: list[Any], believing: bool) -> str:
         return f"it got {got}"
     if not bool(answer.values.isfinite().all()):
         return "an answer is not finite"
+    if believing and isinstance(request, Local) and answer.count > (CLIENTS + FAR * 6) * request.count:  # of 6 samples, in one batch
+        return f"a count of {answer.count}"
     if isinstance(request, Local) and request.key.quantity is Quantity.GRADIENTS:
         most = max(float(theirs.values.abs().max()) for own in requests().values() for theirs in own if isinstance(theirs, Local))
         if float(answer.values.abs().max()) > STEEP * max(1.0, most):

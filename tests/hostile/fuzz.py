@@ -4,9 +4,10 @@
 
 A mutation is one case of one target: a *server* in whole rounds of every method, of which one client lies in one message or more; the same
 in *secure* rounds; an exchange's *session*, whose liar sends changed bytes, or requests in any order and number; a *meeting*, where the
-others train on meanwhile; a *client* of a server that lies; a *two-faced* server of SecAgg+, which tells one client something else; and
-an *own app*, with a strategy of one's own. Honest messages are recorded from real runs (``recorded``). They are changed record by record
-(``mutations``), and where they lie as bytes: protobuf, JSON (``protobuf``) and NumPy's heads (``npy``). ``outcomes`` has what must hold.
+others train on meanwhile; a *client* of a server that lies; a *two-faced* server of SecAgg+, which tells one client something else, now or
+in an *earlier* round; an *own app*, with a strategy of one's own; and *claims*, whose counts, samples, steps and weights are many times the
+true ones. Honest messages are recorded from real runs (``recorded``). They are changed record by record (``mutations``), and where they lie
+as bytes: protobuf, JSON (``protobuf``) and NumPy's heads (``npy``). ``outcomes`` has what must hold.
 
 A sequence is one run of a state machine of hypothesis: clients of an exchange, of which one does anything (``exchange_machine``), and
 clients of SecAgg+ whose server asks anything (``secure_machine``). What breaks is shrunk to the shortest sequence.
@@ -32,6 +33,7 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from tests.hostile.claim_lies import SCENARIOS_OF, boast
 from tests.hostile.exchange_lies import lie_in_a_round, lie_to_session, requests
 from tests.hostile.exchange_machine import Exchange
 from tests.hostile.lies import lie_to_client, lie_to_server
@@ -39,7 +41,7 @@ from tests.hostile.mutations import Rng, pick
 from tests.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, SAME, Outcome, honest, listening
 from tests.hostile.own_app_lies import METHODS_OF, lie_to_own_app
 from tests.hostile.recorded import CANNED, MEETINGS, SCENARIOS, SECURE, recorded
-from tests.hostile.secure_lies import two_faced
+from tests.hostile.secure_lies import KEEPING, two_faced, two_faced_before
 from tests.hostile.secure_machine import Clients
 
 LONGEST = 60  # seconds of one case, after which it hangs
@@ -55,7 +57,9 @@ TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # how, of which scenari
     "meeting": (lie_in_a_round, MEETINGS, 0.01),
     "secure": (lie_to_server, SECURE, 0.0015),
     "two-faced": (two_faced, SECURE, 0.0015),
-    "own app": (lie_to_own_app, METHODS_OF, 0.05),
+    "own app": (lie_to_own_app, METHODS_OF, 0.04),
+    "claims": (boast, SCENARIOS_OF, 0.01),
+    "earlier": (two_faced_before, KEEPING, 0.001),
 }
 
 

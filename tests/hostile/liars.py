@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
@@ -79,10 +80,12 @@ def lied(
     rounds: int = 2,
     settings: LocalTraining = TWO_STEPS,
     policy: dict[str, Any] | None = None,
+    chosen: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Run:
-    """A run of ``rounds`` rounds of method ``name``, in which client ``LIAR`` lies. It may start without the liar."""
-    clients, method = clients or people(), METHODS[name]()
+    """A run of ``rounds`` rounds of method ``name`` with its options ``chosen``, in which client ``LIAR`` lies. It may start without the
+    liar."""
+    clients, method = clients or people(), METHODS[name](**chosen)
     grid = LyingGrid(client_app(method, clients, settings), len(clients), spoil)
     rules = {"at_start": len(clients) - 1, **(policy or {})}
     return run(method, clients, rounds, settings=settings, grid=grid, policy=rules, **options)

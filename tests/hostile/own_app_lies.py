@@ -60,6 +60,8 @@ def lie_to_own_app(name: str, rng: Rng) -> tuple[str, Outcome]:
     others = [c for c in records[-1].clients if c.client != node - 1 and c.refused]
     if others or not records[-1].aggregated:
         return liar.what, Outcome(BROKEN, f"client {others[0].client} paid: {others[0].refused}" if others else "nothing changed")
+    if len(records[-1].accepted) < CLIENTS - 1:
+        return liar.what, Outcome(BROKEN, f"only {[c.client for c in records[-1].accepted]} took part")
     for key, value in (result.evaluate_metrics_clientapp.get(1) or {}).items():
         if not key.isprintable() or not isinstance(value, int | float) or not math.isfinite(value):
             return liar.what, Outcome(BROKEN, f"an evaluation was believed: {key[:80]!r}: {value}")

@@ -75,6 +75,8 @@ SCENARIOS: dict[str, Scenario] = {
     "hbn secure": Scenario("hbn", secure=True),
     "fedavg secure": Scenario("fedavg", secure=True),
     "gn secure": Scenario("gn", secure=True),
+    "fedbn secure": Scenario("fedbn", secure=True),
+    "silobn secure": Scenario("silobn", secure=True),
     "fedtan meeting": Scenario("fedtan", policy={"exchange": MEETING, "at_clients": True}, meets=True),
     "fedtan2 meeting": Scenario("fedtan2", policy={"exchange": MEETING, "at_clients": True}, meets=True),
     "fedtan meeting robust": Scenario("fedtan", robust("median"), policy={"exchange": MEETING}, meets=True),
@@ -195,8 +197,8 @@ class Served(NamedTuple):
     tensors: dict[str, Any]
 
 
-def served(name: str, grid: Grid) -> Served:
-    """A server of its own, and one round of the scenario on ``grid``; it can start without one client."""
+def served(name: str, grid: Grid, rounds: int = 1) -> Served:
+    """A server of its own, and so many ``rounds`` of the scenario on ``grid``; it can start without one client."""
     scenario, records = SCENARIOS[name], list[RoundRecord]()
     settings = scenario.settings
     # recorded replies cannot answer an exchange layer by layer, whose session is a target of its own
@@ -211,5 +213,5 @@ def served(name: str, grid: Grid) -> Served:
         defence=scenario.defence,
         secure=SecureAggregation() if scenario.secure else None,
     )
-    strategy.start(grid, num_rounds=1)
+    strategy.start(grid, num_rounds=rounds)
     return Served(strategy, records[-1], to_numpy(strategy.shared.tensors()))

@@ -35,8 +35,9 @@ class TwoFaced(LivingGrid):
     """The clients of nodes ``odd`` are told another value of ``field``. ``told``: whether any was, in the sum that is being made; ``ever``:
     in any sum; ``mixed``: the clients of sums that hold those who were told one thing and those who were told another."""
 
-    def __init__(self, name: str, odd: set[int], field: str, value: Any) -> None:
+    def __init__(self, name: str, odd: set[int], field: str, value: Any, only: int = 0) -> None:
         super().__init__(app_of(SCENARIOS[name]), Liar())
+        self.only = only  # the round in which something else is told; 0: each
         self.odd, self.field, self.value = odd, field, value
         self.told = self.ever = False
         self.mixed = list[list[int]]()
@@ -57,7 +58,8 @@ class TwoFaced(LivingGrid):
             yield
 
     def _answer(self, message: Message) -> Message:
-        if message.metadata.dst_node_id in self.odd and what(message).startswith("train"):
+        tells = message.metadata.dst_node_id in self.odd and what(message).startswith("train")
+        if tells and self.only in (0, message.content.config_records["header"]["round"]):
             message.content = cloned(message.content)
             self.tell(message.content)
         return super()._answer(message)
@@ -95,6 +97,43 @@ def two_faced(name: str, rng: Rng) -> tuple[str, Outcome]:
             return said_to, Outcome(BROKEN, f"the server ended: {error!r}")
     if grid.mixed:
         return said_to, Outcome(BROKEN, f"a sum of clients {grid.mixed[0]}, who were told different things")
+    if not grid.ever:
+        return said_to, Outcome(SAME, "")
+    if not ran.record.aggregated:
+        return said_to, Outcome(GIVEN_UP, said.lines[-1] if said.lines else "")
+    return said_to, Outcome(REFUSED, said.lines[0] if said.lines else "")
+
+
+KEEPING = ["fedbn secure", "silobn secure", "hbn secure"]
+SHAPES = ["learning-rate", ARRAYS]  # what makes a state another one
+
+
+def two_faced_before(name: str, rng: Rng) -> tuple[str, Outcome]:
+    """One client, or all others, are told something else in round 1, and all the same in round 2, whose sum holds clients of one kind."""
+    victim = LIAR + 1
+    odd = {victim} if rng.integers(2) else set(range(1, CLIENTS + 1)) - {victim}
+    field = pick(rng, SHAPES)
+    value = pick(rng, TOLD[field][1]) if field in TOLD else anything_sent(name, rng)
+    grid = TwoFaced(name, odd, field, value, only=1)
+    said_to = f"{'one client was' if len(odd) == 1 else 'all but one were'} told {field} {value} in round 1"
+    together: list[list[int]] = []
+
+    def sum(*of: Any, **options: Any) -> Sum:
+        total = secure_sum(*of, **options)
+        nodes = {part.client.node for part in total.parts}
+        if grid.ever and nodes & odd and nodes - odd:
+            together.append(sorted(nodes))
+        return total
+
+    with listening() as said, np.errstate(all="ignore"), mock.patch.object(secure_rounds, "secure_sum", sum):
+        try:
+            ran = served(name, grid, rounds=2)
+        except RunFailed as error:
+            return said_to, Outcome(GIVEN_UP, str(error))
+        except Exception as error:  # whatever it is: the server must live
+            return said_to, Outcome(BROKEN, f"the server ended: {error!r}")
+    if together:
+        return said_to, Outcome(BROKEN, f"a sum of nodes {together[0]}, who were told different things in round 1")
     if not grid.ever:
         return said_to, Outcome(SAME, "")
     if not ran.record.aggregated:

@@ -10,15 +10,16 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.exchange.session import Session
-from fl_bn.federation import schema
-from fl_bn.flower import InProcessGrid, RunFailed, secure_client
+from fl_bn.federation import report_claims, schema, server
+from fl_bn.flower import InProcessGrid, RunFailed, secure_client, secure_stages
+from tests.hostile.claim_lies import boast
 from tests.hostile.exchange_lies import lie_to_session
 from tests.hostile.fuzz import fuzz, run_machine, sequences, table
 from tests.hostile.liars import LIAR, lied, sets
 from tests.hostile.lies import lie_to_server, rendezvous
 from tests.hostile.outcomes import BROKEN, REFUSED, Outcome, honest, judged, listening
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
-from tests.hostile.secure_lies import two_faced
+from tests.hostile.secure_lies import two_faced, two_faced_before
 from tests.hostile.secure_machine import Clients
 
 MEMORY = 300.0  # MB: the largest mutated payload has some 4, and the liar is in this process, too
@@ -136,3 +137,20 @@ def test_a_client_names_the_field_that_an_exchange_lacks(carrier: str) -> None:
     with listening():
         (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
     assert answer.error.reason == f"WireError: config/exchange-token: expected one beside exchange='{carrier}', but it is missing"
+
+
+def test_control_counts_and_weights_of_any_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no claim is compared and no number bounded, a boast is believed."""
+    monkeypatch.setattr(report_claims, "most_believed", lambda claims: float("inf"))
+    monkeypatch.setattr(server, "bounds_of", lambda sent, rate: {})
+    outcomes = [boast(name, np.random.default_rng([1, i]))[1] for i in range(20) for name in ("fbn", "gn")]
+    broken = [outcome.why for outcome in outcomes if outcome.kind == BROKEN]
+    assert any("it was believed: " in why for why in broken)
+    assert any("a number of the model is " in why for why in broken)
+
+
+def test_control_a_sum_of_clients_that_were_told_different_things_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secure_client, "problem", lambda *of: "")
+    monkeypatch.setattr(secure_stages, "put_together", lambda histories: ({}, {}))
+    outcomes = [two_faced_before("fedbn secure", np.random.default_rng([1, i]))[1] for i in range(3)]
+    assert any("who were told different things in round 1" in outcome.why for outcome in outcomes)

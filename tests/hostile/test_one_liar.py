@@ -92,6 +92,11 @@ SECURE: dict[str, tuple[Spoil, str]] = {
     "pk1 of 10 MB": (sets("train setup", "secaggplus_configs", pk1=b"k" * 10_000_000), "secaggplus_configs/pk1: "),
     "plan of text": (sets("train setup", "plan", samples=2.5), "plan/samples: "),
     "no plan": (lacks("train setup", "plan"), "plan: "),
+    "hashes of a round to come": (
+        sets("train setup", "told", **{"secagg-rounds": [2], "secagg-told": b"x" * 32}),
+        "told/secagg-rounds: expected rounds 1..1, but got [2]",
+    ),
+    "hashes of no round": (sets("train setup", "told", **{"secagg-told": b"x" * 32}), "told/secagg-told: "),
     "share-keys without dsts": (sets("train share_keys", "secaggplus_configs", dsts=None), "secaggplus_configs/dsts: "),
     "dsts of text": (sets("train share_keys", "secaggplus_configs", dsts=["a", "b"]), "secaggplus_configs/dsts: "),
     "dsts of a stranger": (sets("train share_keys", "secaggplus_configs", dsts=[1, 3, 4, 999]), "secaggplus_configs/dsts: "),
@@ -263,3 +268,25 @@ def test_weights_that_overflow_in_the_server_s_step_are_never_stored(optimizer: 
     ran = lied(spoil, "gn", people(3), rounds=4, optimizer=server_optimizer(optimizer, 20.0))
     assert all(record.aggregated for record in ran.records)
     assert all(np.isfinite(array).all() for array in ran.trajectory[4].values())
+
+
+@pytest.mark.parametrize("passes", [6, 2**50])
+def test_counts_beside_which_the_others_vanish_cost_their_sender_its_part(passes: int) -> None:
+    """It introduces itself with as many. Before, all the others refused the sum in every round, since it would not have held them."""
+
+    def boast(message: Message, asked: str, content: RecordDict) -> None:
+        sets("query.hello", "hello", samples=2**50)(message, asked, content)
+        sets("train setup", "plan", samples=2**50, passes=passes)(message, asked, content)
+
+    for record in lied(boast, "fbn", secure=SecureAggregation()).records:
+        assert record.aggregated
+        assert [c.client for c in record.accepted] == [0, 2, 3, 4]
+        assert "too far apart for one sum" in record.clients[LIAR].refused
+
+
+@pytest.mark.parametrize("name", ["fbn", "hbn"])
+def test_moments_of_one_batch_or_pass_weigh_no_more_than_its_samples(name: str) -> None:
+    """Before, they could weigh as much as those of all local steps."""
+    for record in lied(sets("train setup", "plan", passes=7), name, secure=SecureAggregation()).records:
+        assert record.aggregated
+        assert record.clients[LIAR].refused == "plan/passes: expected at most 6 samples in each of 1 batches, but got 7"

@@ -94,7 +94,7 @@ def taken(
     order: Sequence[Reply], planned: Sequence[float] = SIZES, absent: Sequence[int] = (), waits: Sequence[int] = ()
 ) -> dict[str, Tensor]:
     """The average of replies that came in this order, of those that are not ``absent``."""
-    intake = Intake(dict(enumerate(planned)), lambda reply: float(reply.weight), lambda reply: reply.client in waits)
+    intake = Intake(dict(enumerate(planned)), lambda reply: float(reply.weight), lambda reply, others: reply.client in waits)
     for reply in order:
         if reply.client in absent:
             intake.leave_out(reply.client)
@@ -136,7 +136,7 @@ def test_without_a_client_the_average_is_rounded_once_more_and_not_with_the_orde
 
 def test_a_retry_finds_the_sum_as_it_was() -> None:
     parts = parts_of(100)
-    intake = Intake(dict(enumerate(SIZES)), lambda reply: float(reply.weight), lambda reply: reply.client == 2)
+    intake = Intake(dict(enumerate(SIZES)), lambda reply: float(reply.weight), lambda reply, others: reply.client == 2)
     for reply in replies(parts):
         intake.take(reply)
     came, folded = intake.end()

@@ -1,0 +1,94 @@
+"""Replies of the right form whose numbers say too much: counts, samples and steps that go together, and weights of any size."""
+
+from __future__ import annotations
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.common import Array
+
+from fl_bn.claims import FAR
+from fl_bn.federation.bounds import WIDEST
+from fl_bn.flower import RunFailed
+from tests.hostile.liars import LIAR
+from tests.hostile.mutations import Rng, pick, plain, replace_record
+from tests.hostile.outcomes import BROKEN, Outcome, honest, judged, largest, listening
+from tests.hostile.recorded import CLIENTS, Liar, PlayingGrid, recorded, served
+
+TIMES = [0.5, 2, 8, 60, 70, 1e3, 1e6, 2.0**40, 2.0**53]
+CLAIMS = ("samples", "batch", "measured", "steps")
+SCENARIOS_OF = ["fbn", "hbn", "fedavg", "fedbn", "gn", "fbn gradients", "fbn maintained", "fedavg scaffold"]
+
+
+class Boasts(Liar):
+    """Its counts are so many times the true ones, some of its numbers too, and a section's values."""
+
+    def __init__(self, rng: Rng) -> None:
+        self.rng, self.what, self.reply = rng, "", RecordDict()
+
+    def answer(self, message: Message, turn: int, asked: str, content: RecordDict) -> Message:
+        if asked != "train":
+            return Message(content, reply_to=message)
+        rng, times, told = self.rng, float(pick(self.rng, TIMES)), dict(content.metric_records["metrics"])
+        if "moments" in content.array_records and rng.integers(3):
+            self.what += f"counts * {times:g} "
+            self.change(content, "moments", times, "count")
+        for name in CLAIMS:
+            if name in told and rng.integers(3) == 0:
+                self.what += f"{name} * {times:g} "
+                told[name] = int(min(told[name] * times, 2**53))  # type: ignore[operator]
+        if rng.integers(3) == 0:
+            section = pick(rng, [section for section in content.array_records if section not in ("moments", "statistics")] or ["moments"])
+            self.what += f"{section} * {times:g} "
+            self.change(content, section, times, "")
+        replace_record(content, "metrics", told, False)
+        self.reply = content
+        return Message(content, reply_to=message)
+
+    def change(self, content: RecordDict, section: str, times: float, ending: str) -> None:
+        new = dict[str, Array]()
+        for name, array in content.array_records[section].items():
+            values = plain(array)
+            if name.endswith(ending) and (ending or values.dtype.kind == "f"):
+                big = np.minimum(values.astype(np.float64) * times, 2.0**53 if ending else 1e38)
+                values = big.astype(values.dtype)
+            new[name] = Array(values)
+        content[section] = ArrayRecord(new)
+
+
+def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
+    """A reply that is believed weighs no more than its samples and the largest inputs allow, and leaves a model of a moderate size."""
+    liar = Boasts(rng)
+    with listening() as said:
+        try:
+            ran = served(name, PlayingGrid(recorded(name), liar))
+        except RunFailed as error:
+            return liar.what, Outcome(BROKEN, f"the run of one round ended: {error}")
+        except Exception as error:  # whatever it is: the server must live
+            return liar.what, Outcome(BROKEN, f"the server ended: {error!r}")
+    outcome = judged(name, ran, said.lines)
+    believed = any(client.client == LIAR for client in ran.record.accepted)
+    if believed and (problem := _too_much(liar.reply)):
+        return liar.what, Outcome(BROKEN, f"it was believed: {problem}")
+    if largest(ran.tensors) > WIDEST * max(1.0, largest(honest(name).tensors)):
+        return liar.what, Outcome(BROKEN, f"a number of the model is {largest(ran.tensors):.3g}")
+    return liar.what, outcome
+
+
+def _too_much(reply: RecordDict) -> str:
+    """What no client of 6 samples, whose inputs are at most ``FAR`` times the others', could have counted; empty: nothing."""
+    counts = {name: plain(a) for name, a in reply.array_records.get("moments", ArrayRecord()).items() if name.endswith("count")}
+    for name, honest_count in _counts(honest_reply=recorded("fbn").canned).items():
+        if name in counts and float(counts[name].max(initial=0)) > FAR * honest_count:
+            return f"{name} of {counts[name]}"
+    told: MetricRecord = reply.metric_records["metrics"]
+    return f"{dict(told)}" if any(float(told.get(name, 0)) > 6 for name in CLAIMS[:3]) else ""  # type: ignore[arg-type]
+
+
+def _counts(honest_reply: dict[tuple[int, int], tuple[str, RecordDict]]) -> dict[str, float]:
+    """By tensor, the count of 6 samples: those of FBN's first batch, times 6 over its samples."""
+    for (node, _), (asked, content) in honest_reply.items():
+        if node == CLIENTS and asked == "train":
+            batch = float(content.metric_records["metrics"]["batch"])  # type: ignore[arg-type]
+            arrays = content.array_records["moments"]
+            return {name: float(plain(a)[0]) * 6 / batch for name, a in arrays.items() if name.endswith("count")}
+    raise LookupError("no reply was recorded")

@@ -1,0 +1,211 @@
+"""A server that told the others something else in an earlier round, so that what they keep makes their updates vanish: it gets nothing.
+
+In round 1 all but one client get BatchNorm layers under which their networks are dead, and keep them (FedBN). That sum is lost. From round
+2 on everybody is told the same. The server is as in ``test_lying_set_up``, and says of round 1 whatever serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Message
+
+from fl_bn.federation.values import Kept
+from fl_bn.flower import secure_client, secure_rounds, secure_stages
+from fl_bn.flower.codec import to_record
+from fl_bn.flower.messages import ROUNDS_TOLD, TOLD_IN
+from fl_bn.flower.told import History, history_of, problem, put_together, telling, to_write
+from fl_bn.methods import METHODS
+from fl_bn.secure.settings import SecureAggregation
+from tests.hostile.liars import people, what
+from tests.hostile.test_lying_set_up import COLLECT, NODES, OTHERS, VICTIM, is_noise, spying
+from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
+
+FEDBN = METHODS["fedbn"]()
+LAYERS = {"1": 4, "5": 6}
+DEAD = {
+    f"{layer}.{key}": np.full(channels, value, np.float32)
+    for layer, channels in LAYERS.items()
+    for key, value in {"weight": 0.0, "bias": -10.0, "running_mean": 0.0, "running_var": 1.0}.items()
+}
+COUNTERS = {f"{layer}.num_batches_tracked": np.array(0) for layer in LAYERS}
+FEW = 10  # numbers of an evaluation's vector
+Says = Callable[[int, dict[int, History]], History]
+"""What the server says of earlier rounds to a node, by what the nodes say."""
+
+
+class Earlier(WatchedGrid):
+    """In round 1 the nodes ``told`` are sent dead BatchNorm layers to begin with; then each node hears ``says`` of the rounds before."""
+
+    def __init__(self, told: tuple[int, ...], says: Says | None = None, seen: dict[str, Any] | None = None) -> None:
+        super().__init__(client_app(FEDBN, people(), TWO_STEPS), len(people()))
+        self.told, self.says, self.seen = told, says, seen or {}
+
+    def _answer(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        if what(message) == COLLECT:
+            if message.content.config_records["header"]["round"] == 1 and node in self.told:
+                message.content["start"] = to_record(DEAD | COUNTERS)
+            config = dict(message.content.config_records["config"])
+            if self.says is not None and ROUNDS_TOLD in config:
+                history = self.says(node, self.seen["told"])
+                config |= {ROUNDS_TOLD: list(history), TOLD_IN: b"".join(history.values())}
+                message.content["config"] = ConfigRecord({k: v for k, v in config.items() if history or k not in (ROUNDS_TOLD, TOLD_IN)})
+        return super()._answer(message)
+
+
+def lying(patched: pytest.MonkeyPatch) -> dict[str, Any]:
+    """As ``spying``; the sum of round 1 is given up, and nobody is refused for what they were told then."""
+    seen = spying(patched) | {"told": {}}
+
+    def whole(self: Any, shapes: Any) -> Callable[[np.ndarray], bool]:
+        def keep(mean: np.ndarray) -> bool:
+            seen["mean"] = mean if len(mean) > FEW else seen["mean"]
+            return bool(self.server.record.round > 1)
+
+        return keep
+
+    def at_odds(self: Any, nodes: Any) -> dict[int, str]:
+        seen["told"] = {node: self.told[node] for node in nodes}
+        self.history = next((history for history in seen["told"].values() if history), {})
+        return {}
+
+    patched.setattr(secure_rounds.SecureRounds, "_unmasked", whole)
+    patched.setattr(secure_stages.Stages, "_told_otherwise_before", at_odds)
+    return seen
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return lying(monkeypatch)
+
+
+def ran(grid: Earlier, rounds: int = 2) -> Any:
+    return run(FEDBN, people(), rounds, grid=grid, secure=SecureAggregation(), may_fail=True, policy={"max_failed": 3})
+
+
+def vectors_of_round_2(seen: dict[str, Any]) -> list[np.ndarray]:
+    return [vector for vector in seen["plain"] if len(vector) > FEW][5:]
+
+
+@pytest.fixture(scope="module")
+def control() -> float:
+    """The distance of a sum whose masks have nothing to do with each other, to the victim's vector."""
+    fresh = iter(range(1, 100))
+    with pytest.MonkeyPatch.context() as patched:
+        seen = lying(patched)
+        patched.setattr(secure_client, "instruction_digest", lambda *told: next(fresh).to_bytes(32, "big"))
+        ran(Earlier(()))
+        return float(np.linalg.norm(len(NODES) * seen["mean"] - vectors_of_round_2(seen)[VICTIM - 1]))
+
+
+def others_history(node: int, told: dict[int, History]) -> History:
+    return told[OTHERS[0]]
+
+
+def victims_history(node: int, told: dict[int, History]) -> History:
+    return told[VICTIM]
+
+
+def own_history(node: int, told: dict[int, History]) -> History:
+    return told[node]
+
+
+def no_history(node: int, told: dict[int, History]) -> History:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("says", "refuse"), [(others_history, [VICTIM]), (victims_history, [*OTHERS]), (no_history, [*NODES])], ids=lambda case: str(case)[:24]
+)
+def test_whoever_was_told_something_else_than_the_server_says_of_round_1_sends_no_vector(
+    says: Says, refuse: list[int], seen: dict[str, Any]
+) -> None:
+    grid = Earlier(OTHERS, says, seen)
+    ran(grid)
+    refused = {m.metadata.src_node_id for m in grid.received if m.has_error() and "told something else in round 1" in str(m.error.reason)}
+    assert sorted(refused) == refuse
+    assert len(vectors_of_round_2(seen)) == 5 - len(refuse)
+
+
+def test_told_each_what_it_was_told_before_their_masks_do_not_cancel(control: float, seen: dict[str, Any]) -> None:
+    ran(Earlier(OTHERS, own_history, seen))
+    assert len(vectors_of_round_2(seen)) == 5
+    found = float(np.linalg.norm(len(NODES) * seen["mean"] - vectors_of_round_2(seen)[VICTIM - 1]))
+    assert is_noise(found, control, {"plain": vectors_of_round_2(seen)})
+
+
+def test_control_where_nobody_looks_back_the_sum_is_the_victim_s_vector(seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before: the masks of round 2 are bound to what is told in round 2. Only the last layer's bias learns at the others."""
+    monkeypatch.setattr(secure_client, "problem", lambda *of: "")
+    ran(Earlier(OTHERS, no_history, seen))
+    vectors, learns = vectors_of_round_2(seen), slice(None, -9)  # without the last bias, loss, flags and constants
+    shown, mine = len(NODES) * seen["mean"][learns], vectors[VICTIM - 1][learns]
+    assert np.linalg.norm(mine) > 0.01
+    assert np.linalg.norm(shown - mine) < 0.02 * np.linalg.norm(mine)
+
+
+@pytest.mark.parametrize(("limit", "part"), [(None, True), (1, True), (0, False)])
+def test_what_others_were_told_without_a_client_it_cannot_know_and_its_site_may_refuse(limit: int | None, part: bool) -> None:
+    grid = Earlier(())
+    if limit is not None:
+        grid._contexts[VICTIM].node_config["max-unknown-rounds"] = limit
+    done = run(FEDBN, people(), 2, grid=grid, secure=SecureAggregation(), policy={"joining": {VICTIM - 1: 2}})
+    assert [c.client + 1 for c in done.records[0].clients] == [*OTHERS]
+    assert (VICTIM - 1 in [c.client for c in done.records[1].accepted]) == part
+    said = "this site has max-unknown-rounds = 0, but the others keep what came of rounds [1] without it"
+    assert any(said in str(m.error.reason) for m in grid.received if m.has_error()) != part
+
+
+def test_an_honest_server_leaves_out_by_name_who_was_told_something_else() -> None:
+    done = ran(Earlier((VICTIM,)), 3)
+    assert done.records[0].clients[VICTIM - 1].refused  # its masks of round 1 cancelled with nobody's
+    for record in done.records[1:]:
+        assert record.aggregated
+        assert [c.client + 1 for c in record.accepted] == [*OTHERS]
+        assert "expected what most clients were told in round 1" in record.clients[VICTIM - 1].refused
+
+
+@pytest.mark.parametrize("name", ["fedbn", "silobn", "hbn"])
+def test_control_honest_clients_of_other_rounds_are_all_in_the_sum(name: str) -> None:
+    """Half of them take part in a round, so that their histories differ rightly."""
+    people_of = people(8)
+    done = run(METHODS[name](), people_of, 6, secure=SecureAggregation(), policy={"fraction": 0.5})
+    cohorts = {tuple(c.client for c in record.clients) for record in done.records}
+    assert len(cohorts) > 3
+    assert all(record.aggregated and not any(c.refused for c in record.clients) for record in done.records)
+
+
+def test_a_state_that_came_about_in_the_clear_has_no_part_in_a_sum() -> None:
+    """The history goes with the state. A round in the clear ends it, and no server can make one up."""
+    local, none = {"local": {"1.weight": torch.ones(4)}}, Kept()
+    assert to_write(Kept(1, local), none, 1) == local  # outside a sum
+    assert problem(Kept(1, local), {}) == problem(Kept(1, local), {1: bytes(32)}) != ""
+    with telling(b"a" * 32):
+        first = to_write(Kept(1, local), none, 1)
+    assert first is not None
+    assert history_of(Kept(1, first)) == {1: b"a" * 32}
+    assert problem(Kept(1, first), {1: b"a" * 32}) == ""
+    assert to_write(Kept(2, local), Kept(1, first), 2) == local
+    assert problem(none, {}) == problem(none, {1: bytes(32)}) == ""
+
+
+def test_where_as_many_say_one_thing_as_another_both_are_left_out() -> None:
+    a, b = bytes(32), b"b" * 32
+    assert put_together({1: {1: a}, 2: {1: a}, 3: {1: b}, 4: {}}) == ({1: a}, {3: 1})
+    assert put_together({1: {1: a, 2: a}, 3: {1: b, 2: a}, 4: {2: a}}) == ({2: a}, {1: 1, 3: 1})
+    assert put_together({1: {1: a}, 2: {2: b}}) == ({1: a, 2: b}, {})
+
+
+def test_a_round_whose_numbers_were_not_finite_is_in_the_history_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what a client says of earlier rounds would tell whether its data made the network overflow."""
+    grid = WatchedGrid(client_app(FEDBN, people(), TWO_STEPS), 5)
+    rates = {1: 0.1, 2: 1e30, 3: 0.1}
+    run(FEDBN, people(), 3, grid=grid, secure=SecureAggregation(), may_fail=True, policy={"rate": lambda round, rounds: rates[round]})
+    said = [m.content.config_records["told"][ROUNDS_TOLD] for m in grid.received if m.has_content() and "told" in m.content.config_records]
+    assert [1, 2] in said
+    assert all(rounds in ([1], [1, 2], [1, 2, 3]) for rounds in said)
