@@ -311,6 +311,7 @@ def partition_in_words(config: RunConfig) -> str:
         "similarity": f"similarity {config.partition_parameter:g}",
         "table": f"{config.partition_parameter:g} consecutive classes each",
         "domain": "one domain each",
+        "domain-dirichlet": f"one domain each, Dirichlet({config.partition_parameter:g}) within",
         "natural": "one group each",
     }[config.partition]
     return f"{kind}, equal sizes" if config.sizes == "equal" else kind
