@@ -186,7 +186,7 @@ def test_readme_s_table_has_what_was_run_and_names_what_was_not(experiment: Expe
     shutil.rmtree(folder / RESULTS)
     assert "Not run yet, or not testable here: X-1." in readme(text, gather(folder, [experiment]), "out")
     assert "None of 1 claims has been run so far." in readme(text, gather(folder, [experiment]), "out")
-    with pytest.raises(ConfigError, match="README needs the lines <!-- evidence --> and <!-- end -->"):
+    with pytest.raises(ConfigError, match="the page needs the lines <!-- evidence --> and <!-- end -->"):
         readme("nothing", [], "out")
 
 
