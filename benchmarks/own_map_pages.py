@@ -1,6 +1,6 @@
 """What the runs of the map say: the file of `fl-bn advise`, one heat map, and the tables of README and docs/methods/choosing.md.
 
-    python benchmarks/own_map_pages.py     # from benchmarks/results/map/cells.csv; seconds
+python benchmarks/own_map_pages.py     # from benchmarks/results/map/cells.csv; seconds
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _read(found: Sequence[Regime]) -> list[str]:
     said = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     said += " seed" if said == "1" else " seeds"
     return [
-        f"Measured on the bundled digits: {COMMON['rounds']} rounds, {said}, {len(methods)} methods, each at the best of three learning rates.",
+        f"Measured on the bundled digits: {COMMON['rounds']} rounds, {said}, {len(methods)} methods, each at the best of three learning "
+        "rates.",
         "The rates were chosen on validation samples of the clients, never on test data."
         + (f" Not run yet: {', '.join(missing)}." if missing else ""),
     ]
@@ -118,13 +119,16 @@ def _link(name: str, folder: str) -> str:
 def table(found: Sequence[Regime], lines: Mapping[Place, Line]) -> str:
     """Return every number: accuracy (standard deviation), rate; and what was not run."""
     said = [
-        "# The map", "",
-        f"Bundled digits, {COMMON['rounds']} rounds, ten clients, 5 local steps, batches of {COMMON['batch-size']}, unless the regime says otherwise. In each cell: test accuracy "
-        "after the last round (%, mean, and standard deviation over seeds); the learning rate, the best of three on validation samples. "
-        "*Separable*: the least difference that tells two methods apart (95 %, analysis of variance of methods and seeds; 10 points with one seed). Made by "
-        "`benchmarks/own_map.py` and `benchmarks/own_map_pages.py`.", "",
-        f"| regime | {' | '.join(METHODS)} | separable |", "|---|" + "---:|" * (len(METHODS) + 1),
-    ]  # fmt: skip
+        "# The map",
+        "",
+        f"Bundled digits, {COMMON['rounds']} rounds, ten clients, 5 local steps, batches of {COMMON['batch-size']}, unless the regime says "
+        "otherwise. In each cell: test accuracy after the last round (%, mean, and standard deviation over seeds); the learning rate, the "
+        "best of three on validation samples. *Separable*: the least difference that tells two methods apart (95 %, analysis of variance "
+        "of methods and seeds; 10 points with one seed). Made by `benchmarks/own_map.py` and `benchmarks/own_map_pages.py`.",
+        "",
+        f"| regime | {' | '.join(METHODS)} | separable |",
+        "|---|" + "---:|" * (len(METHODS) + 1),
+    ]
     for regime in found:
         values = " | ".join(_shown(regime, method) for method in METHODS)
         said.append(f"| {regime.name} | {values} | {regime.separable:.1f} |")

@@ -64,8 +64,8 @@ class Regime:
     def separable(self) -> float:
         """The least difference in points that tells two methods apart.
 
-        With 95 % confidence, from the analysis of variance of methods and seeds (Fisher's least significant difference), over the seeds that
-        all methods have. One seed says nothing of its spread: there ``ONE_SEED`` points.
+        With 95 % confidence, from the analysis of variance of methods and seeds (Fisher's least significant difference), over the seeds
+        that all methods have. One seed says nothing of its spread: there ``ONE_SEED`` points.
         """
         methods, seeds = self.methods, self.seeds
         freedom = (len(methods) - 1) * (len(seeds) - 1)

@@ -18,8 +18,11 @@ Rows = list[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Advice:
-    """What was found. ``candidates``: the methods worth trying, the best first; ``left_out``: method -> why it cannot run; ``rungs``: of the
-    pilot, none without one; ``metric``: of the pilot's runs, and ``final``: the chosen run's, NaN where there was none."""
+    """What was found.
+
+    ``candidates``: the methods worth trying, the best first; ``left_out``: method -> why it cannot run; ``rungs``: of the pilot, none
+    without one; ``metric``: of the pilot's runs; ``final``: the chosen run's value of it, NaN where there was none.
+    """
 
     title: str
     measured: Measured

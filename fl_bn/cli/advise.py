@@ -26,12 +26,20 @@ console = Console()
 
 
 def advise(
-    data: Annotated[str, typer.Argument(help="a folder, npz files, a data set's name, NAME:PATH, or package.module:function. Default: as the run config says")] = "",
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="a folder, npz files, a data set's name, NAME:PATH, or package.module:function. Default: as the run config says"
+        ),
+    ] = "",
     pilot: Annotated[
         bool, typer.Option("--pilot", help="try the candidates in short runs on validation samples, and go on with the best")
     ] = False,
     methods: Annotated[
-        str, typer.Option(help="candidates for --pilot, in the place of the map's, separated by commas; as for `compare`: fbn:learning-rate=0.01")
+        str,
+        typer.Option(
+            help="candidates for --pilot, in the place of the map's, separated by commas; as for `compare`: fbn:learning-rate=0.01"
+        ),
     ] = "",
     jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs of the pilot at a time, each in a process of its own")] = 1,
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/advise-<time>")] = "",

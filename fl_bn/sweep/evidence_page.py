@@ -12,7 +12,6 @@ from fl_bn.report.formats import to_markdown
 from fl_bn.report.marks import replaced
 from fl_bn.report.page import Answered, Compared, Statement, claim_page
 from fl_bn.report.pictures import Picture
-from fl_bn.run.config import ConfigError
 from fl_bn.sweep.claims import AGAINST, HELD, MISSING, NOT, OPEN, VARIANT, Outcome
 from fl_bn.sweep.evidence import Runs, Tested, gather
 from fl_bn.sweep.experiments import Experiment
