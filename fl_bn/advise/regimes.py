@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from scipy.stats import t
+from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from fl_bn.advise.measure import Measured
 
@@ -76,7 +76,7 @@ class Regime:
         by_method = {name: fmean(values[name, seed] for seed in seeds) for name in methods}
         by_seed = {seed: fmean(values[name, seed] for name in methods) for seed in seeds}
         left = sum((values[name, seed] - by_method[name] - by_seed[seed] + whole) ** 2 for name, seed in values)
-        return float(t.ppf(0.975, freedom)) * math.sqrt(2 * left / freedom / len(seeds))
+        return float(stdtrit(freedom, 0.975)) * math.sqrt(2 * left / freedom / len(seeds))
 
     def level(self, method: str) -> list[str]:
         """Return the methods that are not told apart from this one, itself first."""

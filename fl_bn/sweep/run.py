@@ -84,6 +84,7 @@ def check(cells: Sequence[Cell]) -> None:
         config = cell.config
         data = (config.dataset, config.data_path, config.image_size, config.shifts, config.samples_per_domain, config.hold_out)
         split = (*data, config.partition, config.partition_parameter, config.sizes, config.clients, config.byzantine, config.seed)
+        split = (*split, config.validation_share)
         model = (*data, config.model, config.model_stem, config.model_weights, config.method, config["groups"])
         try:
             for about, look in (
