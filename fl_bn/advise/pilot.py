@@ -14,7 +14,7 @@ from fl_bn.sweep.compare import Variant
 from fl_bn.task import Task
 
 TENTH = 10  # the first rung has this part of the rounds
-LEAST = 5  # rounds of a rung, where the run has so many
+LEAST = 10  # rounds of a rung, where the run has so many: in fewer, methods that start fast win
 SHARE = 0.2  # of every client's training samples: validation samples
 Score = Callable[[Sequence[str], int], Mapping[str, float]]
 

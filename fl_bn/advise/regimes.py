@@ -164,7 +164,9 @@ def verdict(regime: Regime) -> str:
     best = regime.level(regime.methods[0])
     if BASELINE in best:
         return "nothing is told apart from plain BatchNorm"
-    return f"{' and '.join(best)} told apart from plain BatchNorm" if len(best) > 1 else f"{best[0]} is ahead of all others"
+    if len(best) == 1:
+        return f"{best[0]} is ahead of all others"
+    return f"{', '.join(best)} are ahead of plain BatchNorm, and not told apart from each other"
 
 
 def _finite(value: Any) -> float:

@@ -80,7 +80,7 @@ def test_a_pilot_goes_on_with_the_best(tmp_path: Path) -> None:
     code, said = called(*arguments)
     assert code == 0, said
     found = json.loads((out / "advice.json").read_text())
-    assert [rung["rounds"] for rung in found["pilot"]] == [5, 6]
+    assert [rung["rounds"] for rung in found["pilot"]] == [6, 6]
     assert found["chosen"] in found["candidates"]
     assert (out / f"{found['chosen']}-seed0" / "model.safetensors").exists()
     before = {file: file.stat().st_mtime_ns for file in out.glob("**/rounds.jsonl")}
