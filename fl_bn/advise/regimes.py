@@ -166,7 +166,7 @@ def verdict(regime: Regime) -> str:
         return "nothing is told apart from plain BatchNorm"
     if len(best) == 1:
         return f"{best[0]} is ahead of all others"
-    return f"{', '.join(best)} are ahead of plain BatchNorm, and not told apart from each other"
+    return f"{best[0]} is ahead of plain BatchNorm, and not told apart from {', '.join(best[1:])}"
 
 
 def _finite(value: Any) -> float:

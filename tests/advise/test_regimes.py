@@ -48,6 +48,8 @@ def test_methods_that_are_not_told_apart_stand_together() -> None:
     assert verdict(even) == "nothing is told apart from plain BatchNorm"
     ahead = regime("r", {"fedavg": [80.0, 81.0, 80.5], "gn": [70.0, 71.0, 70.4], "fbn": [90.1, 90.9, 90.7]})
     assert verdict(ahead) == "fbn is ahead of all others"
+    two = regime("r", {"fedavg": [80.0, 81.0, 80.5], "hbn": [90.0, 90.6, 90.9], "fbn": [90.1, 90.9, 90.7]})
+    assert verdict(two) == "fbn is ahead of plain BatchNorm, and not told apart from hbn"
     assert "+10.1 points" in why(ahead, "fbn")
     assert "not told apart" not in why(ahead, "fbn")
     assert "not told apart" in why(even, "fbn")
