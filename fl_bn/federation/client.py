@@ -153,13 +153,18 @@ class LocalRound:
                 self.passes = TrainingPasses(parameters)
                 self._observing.enter_context(self.passes.watching())
                 self.passes.observed = self._observing.enter_context(observe(self.model, counts=self.passes.counts))
-            with self._exchange, centring(parameters, self.network.centred):
+            with self._exchange, centring(parameters, self.centred):
                 yield self
         finally:
             self._observing.close()
             self._objective.close()
             freeze_statistics(self.model, False)
         self._check_layers(layers, frozen)
+
+    @property
+    def centred(self) -> list[str]:
+        """Return the names of the weights whose gradients lose their mean over the inputs in this round."""
+        return self.network.centred if self.method.centres(self.phase) else []
 
     @property
     def freezes(self) -> bool:

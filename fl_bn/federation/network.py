@@ -73,8 +73,8 @@ class Network:
 
     @cached_property
     def centred(self) -> list[str]:
-        """Return the names of the weights whose gradients the method centres."""
-        return centred_weights(self.original) if self.method.centre else []
+        """Return the names of the weights whose gradients are centred, where the method centres any."""
+        return centred_weights(self.original)
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
         """See ``schema.instruction``."""

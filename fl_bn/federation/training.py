@@ -187,11 +187,12 @@ def alone(
     phase: Phase = Phase.TRAIN,
     kept: Kept = NOTHING,
     connect: Connect | None = None,
+    number: int = 0,
 ) -> LocalRound:
-    """A round of ``model`` by itself, from the tensors that it has."""
+    """Return the round ``number`` of ``model`` by itself, from the tensors that it has."""
     state, expected = model.state_dict(), schema.instruction(model, method, auxiliary(settings)).sections
     sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
-    return LocalRound(model, method, Instruction(0, phase, sections, learning_rate), kept, settings, connect)
+    return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), kept, settings, connect)
 
 
 def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATION) -> Callable[[], dict[str, Tensor]]:

@@ -210,7 +210,7 @@ def train_together(
             opened.enter_context(round.open())
         order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # who is done leaves from the end
         training = _Training([rounds[place] for place in order], [batches[place] for place in order], task, optimizer, scheduler, device)
-        opened.enter_context(centring(training.trained, rounds[0].network.centred, stacked=True))
+        opened.enter_context(centring(training.trained, rounds[0].centred, stacked=True))
         for _ in range(len(batches[order[0]])):
             training.step()
         losses = training.total.tolist()

@@ -288,8 +288,8 @@ def _exchanging(schedule: str, share_gradients: bool) -> Method:
 @takes(FedTAN2Options)
 def fedtan2(options: FedTAN2Options) -> Method:
     """FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen, at ``frozen_rate`` of the learning rate."""
-    rate = FROZEN_RATE if options.frozen_rate is None else options.frozen_rate
-    return replace(freeze(fedtan(options.schedule), options.freeze_after, rate=rate), name="fedtan2")
+    method = freeze(fedtan(options.schedule), options.freeze_after, rate=options.frozen_rate, unbounded_rate=FROZEN_RATE)
+    return replace(method, name="fedtan2")
 
 
 @takes(FedTANOptions)

@@ -122,9 +122,10 @@ class Method:
     measured before round 1; ``constant``: it normalises with nothing else (FBN). ``needs_running``: torch's BatchNorm will not do without
     running statistics. ``frozen``: what does not change in frozen rounds. ``frozen_rate``: the share of the learning rate that rounds with
     frozen statistics run at, at most (``learning_rate``). ``scale``: the deviation of every BatchNorm layer's input that training starts
-    with, where it starts with shared statistics (``federation.unit_scale``); ``bounded_scale``: another one, where the loop bounds how far
-    a client may move the weights in a round (``bounded``). ``centre``: gradients of weights lose their mean over the inputs
-    (``federation.centring``). ``adversary``: clients that lie, in experiments.
+    with, where it starts with shared statistics (``federation.unit_scale``). ``bounded_scale``, ``bounded_frozen_rate``: others, where the
+    loop bounds how far a client may move the weights in a round (``bounded``). ``centre``: gradients of weights lose their mean over the
+    inputs (``federation.centring``) in every round, or in none; None: in rounds with frozen statistics. ``adversary``: clients that lie, in
+    experiments.
     """
 
     name: str
@@ -143,7 +144,8 @@ class Method:
     frozen_rate: float = 1.0
     scale: float = 1.0
     bounded_scale: float | None = None
-    centre: bool = False
+    bounded_frozen_rate: float | None = None
+    centre: bool | None = None
     adversary: Adversary | None = None
 
     def shares(self, role: Role) -> bool:
@@ -167,6 +169,10 @@ class Method:
     def freezes_statistics(self, phase: Phase) -> bool:
         """Whether the statistics do not change in this phase."""
         return phase is Phase.FROZEN and Role.STATISTIC in self.frozen
+
+    def centres(self, phase: Phase) -> bool:
+        """Tell whether gradients are centred in this phase."""
+        return self.freezes_statistics(phase) if self.centre is None else self.centre
 
     def learning_rate(self, schedule: Callable[[int, int], float], round: int, rounds: int) -> float:
         """Return the learning rate of ``round``: that of ``schedule``, but while the statistics are frozen at most ``frozen_rate`` times
@@ -196,8 +202,13 @@ class Method:
         return self.calibrate or self.starts_constant(rounds)
 
     def bounded(self) -> Method:
-        """Return the method for a loop that clips gradients where steps would lead too far. Without centring a smaller scale does harm."""
-        return self if self.bounded_scale is None or not self.centre else replace(self, scale=self.bounded_scale)
+        """Return the method for a loop that clips gradients where steps would lead too far.
+
+        Without centring a smaller scale does harm, and frozen rounds at the full rate end at chance.
+        """
+        scale = self.bounded_scale if self.bounded_scale is not None and self.centre else self.scale
+        share = self.bounded_frozen_rate if self.bounded_frozen_rate is not None and self.centres(Phase.FROZEN) else self.frozen_rate
+        return replace(self, scale=scale, frozen_rate=share)
 
     @property
     def personal(self) -> bool:
@@ -207,6 +218,8 @@ class Method:
 
 FROZEN_RATE = 0.1
 """FixBN's: the paper freezes when it divides the learning rate by ten (seed 000, section 4.3 and Table G)."""
+BOUNDED_FROZEN_RATE = 0.3
+"""Of every method, where gradients are centred and clipped. At 1 a constant rate with many local steps fell after the freeze."""
 
 
 def freeze(
@@ -214,6 +227,7 @@ def freeze(
     after: int | None = None,
     what: frozenset[Role] = frozenset({Role.STATISTIC}),
     rate: float | None = None,
+    unbounded_rate: float = FROZEN_RATE,
 ) -> Method:
     """``method`` for the first ``after`` rounds (default: half of them), then with its statistics frozen (FixBN, FedTAN-II).
 
@@ -221,23 +235,31 @@ def freeze(
     keep training, and nothing about statistics is reported. ``what``: FixBN's Table H freezes the affine parameters as well, or these
     alone, which then are in no optimiser.
 
-    With constants a network is no longer invariant to the scale of its weights, and frozen at a high learning rate it collapses. So rounds
-    with frozen statistics run at no more than the share ``rate`` (default: ``FROZEN_RATE``) of the learning rate before, see
-    ``Method.learning_rate``; with 1 the schedule holds.
+    With constants a network is no longer invariant to the scale of its weights, nor its gradient free of the mean of a layer's input, and
+    frozen at a high learning rate it collapses. So rounds with frozen statistics centre gradients (``federation.centring``), and run at no
+    more than the share ``rate`` of the learning rate before, see ``Method.learning_rate``; with 1 the schedule holds. Default:
+    ``BOUNDED_FROZEN_RATE`` where gradients are centred and clipped (``Method.bounded``), else ``unbounded_rate``.
 
     Raises:
         ValueError: ``what`` is nothing that freezes, ``after`` is negative, ``rate`` is not in (0, 1], or there are no statistics.
     """
-    rate = FROZEN_RATE if rate is None else rate
-    if not 0 < rate <= 1:
-        raise ValueError(f"the share of the learning rate in frozen rounds must be in (0, 1], but got {rate}")
+    share = unbounded_rate if rate is None else rate
+    if not 0 < share <= 1:
+        raise ValueError(f"the share of the learning rate in frozen rounds must be in (0, 1], but got {share}")
     if not what or not what <= {Role.STATISTIC, Role.AFFINE}:
         raise ValueError(f"what freezes must be the statistics, the affine parameters or both, but got {set(what)}")
     if after is not None and after < 0:
         raise ValueError(f"freeze after must be a round >= 0, but got {after}")
     if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is Report.NOTHING:
         raise ValueError(f"{method.name} knows no statistics in training, so there are none to freeze: leave out freeze after")
-    return replace(method, phase=partial(_freeze_phase, method.phase, after), needs_running=True, frozen=what, frozen_rate=rate)
+    return replace(
+        method,
+        phase=partial(_freeze_phase, method.phase, after),
+        needs_running=True,
+        frozen=what,
+        frozen_rate=share,
+        bounded_frozen_rate=BOUNDED_FROZEN_RATE if rate is None else None,
+    )
 
 
 def freeze_after() -> Any:
@@ -245,15 +267,15 @@ def freeze_after() -> Any:
     return option(None, "last round before the statistics freeze", ">= 0", key="freeze-after", unset=-1, otherwise="half of the rounds")
 
 
-def frozen_rate(default: float = FROZEN_RATE) -> Any:
-    """The option beside it: ``default`` is the method's own."""
+def frozen_rate(unbounded: float = FROZEN_RATE) -> Any:
+    """The option beside it: ``unbounded`` is the method's share where gradients are not clipped."""
     return option(
         None,
         "most that rounds with frozen statistics run at, as a share of the learning rate before; 1: the schedule alone decides",
         "(0, 1]",
         key="frozen-rate",
         unset=0.0,
-        otherwise=f"{default:g}",
+        otherwise=f"{BOUNDED_FROZEN_RATE:g} where gradients are clipped, else {unbounded:g}",
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fl_bn.extras import need
-from fl_bn.models.papers import abide_mlp, alexnet_bn, digits_cnn, fbn_cnn, lenet_cnn, lenet_cnn_bn, mnist_mlp
+from fl_bn.models.papers import abide_mlp, alexnet_bn, digits_cnn, fbn_cnn, fbn_cnn_small, lenet_cnn, lenet_cnn_bn, mnist_mlp
 from fl_bn.models.resnet20 import resnet20
 from fl_bn.models.segmentation import ENCODERS, PREFIX, deeplabv3plus, is_segmentation
 from fl_bn.models.small import alexnet_bn_small, digits_cnn_small, mlp, simple_cnn
@@ -28,6 +28,7 @@ MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "alexnet-bn": alexnet_bn,
     "alexnet-bn-small": alexnet_bn_small,
     "fbn-cnn": fbn_cnn,
+    "fbn-cnn-small": fbn_cnn_small,
     "lenet-cnn": lenet_cnn,
     "lenet-cnn-bn": lenet_cnn_bn,
     "mnist-mlp": mnist_mlp,

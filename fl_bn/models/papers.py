@@ -64,16 +64,26 @@ def fbn_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
     It ends in LogSoftmax, as the paper trains with the negative log-likelihood. Cross-entropy is the same loss here: log_softmax
     of log-probabilities is these log-probabilities.
     """
-    check_size("fbn-cnn", image_size, 4)
+    return _fbn("fbn-cnn", classes, channels, image_size, width=64)
+
+
+def fbn_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
+    """``fbn-cnn`` with a quarter of its channels and hidden units: 33,594 parameters at 16 pixels of RGB."""
+    return _fbn("fbn-cnn-small", classes, channels, image_size, width=16)
+
+
+def _fbn(name: str, classes: int, channels: int, image_size: int, width: int) -> nn.Module:
+    check_size(name, image_size, 4)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    for number, (before, after) in enumerate([(channels, 64), (64, 64), (64, 128), (128, 128)], 1):
+    for number, (before, after) in enumerate([(channels, width), (width, width), (width, 2 * width), (2 * width, 2 * width)], 1):
         layers[f"conv{number}"] = nn.Conv2d(before, after, 3, padding=1)
         layers[f"relu{number}"] = nn.ReLU()
         layers[f"norm{number}"] = nn.BatchNorm2d(after)
         if number % 2 == 0:
             layers |= {f"pool{number}": nn.MaxPool2d(2), f"drop{number}": nn.Dropout(0.25)}
-    layers |= {"flatten": nn.Flatten(), "hidden": nn.Linear(128 * (image_size // 4) ** 2, 128), "relu": nn.ReLU()}
-    return nn.Sequential(layers | {"head": nn.Linear(128, classes), "log_probabilities": nn.LogSoftmax(1)})
+    left = 2 * width * (image_size // 4) ** 2
+    layers |= {"flatten": nn.Flatten(), "hidden": nn.Linear(left, 2 * width), "relu": nn.ReLU()}
+    return nn.Sequential(layers | {"head": nn.Linear(2 * width, classes), "log_probabilities": nn.LogSoftmax(1)})
 
 
 def lenet_cnn(classes: int, channels: int, image_size: int) -> nn.Module:

@@ -2,65 +2,81 @@
 
 from __future__ import annotations
 
+import random
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
 from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callbacks
+from fl_bn.federation.client import LocalRound
 from fl_bn.federation.local import Samples, torch_seed
+from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.record import ClientRecord, RoundRecord
-from fl_bn.federation.settings import seeded
-from fl_bn.federation.training import IndexBatches, alone, train
-from fl_bn.methods import METHODS, Phase
+from fl_bn.federation.settings import LocalTraining, seeded
+from fl_bn.federation.training import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, drawn, train
+from fl_bn.flower.population import round_half_up, sample_cohort
+from fl_bn.methods import MOMENTS, Method, Phase, Refresh
 from fl_bn.roles import inputs_like
-from fl_bn.run.assembly import dataset, source_model, task
+from fl_bn.run.assembly import client_model, client_samples, dataset, task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.device import device
 from fl_bn.run.run_directory import RunDirectory
 from fl_bn.run.testing import test_metrics
 
 
+@dataclass(frozen=True)
+class Merged:
+    """One batch: those of the ``clients``, one after the other, as the task reads them."""
+
+    clients: Sequence[IndexBatches]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = zip(*(next(iter(own)) for own in self.clients), strict=True)
+        yield torch.cat(x), torch.cat(y)
+
+
 def run_centralised(config: RunConfig) -> RunDirectory:
-    """Plain training of the unconverted network, with the budget of the federated run: as many steps per round and rounds, each step on
-    a batch of the size of the cohort's batches together, the same learning rate and calendar. The optimiser's momentum lives on.
+    """Train one network on the union of the clients' data, with the budget of the federated run.
+
+    With ``update="weights"`` a round has as many steps as a client's, each on a batch of the size of the cohort's batches together, drawn
+    from all data. With ``update="gradients"`` it is DSGD on the merged batches of the cohort: the very batches that the clients would draw
+    (FBN, remark 4.1), so it depends on the division of the data, through sampling alone. Optimiser, schedule and calendar are the run's;
+    the optimiser's momentum lives on. The network has the method's normaliser.
 
     Raises:
-        ConfigError: the run sends gradients with momentum in EMA form, which torch's SGD does not have.
+        ConfigError: see ``check_centralised``.
     """
-    if config.update == "gradients" and config.momentum > 0:
-        raise ConfigError(
-            "centralised training steps with torch's SGD, whose momentum is not that of update='gradients': give it update='weights' and a "
-            f"momentum of its own, say centralised:update='weights';momentum=0.0, but got momentum={config.momentum:g}"
-        )
-    data, target = dataset(config), device(config)
-    samples, of = Samples(data.x_train, data.y_train), task(config, data.y_train)
-    cohort = max(1, int(config.fraction * config.clients + 0.5))
-    model = copied(source_model(config)).to(target)
-    settings = replace(config.local_training(), update="weights")  # one gradient, one step: the same
-    steps = config.local_steps or config.local_epochs * max(1, len(samples) // (cohort * config.batch_size))
-    optimizer = settings.make_optimizer([p for p in model.parameters() if p.requires_grad], config.learning_rate)
-    rate, method = config.schedule(), METHODS["fedavg"]()
+    check_centralised(config)
+    target, of, method = device(config), task(config, dataset(config).y_train), config.build_method()
+    model = copied(client_model(config)).to(target, memory_format=MEMORY_FORMATS[config.memory_format])
+    settings, schedule = config.local_training(), config.schedule()
+    optimizer = _optimizer(settings, [p for p in model.parameters() if p.requires_grad], config.learning_rate)
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
         with RunDirectory.create(config) as directory:
             callbacks = Callbacks([directory])
             for round in range(1, config.rounds + 1):
-                begin = time.perf_counter()
-                drawn = list(draw_batches(len(samples), cohort * config.batch_size, seeded(config.seed, 0, round, 0), steps=steps))
-                augment = augmenter(settings.augment, seeded(config.seed, 0, round, 2))
-                batches = IndexBatches(samples, drawn, inputs_like(model), augment)
-                local = alone(model, method, settings, rate(round, config.rounds))
+                begin, phase = time.perf_counter(), method.phase(round, config.rounds)
+                rate = method.learning_rate(schedule, round, config.rounds)
+                local = alone(model, method, replace(settings, update="weights"), rate, phase, number=round)  # one gradient, one step
+                batches, samples = _batches(config, local)
                 for group in optimizer.param_groups:
-                    group["lr"] = local.instruction.learning_rate
-                with torch_seed(int(seeded(config.seed, 0, round, 1).integers(2**62)), target), local.open():
+                    group["lr"], group["params"] = rate, list(local.parameters.values())
+                with torch_seed(int(seeded(config.seed, 0, round, DROPOUT).integers(2**62)), target), local.open():
                     trained = train(local, batches, of, optimizer)
-                record = RoundRecord(round, Phase.TRAIN.value, local.instruction.learning_rate, aggregated=True)
-                record.clients.append(ClientRecord(0, int(batches.seen.sum()), local.steps, trained.loss))
+                record = RoundRecord(round, phase.value, rate, aggregated=True)
+                record.clients.append(ClientRecord(0, sum(int(own.seen.sum()) for own in samples), local.steps, trained.loss))
                 if round % config.evaluate_every == 0 or round == config.rounds:
                     record.evaluation = test_metrics(config, model, target)
                 record.seconds = time.perf_counter() - begin
@@ -68,3 +84,50 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     finally:
         torch.set_num_threads(threads)
     return directory
+
+
+def check_centralised(config: RunConfig) -> None:
+    """Raise ConfigError where a centralised run has no use for a key of ``config``, or where its method is defined by federation alone."""
+    if (method := config.build_method()) and _federates(method, config.rounds):
+        raise ConfigError(
+            f"method={config.method!r} is defined by what its clients keep, report or exchange, and centralised training has no clients: "
+            "give it fedavg (BatchNorm), fixbn, or a normaliser without batch statistics (gn, ln, in, ...)"
+        )
+    for key, without in (("byzantine", 0), ("objective", "none"), ("server-optimizer", "fedavg"), ("join-rounds", "")):
+        if (value := config[key]) != without:
+            raise ConfigError(f"centralised training has no clients and no server: leave out {key}, which is {value!r}")
+    if config.defence().active:
+        raise ConfigError("centralised training has nothing to combine: leave out statistics-rule, update-rule and declared-byzantine")
+
+
+def _federates(method: Method, rounds: int) -> bool:
+    exchanges = method.phase(1, rounds) is Phase.EXCHANGE
+    return (
+        bool(method.local) or method.report in MOMENTS or method.refresh is not Refresh.NOTHING or method.uses_shared(rounds) or exchanges
+    )
+
+
+def _optimizer(settings: LocalTraining, parameters: list[nn.Parameter], rate: float) -> Optimizer:
+    optimizer = settings.make_optimizer(parameters, rate)
+    if settings.update == "gradients" and settings.momentum > 0:  # the clients' momentum in EMA form, which starts from 0
+        for group in optimizer.param_groups:
+            group["dampening"] = settings.momentum
+        for parameter in parameters:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatches, Sequence[IndexBatches]]:
+    """The batches of a round, and whose samples they are."""
+    number, cohort = local.instruction.round, max(1, round_half_up(config.fraction * config.clients))
+    if config.update == "gradients":
+        chosen = sample_cohort(range(config.clients), cohort, random.Random(f"{config.seed}/{number}"))
+        own = [drawn(local, client_samples(config, client)[0], config.seed, client) for client in chosen]
+        return Merged(own), own
+    data = dataset(config)
+    samples, size = Samples(data.x_train, data.y_train), cohort * config.batch_size
+    steps = config.local_steps or config.local_epochs * max(1, len(samples) // size)
+    indices = draw_batches(len(samples), size, seeded(config.seed, 0, number, BATCHES), steps=steps)
+    augment = augmenter(config.augment, seeded(config.seed, 0, number, AUGMENT))
+    batches = IndexBatches(samples, list(indices), inputs_like(local.model), augment)
+    return batches, [batches]

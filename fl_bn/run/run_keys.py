@@ -29,7 +29,7 @@ from fl_bn.methods import METHODS
 from fl_bn.methods.fbn import BOUNDED_SCALE
 from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
 from fl_bn.methods.hbn import SCALE
-from fl_bn.methods.method import FROZEN_RATE
+from fl_bn.methods.method import BOUNDED_FROZEN_RATE, FROZEN_RATE
 from fl_bn.models import MODELS
 from fl_bn.models.standardise import STANDARDS
 from fl_bn.names import names_of
@@ -64,7 +64,7 @@ class RunKeys:
     frozen_rate: float = option(
         0.0,
         "most that rounds with frozen statistics run at, as a share of the highest learning rate before; 1: the schedule alone decides; 0: "
-        f"{FROZEN_RATE:g} (fedtan2: {FEDTAN2_RATE:g})",
+        f"{BOUNDED_FROZEN_RATE:g} where gradients are clipped and centred, else {FROZEN_RATE:g} (fedtan2: {FEDTAN2_RATE:g})",
         "0 or (0, 1]",
     )
     # model and data
@@ -169,7 +169,7 @@ class RunKeys:
     centre_gradients: str = option(
         "auto",
         "the gradients of weights before the head lose their mean over the inputs, as BatchNorm's do by themselves; auto: with fbn "
-        "and hbn, but not with fbn-momentum or hbn-lam",
+        "and hbn, but not with fbn-momentum or hbn-lam; with every other method while the statistics are frozen",
         ("auto", "always", "never"),
     )
     # federation

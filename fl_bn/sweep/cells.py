@@ -32,6 +32,8 @@ from fl_bn.run.history import read_rows
 CENTRALISED = "centralised"  # a method's name here: training on the union of the data
 OUTCOME = "cell.json"
 PROGRESS = 0.5  # seconds between looks at the workers' files
+ROUNDS_OTHERWISE = {"memory-format", "deterministic", "device", "engine", "threads"}
+"""Keys that change last digits: results with either stand beside each other."""
 OWN = {"output", "name", "pictures", "resume", "workers", "callbacks"}  # keys that the cell decides for itself, and two that change no bit
 
 
@@ -55,18 +57,22 @@ class Cell:
         file = self.path / "rounds.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
+    def ran(self) -> dict[str, Any]:
+        """Return the run config in its folder, every key of it; empty where no run was begun."""
+        return _config(self.path / CONFIG)
+
     def finished(self) -> bool:
-        """Whether this cell has run to its end in this folder before.
+        """Whether this cell has run to its end in this folder before, on whatever device and engine.
 
         Raises:
             ConfigError: the folder holds a run with another config, which is not to be lost.
         """
-        keys, said = _config(self.path / CONFIG), self.outcome()
+        keys, said = self.ran(), self.outcome()
         if not keys:
             return False
         there = {**keys, CENTRALISED: said.get(CENTRALISED, self.centralised)}
         here = {**self.config.to_mapping(), CENTRALISED: self.centralised}
-        deciding = [k for k in {**there, **here} if k not in OWN]
+        deciding = [k for k in {**there, **here} if k not in OWN | ROUNDS_OTHERWISE]
         if differing := [f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in deciding if there.get(k) != here.get(k)]:
             raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove it")
         if said.get("status") != "finished":
@@ -146,7 +152,7 @@ def run_held(cell: Cell) -> None:
     if cell.finished():
         return
     begin, config = time.monotonic(), cell.config.to_mapping()
-    if not cell.centralised and _config(cell.path / CONFIG) and any(cell.path.glob(f"{FOLDER}/round-*")):
+    if not cell.centralised and cell.ran() and any(cell.path.glob(f"{FOLDER}/round-*")):
         config["resume"] = cell.config.name
     else:
         shutil.rmtree(cell.path, ignore_errors=True)

@@ -17,14 +17,13 @@ from fl_bn.options import Value
 from fl_bn.report.cells import EVALUATION
 from fl_bn.report.cells import Cell as Shown
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.sweep.cells import OWN, Cell
+from fl_bn.sweep.cells import OWN, ROUNDS_OTHERWISE, Cell
 from fl_bn.sweep.file import Sweep
 from fl_bn.task import CLASSIFICATION
 
 ANY_DATA = "{data}"  # for --data: leaves the paths of a sweep file as they stand there
 CURVE = ("round", "loss", "per-domain", "drift", "min-var", *sorted(EVALUATION))
 DIGITS = 6
-ROUNDS_OTHERWISE = {"memory-format", "deterministic"}  # keys that change last digits, so that results with either stand beside each other
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ def finished(ran: Sequence[Cell], defined: Sequence[Cell]) -> Iterator[Kept]:
     for cell, definition in zip(ran, defined, strict=True):
         if cell.finished():
             commit, seconds = _origin(cell)
-            yield Kept(cell.config.name, dict(cell.axes), own_config(definition.config), commit, seconds, _curve(cell.rows()))
+            config = _as_run(own_config(definition.config), cell)
+            yield Kept(cell.config.name, dict(cell.axes), config, commit, seconds, _curve(cell.rows()))
 
 
 def measured(
@@ -138,6 +138,13 @@ def own_config(config: RunConfig) -> dict[str, Value]:
     """The keys that are not the default, without those that a sweep decides."""
     default = RunConfig().to_mapping()
     return {key: value for key, value in config.to_mapping().items() if value != default[key] and key not in OWN}
+
+
+def _as_run(config: Mapping[str, Value], cell: Cell) -> dict[str, Value]:
+    """``config``, with the keys that change last digits as ``cell`` was run."""
+    there, default = cell.ran(), RunConfig().to_mapping()
+    own = {key: there[key] for key in sorted(ROUNDS_OTHERWISE) if there[key] != default[key]}
+    return {key: value for key, value in config.items() if key not in ROUNDS_OTHERWISE} | own
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fl_bn import convert, local_round, methods, server_state
 from fl_bn.federation.centring import centred_weights
+from fl_bn.methods import Method, Phase, freeze
 from fl_bn.run.config import RunConfig
 from tests.doors.doors import ALL, Rounds, through, wide
 from tests.federation import random_samples
@@ -20,7 +21,12 @@ from tests.methods.centralised import rough_network
 from tests.training.cohorts import STEPS, Cohort
 
 CLIENTS = wide([random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate((8, 9, 7))])
-METHODS = {"fbn": methods.fbn(), "hbn": methods.hbn(), "gn": replace(methods.gn(), centre=True)}
+METHODS = {
+    "fbn": methods.fbn(),
+    "hbn": methods.hbn(),
+    "gn": replace(methods.gn(), centre=True),
+    "fixbn, frozen": methods.fixbn(freeze_after=0),
+}
 STILL, MOVES = 1e-12, 1e-4
 
 
@@ -46,7 +52,8 @@ def test_the_sum_over_the_inputs_stays_in_every_door(name: str, door: str) -> No
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_sum_stays_in_one_program_too(name: str) -> None:
-    cohort = Cohort(METHODS[name], settings=replace(STEPS, weight_decay=0.0))
+    phase = Phase.FROZEN if name == "fixbn, frozen" else Phase.TRAIN
+    cohort = Cohort(METHODS[name], settings=replace(STEPS, weight_decay=0.0), phase=phase)
     names = centred_weights(cohort.network())
     for one, centred in ((cohort, True), (replace(cohort, method=replace(METHODS[name], centre=False)), False)):
         start = sums(convert(cohort.network(), one.method).state_dict(), names)
@@ -98,17 +105,34 @@ def test_heads_small_and_derived_weights_are_left() -> None:
 
 
 def test_the_papers_constants_leave_gradients_as_they_are() -> None:
-    assert [methods.fbn().centre, methods.hbn().centre] == [True, True]
-    assert not any(
-        method.centre for method in (methods.fbn(momentum=0.1), methods.hbn(lam=0.1), methods.fedavg(), methods.fixbn(), methods.fedtan())
-    )
+    assert all(method.centres(Phase.TRAIN) for method in (methods.fbn(), methods.hbn()))
+    assert not any(method.centres(Phase.FROZEN) for method in (methods.fbn(momentum=0.1), methods.hbn(lam=0.1)))
+
+
+@pytest.mark.parametrize("method", [methods.fixbn(), methods.fedtan2(), freeze(methods.silobn(), 1)], ids=lambda method: method.name)
+def test_gradients_are_centred_while_statistics_are_frozen_and_only_then(method: Method) -> None:
+    assert [method.centres(phase) for phase in (Phase.TRAIN, Phase.EXCHANGE, Phase.MEASURE, Phase.FROZEN)] == [False, False, False, True]
+    assert not replace(method, centre=False).centres(Phase.FROZEN)
+    assert not methods.fixbn(freeze_what="affine").centres(Phase.FROZEN)
+
+
+@pytest.mark.parametrize("door", ALL)
+def test_the_sum_moves_until_the_freeze_and_stays_afterwards(door: str) -> None:
+    net = rough_network("plain")
+    states = through(ALL[door], net, methods.fixbn(freeze_after=2), CLIENTS, rounds=4)
+    names = centred_weights(net)
+    assert moved(states[:2], names) > MOVES
+    assert moved(states[2:], names) < STILL
 
 
 def test_the_application_has_a_key_for_every_method() -> None:
+    def centres(method: str, wanted: str, phase: Phase) -> bool:
+        return RunConfig.from_mapping({"method": method, "centre-gradients": wanted}).build_method().centres(phase)
+
     for wanted, centre in (("auto", True), ("never", False), ("always", True)):
-        assert RunConfig.from_mapping({"method": "fbn", "centre-gradients": wanted}).build_method().centre is centre
-    assert RunConfig.from_mapping({"method": "gn", "centre-gradients": "always"}).build_method().centre
-    assert not RunConfig.from_mapping({"method": "gn"}).build_method().centre
+        assert centres("fbn", wanted, Phase.TRAIN) is centre
+        assert centres("fixbn", wanted, Phase.FROZEN) is centre
+        assert centres("fixbn", wanted, Phase.TRAIN) is centres("gn", wanted, Phase.TRAIN) is (wanted == "always")
     scales = [
         RunConfig.from_mapping({"method": "fbn", **keys}).build_method().scale for keys in ({}, {"clip": "none"}, {"fbn-momentum": 0.1})
     ]

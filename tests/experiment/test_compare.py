@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 
 from fl_bn.flower.log import LOGGER
-from fl_bn.run.centralised import run_centralised
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.config import ConfigError
 from fl_bn.run.run_directory import to_toml
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.cells import Cell, run_cell, run_cells
@@ -178,18 +176,3 @@ def test_one_seed_has_no_standard_deviation_and_no_run_no_picture(tmp_path: Path
     write(Outcome({}, {}, {"fbn": 1}), "nothing", tmp_path)
     assert not (tmp_path / "comparison.png").exists()
     assert "| fbn | failed | failed | 0 of 1 |" in (tmp_path / "table.md").read_text()
-
-
-def test_centralised_training_of_one_gradient_a_round_is_that_of_one_step(tmp_path: Path) -> None:
-    small = {"model": "mlp", "dataset": "digits-plain", "clients": 3, "rounds": 2, "local-steps": 1, "momentum": 0.0, "pictures": False}
-    losses = []
-    for update in ("weights", "gradients"):
-        config = RunConfig.from_mapping({**small, "evaluate-every": 1, "update": update, "output": str(tmp_path), "name": update})
-        path = run_centralised(config).path
-        assert path is not None
-        with (path / "rounds.csv").open(newline="") as file:
-            losses.append([(row["loss"], row["accuracy"]) for row in csv.DictReader(file)])
-    assert losses[0] == losses[1]
-    assert losses[1][0] != losses[1][1]  # control: it trained
-    with pytest.raises(ConfigError, match="centralised training steps with torch's SGD"):
-        run_centralised(replace(config, momentum=0.9))

@@ -162,7 +162,7 @@ def test_shipped_tasks_run_and_their_metrics_are_what_the_saved_model_measures(n
     assert line[of.metric] == float(last[of.metric])
     assert "per-class" not in line
     assert "labels.png" not in {file.name for file in path.iterdir()}  # there are no classes to count
-    union = run_centralised(RunConfig.from_mapping({**config.to_mapping(), "output": ""}))
+    union = run_centralised(RunConfig.from_mapping({**config.to_mapping(), "method": "fedavg", "output": ""}))
     assert union.records[-1].evaluation[of.metric] > 0.5
 
 

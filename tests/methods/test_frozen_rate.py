@@ -94,7 +94,10 @@ def test_the_run_config_s_key() -> None:
     def share(**keys: Any) -> float:
         return RunConfig.from_mapping({name.replace("_", "-"): value for name, value in keys.items()}).build_method().frozen_rate
 
-    assert (share(method="fixbn"), share(method="fedtan2"), share(method="hbn", freeze_after=3)) == (0.1, 0.02, 0.1)
+    assert (share(method="fixbn"), share(method="fedtan2"), share(method="hbn", freeze_after=3)) == (0.3, 0.3, 0.3)
+    for unsafe in ({"clip": "none"}, {"centre_gradients": "never"}, {"optimizer": "adam", "momentum": 0.0}):
+        assert (share(method="fixbn", **unsafe), share(method="fedtan2", **unsafe)) == (0.1, 0.02)
+    assert share(method="hbn", freeze_after=3, hbn_lam=0.1) == 0.1  # the paper's, whose gradients are as they are
     for method in ({"method": "fixbn"}, {"method": "fedtan2"}, {"method": "silobn", "freeze_after": 3}):
         assert share(frozen_rate=0.5, **method) == 0.5
     assert share(method="fedavg") == 1.0
@@ -121,11 +124,16 @@ class Recording(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize(("method", "steps"), [(METHODS["fixbn"](), [0.2, 0.2, 0.02, 0.02]), (METHODS["fixbn"](frozen_rate=1), [0.2] * 4)])
-def test_the_library_s_federation(method: Method, steps: list[float]) -> None:
+@pytest.mark.parametrize(("share", "clip", "steps"), [
+    (None, "none", [0.2, 0.2, 0.02, 0.02]),
+    (0.1, "auto", [0.2, 0.2, 0.02, 0.02]),
+    (None, "auto", [0.2, 0.2, 0.06, 0.06]),
+    (1.0, "none", [0.2] * 4),
+])  # fmt: skip
+def test_the_library_s_federation(share: float | None, clip: str, steps: list[float]) -> None:
     Recording.seen.clear()
-    clients = [[data(0)]]
-    list(Federation(network(), method, clients, optimizer=partial(Recording, lr=0.2), progress=False).run(4))
+    method, sgd = METHODS["fixbn"](frozen_rate=share), partial(Recording, lr=0.2)
+    list(Federation(network(), method, [[data(0)]], optimizer=sgd, clip=clip, progress=False).run(4))
     assert pytest.approx(steps) == Recording.seen
 
 
@@ -133,7 +141,7 @@ def test_the_library_s_schedule_is_capped_not_multiplied() -> None:
     Recording.seen.clear()
     halving = partial(learning_rate, "step", 1.0, 0.1)
     federation = Federation(
-        network(), METHODS["fixbn"](), [[data(0)]], optimizer=partial(Recording, lr=0.2), schedule=halving, progress=False
+        network(), METHODS["fixbn"](), [[data(0)]], optimizer=partial(Recording, lr=0.2), schedule=halving, clip="none", progress=False
     )
     assert [record.learning_rate for record in federation.run(4)] == pytest.approx([0.2, 0.2, 0.02, 0.002])
     assert pytest.approx([0.2, 0.2, 0.02, 0.002]) == Recording.seen
@@ -149,8 +157,8 @@ def test_a_cohort_as_one_program(caplog: pytest.LogCaptureFixture) -> None:
         list(federation.run(4))
         return federation.model.state_dict()["0.weight"]
 
-    assert (weights("vectorised", None) - weights("sequential", None)).abs().max() < 1e-12
-    assert (weights("vectorised", 1.0) - weights("sequential", None)).abs().max() > 1e-6
+    assert (weights("vectorised", 0.1) - weights("sequential", 0.1)).abs().max() < 1e-12
+    assert (weights("vectorised", 1.0) - weights("sequential", 0.1)).abs().max() > 1e-6
     assert "one by one" not in caplog.text
 
 

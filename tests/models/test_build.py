@@ -97,6 +97,7 @@ def test_unknown_names_list_the_known_ones(name: str) -> None:
         ("alexnet-bn", 62),
         ("alexnet-bn-small", 31),
         ("fbn-cnn", 3),
+        ("fbn-cnn-small", 3),
         ("lenet-cnn", 15),
         ("lenet-cnn-bn", 15),
     ],

@@ -128,6 +128,7 @@ def order(model: nn.Module) -> str:
         ("digits-cnn", "cbrp cbrp cbr fbr fbr f"),
         ("alexnet-bn", "cbrp cbrp cbr cbr cbrp fbr fbr f"),
         ("fbn-cnn", "crb crbpd crb crbpd fr f"),
+        ("fbn-cnn-small", "crb crbpd crb crbpd fr f"),
         ("lenet-cnn", "crp crp fr fr f"),
         ("lenet-cnn-bn", "cbrp cbrp fbr fbr f"),
         ("mnist-mlp", "fbr f"),

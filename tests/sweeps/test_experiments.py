@@ -27,7 +27,7 @@ EXPECTED = {
     "002": "T1 T2 T3 T4 T5 T6 F5 F6",
     "003": "F1 F2 F3 F4 F5 F12",
     "004": "T1 T2 T3 T4 F4 F5 F6 F7 F8 F10 F11 F12",
-    "own": "recalibration",
+    "own": "recalibration robust-updates similarity",
 }
 ALL = find()
 SWEEPS = [experiment for experiment in ALL if not experiment.program]
