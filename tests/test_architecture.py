@@ -51,6 +51,7 @@ ORDER = [  # a module may import from layers above its own, and from its own pac
     {"run"},
     {"report"},
     {"sweep"},
+    {"advise"},
     {"site"},
     {"cli", "apps", "experiments"},
     {"server_app", "client_app"},

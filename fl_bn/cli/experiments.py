@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TaskID
 from rich.table import Table
 
+from fl_bn.cli.progress import rounds_bar
 from fl_bn.cli.refusal import refused
 
 if TYPE_CHECKING:  # torch takes seconds, which --help need not
@@ -267,8 +268,7 @@ class _bars:
     ROWS = 16  # runs shown at a time
 
     def __init__(self) -> None:
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn())
-        self._bar = Progress(TextColumn("{task.description}"), *columns, console=console)
+        self._bar = rounds_bar(console)
         self._places: list[TaskID] = []
 
     def __enter__(self) -> tuple[Callable[[int, int], None], Callable[[Sequence[Cell]], None]]:

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fl_bn.cli import experiments as sweeps
 from fl_bn.cli import site as deployment
 from fl_bn.cli.adapt import adapt
+from fl_bn.cli.advise import advise
 from fl_bn.cli.data import data
 from fl_bn.cli.doctor import doctor
 from fl_bn.cli.new import new
 from fl_bn.cli.partition import partition
+from fl_bn.cli.progress import rounds_bar
 from fl_bn.cli.recalibrate import recalibrate
 from fl_bn.cli.refusal import Commands, refused
 from fl_bn.imports import quick
@@ -158,7 +159,7 @@ def compare(
         cells = plan([Variant.parse(text) for text in methods.split(",")], range(config.seed, config.seed + seeds), base, folder)
     except ConfigError as error:
         raise refused(error) from error
-    with _rounds_bar() as bar:
+    with rounds_bar(console) as bar:
         task = bar.add_task(f"{len(cells)} runs", total=None)
         errors = run_cells(cells, jobs, lambda done, total: bar.update(task, completed=done, total=total))
     outcome = gather(cells)
@@ -220,7 +221,7 @@ def attack_grid(
         grid = parse_axes(methods, heterogeneity, byzantine, rules, attacks)
         base = parse_overrides(run_config)
         config = Usage().config({"partition": "similarity", **base})
-        with _rounds_bar() as bar:
+        with rounds_bar(console) as bar:
             task = bar.add_task("attack grid", total=None)
             chosen = range(config.seed, config.seed + seeds)
 
@@ -293,11 +294,6 @@ def config(
     typer.echo(defaults(keys) if toml else table(keys))
 
 
-def _rounds_bar() -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(TextColumn("{task.description}"), *columns, console=console)
-
-
 def _failed(errors: Mapping[str, str]) -> None:
     for name, problem in errors.items():
         console.print(f"[red]failed[/red] {escape(name)}: {escape(problem)}")
@@ -306,7 +302,7 @@ def _failed(errors: Mapping[str, str]) -> None:
 
 
 OF_OTHER_FILES: Mapping[str, Sequence[Callable[..., None]]] = {
-    COMPARE: (sweeps.sweep, sweeps.report),
+    COMPARE: (advise, sweeps.sweep, sweeps.report),
     MODEL: (adapt, recalibrate),
     DEPLOY: (
         doctor,

@@ -22,9 +22,10 @@ from fl_bn.names import check_name
 Indices = NDArray[np.int64]
 Labels = NDArray[np.integer]
 
-KINDS = ("iid", "classes", "table", "dirichlet", "similarity", "domain", "natural")
-PARAMETRISED = ("classes", "table", "dirichlet", "similarity")  # kinds that have a parameter
-BY_LABEL = ("classes", "table", "dirichlet", "similarity")  # kinds that need one label per sample
+KINDS = ("iid", "classes", "table", "dirichlet", "similarity", "domain", "domain-dirichlet", "natural")
+BY_DOMAIN = ("domain", "domain-dirichlet", "natural")  # kinds of which a client has data of one domain
+PARAMETRISED = ("classes", "table", "dirichlet", "similarity", "domain-dirichlet")  # kinds that have a parameter
+BY_LABEL = PARAMETRISED  # kinds that need one label per sample
 SIZES = ("natural", "equal")
 _STREAM = 0x9A57  # sets these draws apart from others that start from the same seed
 _TRUNCATION = 0x7235
@@ -169,19 +170,38 @@ def by_domain(domains: Labels, clients: int, seed: int) -> list[Indices]:
         ValueError: if there are fewer clients than domains, or a client ends up without a sample.
     """
     rng = _generator(len(domains), clients, seed)
+    parts: list[Indices] = [np.empty(0, dtype=np.int64)] * clients
+    for owners, members in _owners(domains, clients):
+        shares = np.array_split(rng.permutation(members), len(owners))
+        for owner, share in zip(owners, shares, strict=True):
+            parts[owner] = share
+    return _finished(parts)
+
+
+def by_domain_and_label(domains: Labels, labels: Labels, clients: int, concentration: float, seed: int) -> list[Indices]:
+    """One domain per client, as ``by_domain`` has it; the clients of a domain divide it among them with label skew, as ``dirichlet`` does.
+
+    Raises:
+        ValueError: if there are fewer clients than domains, or a domain is too small for its clients.
+    """
+    parts: list[Indices] = [np.empty(0, dtype=np.int64)] * clients
+    for place, (owners, members) in enumerate(_owners(domains, clients)):
+        drawn_by = int(np.random.SeedSequence([_STREAM, seed, place]).generate_state(1)[0])  # domains are divided independently
+        shares = dirichlet(labels[members], len(owners), concentration, drawn_by)
+        for owner, share in zip(owners, shares, strict=True):
+            parts[owner] = members[share]
+    return _finished(parts)
+
+
+def _owners(domains: Labels, clients: int) -> list[tuple[range, Indices]]:
+    """Of every domain the clients that share it, and its samples. Raises ValueError where a domain would have no client."""
     present = np.unique(domains)
     if clients < len(present):
         raise ValueError(
             f"one domain per client needs at least {len(present)} clients, one for each domain, but got {clients}; use "
             "more clients, or leave files out"
         )
-    parts: list[Indices] = [np.empty(0, dtype=np.int64)] * clients
-    for offset, domain in enumerate(present):
-        owners = range(offset, clients, len(present))
-        shares = np.array_split(rng.permutation(np.flatnonzero(domains == domain)), len(owners))
-        for owner, share in zip(owners, shares, strict=True):
-            parts[owner] = share
-    return _finished(parts)
+    return [(range(n, clients, len(present)), np.flatnonzero(domains == domain)) for n, domain in enumerate(present)]
 
 
 def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
@@ -216,11 +236,11 @@ def equal_sizes(parts: list[Indices], seed: int) -> list[Indices]:
 def partition(
     kind: str, labels: Labels, domains: Labels | None, clients: int, parameter: float, seed: int, sizes: str = "natural"
 ) -> list[Indices]:
-    """The partition ``kind``, one of ``KINDS``, of samples with ``labels`` (N,) and, for "domain" and "natural", ``domains`` (N,).
+    """The partition ``kind``, one of ``KINDS``, of samples with ``labels`` (N,) and, for those in ``BY_DOMAIN``, ``domains`` (N,).
 
-    ``parameter`` is the number of classes per client ("classes", "table"), the concentration ("dirichlet") or the similarity; the
-    others have none and ignore it. Masks (N, H, W) for ``labels`` are divided by kinds that need no labels. ``sizes``: as the
-    division has them ("natural"), or "equal": see ``equal_sizes``.
+    ``parameter`` is the number of classes per client ("classes", "table"), the concentration ("dirichlet", "domain-dirichlet") or the
+    similarity; the others have none and ignore it. Masks (N, H, W) for ``labels`` are divided by kinds that need no labels. ``sizes``:
+    as the division has them ("natural"), or "equal": see ``equal_sizes``.
 
     Raises:
         ValueError: for an unknown kind or sizes, a parameter out of range, or a partition by domains of data without domains.
@@ -237,9 +257,11 @@ def partition(
 def _divide(kind: str, labels: Labels, domains: Labels | None, clients: int, parameter: float, seed: int) -> list[Indices]:
     if kind == "iid":
         return iid(labels, clients, seed)
-    if kind in ("domain", "natural"):
+    if kind in BY_DOMAIN:
         if domains is None:
             raise ValueError(f"partition {kind!r} needs data with domains, such as 'digits' or several npz files")
+        if kind == "domain-dirichlet":
+            return by_domain_and_label(domains, labels, clients, parameter, seed)
         return (by_domain if kind == "domain" else natural)(domains, clients, seed)
     if kind == "dirichlet":
         return dirichlet(labels, clients, parameter, seed)

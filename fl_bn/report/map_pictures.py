@@ -89,9 +89,21 @@ def _in_words(maps: Mapping[str, np.ndarray], xs: Sequence[str], ys: Sequence[st
 
 
 def draw_maps(
-    maps: Mapping[str, np.ndarray], xs: Sequence[str], ys: Sequence[str], x: str, y: str, bar: str, metric: str, *, difference: bool = False
+    maps: Mapping[str, np.ndarray],
+    xs: Sequence[str],
+    ys: Sequence[str],
+    x: str,
+    y: str,
+    bar: str,
+    metric: str,
+    *,
+    difference: bool = False,
+    limit: float = np.inf,
 ) -> Figure:
-    """Maps (len(ys), len(xs)) under their names, on one scale of colours; a dash where there is no number."""
+    """Draw maps (len(ys), len(xs)) under their names, on one scale of colours; a dash where there is no number.
+
+    ``limit``: of a difference, from which on the colours do not change.
+    """
     cell, most = (0.62 if len(xs) <= NUMBERS else 0.2), max(1, min(3, int(11 / (1.4 + 0.62 * min(len(xs), NUMBERS)))))
     room = min(2.4, 0.075 * max(map(len, ys), default=1)) if most == 1 else 0.8
     size = (0.7 + room + cell * max(3, len(xs)), 0.95 + 0.36 * max(2, len(ys)))
@@ -99,7 +111,7 @@ def draw_maps(
     every = every[np.isfinite(every)]
     with matplotlib.rc_context(FRAMED), panels(list(maps), size=size, across=most) as (figure, panel):
         colours = matplotlib.colormaps[DIFFERENCE if difference else MAP]
-        norm = _norm(every, difference)
+        norm = _norm(every, difference, limit)
         for axes, values in zip(panel, maps.values(), strict=True):
             mesh = axes.pcolormesh(np.ma.masked_invalid(values), cmap=colours, norm=norm, edgecolor="face", lw=0.2)
             for row, column in np.ndindex(values.shape) if len(xs) <= NUMBERS else ():
@@ -115,13 +127,14 @@ def draw_maps(
             axes.invert_yaxis()
             axes.tick_params(length=0)
         if maps and len(every):
-            figure.colorbar(mesh, ax=panel, label=bar, fraction=0.06)
+            beyond = difference and float(np.abs(every).max()) > limit
+            figure.colorbar(mesh, ax=panel, label=bar, fraction=0.06, extend="both" if beyond else "neither")
     return figure
 
 
-def _norm(values: np.ndarray, difference: bool) -> Normalize:
+def _norm(values: np.ndarray, difference: bool, limit: float) -> Normalize:
     if difference:
-        most = max(1e-9, float(np.abs(values).max())) if len(values) else 1.0
+        most = min(limit, max(1e-9, float(np.abs(values).max()))) if len(values) else 1.0
         return TwoSlopeNorm(0, -most, most)
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     return Normalize(low, high if high > low else low + 1)

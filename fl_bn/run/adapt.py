@@ -135,7 +135,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
     if config.dataset == SITES:
         raise ConfigError(f"the run's data were the sites' own, so {name!r} names none here: give --data")
     try:
-        found = only_domain(assembly.dataset(replace(config, hold_out="")), name)
+        found = only_domain(assembly.dataset(replace(config, hold_out="", validation_share=0.0)), name)
     except ConfigError:
         raise
     except ValueError as error:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from fl_bn.conversion import convert
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
-from fl_bn.data.partition import label_counts, partition
+from fl_bn.data.partition import BY_DOMAIN, Indices, label_counts, partition
 from fl_bn.data.record import TRAINING, describe
 from fl_bn.data.shift import Limit, limited, shifted
+from fl_bn.data.validation import HeldOut, hold_out
 from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
@@ -38,7 +40,6 @@ from fl_bn.run.keys import nodes_of
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
 
 KNOWN = 8  # run configs that a process remembers
-DOMAINS = ("domain", "natural")  # partitions of which a client has data of one domain
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,16 @@ def _as_config_error() -> Iterator[None]:
 
 @_as_config_error()
 def dataset(config: RunConfig) -> Dataset:
-    """The run's data: as they are, or with the domains that ``shifts`` makes, and of each at most ``samples-per-domain`` and
+    """Return the run's data: as they are, or with the domains that ``shifts`` makes, and of each at most ``samples-per-domain`` and
     ``samples-share`` of its training samples.
 
-    Without the domain that the run holds out; what the others have does not depend on it.
+    Without the domain that the run holds out; what the others have does not depend on it. With ``validation-share`` the clients'
+    validation samples stand in the place of the test split, which is then part of nothing.
     """
+    return _validated(config).data if config.validation_share else _whole_dataset(config)
+
+
+def _whole_dataset(config: RunConfig) -> Dataset:
     shifts = names_of(config.shifts)
     limit = Limit(config.samples_per_domain, config.samples_share)
     seed = config.seed if shifts or limit.limits else 0
@@ -285,15 +291,29 @@ def at_client(config: RunConfig) -> RunConfig:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def partitions(config: RunConfig) -> list[Tensor]:
-    """Training indices of every client. The data are the honest clients'; a Byzantine one trains on a copy of one of their parts."""
-    data = dataset(config)
+    """Return the training indices of every client, in ``dataset(config)``.
+
+    The data are the honest clients'; a Byzantine one trains on a copy of one of their parts.
+    """
+    parts = _validated(config).parts if config.validation_share else _honest_parts(config)
+    return [torch.from_numpy(parts[client % len(parts)]) for client in range(config.clients)]
+
+
+@lru_cache(maxsize=2)
+@_as_config_error()
+def _validated(config: RunConfig) -> HeldOut:
+    return hold_out(_whole_dataset(config), _honest_parts(config), config.validation_share, config.seed)
+
+
+def _honest_parts(config: RunConfig) -> list[Indices]:
+    """Return every honest client's indices of the whole training split, validation samples among them."""
+    data = _whole_dataset(config)
     domains = None if data.domain_train is None else data.domain_train.numpy()
-    if config.partition in DOMAINS and domains is None:
+    if config.partition in BY_DOMAIN and domains is None:
         needed = "give several npz files, dataset=digits, or shifts"
         raise ConfigError(f"partition={config.partition} needs data with domains, but {config.dataset} has none: {needed}")
     honest = config.clients - config.byzantine
-    parts = partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed, config.sizes)
-    return [torch.from_numpy(parts[client % honest]) for client in range(config.clients)]
+    return partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed, config.sizes)
 
 
 @lru_cache(maxsize=256)
@@ -301,7 +321,7 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     """A client's training samples, its test samples and its label counts (none where samples have no class).
 
     ``own``: the data that its node config names, which are all its own; else its part of the run's data. Tested on the whole test set,
-    except under partition=domain and natural with test-on=own: there on the test samples of its own domain.
+    except where a client has one domain alone (``BY_DOMAIN``) and test-on=own: there on the test samples of its own domain.
     """
     data = site_dataset(config, own) if own.dataset else dataset(config)
     part = torch.arange(len(data.y_train)) if own.dataset else partitions(config)[client]
@@ -310,7 +330,7 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
         train = Samples(train.x, flip_labels(train.y, data.classes))
     counts = label_counts(data.y_train.numpy(), [part.numpy()], shape(config)[0])[0]
     test = Samples(data.x_test, data.y_test)
-    by_domain = config.partition in DOMAINS and config.test_on == "own"
+    by_domain = config.partition in BY_DOMAIN and config.test_on == "own"
     if not own.dataset and by_domain and data.domain_train is not None and data.domain_test is not None:
         mine = data.domain_test == data.domain_train[part[0]]
         if bool(mine.any()):  # Cityscapes is tested on other cities than those that train
@@ -327,6 +347,8 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     """
     data = load(own.dataset, own.path, config.image_size)
     data = _tested_on_training(data) if config.evaluate_on == TRAINING else data
+    if config.validation_share:
+        data = hold_out(data, [np.arange(len(data.y_train))], config.validation_share, config.seed).data
     task(config, data.y_train)
     classes, channels, size = shape(config)
     came = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
@@ -345,7 +367,7 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
 
 def forget() -> None:
     """Let go of the data and networks of this process's runs."""
-    for cached in (_dataset, _without, source_model, client_model, network, partitions, client_samples):
+    for cached in (_dataset, _without, _validated, source_model, client_model, network, partitions, client_samples):
         cached.cache_clear()
 
 

@@ -108,17 +108,23 @@ class DataKeys:
     partition: str = own_data("classes", "how the training data are split over the clients", KINDS)
     partition_parameter: float = option(
         1.0,
-        "classes: classes per client; dirichlet: concentration; similarity: fraction; else unused",
+        "classes: classes per client; dirichlet, domain-dirichlet: concentration; similarity: fraction; else unused",
         ">= 0",
         used=when.PARAMETER,
     )
     test_on: str = option(
         "own",
-        "partition=domain, natural: whether a client is tested on its own domain or, as under other partitions, on all",
+        "partition=domain, domain-dirichlet, natural: whether a client is tested on its own domain or, as under other partitions, on all",
         ("own", "all"),
         used=when.OWN_DOMAINS,
     )
     sizes: str = own_data("natural", "equal: every client keeps as many samples as the smallest has", ("natural", "equal"))
+    validation_share: float = option(
+        0.0,
+        "share of each client's training samples that it does not train on, and that the run is tested with in the place of the test data: "
+        "to choose a method or a learning rate; 0: none, the test data count",
+        "0..0.9",
+    )
     share_label_counts: bool = option(
         True, "clients tell the server their samples per class, for labels.png (never with secure-aggregation)"
     )

@@ -31,7 +31,7 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
     """Over the rounds, one below the other: the task's metric, the clients' training loss, and, where there are running statistics, how
     far they moved and their smallest variance."""
     moved = [r for r in records if r.drift is not None]
-    panels: list[Callable[[Axes], None]] = [lambda axes: _metric(axes, records, task), lambda axes: _loss(axes, records)]
+    panels: list[Callable[[Axes], None]] = [lambda axes: _metric(axes, records, task, split_of(config)), lambda axes: _loss(axes, records)]
     if moved:
         panels += [lambda axes: _drift(axes, moved), lambda axes: _variance(axes, moved)]
     ratios = (2.4, *[1] * (len(panels) - 1))
@@ -49,6 +49,11 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
         plt.close(figure)
 
 
+def split_of(config: RunConfig) -> str:
+    """Return the name of what a run is tested on: test, or validation samples."""
+    return "validation" if config.validation_share else "test"
+
+
 def in_words(task: Task) -> str:
     """The name of the task's metric, for pictures and headings: ``mean average precision``."""
     return task.metric.replace("-", " ")
@@ -64,7 +69,7 @@ def in_table(task: Task, value: float) -> str:
     return f"{100 * value:.1f}" if task.scale() == 100 else f"{value:.4g}"
 
 
-def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task) -> None:
+def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task, split: str) -> None:
     scale, evaluated = task.scale(), [r for r in records if task.metric in r.evaluation]
     rounds = [r.round for r in evaluated]
     values = [scale * r.evaluation[task.metric] for r in evaluated]
@@ -72,7 +77,7 @@ def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task) -> None:
         spread = [[scale * m[task.metric] for m in r.client_evaluation.values()] or [np.nan] for r in evaluated]
         band = [min(s) for s in spread], [max(s) for s in spread]
         axes.fill_between(rounds, *band, alpha=0.2, lw=0, color=colour(0), label="clients, worst to best")
-    axes.plot(rounds, values, **{**line(0), "ms": 3.5 if len(rounds) <= 40 else 0}, label=f"test {in_words(task)}")
+    axes.plot(rounds, values, **{**line(0), "ms": 3.5 if len(rounds) <= 40 else 0}, label=f"{split} {in_words(task)}")
     if evaluated:
         shown = f"{values[-1]:.1f} %" if scale == 100 else f"{values[-1]:.4g}"
         below = len(values) > 1 and values[-1] < values[-2]
@@ -81,7 +86,7 @@ def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task) -> None:
     segmented = [r for r in evaluated if MEAN_IOU in r.evaluation]
     if segmented:
         axes.plot([r.round for r in segmented], [100 * r.evaluation[MEAN_IOU] for r in segmented], **line(1), label="mean IoU")
-    axes.set_ylabel(axis_of(task, "test "))
+    axes.set_ylabel(axis_of(task, f"{split} "))
     if scale == 100:
         axes.set_ylim(0, 106)
         axes.set_yticks(range(0, 101, 20))
@@ -213,10 +218,17 @@ def best_first(curves: Mapping[str, np.ndarray], task: Task) -> list[str]:
 
 
 def draw_comparison(
-    curves: Mapping[str, np.ndarray], rounds: Mapping[str, Sequence[int]], title: str, path: Path, task: Task = CLASSIFICATION
+    curves: Mapping[str, np.ndarray],
+    rounds: Mapping[str, Sequence[int]],
+    title: str,
+    path: Path,
+    task: Task = CLASSIFICATION,
+    split: str = "test",
 ) -> None:
-    """The task's metric over rounds, of several methods. ``curves``: method -> (seeds, evaluations), in percent where it is a share; band:
-    one standard deviation."""
+    """Draw the task's metric over rounds, of several methods; band: one standard deviation.
+
+    ``curves``: method -> (seeds, evaluations), in percent where it is a share; ``split``: what they were tested on.
+    """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8.5, 4.8), layout="constrained")
         digits = ".1f" if task.scale() == 100 else ".3g"
@@ -228,7 +240,7 @@ def draw_comparison(
             label = f"{name}  {last if np.isfinite(mean[-1]) else 'not finite'}"
             axes.plot(rounds[name], mean, **look, label=label)
             axes.fill_between(rounds[name], mean - std, mean + std, color=look["color"], alpha=0.15, lw=0)
-        axes.set(xlabel="round", ylabel=axis_of(task, "test "), title=lines(title, 66))
+        axes.set(xlabel="round", ylabel=axis_of(task, f"{split} "), title=lines(title, 66))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=STEPS))
         axes.legend(title="last round", loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3.2)
         figure.savefig(path)
@@ -311,6 +323,7 @@ def partition_in_words(config: RunConfig) -> str:
         "similarity": f"similarity {config.partition_parameter:g}",
         "table": f"{config.partition_parameter:g} consecutive classes each",
         "domain": "one domain each",
+        "domain-dirichlet": f"one domain each, Dirichlet({config.partition_parameter:g}) within",
         "natural": "one group each",
     }[config.partition]
     return f"{kind}, equal sizes" if config.sizes == "equal" else kind

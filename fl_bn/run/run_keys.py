@@ -216,7 +216,10 @@ class RunKeys(DataKeys):
     # evaluation, machine and output
     evaluate_every: int = option(5, "rounds between evaluations; the last round is always evaluated", ">= 1")
     evaluate_on: str = option(
-        TEST, "what is evaluated: the test samples, or the training samples, for their loss after the averaging", SPLITS
+        TEST,
+        "what is evaluated: the test samples, or the training samples, for their loss after the averaging",
+        SPLITS,
+        used=when.TESTED_AS_GIVEN,
     )
     diagnostics: str = option(
         "",

@@ -39,6 +39,7 @@ def summary(
         f"- {len(records)} rounds of {_local(config)}, batches of {config.batch_size}, {config.optimizer} at {config.learning_rate:g} "
         f"({config.learning_rate_schedule})",
         *_composition(config),
+        *_validation(config),
         *([f"- {privacy}"] if privacy else []),
     ]
     if records:
@@ -100,6 +101,12 @@ def _composition(config: RunConfig) -> list[str]:
     if config.secure_aggregation:
         said.append("secure aggregation")
     return [f"- {', '.join(said)}"] if said else []
+
+
+def _validation(config: RunConfig) -> list[str]:
+    if not config.validation_share:
+        return []
+    return [f"- tested on validation samples, {config.validation_share:g} of every client's training data, and not on the test data"]
 
 
 def _metric(evaluated: Sequence[RoundRecord], task: Task) -> list[str]:

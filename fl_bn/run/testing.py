@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fl_bn.data.partition import BY_DOMAIN
 from fl_bn.derived import copied
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.record import RoundRecord
-from fl_bn.run.assembly import DOMAINS, dataset, task
+from fl_bn.run.assembly import dataset, task
 from fl_bn.run.config import SITES, RunConfig
 from fl_bn.run.history import named_per_domain, per_domain
 from fl_bn.task import MetricState
@@ -33,7 +34,7 @@ def note_domains(config: RunConfig, record: RoundRecord) -> None:
     of = task(config)
     if (
         config.dataset == SITES
-        or config.partition not in DOMAINS
+        or config.partition not in BY_DOMAIN
         or config.test_on == "all"
         or not record.client_evaluation
         or per_domain(record.evaluation, of)

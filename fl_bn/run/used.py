@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fl_bn.data.partition import PARAMETRISED
+from fl_bn.data.partition import BY_DOMAIN, PARAMETRISED
 from fl_bn.federation.rounds import AS_METHOD, UNTIL_STILL
 from fl_bn.methods import METHODS, Method, Phase, Refresh
 from fl_bn.models import is_torchvision
@@ -122,7 +122,8 @@ FREEZES_EARLY_ENOUGH = Used(
 )
 TORCHVISION = Used("for a network of torchvision's", lambda c: is_torchvision(c["model"]), ("model",))
 PARAMETER = OWN_DATA & used_with("partition", *PARAMETRISED)
-OWN_DOMAINS = used_with("partition", "domain", "natural")
+TESTED_AS_GIVEN = Used("where no validation samples stand in the place of the test data", lambda c: not c["validation-share"], ("validation-share",))
+OWN_DOMAINS = used_with("partition", *BY_DOMAIN)
 KEEPS_STATISTICS = method_where(
     "where running statistics stay at the clients (fedbn, silobn, single)", lambda m, c: Role.STATISTIC in m.local
 )

@@ -15,7 +15,7 @@ import numpy as np
 from fl_bn.run.assembly import task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
-from fl_bn.run.pictures import best_first, draw_comparison, in_words
+from fl_bn.run.pictures import best_first, draw_comparison, in_words, split_of
 from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell, trained_as
 from fl_bn.task import CLASSIFICATION, Task
@@ -76,12 +76,13 @@ def plan(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, A
 @dataclass(frozen=True)
 class Outcome:
     """``values``: label -> (seeds, evaluations) of the task's metric, in percent where it is a share, after ``rounds[label]``, of the runs
-    that finished; NaN where it was not finite. ``seeds``: how many runs each label should have."""
+    that finished; NaN where it was not finite. ``seeds``: how many runs each label should have. ``split``: what they were tested on."""
 
     rounds: dict[str, list[int]]
     values: dict[str, np.ndarray]
     seeds: dict[str, int]
     task: Task = CLASSIFICATION
+    split: str = "test"
 
     def of(self, label: str) -> tuple[np.ndarray, np.ndarray]:
         """Of each seed the last value and the best one that is finite."""
@@ -102,7 +103,7 @@ def gather(cells: Sequence[Cell]) -> Outcome:
     rounds = {label: sorted(set().union(*found)) for label, found in curves.items()}
     values = {label: np.array([[curve.get(at, math.nan) for at in rounds[label]] for curve in found]) for label, found in curves.items()}
     seeds = Counter(str(cell.axes["method"]) for cell in cells)
-    return Outcome(rounds, values, dict(seeds), of)
+    return Outcome(rounds, values, dict(seeds), of, split_of(cells[0].config))
 
 
 def _evaluated(cell: Cell, row: Mapping[str, Any], metric: str) -> bool:
@@ -140,7 +141,8 @@ def write(outcome: Outcome, title: str, output: Path) -> None:
     rows, metric = table(outcome), in_words(outcome.task)
     lines = [f"| {' | '.join(heading(outcome))} |", "|---|---|---|---|"]
     lines += [f"| {label} | {last} | {best} | {seeds} |" for label, last, best, seeds in rows]
-    (output / "table.md").write_text(f"{title}. Test {metric}, mean (standard deviation) over seeds.\n\n" + "\n".join(lines) + "\n")
+    head = f"{title}. {outcome.split.capitalize()} {metric}, mean (standard deviation) over seeds."
+    (output / "table.md").write_text(f"{head}\n\n" + "\n".join(lines) + "\n")
     digits = ".3f" if outcome.task.scale() == 100 else ".6g"
     with (output / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -158,4 +160,4 @@ def write(outcome: Outcome, title: str, output: Path) -> None:
                 for round, value in zip(outcome.rounds[label], curve, strict=True):
                     writer.writerow([label, index, round, f"{value:{digits}}"])
     if outcome.values:
-        draw_comparison(outcome.values, outcome.rounds, title, output / "comparison.png", outcome.task)
+        draw_comparison(outcome.values, outcome.rounds, title, output / "comparison.png", outcome.task, outcome.split)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fl_bn import durable
 from fl_bn.report.difference_pictures import Difference, differences
+from fl_bn.report.marks import replaced
 from fl_bn.report.page import Answered, Compared, Statement, claim_page
 from fl_bn.report.pictures import Picture
-from fl_bn.run.config import ConfigError
 from fl_bn.sweep.claims import Comparison
 from fl_bn.sweep.evidence import Runs, Tested, gather
 from fl_bn.sweep.experiments import FOLDER
@@ -18,7 +18,6 @@ from fl_bn.sweep.judging import AGAINST, HELD, MISSING, NOT_AT_SCALE, NOT_RUN, O
 from fl_bn.sweep.rates import in_words, tried
 
 PAGE, PICTURE = "EVIDENCE.md", "evidence"
-BEGIN, END = "<!-- evidence -->\n", "<!-- end -->"  # in README, around the table
 HEAD = (
     "# Evidence",
     "",
@@ -55,11 +54,7 @@ RULES = (
 
 def readme(text: str, claims: Sequence[Tested], folder: str) -> str:
     """``text`` with the verdicts between its marks; ``folder``: where EVIDENCE.md is, from there. Raises ConfigError without marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ConfigError(f"README needs the lines {BEGIN.strip()} and {END} around the verdicts")
-    return before + begin + short(claims, f"{folder}/{PAGE}") + end + after
+    return replaced(text, "evidence", short(claims, f"{folder}/{PAGE}"))
 
 
 def write_evidence(folder: Path, pages: Path | None = None, experiments: Path = FOLDER, readme_file: Path | None = None) -> list[Path]:

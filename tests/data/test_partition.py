@@ -34,6 +34,7 @@ DIVISIONS: list[tuple[str, Callable[[int], float]]] = [  # the kind, and a param
     ("dirichlet", lambda _: 0.01),
     ("similarity", lambda _: 0.4),
     ("domain", lambda _: 0),
+    ("domain-dirichlet", lambda _: 0.5),
 ]
 
 
@@ -49,7 +50,7 @@ def test_every_sample_has_one_client(kind: str, parameter: Callable[[int], float
     again = partition(kind, BALANCED, domains, clients, parameter(clients), seed)
     assert all((a == b).all() for a, b in zip(parts, again, strict=True))
     other = partition(kind, BALANCED, domains, clients, parameter(clients), seed + 1)
-    fixed = kind == "domain" and clients == 3  # a whole domain each, whatever the seed
+    fixed = kind.startswith("domain") and clients == 3  # a whole domain each, whatever the seed
     assert fixed or any(len(a) != len(b) or (a != b).any() for a, b in zip(parts, other, strict=True))  # control
 
 
@@ -157,6 +158,18 @@ def test_each_client_has_one_domain_and_domains_have_clients_alike(clients: int)
     assert max(len(np.unique(domains[part])) for part in iid(domains, clients, 0)) > 1  # control
 
 
+def test_clients_of_a_domain_divide_it_with_label_skew() -> None:
+    domains, labels = np.arange(3000) % 3, np.random.default_rng(0).integers(0, 10, 3000)
+    skewed = partition("domain-dirichlet", labels, domains, 9, 0.05, 0)
+    assert [np.unique(domains[part]).tolist() for part in skewed] == [[n % 3] for n in range(9)]
+    even = partition("domain", labels, domains, 9, 0, 0)  # control: without skew a client has its domain's classes in like numbers
+
+    def largest(parts: list[NDArray[np.int64]]) -> float:
+        return float(np.mean([np.bincount(labels[part]).max() / len(part) for part in parts]))
+
+    assert largest(skewed) > 0.3 > 0.2 > largest(even)
+
+
 TABLES = {
     2: ["01", "23", "45", "67", "89"],
     4: ["0123", "2345", "4567", "6789", "8901"],
@@ -213,7 +226,7 @@ def test_masks_are_counted_by_pixel_and_divided_without_their_labels() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "random"}, "one of iid, classes, table, dirichlet, similarity, domain, natural, but got 'random'"),
+        ({"kind": "random"}, "one of iid, classes, table, dirichlet, similarity, domain, domain-dirichlet, natural, but got 'random'"),
         ({"clients": 0}, "clients must be between 1 and 600"),
         ({"clients": 601}, "the number of samples, but got 601"),
         ({"seed": -1}, "seed must not be negative"),

@@ -131,6 +131,12 @@ def test_samples_are_drawn_by_the_seed_and_the_test_stays_whole() -> None:
     assert not torch.equal(drawn.test.y, whole.test.y)
 
 
+def test_a_newcomer_is_tested_on_its_test_data_though_the_run_was_on_validation_samples() -> None:
+    whole, validated = (newcomer(RunConfig.from_mapping({**KEYS, "validation-share": share})) for share in (0.0, 0.2))
+    assert torch.equal(whole.x, validated.x)
+    assert torch.equal(whole.test.x, validated.test.x)
+
+
 def test_data_of_ones_own(runs: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name, channels in (("mine", 3), ("grey", 1)):

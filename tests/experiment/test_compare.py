@@ -146,6 +146,13 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
 
 
+def test_the_table_says_what_the_runs_were_tested_on(tmp_path: Path) -> None:
+    write(Outcome({"fbn": [1]}, {"fbn": np.array([[70.0]])}, {"fbn": 1}, split="validation"), "one method", tmp_path)
+    assert "one method. Validation accuracy, mean" in (tmp_path / "table.md").read_text()
+    write(Outcome({"fbn": [1]}, {"fbn": np.array([[70.0]])}, {"fbn": 1}), "one method", tmp_path)
+    assert "one method. Test accuracy, mean" in (tmp_path / "table.md").read_text()
+
+
 def test_a_run_that_diverged_is_not_ranked_by_what_it_had_before(tmp_path: Path) -> None:
     planned = cells(tmp_path, "fbn", "fedavg", "hbn")
     values = {"fbn": ([None, 0.9, None], [None, 0.8, 0.7]), "fedavg": ([None, 0.6, 0.5], [None, 0.6, 0.6]), "hbn": ([None] * 3, [None] * 3)}

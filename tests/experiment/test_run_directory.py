@@ -158,6 +158,12 @@ def test_the_summary_says_how_gradients_were_clipped(values: dict[str, Any], sai
     assert ("clipped" in text) == bool(said)
 
 
+def test_the_summary_says_what_the_run_was_tested_on() -> None:
+    said = "tested on validation samples, 0.2 of every client's training data, and not on the test data"
+    assert said in summary(RunConfig.from_mapping({"validation-share": 0.2}), records())
+    assert "validation" not in summary(RunConfig(), records())
+
+
 def test_the_environment_names_versions_and_commit() -> None:
     found = environment()
     assert found["packages"]["torch"][0].isdigit()

@@ -59,7 +59,13 @@ def python(installed: Path, folder: Path, *argv: str) -> subprocess.CompletedPro
 def test_it_holds_one_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert tops(names) == {"fl_bn"}
-    assert {"fl_bn/py.typed", "fl_bn/experiments/003-F1.toml", "fl_bn/templates/app/task.py", "fl_bn/apps/server.py"} <= set(names)
+    assert {
+        "fl_bn/py.typed",
+        "fl_bn/experiments/003-F1.toml",
+        "fl_bn/advise/map.json",
+        "fl_bn/templates/app/task.py",
+        "fl_bn/apps/server.py",
+    } <= set(names)
     assert not [name for name in names if "__pycache__" in name]
     assert tops([*names, "server_app/app.py"]) == {"fl_bn", "server_app"}  # control
 

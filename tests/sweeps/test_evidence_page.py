@@ -135,7 +135,7 @@ def test_readme_s_table_has_what_was_run_and_names_what_was_not(experiment: Expe
     assert "Not run yet" not in text
     shutil.rmtree(folder / RESULTS)
     assert "Not run yet, or not testable here: X-1." in readme(text, gather(folder, experiments), "out")
-    with pytest.raises(ConfigError, match="README needs the lines <!-- evidence --> and <!-- end -->"):
+    with pytest.raises(ConfigError, match="the page needs the lines <!-- evidence --> and <!-- end -->"):
         readme("nothing", [], "out")
 
 

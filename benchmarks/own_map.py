@@ -1,0 +1,200 @@
+"""Which method for which problem: every method over eleven regimes, each at the best of the same three learning rates.
+
+    python benchmarks/own_map.py --output benchmarks/results/map/cells.csv
+    python benchmarks/own_map.py --left benchmarks/results/map/cells.csv
+
+A cell is one run on the bundled digits. Of each regime and method, the three rates are tried first, on a seed of their own and on
+validation samples: a fifth of every client's training data, never test data. The best of them is run over three other seeds, on all
+training data, and tested on the test data. One line per cell, written as it comes. Cells that the file has are not run again. The first
+seed of everything comes first, FixBN last. ``accuracy``: percent after the last round; ``halfway``: after half of the rounds;
+``seconds``: of the processor.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+SHIFTS = "none,invert,dark,noise,blur"
+COMMON: dict[str, Any] = {
+    "dataset": "digits", "model": "digits-cnn-small", "clients": 10, "rounds": 30, "local-steps": 5, "batch-size": 32,
+    "evaluate-every": 15, "pictures": False,
+}  # fmt: skip
+MILD = {"partition": "dirichlet", "partition-parameter": 0.3}
+REGIMES: dict[str, dict[str, Any]] = {
+    "IID": {"partition": "iid"},
+    "Dirichlet 0.3": MILD,
+    "Dirichlet 0.1": {"partition": "dirichlet", "partition-parameter": 0.1},
+    "two classes": {"partition": "classes", "partition-parameter": 2.0},
+    "one class": {"partition": "classes", "partition-parameter": 1.0},
+    "five domains": {"partition": "domain", "shifts": SHIFTS},
+    "five domains, Dirichlet 0.1": {"partition": "domain-dirichlet", "partition-parameter": 0.1, "shifts": SHIFTS},
+    "batch of 4": {**MILD, "batch-size": 4},
+    "10 % take part": {**MILD, "clients": 40, "fraction": 0.1},
+    "1 local step": {**MILD, "local-steps": 1},
+    "20 local steps": {**MILD, "local-steps": 20},
+}
+FIRST = ("IID", "one class", "five domains", "two classes", "Dirichlet 0.1")  # the most telling, run before the others
+METHODS = ("fedavg", "gn", "fbn", "fedbn", "silobn", "hbn", "fedtan", "fixbn")
+LAST = "fixbn"
+RATES = (0.02, 0.06, 0.2)
+RATE_SEED, SEEDS = 10, (0, 1, 2)
+SHARE = 0.2  # of every client's training samples, held out where rates are tried
+RATE, TEST = "rate", "test"
+
+
+class Place(NamedTuple):
+    """One cell: a rate that is tried, or a seed of the best rate (``rate`` 0: the best is not known yet)."""
+
+    phase: str
+    regime: str
+    method: str
+    seed: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """One cell's result."""
+
+    phase: str
+    regime: str
+    method: str
+    seed: int
+    rate: float
+    accuracy: float
+    halfway: float
+    seconds: float
+    commit: str
+
+    @property
+    def place(self) -> Place:
+        """The cell that it is of."""
+        return Place(self.phase, self.regime, self.method, self.seed, self.rate)
+
+
+FIELDS = tuple(field.name for field in fields(Line))
+
+
+def keys(place: Place) -> dict[str, Any]:
+    """Return the run config of a cell."""
+    own = {"method": place.method, "seed": place.seed, "learning-rate": place.rate}
+    return {**COMMON, **REGIMES[place.regime], **own, "validation-share": SHARE if place.phase == RATE else 0.0}
+
+
+def cells(lines: Mapping[Place, Line]) -> Iterator[Place]:
+    """Yield every cell in the order in which they are run; the rate of a test is 0 as long as its rates were not all tried."""
+    for methods in ([m for m in METHODS if m != LAST], [LAST]):
+        for seeds in (SEEDS[:1], SEEDS[1:]):
+            for regime in (*FIRST, *(name for name in REGIMES if name not in FIRST)):
+                for method in methods:
+                    if seeds == SEEDS[:1]:
+                        yield from (Place(RATE, regime, method, RATE_SEED, rate) for rate in RATES)
+                    yield from (Place(TEST, regime, method, seed, best_rate(lines, regime, method)) for seed in seeds)
+
+
+def best_rate(lines: Mapping[Place, Line], regime: str, method: str) -> float:
+    """Return the rate with the highest accuracy on validation samples, the lower of equals; 0 if one was not tried."""
+    tried = {rate: lines.get(Place(RATE, regime, method, RATE_SEED, rate)) for rate in RATES}
+    found = {rate: line.accuracy for rate, line in tried.items() if line is not None}
+    if len(found) < len(RATES):
+        return 0.0
+    return max(found, key=lambda rate: -math.inf if math.isnan(found[rate]) else found[rate])
+
+
+def run(place: Place) -> Line:
+    """Run one cell. A run that fails, since its weights are not finite, has no accuracy (NaN)."""
+    from fl_bn.commit import commit
+    from fl_bn.flower import RunFailed
+    from fl_bn.run.assembly import limit_threads
+    from fl_bn.run.config import RunConfig
+    from fl_bn.sweep.cells import Cell, run_held
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    limit_threads(1)
+    folder, begin = Path(tempfile.mkdtemp(prefix="own-map-")), time.process_time()
+    cell = Cell(RunConfig.from_mapping({**keys(place), "output": str(folder), "name": "cell"}), place._asdict())
+    try:
+        try:
+            run_held(cell)
+        except RunFailed as error:
+            print(f"{place}: {error}", flush=True)
+        reached = {row["round"]: 100 * row["accuracy"] for row in cell.rows() if row.get("accuracy") is not None}
+    finally:
+        shutil.rmtree(folder)
+    last, half = (round(reached.get(at, math.nan), 2) for at in (cell.config.rounds, cell.config.rounds // 2))
+    return Line(*place, last, half, round(time.process_time() - begin, 1), commit())
+
+
+def read(path: Path) -> dict[Place, Line]:
+    """Return the lines of a file by cell; none where there is no file."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        lines = [Line(**{field.name: _typed(row[field.name], str(field.type)) for field in fields(Line)}) for row in csv.DictReader(file)]
+    return {line.place: line for line in lines}
+
+
+def _typed(text: str, kind: str) -> Any:
+    return {"int": int, "float": float, "str": str}[kind](text)
+
+
+def left(lines: Mapping[Place, Line]) -> list[Place]:
+    """Return the cells that were not run."""
+    return [place for place in cells(lines) if place not in lines]
+
+
+def hours(lines: Mapping[Place, Line]) -> float:
+    """Return the core hours of the cells that were not run, from the seconds of those of the same regime and method, or of all."""
+
+    def seconds(place: Place) -> float:
+        for alike in ((1, 2), (1,), ()):
+            known = [line.seconds for done, line in lines.items() if all(done[i] == place[i] for i in alike)]
+            if known:
+                return mean(known)
+        return math.nan
+
+    return sum(map(seconds, left(lines))) / 3600
+
+
+def main(
+    output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
+    methods: Annotated[str, typer.Option(help="separated by commas")] = ",".join(METHODS),
+    seconds: Annotated[float, typer.Option(help="begin no cell after so many")] = math.inf,
+    left_of: Annotated[Path | None, typer.Option("--left", help="CSV file: how many of its cells were not run, and their hours")] = None,
+) -> None:
+    if left_of is not None:
+        lines = read(left_of)
+        print(f"{len(lines)} cells run, {len(left(lines))} not run: about {hours(lines):.1f} core hours")
+    if output is None:
+        return
+    lines, begin = read(output), time.monotonic()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        if not lines:
+            writer.writeheader()
+        for place in cells(lines):  # sees the rates that were tried meanwhile
+            if place in lines or place.method not in methods.split(","):
+                continue
+            if time.monotonic() - begin > seconds:
+                break
+            lines[place] = run(place)
+            writer.writerow(asdict(lines[place]))
+            file.flush()
+            print(lines[place], flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,171 @@
+"""What the runs of the map say: the file of `fl-bn advise`, one heat map, and the tables of README and docs/methods/choosing.md.
+
+python benchmarks/own_map_pages.py     # from benchmarks/results/map/cells.csv; seconds
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from own_map import COMMON, METHODS, REGIMES, SEEDS, TEST, Line, Place, best_rate, cells, keys, left, read
+
+from fl_bn import durable
+from fl_bn.advise import regimes
+from fl_bn.advise.measure import Measured, measure
+from fl_bn.advise.regimes import BASELINE, Regime
+from fl_bn.report.map_pictures import draw_maps
+from fl_bn.report.marks import replaced
+from fl_bn.run.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+CELLS = ROOT / "benchmarks" / "results" / "map" / "cells.csv"
+TABLE = CELLS.with_name("table.md")
+PICTURE = ROOT / "docs" / "pictures" / "map.png"
+PROBLEMS = {
+    "IID": "Clients are alike",
+    "Dirichlet 0.3": "Labels are skewed a little (Dirichlet 0.3)",
+    "Dirichlet 0.1": "Labels are skewed more (Dirichlet 0.1)",
+    "two classes": "Clients have two classes each",
+    "one class": "Clients have one class each",
+    "five domains": "Clients see the world differently: other cameras, other scanners",
+    "five domains, Dirichlet 0.1": "The same, and labels are skewed",
+    "batch of 4": "Labels are skewed a little, batches of 4",
+    "10 % take part": "Labels are skewed a little, a tenth of the clients take part in a round",
+    "1 local step": "Labels are skewed a little, 1 local step",
+    "20 local steps": "Labels are skewed a little, 20 local steps",
+}
+PAGES = {
+    "fedavg": "others.md#fedavg-with-batchnorm", "gn": "others.md#group-layer-and-instance-normalisation", "fixbn": "fixbn.md",
+    "fedbn": "fedbn.md", "silobn": "fedbn.md#silobn-the-variant-with-shared-scale-and-shift", "hbn": "hbn.md", "fbn": "fbn.md",
+    "fedtan": "fedtan.md",
+}  # fmt: skip
+WHERE = {ROOT / "README.md": "docs/methods/", ROOT / "docs" / "methods" / "choosing.md": ""}
+"""The pages with a table, and where they find the pages of methods."""
+MARK = "map"
+COLOURED = 20.0  # points, from which on the picture's colours do not change
+
+
+def regimes_of(lines: Mapping[Place, Line], measured: Mapping[str, Measured]) -> list[Regime]:
+    """Return the map of the cells that were run: the regimes in which plain BatchNorm and another method have a run.
+
+    ``measured``: of every regime.
+    """
+    found = []
+    for name in REGIMES:
+        runs = {method: {seed: _of(lines, name, method, seed) for seed in SEEDS} for method in METHODS}
+        there = {method: {seed: value for seed, value in by_seed.items() if value is not None} for method, by_seed in runs.items()}
+        rates = {method: rate for method in METHODS if (rate := best_rate(lines, name, method))}
+        regime = Regime(name, PROBLEMS[name], measured[name], there, rates)
+        if BASELINE in regime.methods and len(regime.methods) > 1:
+            found.append(regime)
+    return found
+
+
+def _of(lines: Mapping[Place, Line], regime: str, method: str, seed: int) -> float | None:
+    line = lines.get(Place(TEST, regime, method, seed, best_rate(lines, regime, method)))
+    return None if line is None else 0.0 if math.isnan(line.accuracy) else line.accuracy
+
+
+def measured_regimes() -> dict[str, Measured]:
+    """Measure the clients of every regime, as the first seed divides the data."""
+    return {name: measure(RunConfig.from_mapping(keys(Place(TEST, name, BASELINE, SEEDS[0], 0.1)))) for name in REGIMES}
+
+
+def recommendation(found: Sequence[Regime], folder: str) -> str:
+    """Return the table of README: a line per regime that has runs; ``folder``: where the methods' pages are."""
+    lines = ["| your problem | try | points above plain BatchNorm | not told apart from it |", "|---|---|---:|---|"]
+    for regime in found:
+        best = regime.methods[0]
+        level = regime.level(best)
+        plain = BASELINE in level
+        first = BASELINE if plain else best
+        others = [name for name in level if name != first and (not plain or regime.above(name) > 0)]
+        above = "" if plain else f"{regime.above(best):+.1f}"
+        beside = ", ".join(f"{_link(name, folder)} ({regime.above(name):+.1f})" if plain else _link(name, folder) for name in others)
+        lines.append(f"| {regime.problem} | {_link(first, folder)} | {above} | {_beside(regime, plain, beside)} |")
+    return "\n".join([*lines, "", *_read(found)]) + "\n"
+
+
+def _beside(regime: Regime, plain: bool, others: str) -> str:
+    one = "one seed; " if len(regime.seeds) == 1 else ""
+    nothing = f"nothing is ahead for sure{f': {others}' if others else ''}"
+    return f"{one}{nothing if plain else others}".removesuffix("; ")
+
+
+def _read(found: Sequence[Regime]) -> list[str]:
+    """Return how to read the table: what was run."""
+    methods = [name for name in METHODS if any(name in regime.methods for regime in found)]
+    missing = [name for name in METHODS if name not in methods]
+    open_ = [name for name in REGIMES if name not in {regime.name for regime in found}]
+    seeds = sorted({len(regime.seeds) for regime in found})
+    said = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    said += " seed" if said == "1" else " seeds"
+    return [
+        f"Measured on the bundled digits: {COMMON['rounds']} rounds, {said}, {len(methods)} methods, each at the best of three learning "
+        "rates.",
+        "The rates were chosen on validation samples of the clients, never on test data."
+        + (f" Not run yet: {', '.join(missing)}." if missing else "")
+        + (f" Problems not run yet: {', '.join(open_)}." if open_ else ""),
+    ]
+
+
+def _link(name: str, folder: str) -> str:
+    return f"[`{name}`]({folder}{PAGES[name]})"
+
+
+def table(found: Sequence[Regime], lines: Mapping[Place, Line]) -> str:
+    """Return every number: accuracy (standard deviation), rate; and what was not run."""
+    said = [
+        "# The map",
+        "",
+        f"Bundled digits, {COMMON['rounds']} rounds, ten clients, 5 local steps, batches of {COMMON['batch-size']}, unless the regime says "
+        "otherwise. In each cell: test accuracy after the last round (%, mean, and standard deviation over seeds); the learning rate, the "
+        "best of three on validation samples. *Separable*: the least difference that tells two methods apart (95 %, analysis of variance "
+        "of methods and seeds; 10 points with one seed). Made by `benchmarks/own_map.py` and `benchmarks/own_map_pages.py`.",
+        "",
+        f"| regime | {' | '.join(METHODS)} | separable |",
+        "|---|" + "---:|" * (len(METHODS) + 1),
+    ]
+    for regime in found:
+        values = " | ".join(_shown(regime, method) for method in METHODS)
+        said.append(f"| {regime.name} | {values} | {regime.separable:.1f} |")
+    missing = left(lines)
+    return "\n".join([*said, "", f"{sum(place in lines for place in cells(lines))} cells were run, {len(missing)} were not."]) + "\n"
+
+
+def _shown(regime: Regime, method: str) -> str:
+    runs = list(regime.accuracies[method].values())
+    if not runs:
+        return "-"
+    spread = f" ({np.std(runs, ddof=1):.1f})" if len(runs) > 1 else ""
+    return f"{np.mean(runs):.1f}{spread}; {regime.rates[method]:g}"
+
+
+def draw(found: Sequence[Regime], path: Path) -> None:
+    """Draw the heat map: points above plain BatchNorm, a column per regime."""
+    methods = [name for name in METHODS if name != BASELINE]
+    values = np.array([[regime.above(name) for regime in found] for name in methods])
+    columns = [f"{regime.name} ({regime.mean(BASELINE):.0f})" for regime in found]
+    x, bar = "regime (accuracy of plain BatchNorm, %)", "points above plain BatchNorm"
+    figure = draw_maps({"": values}, columns, methods, x, "", bar, "accuracy", difference=True, limit=COLOURED)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+
+
+def main() -> None:
+    lines = read(CELLS)
+    found = regimes_of(lines, measured_regimes())
+    durable.write(regimes.FILE, regimes.dump(found).encode(), mode=0o666)
+    durable.write(TABLE, table(found, lines).encode(), mode=0o666)
+    draw(found, PICTURE)
+    for page, folder in WHERE.items():
+        durable.write(page, replaced(page.read_text(encoding="utf-8"), MARK, recommendation(found, folder)).encode(), mode=0o666)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""A federation in numbers: how its clients differ in labels and in features, and how they train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean, median
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fl_bn.data.batches import cuts
+from fl_bn.data.partition import label_counts
+from fl_bn.derived import copied
+from fl_bn.federation.adaptation import NotAdaptable, divergence, first_layer
+from fl_bn.federation.local import Samples
+from fl_bn.moments import Running
+from fl_bn.roles import batch_norms, inputs_like
+from fl_bn.run.assembly import client_samples, shape, source_model
+from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.task import LABELS, kind_of
+
+SAMPLES = 200  # of a client, whose features are measured
+CLIENTS = 40  # whose features are compared: all pairs of them
+SHUFFLES = 5
+CHUNK = 256  # samples that go through the network at a time
+_STREAM = 0xADF1  # sets these draws apart from others that start from the same seed
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A federation in numbers.
+
+    ``smallest``, ``middle``, ``largest``: training samples of a client. ``classes``: how many classes a client has, those with few samples
+    counting less: exp of the entropy of the labels, given the client. ``label_skew``: the share of the labels' entropy that is known once
+    the client is; 0 where all clients have the same labels, 1 where each has one class. ``distance``: of two clients, mean over all pairs:
+    the symmetric Kullback-Leibler divergence of what enters the first BatchNorm layer, in nats per channel. ``by_labels``: the same after
+    the samples of every class have been shuffled among the clients, which is what label skew and chance explain of it. ``batch_size``,
+    ``local_steps``: of the middle client.
+    """
+
+    clients: int
+    smallest: int
+    middle: int
+    largest: int
+    classes: float
+    label_skew: float
+    distance: float
+    by_labels: float
+    batch_size: int
+    participation: float
+    local_steps: int
+
+    @property
+    def shift(self) -> float:
+        """What labels and chance do not explain of the distance, in nats per channel."""
+        return max(0.0, self.distance - self.by_labels)
+
+
+def measure(config: RunConfig) -> Measured:
+    """Measure the clients of a run before it: their training samples alone, in the network that it starts from.
+
+    Raises:
+        ConfigError: the data are the sites' own, or cannot be loaded or divided so.
+    """
+    if config.dataset == SITES:
+        raise ConfigError(f"dataset={SITES!r}: the clients' data are not on this machine, so they cannot be measured: run advise at a site")
+    parts = [client_samples(config, client)[0] for client in range(config.clients - config.byzantine)]
+    sizes = [len(part) for part in parts]
+    middle = int(median(sizes))
+    counts = label_counts(*_pooled(parts), shape(config)[0])
+    drawn = [_drawn(part, client, config.seed) for client, part in enumerate(parts[:CLIENTS])]
+    means, variances, values = sample_moments(source_model(config), Samples(*_joined(drawn)))
+    owners = np.repeat(np.arange(len(drawn)), [len(part) for part in drawn])
+    labels = torch.cat([part.y for part in drawn]).numpy() if kind_of(drawn[0].y) == LABELS else np.zeros(len(owners), dtype=np.int64)
+    between = distance(means, variances, values, owners)
+    shuffled = [
+        distance(means, variances, values, shuffled_within(owners, labels, np.random.default_rng([_STREAM, config.seed, n])))
+        for n in range(SHUFFLES)
+    ]
+    batch = min(config.batch_size, middle)
+    steps = config.local_steps or config.local_epochs * (len(cuts(middle, config.batch_size)) + 1)
+    return Measured(
+        clients=config.clients,
+        smallest=min(sizes),
+        middle=middle,
+        largest=max(sizes),
+        classes=classes_of(counts),
+        label_skew=label_skew(counts),
+        distance=between,
+        by_labels=fmean(shuffled),
+        batch_size=batch,
+        participation=config.fraction,
+        local_steps=steps,
+    )
+
+
+def label_skew(counts: NDArray[np.int64]) -> float:
+    """Return the share of the labels' entropy that is known once the client is, of label counts (clients, classes); 0 without labels.
+
+    >>> label_skew(np.array([[4, 0], [0, 4]])), label_skew(np.array([[2, 2], [1, 1]]))
+    (1.0, 0.0)
+    """
+    whole = _entropy(counts.sum(0))
+    return 0.0 if whole == 0 else max(0.0, 1 - _entropy_given_client(counts) / whole)
+
+
+def classes_of(counts: NDArray[np.int64]) -> float:
+    """Return the number of classes of a client, exp of the entropy of its labels, of label counts (clients, classes); 0 without labels.
+
+    >>> classes_of(np.array([[3, 3, 0], [0, 5, 5]]))
+    2.0
+    """
+    return round(math.exp(_entropy_given_client(counts)), 12) if counts.sum() else 0.0
+
+
+def _entropy_given_client(counts: NDArray[np.int64]) -> float:
+    """Return the entropy of a client's labels in nats, mean over samples."""
+    samples = counts.sum()
+    return float(sum(own.sum() / samples * _entropy(own) for own in counts)) if samples else 0.0
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    shares = counts[counts > 0] / max(1, counts.sum())
+    return float(-(shares * np.log(shares)).sum()) + 0.0  # no -0.0
+
+
+def distance(means: Tensor, variances: Tensor, values: int, owners: NDArray[np.int64]) -> float:
+    """Return the divergence of two clients, mean over all pairs; 0 for a single client.
+
+    Args:
+        means: of every sample per channel (N, C).
+        variances: biased (N, C).
+        values: how many values a sample has in a channel.
+        owners: the client of every sample (N,).
+    """
+    clients = [torch.from_numpy(np.flatnonzero(owners == client)) for client in np.unique(owners)]
+    found = [_together(means[mine], variances[mine], values) for mine in clients if len(mine) * values > 1]
+    floor = float(variances.mean()) * 1e-3  # a channel that is constant at a client is not infinitely far from others
+    pairs = [divergence(one, other, floor) for one, other in combinations(found, 2)]
+    return fmean(pairs) if pairs else 0.0
+
+
+def _together(means: Tensor, variances: Tensor, values: int) -> Running:
+    """Return the statistics of all values of some samples: law of total variance, unbiased."""
+    count = len(means) * values
+    biased = variances.mean(0) + means.var(0, correction=0)
+    return Running(means.mean(0), biased * count / (count - 1))
+
+
+def shuffled_within(owners: NDArray[np.int64], labels: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return other owners of the samples: each client keeps its number of samples of every class, drawn anew among all of the class."""
+    shuffled = owners.copy()
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        shuffled[members] = rng.permutation(owners[members])
+    return shuffled
+
+
+@torch.no_grad()
+def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, int]:
+    """Measure what enters the first BatchNorm layer, or the network where it has none.
+
+    Returns:
+        Mean and biased variance of every sample per channel, (N, C) in float64, and how many values a sample has in a channel.
+    """
+    model = copied(model).eval()
+    caught: list[Tensor] = []
+    try:
+        layer: nn.Module = batch_norms(model)[first_layer(model, samples.x)[0]]
+    except NotAdaptable:
+        layer = model
+    handle = layer.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].detach()))
+    found: list[tuple[Tensor, Tensor, int]] = []
+    try:
+        for begin in range(0, len(samples), CHUNK):
+            model(samples.batch(np.arange(begin, min(begin + CHUNK, len(samples))), inputs_like(model))[0])
+            entered = caught[0].double().flatten(2) if caught[0].dim() > 2 else caught[0].double()[..., None]
+            found.append((entered.mean(2), entered.var(2, correction=0), entered.shape[2]))
+            caught.clear()
+    finally:
+        handle.remove()
+    return torch.cat([mean for mean, _, _ in found]), torch.cat([variance for _, variance, _ in found]), found[0][2]
+
+
+def _drawn(part: Samples, client: int, seed: int) -> Samples:
+    """Return at most ``SAMPLES`` of a client's samples, drawn at random."""
+    chosen = np.random.default_rng([_STREAM, seed, SHUFFLES, client]).permutation(len(part))[:SAMPLES]
+    return Samples(*part.rows(np.sort(chosen)))
+
+
+def _joined(parts: Sequence[Samples]) -> tuple[Tensor, Tensor]:
+    return torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
+
+
+def _pooled(parts: Sequence[Samples]) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+    """Return the labels of all clients one after the other, and where each client's are."""
+    ends = np.cumsum([len(part) for part in parts])
+    return torch.cat([part.y for part in parts]).numpy(), np.split(np.arange(ends[-1]), ends[:-1])

@@ -1,0 +1,173 @@
+"""The map: how far every method came in some regimes, and which of them a federation is most like.
+
+The file ``map.json`` is written by ``python benchmarks/own_map_pages.py`` from the runs of the map.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from scipy.special import stdtrit  # type: ignore[import-untyped]
+
+from fl_bn.advise.measure import Measured
+
+FILE = Path(__file__).with_name("map.json")
+BASELINE = "fedavg"  # plain BatchNorm
+MOST, LEAST = 3, 2  # candidates
+FAR = 5.0  # points behind the best, from which a third candidate is left out
+ONE_SEED = 10.0  # points that tell two methods apart where there is one seed
+HALF_SHIFT = 0.1  # nats per channel that count as half of the way to a feature shift without end
+WEIGHTS = {"label skew": 2.0, "feature shift": 2.0, "batch size": 1.0, "participation": 1.0, "local steps": 1.0}
+"""What a difference as long as the map counts, in the distance of two regimes: what clients hold counts double."""
+
+
+@dataclass(frozen=True)
+class Regime:
+    """One column of the map. ``problem``: in words; ``accuracies``: method -> seed -> percent after the last round, of the runs that are
+    there; ``rates``: method -> the learning rate that was best on validation samples."""
+
+    name: str
+    problem: str
+    measured: Measured
+    accuracies: Mapping[str, Mapping[int, float]]
+    rates: Mapping[str, float]
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods that have a run, best first; of equals the one that the map names first."""
+        return sorted((name for name, runs in self.accuracies.items() if runs), key=lambda name: -self.mean(name))
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds that every method has."""
+        runs = [set(self.accuracies[name]) for name in self.methods]
+        return sorted(set.intersection(*runs)) if runs else []
+
+    def mean(self, method: str) -> float:
+        """Return the mean accuracy in percent; a run that did not stay finite counts as 0."""
+        return fmean(_finite(value) for value in self.accuracies[method].values())
+
+    def above(self, method: str, other: str = BASELINE) -> float:
+        """Return by how many points a method is above another, over the seeds that both have; NaN without one."""
+        mine, theirs = (self.accuracies.get(name, {}) for name in (method, other))
+        both = [_finite(mine[seed]) - _finite(theirs[seed]) for seed in mine if seed in theirs]
+        return fmean(both) if both else math.nan
+
+    @property
+    def separable(self) -> float:
+        """The least difference in points that tells two methods apart.
+
+        With 95 % confidence, from the analysis of variance of methods and seeds (Fisher's least significant difference), over the seeds
+        that all methods have. One seed says nothing of its spread: there ``ONE_SEED`` points.
+        """
+        methods, seeds = self.methods, self.seeds
+        freedom = (len(methods) - 1) * (len(seeds) - 1)
+        if min(len(methods), len(seeds)) < 2:
+            return ONE_SEED
+        values = {(name, seed): _finite(self.accuracies[name][seed]) for name, seed in product(methods, seeds)}
+        whole = fmean(values.values())
+        by_method = {name: fmean(values[name, seed] for seed in seeds) for name in methods}
+        by_seed = {seed: fmean(values[name, seed] for name in methods) for seed in seeds}
+        left = sum((values[name, seed] - by_method[name] - by_seed[seed] + whole) ** 2 for name, seed in values)
+        return float(stdtrit(freedom, 0.975)) * math.sqrt(2 * left / freedom / len(seeds))
+
+    def level(self, method: str) -> list[str]:
+        """Return the methods that are not told apart from this one, itself first."""
+        others = [name for name in self.methods if name != method and abs(self.above(method, name)) < self.separable]
+        return [method, *others]
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The regime that a federation is most like. ``apart``: on every axis, in lengths of the map."""
+
+    regime: Regime
+    apart: Mapping[str, float]
+
+    @property
+    def farthest(self) -> str:
+        """The axis on which they differ most; empty where they hardly differ."""
+        axis = max(self.apart, key=lambda name: self.apart[name])
+        return axis if self.apart[axis] > 0.25 else ""
+
+
+def load(file: Path = FILE) -> list[Regime]:
+    """Read the map."""
+    return [
+        Regime(
+            said["name"],
+            said["problem"],
+            Measured(**said["measured"]),
+            {method: {int(seed): value for seed, value in runs.items()} for method, runs in said["accuracies"].items()},
+            said["rates"],
+        )
+        for said in json.loads(file.read_text(encoding="utf-8"))
+    ]
+
+
+def dump(regimes: Sequence[Regime]) -> str:
+    """Return the map as the text of its file."""
+    return json.dumps([asdict(regime) for regime in regimes], indent=1) + "\n"
+
+
+def position(measured: Measured) -> dict[str, float]:
+    """Return where a federation stands on the axes of the map: shares of the way for skew and shift, else powers of ten."""
+    return {
+        "label skew": measured.label_skew,
+        "feature shift": measured.shift / (measured.shift + HALF_SHIFT),
+        "batch size": math.log10(measured.batch_size),
+        "participation": math.log10(measured.participation),
+        "local steps": math.log10(measured.local_steps),
+    }
+
+
+def nearest(measured: Measured, regimes: Sequence[Regime]) -> Nearest:
+    """Find the regime whose position is nearest; of equals the first."""
+    here, there = position(measured), [position(regime.measured) for regime in regimes]
+    lengths = {axis: max(at[axis] for at in there) - min(at[axis] for at in there) for axis in here}
+
+    def apart(at: Mapping[str, float]) -> dict[str, float]:
+        return {axis: abs(here[axis] - at[axis]) / (lengths[axis] or 1.0) for axis in here}
+
+    found = [Nearest(regime, apart(at)) for regime, at in zip(regimes, there, strict=True)]
+    return min(found, key=lambda one: sum((WEIGHTS[axis] * value) ** 2 for axis, value in one.apart.items()))
+
+
+def candidates(regime: Regime, allowed: Collection[str]) -> list[str]:
+    """Choose the two or three methods that are worth trying: the best of the regime that are ``allowed``, the best first.
+
+    The third is left out where it is far behind the best.
+    """
+    best = [name for name in regime.methods if name in allowed][:MOST]
+    return [name for place, name in enumerate(best) if place < LEAST or regime.mean(best[0]) - regime.mean(name) <= FAR]
+
+
+def why(regime: Regime, method: str) -> str:
+    """Say in one line how a method did in the regime, beside plain BatchNorm."""
+    said = f"{regime.mean(method):.1f} %"
+    above = regime.above(method)
+    if method == BASELINE or math.isnan(above):
+        return f"{said}, plain BatchNorm" if method == BASELINE else said
+    apart = "" if abs(above) >= regime.separable else ", not told apart"
+    return f"{said}, {above:+.1f} points to plain BatchNorm{apart}"
+
+
+def verdict(regime: Regime) -> str:
+    """Say which methods are best in the regime, and whether anything separates them from plain BatchNorm."""
+    best = regime.level(regime.methods[0])
+    if BASELINE in best:
+        return "nothing is told apart from plain BatchNorm"
+    if len(best) == 1:
+        return f"{best[0]} is ahead of all others"
+    return f"{best[0]} is ahead of plain BatchNorm, and not told apart from {', '.join(best[1:])}"
+
+
+def _finite(value: Any) -> float:
+    return float(value) if value is not None and math.isfinite(value) else 0.0

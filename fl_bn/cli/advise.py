@@ -1,0 +1,167 @@
+"""The command ``fl-bn advise``. Imports are inside it, since torch takes seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fl_bn.cli.progress import rounds_bar
+from fl_bn.cli.refusal import refused
+
+if TYPE_CHECKING:
+    from fl_bn.advise.report import Advice, Rows
+    from fl_bn.sweep.cells import Cell
+
+CHECKPOINT_EVERY = 5  # rounds, of the chosen run: from there the same command goes on
+console = Console()
+
+
+def advise(
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="a folder, npz files, a data set's name, NAME:PATH, or package.module:function. Default: as the run config says"
+        ),
+    ] = "",
+    pilot: Annotated[
+        bool, typer.Option("--pilot", help="try the candidates in short runs on validation samples, and go on with the best")
+    ] = False,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="candidates for --pilot, in the place of the map's, separated by commas; as for `compare`: fbn:learning-rate=0.01"
+        ),
+    ] = "",
+    jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs of the pilot at a time, each in a process of its own")] = 1,
+    output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/advise-<time>")] = "",
+    run_config: Annotated[
+        str, typer.Option("--run-config", help="the run you have in mind, keys as for `fl-bn run`: \"partition='domain' clients=5\"")
+    ] = "",
+) -> None:
+    """Which method for these clients? Measures how they differ, and names the two or three methods that did best on the most similar ones.
+
+    With --pilot the candidates are tried, and the best of them runs to the end. Test data have no part in the choice.
+    """
+    from fl_bn.advise import regimes
+    from fl_bn.advise.measure import measure
+    from fl_bn.advise.report import CLIENTS, METHODS, PILOT, Advice, write
+    from fl_bn.names import names_of
+    from fl_bn.run.assembly import limit_threads
+    from fl_bn.run.config import ConfigError, RunConfig
+    from fl_bn.run.pictures import partition_in_words
+
+    sys.path.insert(0, str(Path.cwd()))  # one's own data, as `fl-bn run` finds them
+    folder = Path(output or f"runs/advise-{datetime.now():%Y%m%d-%H%M%S}")
+    try:
+        if methods and not pilot:
+            raise ConfigError("--methods are candidates for --pilot: give both, or neither")
+        base = _keys(data, run_config)
+        config = RunConfig.from_mapping(base)
+        limit_threads(config.threads)
+        measured = measure(config)
+        near = regimes.nearest(measured, regimes.load())
+        left_out = _left_out(base, near.regime.methods)
+        allowed = [name for name in near.regime.methods if name not in left_out]
+        chosen = list(names_of(methods)) or regimes.candidates(near.regime, allowed)
+        title = f"{config.dataset}, {config.clients} clients, {partition_in_words(config)}"
+        advice = Advice(title, measured, near, chosen, left_out)
+        _print(CLIENTS, advice.clients(), title)
+        for line in advice.sentences():
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        _print(METHODS, advice.methods(), "candidates" if methods else "worth trying")
+        write(advice, folder)
+        if pilot:
+            advice = _piloted(advice, base, folder, jobs)
+            write(advice, folder)
+            _print(PILOT, advice.pilot(), f"pilot: {advice.metric} on validation samples")
+            console.print(f"{advice.chosen}, {config.rounds} rounds, test {advice.metric}: {advice.final:.4g}", highlight=False)
+    except (ConfigError, FileNotFoundError, ImportError) as error:
+        raise refused(error) from error
+    except KeyboardInterrupt:
+        console.print(f"interrupted; with --output {folder} the same command goes on")
+        raise typer.Exit(130) from None
+    console.print(f"advice.md and advice.json: {folder}", highlight=False, soft_wrap=True)
+
+
+def _keys(data: str, run_config: str) -> dict[str, Any]:
+    """Return the keys of the run, with the data that the argument names. Raises ConfigError where both name some."""
+    from fl_bn.data.dataset import DATASETS
+    from fl_bn.run.config import ConfigError
+    from fl_bn.run.overrides import parse_overrides
+
+    base = parse_overrides(run_config)
+    if not data:
+        return base
+    if twice := [key for key in ("dataset", "data-path") if key in base]:
+        raise ConfigError(f"the data are named twice, as {data!r} and with {twice[0]}={base[twice[0]]!r}: leave one of them out")
+    kind, _, path = data.partition(":")
+    if Path(data).is_dir():
+        kind, path = "folder", data
+    elif data.endswith(".npz") and kind not in DATASETS:
+        kind, path = "npz", data
+    return {**base, "dataset": kind, "data-path": path} if kind in DATASETS else {**base, "dataset": data}
+
+
+def _left_out(base: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """Return the methods that the run config does not allow, and why."""
+    from fl_bn.run.config import ConfigError, RunConfig
+
+    found = {}
+    for name in names:
+        try:
+            RunConfig.from_mapping({**base, "method": name})
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+def _piloted(advice: Advice, base: Mapping[str, Any], folder: Path, jobs: int) -> Advice:
+    """Run the pilot, then the best candidate to the end. Raises ConfigError where runs fail."""
+    from fl_bn.advise.pilot import final_cell, pilot_cells, result, successive_halving
+    from fl_bn.run.assembly import dataset, task
+    from fl_bn.run.config import ConfigError, RunConfig
+
+    config = RunConfig.from_mapping(base)
+    of = task(config, dataset(config).y_train)
+
+    def score(candidates: Sequence[str], rounds: int) -> dict[str, float]:
+        cells = pilot_cells(candidates, rounds, base, folder / "pilot")
+        _run(cells, jobs, f"pilot, {rounds} rounds each")
+        return {label: result(cell, of) for label, cell in zip(candidates, cells, strict=True)}
+
+    rungs = successive_halving(advice.candidates, config.rounds, score, higher_is_better=of.higher_is_better)
+    best = rungs[-1].kept[0] if rungs else advice.candidates[0]
+    cell = final_cell(best, base, folder, CHECKPOINT_EVERY)
+    if errors := _run([cell], 1, best):
+        raise ConfigError(f"the run of {best}, which the pilot chose, failed: {errors[cell.config.name]}")
+    return replace(advice, rungs=rungs, metric=of.metric + (" (%)" if of.scale() == 100 else ""), final=result(cell, of))
+
+
+def _run(cells: Sequence[Cell], jobs: int, name: str) -> dict[str, str]:
+    """Run the cells that are not finished, behind a bar; the errors of those that failed, which are printed, too."""
+    from fl_bn.sweep.cells import run_cells
+
+    for cell in cells:
+        cell.remove_failed()
+    with rounds_bar(console) as bar:
+        task = bar.add_task(name, total=None)
+        errors = run_cells(cells, jobs, lambda done, total: bar.update(task, completed=done, total=total))
+    for failed, problem in errors.items():
+        console.print(f"[red]failed[/red] {escape(failed)}: {escape(problem)}", highlight=False)
+    return errors
+
+
+def _print(heading: Sequence[str], rows: Rows, title: str) -> None:
+    shown = Table(*heading, title=title)
+    for row in rows:
+        shown.add_row(*map(escape, row))
+    console.print(shown)
