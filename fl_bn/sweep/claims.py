@@ -128,8 +128,8 @@ class Claim:
     ``samples``: the same in passes over a client's data, and in samples that it trains on, where batches have several sizes.
     ``client_samples``: training samples of a client of ours, where its rounds are counted in epochs. ``seeds``: that a comparison needs to
     be decided, 0: the rules'. ``resampled``: where seeds divide the same samples anew, test samples per training sample. ``rates``: the
-    variant that tries learning rates. ``untestable``: why nothing here can test it; ``exact``: the test of ours that has the paper's numbers
-    exactly. ``cause``: of what was found, in words.
+    variant that tries learning rates. ``untestable``: why nothing here can test it; ``exact``: the test of ours that has the paper's
+    numbers exactly. ``cause``: of what was found, in words.
     """
 
     id: str
