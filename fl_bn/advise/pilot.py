@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.compare import Variant
 from fl_bn.task import Task
@@ -69,7 +70,7 @@ def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any],
     """
     cells = []
     for label in candidates:
-        config = Variant.parse(label).config(base, int(base.get("seed", 0)), output)
+        config = Variant.parse(label).config(base, int(base.get("seed", 0)), output, Usage())
         if config.join_rounds:
             raise ConfigError(f"join-rounds={config.join_rounds!r} names rounds that a pilot does not reach: leave it, or --pilot, out")
         freeze = config.freeze_after if config.freeze_after < 1 else max(1, round(config.freeze_after * rounds / config.rounds))
@@ -88,7 +89,7 @@ def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any],
 
 def final_cell(label: str, base: Mapping[str, Any], output: Path, checkpoint_every: int) -> Cell:
     """Plan the whole run of the method that was chosen: on all training data, tested on the test data."""
-    config = Variant.parse(label).config(base, int(base.get("seed", 0)), output)
+    config = Variant.parse(label).config(base, int(base.get("seed", 0)), output, Usage())
     pictures, every = bool(base.get("pictures", True)), config.checkpoint_every or checkpoint_every
     return Cell(replace(config, pictures=pictures, checkpoint_every=every), {"method": label})
 

@@ -122,7 +122,9 @@ FREEZES_EARLY_ENOUGH = Used(
 )
 TORCHVISION = Used("for a network of torchvision's", lambda c: is_torchvision(c["model"]), ("model",))
 PARAMETER = OWN_DATA & used_with("partition", *PARAMETRISED)
-TESTED_AS_GIVEN = Used("where no validation samples stand in the place of the test data", lambda c: not c["validation-share"], ("validation-share",))
+TESTED_AS_GIVEN = Used(
+    "where no validation samples stand in the place of the test data", lambda c: not c["validation-share"], ("validation-share",)
+)
 OWN_DOMAINS = used_with("partition", *BY_DOMAIN)
 KEEPS_STATISTICS = method_where(
     "where running statistics stay at the clients (fedbn, silobn, single)", lambda m, c: Role.STATISTIC in m.local

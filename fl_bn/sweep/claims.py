@@ -124,11 +124,12 @@ class Claim:
     """What a paper says. ``id``: its own table or figure; ``place``: that, and lines of the text; ``experiment``, ``variant``: whose table
     tests it; ``differs``: settings that are not the paper's.
 
-    ``steps``: the paper's local steps per client, by phase of the schedule; empty: the claim is not of converged accuracy.
-    ``client_samples``: training samples of a client of ours, where its rounds are counted in epochs; ``epochs``: the same as ``steps`` in
-    passes over a client's data. ``seeds``: that a comparison needs to be decided, 0: the rules'. ``resampled``: where seeds divide the same
-    samples anew, test samples per training sample. ``rates``: the variant that tries learning rates. ``untestable``: why nothing here can
-    test it; ``exact``: the test of ours that has the paper's numbers exactly. ``cause``: of what was found, in words.
+    ``steps``: the paper's local steps per client, by phase of the schedule; empty: the claim is not of converged accuracy. ``epochs``,
+    ``samples``: the same in passes over a client's data, and in samples that it trains on, where batches have several sizes.
+    ``client_samples``: training samples of a client of ours, where its rounds are counted in epochs. ``seeds``: that a comparison needs to
+    be decided, 0: the rules'. ``resampled``: where seeds divide the same samples anew, test samples per training sample. ``rates``: the
+    variant that tries learning rates. ``untestable``: why nothing here can test it; ``exact``: the test of ours that has the paper's
+    numbers exactly. ``cause``: of what was found, in words.
     """
 
     id: str
@@ -139,6 +140,7 @@ class Claim:
     differs: str = ""
     steps: tuple[float, ...] = ()
     epochs: tuple[float, ...] = ()
+    samples: tuple[float, ...] = ()
     client_samples: float = 0.0
     seeds: int = 0
     resampled: float = 0.0

@@ -102,9 +102,9 @@ def short(claims: Sequence[Tested], page: str) -> str:
     lines += ["| claim | verdict | the paper's difference | ours |", "|---|---|---|---|"]
     lines += [_line(one, f"{page}#{one.anchor}", one.verdict) for one in run]
     exact = [one.claim.id for one in claims if one.claim.exact]
-    waiting = [one.claim.id for one in claims if not one.was_run and not one.claim.exact]
+    waiting = [one for one in claims if not one.was_run and not one.claim.exact]
     lines += ["", f"Exactly as in the paper: {', '.join(exact)}."] if exact else []
-    lines += ["", f"Not run yet, or not testable here: {', '.join(waiting)}."] if waiting else []
+    lines += ["", f"{len(waiting)} more are not run yet, or not testable here: [the page]({page}) names them."] if waiting else []
     return "\n".join(lines) + "\n"
 
 
@@ -146,6 +146,7 @@ def _section(one: Tested) -> list[str]:
         if one.outcomes:
             said = [f"{o.comparison}: {_numbers(o.comparison)}" for o in one.outcomes]
             lines[-1] += f" The paper's numbers: {'; '.join(said)}. To be run: `{claim.of}`, variant `{claim.variant}`."
+            lines[-1] += "" if one.gpu_hours is None else f" The paper's own setting takes about {one.gpu_hours:.1f} hours of a GPU."
         return lines + _own(one)
     for title, text in _words(one):
         lines += ["", f"{title}: {text}"] if text else []
@@ -158,7 +159,8 @@ def _section(one: Tested) -> list[str]:
 def _own(one: Tested) -> list[str]:
     lines = []
     for own, runs, outcomes in one.own:
-        lines += ["", f"**{own.asks}** {one.answer(own, outcomes)} ({own.id}; {len(runs.kept)} of {len(runs.defined)} cells)"]
+        said = f"**{own.asks}** {one.answer(own, outcomes)} ({len(runs.kept)} of {len(runs.defined)} cells)"
+        lines += ["", f"#### {own.id}", "", said]
         lines += ["", *_table(outcomes)] if any(o.differences for o in outcomes) else []
     return lines
 

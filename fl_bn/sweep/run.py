@@ -86,13 +86,13 @@ def check(cells: Sequence[Cell]) -> None:
         limit = (config.samples_per_domain, config.samples_share)
         data = (config.dataset, config.data_path, config.image_size, config.shifts, limit, config.hold_out)
         split = (*data, config.partition, config.partition_parameter, config.sizes, config.clients, config.byzantine, config.seed)
-        split = (*split, config.validation_share)
+        whose = (split, config.validation_share)
         model = (*data, config.model, config.model_stem, config.model_weights, config.method, config["groups"])
         try:
             if cell.centralised:
                 check_centralised(config)
             for about, look in (
-                (split, assembly.partitions),
+                (whose, assembly.partitions),
                 (model, assembly.client_model),
                 ((*model, config.diagnostics), diagnostics_of),
             ):

@@ -32,18 +32,17 @@ def phases(config: RunConfig) -> list[int]:
 
 def too_short(cells: Sequence[Cell], claim: Claim, rules: Rules) -> str:
     """Say in how far ``cells``, one place's seeds, are no test of a claim about converged accuracy; empty where they are."""
-    paper = claim.steps or claim.epochs
+    unit, paper = next(((name, of) for name in UNITS if (of := getattr(claim, name))), ("", ()))
     if not paper or not cells:
         return ""
-    config = _config(cells[0])
+    config = Usage().config(cells[0].config)
     ends = phases(config)
-    per_round = config.fraction * (_epochs(config) if claim.epochs else _steps(config, claim.client_samples))
+    per_round = config.fraction * UNITS[unit](config, claim.client_samples)
     ours = [per_round * (end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
     alike = len(ours) == len(paper)
     share = min(a / b for a, b in zip(ours, paper, strict=True)) if alike else sum(ours) / sum(paper)
     if share >= rules.share or _flat(cells, config, ends, rules.flat):
         return ""
-    unit = "epochs" if claim.epochs else "steps"
     return f"{_percent(share)} of the paper's {unit} per client{' in a phase of the schedule' if alike and len(ours) > 1 else ''}"
 
 
@@ -63,17 +62,21 @@ def _flat(cells: Sequence[Cell], config: RunConfig, ends: Sequence[int], margin:
     return True
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
 def _steps(config: RunConfig, client_samples: float) -> float:
     return config.local_steps or config.local_epochs * max(1.0, client_samples / config.batch_size)
 
 
-def _epochs(config: RunConfig) -> float:
+def _epochs(config: RunConfig, client_samples: float) -> float:
     return float(config.local_epochs)
 
 
-def _config(cell: Cell) -> RunConfig:
-    return Usage().config(cell.config)
+def _samples(config: RunConfig, client_samples: float) -> float:
+    return float(config.local_steps * config.batch_size or config.local_epochs * client_samples)
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+UNITS = {"steps": _steps, "epochs": _epochs, "samples": _samples}
+"""What a claim counts its length in, and what a client of ours makes of that in a round."""

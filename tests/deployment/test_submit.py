@@ -11,14 +11,19 @@ from typer.testing import CliRunner
 
 from fl_bn import durable
 from fl_bn.cli.main import app
+from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.site import submit as submit_module
 from fl_bn.site.folders import FolderError, ServerFolder
 from fl_bn.site.membership import add_site, remove_site
 from fl_bn.site.queue import WAITING, NameTaken, NoQueue, Queue, QueueError
 from fl_bn.site.registered import Submitted
 from fl_bn.site.runs import abort, listed
-from fl_bn.site.submit import submit
+from fl_bn.site.submit import run_config, submit
 from tests.deployment.superlink import THEN, named
+
+OF_EXCHANGE = [
+    f"exchange-{key}" for key in ("host", "port", "join-timeout", "certificate", "key", "authority")
+]  # what a server's folder says of it
 
 
 def test_submit_waits_its_turn_and_says_for_whom(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,3 +134,16 @@ def test_a_folder_that_may_not_be_written_to_has_no_queue(server: ServerFolder, 
     assert "the run does not wait for others, but starts at once" in said[0]
     with pytest.raises(NoQueue):
         Queue(server).add(named("x"))
+
+
+def test_a_run_without_an_exchange_is_given_no_address_for_one(server: ServerFolder) -> None:
+    """Else it would be refused for keys that nobody typed. Control: a run that has an exchange gets all that the folder says."""
+    defaults = {key: spec.default for key, spec in RunConfig.keys().items() if key.startswith("exchange")}
+    plain = run_config(server, "method='fedavg'")
+    assert {key: value for key, value in plain.items() if key.startswith("exchange")} == {key: defaults[key] for key in OF_EXCHANGE}
+    RunConfig.from_mapping(plain)
+    exchanging = run_config(server, "method='fedtan'")
+    assert exchanging["exchange-certificate"] == str(server.certificate)
+    assert exchanging["exchange-port"] == server.exchange_port != 0
+    with pytest.raises(ConfigError, match="exchange-host='elsewhere' has no effect with method='fedavg'"):
+        run_config(server, "method='fedavg' exchange-host='elsewhere'")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from fl_bn.run.config import ConfigError
-from fl_bn.sweep.evidence import RESULTS, gather, results_of
+from fl_bn.sweep.evidence import HOURS, RESULTS, gather, results_of
 from fl_bn.sweep.evidence_page import PAGE, markdown, picture, readme, short, write_evidence
 from fl_bn.sweep.experiments import Experiment
 from tests.sweeps.evidence_runs import ALL, CLAIMS, OWN, kept, register
@@ -71,7 +72,7 @@ def test_a_question_is_answered_by_its_runs(experiment: Experiment, tmp_path: Pa
     kept(experiment, tmp_path, ALL, variant="cause")
     assert results_of(experiment, "cause", folder).name == "X-1.cause.jsonl"
     page = markdown(gather(folder, experiments))
-    assert "**Is it the rate?** It is. (own-rate; 6 of 6 cells)" in page
+    assert "#### own-rate\n\n**Is it the rate?** It is. (6 of 6 cells)" in page
     swapped = {name.replace("FedBN", "?").replace("FedAvg", "FedBN").replace("?", "FedAvg"): value for name, value in ALL.items()}
     shutil.rmtree(tmp_path / "runs-out-cause")
     kept(experiment, tmp_path, swapped, variant="cause")
@@ -87,6 +88,13 @@ def test_a_claim_without_runs_has_the_papers_numbers_and_says_what_is_to_be_run(
     assert "FedBN > FedAvg (accuracy): figure 4 only" in markdown(gather(tmp_path, register(experiment, text)))
     text = CLAIMS.replace("paper = [70.5, 60.0]", 'figure = "4", about = [70, 60]')
     assert "FedBN > FedAvg (accuracy): figure 4: about 70, 60" in markdown(gather(tmp_path, register(experiment, text)))
+
+
+def test_hours_of_a_gpu_come_from_what_its_benchmark_wrote(experiment: Experiment, tmp_path: Path) -> None:
+    (tmp_path / RESULTS).mkdir()
+    assert "hours of a GPU" not in markdown(gather(tmp_path, experiment.file.parent))
+    (tmp_path / RESULTS / HOURS).write_text(json.dumps({"device": "one", "hours": {"X-1": 3.21}}))
+    assert "The paper's own setting takes about 3.2 hours of a GPU." in markdown(gather(tmp_path, experiment.file.parent))
 
 
 def test_what_is_near_has_its_distance(experiment: Experiment, tmp_path: Path) -> None:
@@ -132,9 +140,11 @@ def test_readme_s_table_has_what_was_run_and_names_what_was_not(experiment: Expe
     )
     assert text.endswith("<!-- end -->\nAfter.\n")
     assert "| [X-1](out/EVIDENCE.md#x-1) FedBN is ahead of FedAvg | reproduced | FedBN > FedAvg (accuracy): +10.5 | +10.3" in text
-    assert "Not run yet" not in text
+    assert "not run yet" not in text
     shutil.rmtree(folder / RESULTS)
-    assert "Not run yet, or not testable here: X-1." in readme(text, gather(folder, experiments), "out")
+    assert "1 more are not run yet, or not testable here: [the page](out/EVIDENCE.md) names them." in readme(
+        text, gather(folder, experiments), "out"
+    )
     with pytest.raises(ConfigError, match="the page needs the lines <!-- evidence --> and <!-- end -->"):
         readme("nothing", [], "out")
 

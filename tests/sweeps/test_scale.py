@@ -57,6 +57,9 @@ def test_passes_over_the_data_count_as_steps_where_samples_are_known() -> None:
     assert short(one, steps=(1250.0,), client_samples=20.0) == ""  # 5 steps a pass, 500 in all
     assert short(one, steps=(1600.0,), client_samples=20.0).startswith("31 %")
     assert short(one, epochs=(300.0,)) == ""
+    assert short(one, samples=(6000.0,), client_samples=20.0) == ""  # 2,000
+    assert short(one, samples=(8000.0,), client_samples=20.0) == "25 % of the paper's samples per client"
+    assert short(cell(RISING, batch_size=4), samples=(16000.0,)) == "25 % of the paper's samples per client"
     assert short(one, epochs=(400.0,)) == "25 % of the paper's epochs per client"
 
 
