@@ -19,6 +19,7 @@ from fl_bn.cli.refusal import refused
 
 if TYPE_CHECKING:
     from fl_bn.advise.report import Advice, Rows
+    from fl_bn.run.usage import Usage
     from fl_bn.sweep.cells import Cell
 
 CHECKPOINT_EVERY = 5  # rounds, of the chosen run: from there the same command goes on
@@ -56,8 +57,9 @@ def advise(
     from fl_bn.advise.report import CLIENTS, METHODS, PILOT, Advice, write
     from fl_bn.names import names_of
     from fl_bn.run.assembly import limit_threads
-    from fl_bn.run.config import ConfigError, RunConfig
+    from fl_bn.run.config import ConfigError
     from fl_bn.run.pictures import partition_in_words
+    from fl_bn.run.usage import Usage
 
     sys.path.insert(0, str(Path.cwd()))  # one's own data, as `fl-bn run` finds them
     folder = Path(output or f"runs/advise-{datetime.now():%Y%m%d-%H%M%S}")
@@ -65,11 +67,13 @@ def advise(
         if methods and not pilot:
             raise ConfigError("--methods are candidates for --pilot: give both, or neither")
         base = _keys(data, run_config)
-        config = RunConfig.from_mapping(base)
+        use = Usage()
+        config = use.config(base)
         limit_threads(config.threads)
         measured = measure(config)
         near = regimes.nearest(measured, regimes.load())
-        left_out = _left_out(base, near.regime.methods)
+        left_out = _left_out(base, near.regime.methods, use)
+        use.check(base)
         allowed = [name for name in near.regime.methods if name not in left_out]
         chosen = list(names_of(methods)) or regimes.candidates(near.regime, allowed)
         title = f"{config.dataset}, {config.clients} clients, {partition_in_words(config)}"
@@ -99,6 +103,8 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
     from fl_bn.run.overrides import parse_overrides
 
     base = parse_overrides(run_config)
+    if "method" in base:
+        raise ConfigError(f"method={base['method']!r}: the method is what is looked for; leave it out, or give --pilot --methods")
     if not data:
         return base
     if twice := [key for key in ("dataset", "data-path") if key in base]:
@@ -111,14 +117,14 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
     return {**base, "dataset": kind, "data-path": path} if kind in DATASETS else {**base, "dataset": data}
 
 
-def _left_out(base: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
-    """Return the methods that the run config does not allow, and why."""
-    from fl_bn.run.config import ConfigError, RunConfig
+def _left_out(base: Mapping[str, Any], names: Sequence[str], use: Usage) -> dict[str, str]:
+    """Return the methods that the run config does not allow, and why. ``use`` sees the keys that the others use."""
+    from fl_bn.run.config import ConfigError
 
     found = {}
     for name in names:
         try:
-            RunConfig.from_mapping({**base, "method": name})
+            use.config({**base, "method": name})
         except ConfigError as error:
             found[name] = str(error)
     return found
@@ -128,9 +134,10 @@ def _piloted(advice: Advice, base: Mapping[str, Any], folder: Path, jobs: int) -
     """Run the pilot, then the best candidate to the end. Raises ConfigError where runs fail."""
     from fl_bn.advise.pilot import final_cell, pilot_cells, result, successive_halving
     from fl_bn.run.assembly import dataset, task
-    from fl_bn.run.config import ConfigError, RunConfig
+    from fl_bn.run.config import ConfigError
+    from fl_bn.run.usage import Usage
 
-    config = RunConfig.from_mapping(base)
+    config = Usage().config(base)
     of = task(config, dataset(config).y_train)
 
     def score(candidates: Sequence[str], rounds: int) -> dict[str, float]:

@@ -380,7 +380,7 @@ class LocalRound:
         """
         samples, client = index(samples), index(client)
         if not self.trains:
-            return self._reply(client, {"moments": self._complete(self.moments or {})}, samples, self._measured()), self.kept
+            return self._reply(client, {"moments": self._complete(self.moments or {})}, samples, {}), self.kept
         if self.method.reports(self.phase) is Report.FIRST and self.batch > samples:
             raise ValueError(
                 f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this "
@@ -395,18 +395,15 @@ class LocalRound:
             raise ValueError(f"{self.method.name} reports moments of a pass before training: call round.measure(batches) first")
         told: dict[str, float] = {**(metrics or {}), "loss": float(loss), "steps": self.steps, "waited": self.waited}
         told |= self._local_drift() if tells_drift else {}
-        told |= {"batch": int(self.batch)} if reports is Report.FIRST else self._measured() if reports is Report.PASS else {}
+        told |= {"batch": int(self.batch)} if reports is Report.FIRST else {}
         kept = self._finite(self._to_keep(gradients, finish), client)
         if kept.sections:
             told["kept"] = self.kept.round
         return self._reply(client, self._sections(gradients, finish, moments), samples, told), kept
 
-    def _measured(self) -> dict[str, float]:
-        """Tell how many samples the pass went through, which its moments are of."""
-        return {"measured": self.measured_samples} if self.measured_samples else {}
-
     def _reply(self, client: int, sections: Sections, samples: int, metrics: dict[str, float]) -> Reply:
-        return Reply(client, sections, samples, samples, metrics, self.instruction.round, self.network.signature)
+        told = metrics | ({"measured": self.measured_samples} if self.measured_samples else {})  # what moments of a pass are of
+        return Reply(client, sections, samples, samples, told, self.instruction.round, self.network.signature)
 
     def _learning_rate(self) -> float:
         """Mean over the optimiser's steps, where these were seen."""

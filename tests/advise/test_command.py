@@ -92,6 +92,8 @@ def test_a_pilot_goes_on_with_the_best(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["digits", "--run-config", "dataset='digits'"], "the data are named twice, as 'digits' and with dataset='digits'"),
+        (["--run-config", "method='fbn'"], "method='fbn': the method is what is looked for"),
+        (["--run-config", "moon-temperature=0.7"], "moon-temperature"),
         (["--methods", "fbn"], "--methods are candidates for --pilot: give both, or neither"),
         (["digit"], "dataset must be one of"),
         (["npz:nowhere.npz"], "nowhere.npz"),

@@ -142,7 +142,7 @@ def test_a_client_names_the_field_that_an_exchange_lacks(carrier: str) -> None:
 def test_control_counts_and_weights_of_any_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no claim is compared and no number bounded, a boast is believed."""
     monkeypatch.setattr(report_claims, "most_believed", lambda claims: float("inf"))
-    monkeypatch.setattr(server, "bounds_of", lambda sent, rate: {})
+    monkeypatch.setattr(server, "bounds_of", lambda *of: {})
     outcomes = [boast(name, np.random.default_rng([1, i]))[1] for i in range(20) for name in ("fbn", "gn")]
     broken = [outcome.why for outcome in outcomes if outcome.kind == BROKEN]
     assert any("it was believed: " in why for why in broken)

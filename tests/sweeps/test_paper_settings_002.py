@@ -52,7 +52,13 @@ METHODS: dict[str, Keys] = {
     "GN": {"method": "gn", "groups": 2},  # l. 86
     "LN": {"method": "ln"},
     "FedFN": {"method": "fedfn"},
-    "FixBN": {"method": "fixbn", "frozen-rate": 1.0, "freeze-after": -1, "freeze-what": "statistics"},  # l. 86: half of the rounds
+    "FixBN": {  # l. 86: half of the rounds
+        "method": "fixbn",
+        "frozen-rate": 1.0,
+        "centre-gradients": "never",
+        "freeze-after": -1,
+        "freeze-what": "statistics",
+    },
     "FBN": {"method": "fbn", "fbn-momentum": 0.1, "calibrate": 0, "centre-gradients": "never"},  # l. 86: 0.9, of the old
     "HBN": {
         "method": "hbn",
