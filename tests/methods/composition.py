@@ -48,11 +48,10 @@ BASE: dict[str, Any] = {
     "evaluate-every": 10,
     "wait-timeout": 0.0,
     "retry-timeout": 0.0,
-    "moon-mu": 2.0,
-    "fedprox-mu": 0.5,
     "device": "cpu",
     "output": "",
 }
+STRENGTHS = {"fedprox": {"fedprox-mu": 0.5}, "moon": {"moon-mu": 2.0}}
 
 
 def images(path: str) -> tuple[np.ndarray, ...]:
@@ -124,7 +123,7 @@ class Made:
 def keys(method: str, objective: str = "none", server: str = "fedavg", network: str = "resnet", **overrides: Any) -> dict[str, Any]:
     rate = {"server-learning-rate": 0.02} if server in ADAPTIVE else {}
     chosen = {"method": method, "objective": objective, "server-optimizer": server, "model": f"tests.methods.composition:{network}"}
-    return {**BASE, **chosen, **rate, **{key.replace("_", "-"): value for key, value in overrides.items()}}
+    return {**BASE, **chosen, **STRENGTHS.get(objective, {}), **rate, **{key.replace("_", "-"): value for key, value in overrides.items()}}
 
 
 @cache
