@@ -92,9 +92,10 @@ def test_gradients_are_those_of_the_clients_merged_batches() -> None:
 
 
 def test_merged_batches_depend_on_the_division_and_those_of_the_union_do_not() -> None:
-    assert losses(config(partition="iid")) != losses(config())
+    iid = {"partition": "iid", "partition_parameter": RunConfig.partition_parameter}
+    assert losses(config(**iid)) != losses(config())
     union = {"update": "weights", "momentum": 0.0}
-    assert losses(config(partition="iid", **union)) == losses(config(**union))
+    assert losses(config(**iid, **union)) == losses(config(**union))
 
 
 STEPS, UNION = 5, {"update": "weights", "local_steps": 5, "weight_decay": 0.0}

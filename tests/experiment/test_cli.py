@@ -44,7 +44,7 @@ def test_run(tmp_path: Path) -> None:
         ({"dataset": "nope"}, "ConfigError: dataset must be one of digits"),
         ({"dataset": "npz", "data_path": "nowhere.npz"}, "DataNotFound: dataset 'npz': there is no file 'nowhere.npz'"),
         (
-            {"dataset": "digits-plain", "partition": "domain"},
+            {"dataset": "digits-plain", "partition": "domain", "partition_parameter": 1.0},
             "ConfigError: partition=domain needs data with domains, but digits-plain has none",
         ),
         ({"partition": "classes", "partition_parameter": 11.0}, "classes per client must be between 1 and 10"),

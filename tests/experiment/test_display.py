@@ -45,7 +45,9 @@ def test_verbose_prints_the_long_lines(tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_one_bar_and_warnings_above_it(tmp_path: Path) -> None:
-    wild = run_config(tmp_path, "run", method="fedavg", learning_rate=300.0, learning_rate_schedule="constant", clip="none")
+    wild = run_config(
+        tmp_path, "run", method="fedavg", learning_rate=300.0, learning_rate_schedule="constant", learning_rate_decay=0.3, clip="none"
+    )
     status, came = on_a_terminal("run", "--run-config", wild)
     assert status == 0, came
     assert "\x1b[" in came

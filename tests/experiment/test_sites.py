@@ -30,7 +30,16 @@ from tests.integration.runs import table
 
 CLASSES, SIDE = 3, 4
 build_client = partial(built, folder=Path(__file__).parents[2])  # as client_app/ does it
-SITES = {"dataset": "sites", "data_path": "", "classes": CLASSES, "channels": 1, "image_size": SIDE, "rounds": 2, "evaluate_every": 1}
+SITES = {
+    "dataset": "sites",
+    "data_path": "",
+    "classes": CLASSES,
+    "channels": 1,
+    "image_size": SIDE,
+    "rounds": 2,
+    "evaluate_every": 1,
+    "partition": "classes",
+}
 
 
 def site_npz(folder: Path, number: int, *, classes: int = CLASSES, side: int = SIDE, colours: int = 0, samples: int = 20) -> Path:
@@ -105,8 +114,8 @@ def test_sites_train_and_evaluate_on_their_own_data_which_the_server_never_sees(
     assert (path / "clients").exists() == METHODS[method]().personal
 
 
-def test_all_of_a_sites_data_are_its_own_whatever_the_partition(sites: list[dict[str, str]], tmp_path: Path) -> None:
-    values = small_run(tmp_path / "runs", **SITES, partition="classes")
+def test_all_of_a_sites_data_are_its_own(sites: list[dict[str, str]], tmp_path: Path) -> None:
+    values = small_run(tmp_path / "runs", **SITES)
     client = build_client(context(values, sites[1], 1))
     assert len(client.site.train) == 20
     assert set(client.site.train.y.tolist()) == {0, 1, 2}

@@ -100,6 +100,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("fedsam-rho", 0.1, {}, {"objective": "fedsam"}),
     ("server-adaptivity", 0.1, {"server-optimizer": "fedavgm"}, {"server-optimizer": "fedadagrad"}),
     ("server-beta2", 0.9, {"server-optimizer": "fedadagrad"}, {"server-optimizer": "fedyogi"}),
+    ("evaluate-on", "training", {"validation-share": 0.1}, {}),
     ("name", "mine", {"output": ""}, {}),
 ]
 BY_CERTIFICATE = {"exchange-certificate", "exchange-key", "exchange-authority"}  # all three or none: a test of their own

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fl_bn.flower import run_in_process
+from fl_bn.run.config import ConfigError
 
 RUN: dict[str, Any] = {
     "model": "mlp", "dataset": "digits-plain", "shifts": "none,invert,contrast", "partition": "domain", "clients": 3, "rounds": 2,
@@ -44,7 +45,8 @@ def test_nothing_is_told_unless_the_run_says_so(tmp_path: Path) -> None:
 
 
 def test_methods_that_keep_nothing_of_batch_norm_are_not_asked(tmp_path: Path) -> None:
-    assert not (made(tmp_path, method="hbn", unseen_client=True) / "unseen-client.safetensors").exists()
+    with pytest.raises(ConfigError, match="unseen-client=true has no effect with method='hbn'"):
+        made(tmp_path, method="hbn", unseen_client=True)
 
 
 def test_it_changes_no_number_of_the_run(tmp_path: Path) -> None:

@@ -51,7 +51,6 @@ BASE: dict[str, Any] = {
     "device": "cpu",
     "output": "",
 }
-STRENGTHS = {"fedprox": {"fedprox-mu": 0.5}, "moon": {"moon-mu": 2.0}}
 
 
 def images(path: str) -> tuple[np.ndarray, ...]:
@@ -120,10 +119,19 @@ class Made:
     records: list[RoundRecord] = field(default_factory=list)
 
 
+OF_OBJECTIVE: dict[str, dict[str, Any]] = {"moon": {"moon-mu": 2.0}, "fedprox": {"fedprox-mu": 0.5}}
+
+
 def keys(method: str, objective: str = "none", server: str = "fedavg", network: str = "resnet", **overrides: Any) -> dict[str, Any]:
     rate = {"server-learning-rate": 0.02} if server in ADAPTIVE else {}
     chosen = {"method": method, "objective": objective, "server-optimizer": server, "model": f"tests.methods.composition:{network}"}
-    return {**BASE, **chosen, **STRENGTHS.get(objective, {}), **rate, **{key.replace("_", "-"): value for key, value in overrides.items()}}
+    return {
+        **BASE,
+        **chosen,
+        **rate,
+        **OF_OBJECTIVE.get(objective, {}),
+        **{key.replace("_", "-"): value for key, value in overrides.items()},
+    }
 
 
 @cache
