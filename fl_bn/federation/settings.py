@@ -177,11 +177,11 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
             pairs.append((float(share), float(factor)))
         except ValueError as error:
             raise ValueError(
-                f"learning-rate-milestones must be like 0.6:0.1, 0.8:0.01 (share of the rounds:factor), but got {text!r}"
+                f"learning-rate-milestones must be like 0.6:0.1, 0.8:0.01 (share of the rounds:factor), but got {text[:100]!r}"
             ) from error
     shares = [share for share, _ in pairs]
     if shares != sorted(set(shares)) or not all(0 < share < 1 for share in shares) or not all(0 < f < math.inf for _, f in pairs):
-        raise ValueError(f"learning-rate-milestones needs rising shares between 0 and 1, and factors > 0, but got {text!r}")
+        raise ValueError(f"learning-rate-milestones needs rising shares between 0 and 1, and factors > 0, but got {text[:100]!r}")
     return tuple(pairs)
 
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 FL_BN = (sys.executable, "-m", "fl_bn.cli.main")
 SMALL: dict[str, Any] = {  # a run of seconds in one process; deployed, each round is mostly Flower's own pace
     "model": "mlp", "clients": 3, "partition": "dirichlet", "partition-parameter": 1.0, "rounds": 3, "local-steps": 2, "evaluate-every": 3,
-    "pictures": False, "wait-timeout": 120.0, "round-timeout": 120.0, "exchange-join-timeout": 60.0,
+    "pictures": False, "wait-timeout": 120.0, "round-timeout": 120.0,
 }  # fmt: skip
 
 

@@ -36,7 +36,8 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    **{method: {"method": method} for method in ("hbn", "fedbn", "fedtan")},
+    **{method: {"method": method} for method in ("hbn", "fedbn")},
+    "fedtan": {"method": "fedtan", "exchange-join-timeout": 60.0},
     "hbn, secure": {"method": "hbn", "secure-aggregation": True},
     "fedbn, secure": {"method": "fedbn", "secure-aggregation": True},
     "fedbn, scaffold": {"method": "fedbn", "objective": "scaffold", "momentum": 0.0, "server-optimizer": "fedyogi", "unseen-client": True},
@@ -198,7 +199,7 @@ def test_sites_come_and_go_while_the_others_stay(federation: Federation) -> None
 
 
 def test_a_join_without_token_is_refused_and_harms_nobody(federation: Federation, tmp_path: Path) -> None:
-    config: dict[str, Any] = {**SMALL, "method": "fedtan", "name": "strangers", "rounds": 2}
+    config: dict[str, Any] = {**SMALL, "method": "fedtan", "name": "strangers", "rounds": 2, "exchange-join-timeout": 60.0}
     before = federation.log("server", "serverapp").count("exchange: listening")
     process = federation.submit(config)
     try:

@@ -73,8 +73,8 @@ def test_a_diverged_loss_is_warned_about() -> None:
 
 
 def test_a_run_that_runs_away_says_so_in_the_log(tiny_clients: Callable[..., list[Samples]], log: pytest.LogCaptureFixture) -> None:
-    clients, fast = tiny_clients((3, 7, 5)), METHODS["fbn"](momentum=0.1, report="all")
-    run(fast, clients, 4, policy={"rate": lambda round, rounds: 5.0})
+    clients, fast = tiny_clients((3, 7, 5)), METHODS["fbn"](momentum=0.5, report="all")
+    run(fast, clients, 4, policy={"rate": lambda round, rounds: 1.0})
     assert "runaway moments" in log.text
     log.clear()
     run(fast, clients, 4, policy={"rate": lambda round, rounds: 0.01})
