@@ -35,8 +35,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs" / "pictures"
 CURVES = ROOT / "benchmarks" / "results" / "main-job" / "curves.csv"
 STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130, "font.size": 13, "axes.titlesize": 14}
-SHOWN = {"centralised": ("#000000", "centralised"), "fbn": ("#0072B2", "FBN"), "fedavg": ("#D55E00", "BatchNorm (FedAvg)")}
-"""Method -> colour (Okabe and Ito's, which colour-blind people tell apart) and name."""
+SHOWN = {
+    "centralised": ("#000000", "centralised", 25),
+    "fbn": ("#0072B2", "FBN", 9),
+    "gn": ("#009E73", "group norm", -22),
+    "fedavg": ("#D55E00", "BatchNorm (FedAvg)", 6),
+}
+"""Method -> colour (Okabe and Ito's, which colour-blind people tell apart), name, and where that stands above the curve's end (points)."""
 SPLITS = {"IID": ("iid", 0.0), "two classes\neach": ("classes", 2.0), "one class\neach": ("classes", 1.0)}
 CLIENTS, BATCH, EPOCHS, SEED = 10, 64, 10, 0
 
@@ -65,16 +70,16 @@ def _curves(axes: Axes) -> None:
     """Test accuracy of the main job over rounds; band: one standard deviation of the seeds."""
     with CURVES.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    for method, (colour, name) in SHOWN.items():
+    for method, (colour, name, above) in SHOWN.items():
         own = [row for row in rows if row["method"] == method]
         rounds = sorted({int(row["round"]) for row in own})
         values = np.array([[float(row["accuracy"]) for row in own if int(row["round"]) == round] for round in rounds])
         mean, std = values.mean(1), values.std(1, ddof=1)
         axes.plot(rounds, mean, color=colour, lw=2)
         axes.fill_between(rounds, mean - std, mean + std, color=colour, alpha=0.2, lw=0)
-        place: dict[str, Any] = {"xytext": (0, -7), "va": "top"} if method == "fbn" else {"xytext": (0, 6), "va": "bottom"}
-        axes.annotate(f"{name} {mean[-1]:.0f} %", (rounds[-1], mean[-1]), textcoords="offset points", ha="right", color=colour, **place)
-    axes.set(xlabel="round", title="test accuracy (%), one class per client", ylim=(0, 108), xlim=(0, 101), yticks=range(0, 101, 20))
+        end, label = (rounds[-1], mean[-1]), f"{name} {mean[-1]:.0f} %"
+        axes.annotate(label, end, xytext=(0, above), textcoords="offset points", ha="right", color=colour)
+    axes.set(xlabel="round", title="test accuracy (%), one class per client", ylim=(0, 112), xlim=(0, 101), yticks=range(0, 101, 20))
     axes.grid(alpha=0.3)
 
 

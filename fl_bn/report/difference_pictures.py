@@ -81,7 +81,7 @@ def differences(name: str, groups: Mapping[str, Sequence[Difference]], states: t
         axes.set_xscale("symlog", linthresh=LINEAR)
         axes.set_xticks(TICKS, [f"{tick:+d}" if tick else "0" for tick in TICKS])
         axes.set_xticks([], minor=True)
-        axes.set_xlabel("difference in points of test accuracy, ours with its 95 % interval; short bars: the claimed distance")
+        axes.set_xlabel("difference in points of test accuracy, ours with its 95 % interval;\nshort bars: the claimed distance")
         figure.legend(loc="outside upper right", ncols=3, fontsize=8)
         return figure
 
