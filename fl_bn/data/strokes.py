@@ -71,7 +71,7 @@ def thick(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def swelling(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """A blown-up place of a stroke: what is near a random point of the centre line is read from nearer to it."""
+    """Blow up a place of a stroke: what is near a random point of the centre line is read from nearer to it."""
 
     def swell(figure: Figure, rng: np.random.Generator) -> Mask:
         centre = figure.place(rng)
@@ -104,7 +104,7 @@ def fracture(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def _direction(centre: Mask, row: int, column: int) -> float:
-    """The angle of the centre line's longer axis about a point, from the second moments of its points there; to the columns' axis."""
+    """Return the angle of the centre line's longer axis about a point, from the second moments of its points; to the columns' axis."""
     reach = WINDOW * SCALE
     top, left = max(row - reach, 0), max(column - reach, 0)
     points = np.argwhere(centre[top : row + reach + 1, left : column + reach + 1]).astype(np.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,7 +26,6 @@ from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import MEMORY_FORMATS, Network
-from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.dropout import without_dropout
 from fl_bn.models.head import with_projection
@@ -37,6 +36,7 @@ from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role, batch_norms, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.keys import nodes_of
+from fl_bn.run.labels import check_labels
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
 
 KNOWN = 8  # run configs that a process remembers
@@ -141,40 +141,8 @@ def _tested_on_training(data: Dataset) -> Dataset:
 @lru_cache(maxsize=2)
 def _dataset(name: str, path: str, image_size: int, shifts: tuple[str, ...], limit: Limit, seed: int, modules: Modules) -> Dataset:
     data = load(name, path, image_size, modules)
-    _check_labels(data)
+    check_labels(data)
     return limited(shifted(data, shifts, seed) if shifts else data, limit, seed)
-
-
-def _check_labels(data: Dataset) -> None:
-    """Of all of a run's data (a site's own may lack any class): a class 0 without a sample is a class too many, others may be mistakes.
-
-    Raises:
-        ConfigError: labels count from 1, or no sample has label 0 for another reason.
-    """
-    if kind_of(data.y_train) != LABELS:
-        return
-    train, test = (torch.bincount(y, minlength=data.classes) for y in (data.y_train, data.y_test))
-    if not train[0] and not test[0]:
-        least = min(int(data.y_train.min()), int(data.y_test.min()))
-        raise ConfigError(
-            f"dataset {data.name!r}: no sample has label 0; the labels span {least}..{data.classes - 1}, which would make {data.classes} "
-            f"classes. Count classes from 0: subtract {least} from every label"
-        )
-    if missing := missing_classes(train.tolist()):
-        LOGGER.warning(
-            "dataset %r has %s classes, since its largest label is %s, but no training sample of class %s: if that is a mistake, correct "
-            "the labels",
-            data.name,
-            data.classes,
-            data.classes - 1,
-            missing,
-        )
-
-
-def missing_classes(counts: Sequence[int]) -> str:
-    """Which of the classes 0..len(counts) - 1 have no sample, the first ten by number; empty if none."""
-    none = [str(label) for label, count in enumerate(counts) if not count]
-    return "" if not none else ", ".join(none) if len(none) <= 10 else f"{', '.join(none[:10])} and {len(none) - 10} more"
 
 
 _without = lru_cache(maxsize=2)(without_domain)

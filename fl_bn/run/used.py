@@ -85,7 +85,7 @@ def refusal(config: Any, key: str, unmet: Used) -> str:
 
 
 def method_where(words: str, holds: Any, *of: str) -> Used:
-    """The condition that the run's method, as it is built, is one for which ``holds`` is true."""
+    """Return the condition that the run's method, as it is built, is one for which ``holds`` is true."""
     return Used(words, lambda config: holds(config.build_method(), config), ("method", *of))
 
 

@@ -16,7 +16,7 @@ def clients(**changes: float) -> Measured:
 
 
 def regime(name: str, accuracies: dict[str, list[float]], **changes: float) -> Regime:
-    """A regime with accuracies of seeds 0, 1, ..."""
+    """Make a regime with accuracies of seeds 0, 1, ..."""
     runs = {method: dict(enumerate(values)) for method, values in accuracies.items()}
     return Regime(name, f"Problem {name}", clients(**changes), runs, dict.fromkeys(accuracies, 0.1))
 

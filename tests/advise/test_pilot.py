@@ -81,7 +81,7 @@ def test_short_runs_are_the_users_own_but_shorter(tmp_path: Path) -> None:
 
 
 def spoilt(folder: Path) -> Path:
-    """The same training data with other test data: other images, and every label wrong."""
+    """Return the same training data with other test data: other images, and every label wrong."""
     folder.mkdir()
     file = small_npz(folder)
     arrays = dict(np.load(file))

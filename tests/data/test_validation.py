@@ -19,7 +19,7 @@ TEST = 99  # the value of every pixel of the test split
 
 
 def numbered(samples: int = 40) -> Dataset:
-    """A data set whose training images have their index as every pixel."""
+    """Make a data set whose training images have their index as every pixel."""
     x = torch.arange(samples, dtype=torch.uint8)[:, None, None, None].expand(samples, 1, 2, 2).contiguous()
     domains = torch.arange(samples) % 2
     test = torch.full((5, 1, 2, 2), TEST, dtype=torch.uint8)

@@ -61,7 +61,7 @@ def losses(of: RunConfig) -> list[float]:
 
 
 def drawn(client: int, round: int, indices: np.ndarray) -> np.ndarray:
-    """The first batch of a shuffled pass over one client's own samples."""
+    """Return the first batch of a shuffled pass over one client's own samples."""
     rng = np.random.default_rng(np.random.SeedSequence([0, client, round, 0]))
     return indices[rng.permutation(len(indices))[:BATCH]]
 

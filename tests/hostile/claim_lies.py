@@ -56,7 +56,7 @@ class Boasts(Liar):
 
 
 def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """A reply that is believed weighs no more than its samples and the largest inputs allow, and leaves a model of a moderate size."""
+    """Check that a believed reply weighs no more than its samples and the largest inputs allow, and leaves a moderate model."""
     liar = Boasts(rng)
     with listening() as said:
         try:
@@ -75,7 +75,7 @@ def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 
 def _too_much(reply: RecordDict) -> str:
-    """What no client of 6 samples, whose inputs are at most ``FAR`` times the others', could have counted; empty: nothing."""
+    """Return what no client of 6 samples, whose inputs are at most ``FAR`` times the others', could have counted; empty: nothing."""
     counts = {name: plain(a) for name, a in reply.array_records.get("moments", ArrayRecord()).items() if name.endswith("count")}
     for name, honest_count in _counts(honest_reply=recorded("fbn").canned).items():
         if name in counts and float(counts[name].max(initial=0)) > FAR * honest_count:

@@ -94,7 +94,7 @@ def vectors_of_round_2(seen: dict[str, Any]) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def control() -> float:
-    """The distance of a sum whose masks have nothing to do with each other, to the victim's vector."""
+    """Return the distance of a sum whose masks have nothing to do with each other, to the victim's vector."""
     fresh = iter(range(1, 100))
     with pytest.MonkeyPatch.context() as patched:
         seen = lying(patched)

@@ -125,7 +125,7 @@ class Server:
 
     @torch.no_grad()
     def synchronised(self, cohort: list[int]) -> Statistics:
-        """The additional update of the statistics before an evaluation, by the same subset of clients, as the authors' code has it."""
+        """Make the additional update of the statistics before an evaluation, by the same subset of clients, as the authors' code has it."""
         parts = []
         for k in cohort:
             client = self.clients[k]

@@ -33,7 +33,7 @@ def paper(name: str) -> list[Cell]:
 
 
 def expected(setting: Setting, at: At) -> Keys:
-    """What the papers' table says of the run that stands at ``at``."""
+    """Return what the papers' table says of the run that stands at ``at``."""
     keys = dict(setting.keys)
     for axis, values in setting.by.items():
         keys |= values[str(at[axis])]

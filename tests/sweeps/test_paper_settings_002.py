@@ -98,7 +98,7 @@ DATA: dict[str, Keys] = {
 
 
 def of_method(row: str, data: str = "cifar10", batch: int = 4) -> Keys:
-    """The method's keys; its learning rate grows in proportion to the batch (l. 86)."""
+    """Return the method's keys; its learning rate grows in proportion to the batch (l. 86)."""
     return METHODS[row] | {"learning-rate": RATES[data][row] * batch / 4}
 
 
@@ -191,7 +191,7 @@ def cells(name: str, variant: str = "paper", **overrides: Any) -> list[Cell]:
 
 
 def wrong(cell: Cell, wanted: Keys) -> dict[str, tuple[Any, Any]]:
-    """What differs: by key, the paper's and the cell's; of a key that the table does not have, the cell's default."""
+    """Return what differs: by key, the paper's and the cell's; of a key that the table does not have, the cell's default."""
     here = {key: cell.config[key] for key in wanted}
     found = {key: (value, here[key]) for key, value in wanted.items() if value != pytest.approx(here[key])}
     unknown = {key: ("default", value) for key, value in own_config(cell.config).items() if key not in {*wanted, "seed"}}

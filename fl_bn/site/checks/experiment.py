@@ -62,8 +62,9 @@ def run_data(config: RunConfig) -> Finding:
     import torch
 
     from fl_bn.data.record import describe
-    from fl_bn.run.assembly import dataset, missing_classes
+    from fl_bn.run.assembly import dataset
     from fl_bn.run.config import SITES
+    from fl_bn.run.labels import missing_classes
     from fl_bn.task import LABELS as LABELS_KIND
     from fl_bn.task import kind_of
 

@@ -1,0 +1,46 @@
+"""Labels of a run's data that may be mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fl_bn.data.dataset import Dataset
+from fl_bn.flower.log import LOGGER
+from fl_bn.run.errors import ConfigError
+from fl_bn.task import LABELS, kind_of
+
+
+def check_labels(data: Dataset) -> None:
+    """Check the labels of all of a run's data (a site's own may lack any class).
+
+    A class 0 without a sample is a class too many; others may be mistakes.
+
+    Raises:
+        ConfigError: labels count from 1, or no sample has label 0 for another reason.
+    """
+    if kind_of(data.y_train) != LABELS:
+        return
+    train, test = (torch.bincount(y, minlength=data.classes) for y in (data.y_train, data.y_test))
+    if not train[0] and not test[0]:
+        least = min(int(data.y_train.min()), int(data.y_test.min()))
+        raise ConfigError(
+            f"dataset {data.name!r}: no sample has label 0; the labels span {least}..{data.classes - 1}, which would make {data.classes} "
+            f"classes. Count classes from 0: subtract {least} from every label"
+        )
+    if missing := missing_classes(train.tolist()):
+        LOGGER.warning(
+            "dataset %r has %s classes, since its largest label is %s, but no training sample of class %s: if that is a mistake, correct "
+            "the labels",
+            data.name,
+            data.classes,
+            data.classes - 1,
+            missing,
+        )
+
+
+def missing_classes(counts: Sequence[int]) -> str:
+    """Return which of the classes 0..len(counts) - 1 have no sample, the first ten by number; empty if none."""
+    none = [str(label) for label, count in enumerate(counts) if not count]
+    return "" if not none else ", ".join(none) if len(none) <= 10 else f"{', '.join(none[:10])} and {len(none) - 10} more"
