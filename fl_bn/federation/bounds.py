@@ -1,7 +1,8 @@
 """How large the numbers of a reply may be, in units of the model that the server sent: larger ones would spoil a mean that has no defence.
 
 One finite number of 3e38 is in the average of all. The model is finite then, but no client can train on it any more, and the one who sent
-it can no longer be told from the others. Honest training multiplies no weight by a thousand in one round, unless it diverges.
+it can no longer be told from the others. Honest training multiplies no weight by ten thousand in one round, not even in the first steps of
+a deep network that was never trained.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from fl_bn.federation.payload import Sections, tensor_name
 from fl_bn.federation.values import Reply
 from fl_bn.moments import Running
 
-WIDEST = 1e3  # a reply's largest weight, in units of the largest that the server sent, or of 1
+WIDEST_WEIGHT = 1e4  # a reply's largest weight, in units of the largest that the server sent, or of 1
+WIDEST = 1e3  # what travels beside weights, and running means, in units of the median client's largest
 
 
 def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:
@@ -30,7 +32,7 @@ def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dic
         rate: its learning rate.
         buffers: tensors among the weights that are none: they may be larger, and have no bound.
     """
-    weight = WIDEST * max([1.0, *(_largest(tensor) for name, tensor in sent.get("weights", {}).items() if name not in buffers)])
+    weight = WIDEST_WEIGHT * max([1.0, *(_largest(tensor) for name, tensor in sent.get("weights", {}).items() if name not in buffers)])
     return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
 
 

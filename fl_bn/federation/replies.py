@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, strided
 
 from fl_bn.federation.blocks import extremes, views
-from fl_bn.federation.bounds import WIDEST
+from fl_bn.federation.bounds import WIDEST_WEIGHT
 from fl_bn.federation.fields import LARGEST, Form, Values, number, whole
 from fl_bn.federation.fields import measured as a_number
 from fl_bn.federation.payload import Payload, to_numpy
@@ -133,8 +133,8 @@ class Expected:
                 raise WireError(
                     section,
                     name,
-                    f"expected numbers within +-{most:.3g}, by the model that was sent ({WIDEST:g} times its largest weight, or 1), but "
-                    f"the largest is {size:.3g}: its training diverged, or it lies",
+                    f"expected numbers within +-{most:.3g}, by the model that was sent ({WIDEST_WEIGHT:g} times its largest weight, or 1), "
+                    f"but the largest is {size:.3g}: its training diverged, or it lies",
                 )
 
 

@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import Array
 
 from fl_bn.claims import FAR
-from fl_bn.federation.bounds import WIDEST
+from fl_bn.federation.bounds import WIDEST_WEIGHT
 from fl_bn.flower import RunFailed
 from tests.hostile.liars import LIAR
 from tests.hostile.mutations import Rng, pick, plain, replace_record
@@ -69,7 +69,7 @@ def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
     believed = any(client.client == LIAR for client in ran.record.accepted)
     if believed and (problem := _too_much(liar.reply)):
         return liar.what, Outcome(BROKEN, f"it was believed: {problem}")
-    if largest(ran.tensors) > WIDEST * max(1.0, largest(honest(name).tensors)):
+    if largest(ran.tensors) > WIDEST_WEIGHT * max(1.0, largest(honest(name).tensors)):
         return liar.what, Outcome(BROKEN, f"a number of the model is {largest(ran.tensors):.3g}")
     return liar.what, outcome
 

@@ -14,7 +14,7 @@ from torch import nn
 from fl_bn import convert, local_round, methods, server_round, server_state
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.bounds import WIDEST, bounds_of, far_numbers, far_statistics
+from fl_bn.federation.bounds import WIDEST_WEIGHT, bounds_of, far_numbers, far_statistics
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
@@ -122,11 +122,11 @@ def test_in_server_round_too(size: float) -> None:
 def test_the_bound_follows_the_model_that_was_sent() -> None:
     """A model may have large weights, and buffers that are infinite."""
     sent = {"weights": {"w": torch.tensor([-5.0, 2.0]), "seen": torch.tensor([float("inf"), 3.0]), "count": torch.tensor([10**9])}}
-    assert bounds_of(sent, 0.1)["weights"] == 5 * WIDEST
-    assert bounds_of({"weights": {"w": torch.ones(1), "seen": torch.full((1,), 1e9)}}, 0.1, ["seen"])["weights"] == WIDEST
-    assert bounds_of({"weights": {"w": torch.tensor([1e-3])}}, 0.1)["weights"] == WIDEST
+    assert bounds_of(sent, 0.1)["weights"] == 5 * WIDEST_WEIGHT
+    assert bounds_of({"weights": {"w": torch.ones(1), "seen": torch.full((1,), 1e9)}}, 0.1, ["seen"])["weights"] == WIDEST_WEIGHT
+    assert bounds_of({"weights": {"w": torch.tensor([1e-3])}}, 0.1)["weights"] == WIDEST_WEIGHT
     assert bounds_of(sent, 0.0)["gradients"] == float("inf")
-    assert bounds_of({}, 0.5)["gradients"] == 2 * WIDEST
+    assert bounds_of({}, 0.5)["gradients"] == 2 * WIDEST_WEIGHT
 
 
 class Counting(nn.Module):

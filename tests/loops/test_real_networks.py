@@ -35,7 +35,7 @@ METHODS: dict[str, Method] = {
     "fedavg": methods.fedavg(),
     "fedbn": methods.fedbn(),
     "silobn": methods.silobn(),
-    "fixbn, frozen": methods.fixbn(freeze_after=0),
+    "fixbn, frozen": replace(methods.fixbn(freeze_after=0), centre=False),
     "fixbn": methods.fixbn(freeze_after=1),
     "hbn": methods.hbn(lam=1.0, lower_layers="shared"),
     "hbn, not refreshed": replace(methods.hbn(lam=1.0, lower_layers="shared"), refresh=Refresh.NOTHING),
