@@ -55,7 +55,7 @@ def _similarity_class() -> Any:
 
         A share ``similarity`` of each partition is drawn from a homogeneous pool, the rest is a label-sorted chunk.
 
-        Reference: FBN (seed 003), section 6. Symbols: γ → similarity.
+        Reference: FBN (seed 003), section 4. Symbols: γ → similarity.
         """
 
         def __init__(self, num_partitions: int, partition_by: str, similarity: float, seed: int = 42) -> None:

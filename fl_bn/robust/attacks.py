@@ -160,7 +160,7 @@ class Adversary:
         return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)
 
     def statistics_rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """The same for one layer's statistics, (h, 2C): means, then variances. Sign flipping leaves the variances (FBN, section 6)."""
+        """The same for one layer's statistics, (h, 2C): means, then variances. Sign flipping leaves the variances (FBN, section 5)."""
         rows = self.rows(honest, f, damage)
         if self.attack == "sign-flip":
             half = honest.shape[1] // 2
