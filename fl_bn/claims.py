@@ -1,4 +1,4 @@
-"""What clients claim of sizes that the server cannot see: a claim is compared with those of the others.
+"""Sizes that clients state and the server cannot see: each statement is compared with those of the others.
 
 How many activations a sample has in a layer, nobody but the client knows: inputs may differ in size from client to client (pictures, texts,
 graphs), and a layer may run several times. What weighs a client's statistics is such a number times its samples, so one false number would

@@ -57,7 +57,7 @@ class Measured:
 
     @property
     def shift(self) -> float:
-        """What labels and chance do not explain of the distance, in nats per channel."""
+        """Return the part of the distance that labels and chance do not explain, in nats per channel."""
         return max(0.0, self.distance - self.by_labels)
 
 

@@ -25,7 +25,7 @@ FAR = 5.0  # points behind the best, from which a third candidate is left out
 ONE_SEED = 10.0  # points that tell two methods apart where there is one seed
 HALF_SHIFT = 0.1  # nats per channel that count as half of the way to a feature shift without end
 WEIGHTS = {"label skew": 2.0, "feature shift": 2.0, "batch size": 1.0, "participation": 1.0, "local steps": 1.0}
-"""What a difference as long as the map counts, in the distance of two regimes: what clients hold counts double."""
+"""Weight of each feature in the distance of two regimes: labels and feature shift count double."""
 
 
 @dataclass(frozen=True)

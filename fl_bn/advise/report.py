@@ -18,7 +18,7 @@ Rows = list[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Advice:
-    """What was found.
+    """The advice for a run's clients.
 
     ``candidates``: the methods worth trying, the best first; ``left_out``: method -> why it cannot run; ``rungs``: of the pilot, none
     without one; ``metric``: of the pilot's runs; ``final``: the chosen run's value of it, NaN where there was none.

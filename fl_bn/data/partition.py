@@ -194,7 +194,7 @@ def by_domain_and_label(domains: Labels, labels: Labels, clients: int, concentra
 
 
 def _owners(domains: Labels, clients: int) -> list[tuple[range, Indices]]:
-    """Of every domain the clients that share it, and its samples. Raises ValueError where a domain would have no client."""
+    """Return, for each domain, its clients and its samples. Raises ValueError where a domain would have no client."""
     present = np.unique(domains)
     if clients < len(present):
         raise ValueError(

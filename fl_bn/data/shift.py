@@ -166,7 +166,7 @@ def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
 
 @dataclass(frozen=True)
 class Limit:
-    """How many training samples are kept of each domain, or of all without domains: at most ``per_domain`` (0: all), and the ``share``."""
+    """A limit on the training samples of each domain, or of all without domains: ``per_domain`` (0: none), and the ``share`` of them."""
 
     per_domain: int = 0
     share: float = 1.0
@@ -179,7 +179,7 @@ class Limit:
 
     @property
     def limits(self) -> bool:
-        """Whether samples may be left out."""
+        """Tell whether samples may be left out."""
         return self.per_domain > 0 or self.share < 1
 
     def of(self, samples: int) -> int:

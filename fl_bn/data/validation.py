@@ -16,7 +16,7 @@ _STREAM = 0x7A11  # sets these draws apart from others that start from the same 
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """A data set whose test split are validation samples, and every client's indices of what is left of the training split."""
+    """A data set whose test split are validation samples, and every client's indices of the remaining training split."""
 
     data: Dataset
     parts: list[Indices]

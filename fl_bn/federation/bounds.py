@@ -1,4 +1,4 @@
-"""How large the numbers of a reply may be, in units of the model that the server sent: larger ones would spoil a mean that has no defence.
+"""Bounds for the numbers of a reply, in units of the model that the server sent: larger ones would spoil a mean that has no defence.
 
 One finite number of 3e38 is in the average of all. The model is finite then, but no client can train on it any more, and the one who sent
 it can no longer be told from the others. Honest training multiplies no weight by ten thousand in one round, not even in the first steps of

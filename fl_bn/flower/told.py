@@ -29,11 +29,11 @@ from fl_bn.wire import WireError, said
 _now: ContextVar[bytes] = ContextVar("what is told in this round", default=b"")
 SECTION, SIZE = "told", 32  # of what a client keeps; bytes of a hash
 History = dict[int, bytes]
-"""A hash of what was told, by round."""
+"""A hash of the instruction, by round."""
 
 
 def history_of(kept: Kept) -> History:
-    """Return what was told in the rounds of a state."""
+    """Return the instructions' hashes by round, of a state."""
     if not (tensors := kept.get(SECTION)):
         return {}
     return {int(round): bytes(row.tolist()) for round, row in zip(tensors["rounds"].tolist(), tensors["hashes"], strict=True)}

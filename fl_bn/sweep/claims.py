@@ -129,7 +129,7 @@ class Claim:
     ``client_samples``: training samples of a client of ours, where its rounds are counted in epochs. ``seeds``: that a comparison needs to
     be decided, 0: the rules'. ``resampled``: where seeds divide the same samples anew, test samples per training sample. ``rates``: the
     variant that tries learning rates. ``untestable``: why nothing here can test it; ``exact``: the test of ours that has the paper's
-    numbers exactly. ``cause``: of what was found, in words.
+    numbers exactly. ``cause``: why the result differs from the paper, in words.
     """
 
     id: str
