@@ -27,6 +27,7 @@ import typer
 from gpu_hours import Size, console, made, one_round, paper_hours, timed, write_hours
 from torch import Tensor, nn
 
+from experiments.evidence import HOURS, RESULTS
 from fl_bn import Federation, SeededBatches
 from fl_bn.conversion import convert
 from fl_bn.derived import copied
@@ -38,7 +39,6 @@ from fl_bn.federation.training import alone, loss_of
 from fl_bn.federation.vectorised import ENGINES, SEQUENTIAL, VECTORISED
 from fl_bn.methods import METHODS, Method
 from fl_bn.models import build
-from fl_bn.sweep.evidence import HOURS, RESULTS
 from fl_bn.task import CLASSIFICATION
 
 HERE = Path(__file__).parent

@@ -27,7 +27,7 @@ from fl_bn.models import build
 from fl_bn.run.config import RunConfig
 from fl_bn.sweep.file import PAPER, read
 
-EXPERIMENTS = Path(__file__).parent.parent / "fl_bn" / "experiments"
+EXPERIMENTS = Path(__file__).parent.parent / "experiments" / "definitions"
 DATA = {  # classes, channels, side and samples of the papers' data; masks where classes are of pixels
     "cifar10": (10, 3, 32, 50_000),
     "cifar100": (100, 3, 32, 50_000),

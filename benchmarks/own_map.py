@@ -115,10 +115,10 @@ def best_rate(lines: Mapping[Place, Line], regime: str, method: str) -> float:
 
 def run(place: Place) -> Line:
     """Run one cell. A run that fails, since its weights are not finite, has no accuracy (NaN)."""
-    from fl_bn.commit import commit
     from fl_bn.flower import RunFailed
     from fl_bn.run.assembly import limit_threads
     from fl_bn.run.config import RunConfig
+    from fl_bn.support.commit import commit
     from fl_bn.sweep.cells import Cell, run_held
 
     logging.getLogger("flwr").setLevel(logging.ERROR)

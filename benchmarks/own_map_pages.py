@@ -15,13 +15,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from own_map import COMMON, METHODS, REGIMES, SEEDS, TEST, Line, Place, best_rate, cells, keys, left, read
 
-from fl_bn import durable
+from experiments.marks import replaced
 from fl_bn.advise import regimes
 from fl_bn.advise.measure import Measured, measure
 from fl_bn.advise.regimes import BASELINE, Regime
 from fl_bn.report.map_pictures import draw_maps
-from fl_bn.report.marks import replaced
 from fl_bn.run.config import RunConfig
+from fl_bn.support import durable
 
 ROOT = Path(__file__).resolve().parents[1]
 CELLS = ROOT / "benchmarks" / "results" / "map" / "cells.csv"

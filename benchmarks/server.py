@@ -83,8 +83,8 @@ def cell(which: str, n: int, name: str, how: str) -> dict[str, float]:
 
     from fl_bn.federation.payload import to_numpy
     from fl_bn.flower import BatchNormStrategy, Rounds
-    from fl_bn.flower.codec import header_for
     from fl_bn.flower.population import Client
+    from fl_bn.flower.wire.codec import header_for
     from fl_bn.methods import METHODS, Phase
 
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ class Stages(dict[str, float]):
     """Seconds in the functions that read a reply (decode, check; before: copy), and encode the new model; the rest is average and step."""
 
     def __init__(self) -> None:
-        from fl_bn.flower import replies
+        from fl_bn.flower.wire import replies
 
         strategy: Any = importlib.import_module("fl_bn.flower.strategy")
 

@@ -20,10 +20,10 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor, nn
 
+from experiments.definitions.programs.normalisation_error import draws, normalised
 from fl_bn import convert, methods
 from fl_bn.data.dataset import load, to_input
 from fl_bn.data.partition import partition
-from fl_bn.experiments.programs.normalisation_error import draws, normalised
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.recalibration import recalibrate
 from fl_bn.methods import StatisticsPass

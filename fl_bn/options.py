@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
-from fl_bn.names import expected, names_of, nearest, short
+from fl_bn.support.names import expected, names_of, nearest, short
 
 Value = str | int | float | bool
 Values = str | Collection[str]

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from fl_bn.names import expected, names_of, nearest
+from fl_bn.support.names import expected, names_of, nearest
 
 
 class Role(Enum):

@@ -16,7 +16,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import IndexBatches, alone, full_gradient
 from fl_bn.federation.training import train as train_round
-from fl_bn.federation.values import Kept
+from fl_bn.federation.values import ClientState
 from fl_bn.methods import Method, Phase, Report
 from fl_bn.moments import Moments
 from fl_bn.task import CLASSIFICATION, Task
@@ -52,7 +52,7 @@ def train(
     task: Task = CLASSIFICATION,
 ) -> Result:
     connect: Callable[[int], Exchange] | None = None if exchange is None else lambda batch: exchange
-    before = Kept(0, {section: dict(tensors) for section, tensors in (kept or {}).items()})
+    before = ClientState(0, {section: dict(tensors) for section, tensors in (kept or {}).items()})
     round = alone(model, method, settings, rate, phase, before, connect)
     if control is not None:
         round.instruction.sections["control"] = dict(control)

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fl_bn import durable
-from fl_bn.durable import BLANK, CHECKSUM, SUFFIX, UNFINISHED, Damaged, load_tensors, save_tensors, set_aside, write
+from fl_bn.support import durable
+from fl_bn.support.durable import BLANK, CHECKSUM, SUFFIX, UNFINISHED, Damaged, load_tensors, save_tensors, set_aside, write
 
 OLD, NEW = b"old" * 100, b"new" * 5000
 
@@ -179,7 +179,7 @@ def test_modes(asked: int | None, umask: int, got: int, tmp_path: Path) -> None:
 KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
-from fl_bn.durable import write
+from fl_bn.support.durable import write
 path, draw = Path(sys.argv[1]) / "file", random.Random(0)
 write(path, b"0" * 300_000)
 seen = set()

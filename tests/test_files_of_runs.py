@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
 
-from fl_bn import commit as commit_module
-from fl_bn.durable import in_order
+from fl_bn.support import commit as commit_module
+from fl_bn.support.durable import in_order
 
 ABOUT = {name: f"value of {name}" for name in ("method", "rounds", "seed", "dataset", "größe", 'a "quote"', "z", "y", "x", "w")}
 TENSORS = {"b.weight": torch.arange(6.0).reshape(2, 3), "a": torch.tensor(3, dtype=torch.int64), "c": torch.zeros(0)}

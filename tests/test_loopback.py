@@ -14,9 +14,9 @@ import pytest
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc import client
 from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.loopback import EXCEPTIONS, direct, with_exceptions
-from fl_bn.site import registered
-from fl_bn.site.commands import environment
+from fl_bn.support.loopback import EXCEPTIONS, direct, with_exceptions
+from fl_bn_site import registered
+from fl_bn_site.commands import environment
 from tests.exchange.certificates import make_certificates
 
 NOBODY = "127.0.0.1:9"  # nothing listens there

@@ -15,12 +15,12 @@ from fl_bn.apps.client import build_client
 from fl_bn.data.dataset import load
 from fl_bn.flower import run_in_process
 from fl_bn.models import build
-from fl_bn.own_code import OWN, VARIABLE, Modules, Refused, function
 from fl_bn.run import assembly
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.site.commands import commands, node_config
-from fl_bn.site.folders import ServerFolder, SiteFolder
-from fl_bn.site.kit import Plan, create
+from fl_bn.support.user_code import OWN, VARIABLE, Modules, Refused, function
+from fl_bn_site.commands import commands, node_config
+from fl_bn_site.folders import ServerFolder, SiteFolder
+from fl_bn_site.kit import Plan, create
 
 NAMES = ("theirs", "packaged", "beside", "beside_too", "trap")
 DATA = """
@@ -92,7 +92,7 @@ def test_a_package_that_other_folders_continue_is_taken_from_the_app_alone(app: 
         ("trap:load", "trap is in .*site-packages"),
         ("beside:system", "it was defined elsewhere: posix is Python's own"),
         ("packaged:borrowed", "it was defined elsewhere: theirs is in"),
-        ("fl_bn.durable:set_aside", "fl_bn.durable is part of fl-bn"),
+        ("fl_bn.support.durable:set_aside", "fl_bn.support.durable is part of fl-bn"),
         ("fl_bn.apps.client:build_client", "part of fl-bn"),
         ("nowhere_at_all:load", "there is no module 'nowhere_at_all'"),
     ],
@@ -119,7 +119,7 @@ def test_what_the_owner_allows_is_taken(app: Path, monkeypatch: pytest.MonkeyPat
 def test_the_owners_own_process_takes_any_module_that_is_not_installed(app: Path) -> None:
     own = Modules.of(None, OWN)
     assert function("data", "theirs:load", own).__module__ == "theirs"
-    for name in ("os:system", "beside_too:load", "torch.hub:load", "theirs:system", "fl_bn.durable:set_aside"):
+    for name in ("os:system", "beside_too:load", "torch.hub:load", "theirs:system", "fl_bn.support.durable:set_aside"):
         with pytest.raises(Refused):
             function("data", name, own)
 

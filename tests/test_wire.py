@@ -6,13 +6,13 @@ import pickle
 
 import pytest
 
-from fl_bn.wire import REASON, Absent, WireError, check_samples, reason
+from fl_bn.support.wire import REASON, Absent, WireError, check_samples, reason
 
 
 @pytest.mark.parametrize(
     ("came", "said"),
     [
-        ("<class 'fl_bn.flower.versions.OtherVersion'>:<'this site has fl-bn 0.1.0'>", "OtherVersion: this site has fl-bn 0.1.0"),
+        ("<class 'fl_bn.flower.wire.versions.OtherVersion'>:<'this site has fl-bn 0.1.0'>", "OtherVersion: this site has fl-bn 0.1.0"),
         ("<class 'ZeroDivisionError'>:<'division\nby zero'>", "ZeroDivisionError: division by zero"),
         ("<class 'ValueError'>:<'it's > 0, and ends like <'this'>'>", "ValueError: it's > 0, and ends like <'this'>"),
         ("<class 'a.B'>:<'cut", "B: cut"),

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fl_bn import durable
 from fl_bn.advise.measure import Measured
 from fl_bn.advise.pilot import Rung
 from fl_bn.advise.regimes import BASELINE, Nearest, verdict, why
+from fl_bn.support import durable
 
 Rows = list[tuple[str, ...]]
 

@@ -7,7 +7,7 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 
 from fl_bn.flower import BatchNormClient, Site, make_client_app
-from fl_bn.flower.exchange_address import ExchangeAddresses
+from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses
 from fl_bn.run.assembly import (
     OwnData,
     allow_modules,

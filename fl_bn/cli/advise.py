@@ -55,11 +55,11 @@ def advise(
     from fl_bn.advise import regimes
     from fl_bn.advise.measure import measure
     from fl_bn.advise.report import CLIENTS, METHODS, PILOT, Advice, write
-    from fl_bn.names import names_of
     from fl_bn.run.assembly import limit_threads
     from fl_bn.run.config import ConfigError
     from fl_bn.run.pictures import partition_in_words
     from fl_bn.run.usage import Usage
+    from fl_bn.support.names import names_of
 
     sys.path.insert(0, str(Path.cwd()))  # one's own data, as `fl-bn run` finds them
     folder = Path(output or f"runs/advise-{datetime.now():%Y%m%d-%H%M%S}")

@@ -6,10 +6,14 @@ import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from fl_bn.support.extras import DEPLOYMENT, need
+from fl_bn.support.finding import Finding
 
 COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
 
@@ -23,11 +27,9 @@ def doctor(
 
     One line per check: ok, warn or fail, what was found, and what to do about it. Exit code 1 if a check fails, else 0.
     """
-    from fl_bn.site.doctor import diagnose
-
     found, stdout = [], sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what one's own data function prints is no finding
-        for finding in diagnose(folder, run_config):
+        for finding in _findings(folder, run_config):
             found.append(finding)
             if not as_json:
                 line = str(finding)
@@ -39,3 +41,14 @@ def doctor(
         typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
     if counts["fail"]:
         raise typer.Exit(1)
+
+
+def _findings(folder: Path | None, run_config: str) -> Iterator[Finding]:
+    if folder is None:
+        from fl_bn.checks.run import diagnose
+
+        return diagnose(run_config)
+    need("a look at a site's folder", *DEPLOYMENT)
+    from fl_bn_site import doctor as deployed
+
+    return deployed.diagnose(folder, run_config)

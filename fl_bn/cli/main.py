@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fl_bn.cli import experiments as sweeps
-from fl_bn.cli import site as deployment
 from fl_bn.cli.adapt import adapt
 from fl_bn.cli.advise import advise
 from fl_bn.cli.data import data
@@ -27,7 +25,9 @@ from fl_bn.cli.partition import partition
 from fl_bn.cli.progress import rounds_bar
 from fl_bn.cli.recalibrate import recalibrate
 from fl_bn.cli.refusal import Commands, refused
-from fl_bn.imports import quick
+from fl_bn.cli.sweep import report, sweep
+from fl_bn.support.extras import DEPLOYMENT, NotInstalled, lacking
+from fl_bn.support.imports import without_gc
 
 if TYPE_CHECKING:
     from fl_bn.federation.workers import Workers
@@ -65,7 +65,7 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
         try:
             values = parse_overrides(run_config)
             workers = end.enter_context(_started(values.get("workers", 1)))
-            with quick():
+            with without_gc():
                 from fl_bn.run.config import RunConfig
             config = RunConfig.from_mapping(values)
             if config.output and "checkpoint-every" not in values:
@@ -99,13 +99,15 @@ def resume(
     folder: Annotated[Path, typer.Argument(help="of the run, e.g. runs/NAME; of a deployed run the server's: kit/server")],
     name: Annotated[str, typer.Argument(metavar="[RUN]", help="of a deployed run; default: the one with the newest checkpoint")] = "",
     verbose: Verbose = False,
-    control: deployment.ControlOption = "",
+    control: Annotated[str, typer.Option("--control", metavar="HOST:PORT", help="of a deployed run: the SuperLink's Control API")] = "",
 ) -> None:
     """Go on with a run that was interrupted, from its last checkpoint, with the run config in its folder."""
     from fl_bn.run.config import ConfigError
 
     if (folder / "server.toml").exists():
-        deployment.resume(folder, name, control)
+        from fl_bn_site.cli import resume as go_on
+
+        go_on(folder, name, control)
         return
     from fl_bn.run.resume import config_to_resume
 
@@ -117,12 +119,12 @@ def resume(
 
 
 def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> None:
-    with quick():
-        from fl_bn.durable import Damaged
+    with without_gc():
         from fl_bn.flower import RunFailed, run_in_process
         from fl_bn.layers import Unconvertible
         from fl_bn.run.config import ConfigError
         from fl_bn.run.console import shown
+        from fl_bn.support.durable import Damaged
 
     try:
         with shown(verbose):
@@ -254,12 +256,12 @@ def layers(
     from fl_bn import convert
     from fl_bn.federation.norm_layers import looks_like_norm, no_batch_norm
     from fl_bn.federation.payload import signature
-    from fl_bn.flower.normalisation import describe_layers
+    from fl_bn.flower.app.normalisation import describe_layers
     from fl_bn.methods import METHODS
     from fl_bn.models import build
-    from fl_bn.names import check_name
-    from fl_bn.own_code import import_extensions
     from fl_bn.roles import parse_buffer_roles, roles, set_buffer_roles
+    from fl_bn.support.names import check_name
+    from fl_bn.support.user_code import import_extensions
 
     sys.path.insert(0, str(Path.cwd()))  # one's own network, as `fl-bn run` finds it
     try:
@@ -302,27 +304,46 @@ def _failed(errors: Mapping[str, str]) -> None:
 
 
 OF_OTHER_FILES: Mapping[str, Sequence[Callable[..., None]]] = {
-    COMPARE: (advise, sweeps.sweep, sweeps.report),
+    COMPARE: (advise, sweep, report),
     MODEL: (adapt, recalibrate),
-    DEPLOY: (
-        doctor,
-        deployment.start,
-        deployment.register,
-        deployment.submit,
-        deployment.status,
-        deployment.runs,
-        deployment.abort,
-        deployment.fetch,
-        deployment.queue,
-    ),
+    LOOK: (doctor,),
 }
+DEPLOYED = ("kit", "start", "register", "submit", "status", "runs", "abort", "fetch", "queue")
 for _panel, _commands in OF_OTHER_FILES.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
 data.command()(partition)
-app.add_typer(sweeps.experiments, name="experiments", rich_help_panel=COMPARE)
 app.add_typer(data, name="data", rich_help_panel=LOOK)
-app.add_typer(deployment.kit, name="kit", rich_help_panel=DEPLOY)
+
+
+def _add_deployment() -> None:
+    """Add the commands of a deployment, where its extra is installed; elsewhere they say what to install."""
+    if lacking("a deployment", *DEPLOYMENT):
+        for name in DEPLOYED:
+            app.command(name, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(_absent)
+        return
+    from fl_bn_site.cli import add_to
+
+    add_to(app, DEPLOY)
+
+
+def _absent(context: typer.Context) -> None:
+    raise refused(NotInstalled(lacking(f"fl-bn {context.info_name}", *DEPLOYMENT)))
+
+
+def _add_experiments() -> None:
+    """Add the tool of the repository, where this package is one of a checkout."""
+    checkout = Path(__file__).parents[2]
+    if not (checkout / "experiments" / "cli.py").is_file():
+        return
+    sys.path.append(str(checkout))
+    from experiments.cli import experiments
+
+    app.add_typer(experiments, name="experiments", rich_help_panel=COMPARE)
+
+
+_add_deployment()
+_add_experiments()
 
 if __name__ == "__main__":
     app()

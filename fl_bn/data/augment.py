@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fl_bn.names import check_name
+from fl_bn.support.names import check_name
 
 PADDING = 4  # pixels, of crop-flip
 FIXBN_PADDING = 2  # of crop-flip-2

@@ -21,9 +21,9 @@ from fl_bn.data.listing import LARGE, LargeData
 from fl_bn.data.public import CLASSES, ROOT, files_of
 from fl_bn.data.record import DataNotFound, Dataset, describe
 from fl_bn.data.segmentation import cityscapes_files, read_mask
-from fl_bn.extras import need
-from fl_bn.finding import Finding
-from fl_bn.names import expected
+from fl_bn.support.extras import need
+from fl_bn.support.finding import Finding
+from fl_bn.support.names import expected
 
 FEATURES = 5995  # of ABIDE's 110 regions
 

@@ -12,8 +12,8 @@ from fl_bn.data import connectomes, digits, digits_five, folder, image_folders, 
 from fl_bn.data.function import load_function
 from fl_bn.data.record import DataNotFound, Dataset
 from fl_bn.data.record import to_input as images_to_input
-from fl_bn.names import expected
-from fl_bn.own_code import Modules
+from fl_bn.support.names import expected
+from fl_bn.support.user_code import Modules
 
 __all__ = ["DATASETS", "DataNotFound", "Dataset", "load", "to_input"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, outputs, resize, targets
-from fl_bn.own_code import Modules, function
+from fl_bn.support.user_code import Modules, function
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 

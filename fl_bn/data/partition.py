@@ -17,7 +17,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_bn.names import check_name
+from fl_bn.support.names import check_name
 
 Indices = NDArray[np.int64]
 Labels = NDArray[np.integer]

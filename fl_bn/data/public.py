@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
-from fl_bn.extras import need
+from fl_bn.support.extras import need
 
 ROOT = "data"  # relative to the current folder, where no path is given
 

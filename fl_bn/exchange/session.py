@@ -18,12 +18,12 @@ from statistics import median, median_high, median_low
 import torch
 from torch import nn
 
-from fl_bn.called import UNNAMED, Called
-from fl_bn.claims import FAR, most_believed
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Refused, Request
 from fl_bn.moments import Average, Moments, bounds, pool, weighted_mean
-from fl_bn.names import check_name
 from fl_bn.roles import batch_norms
+from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.names import check_name
+from fl_bn.support.stated_sizes import FAR, most_believed
 
 POLICIES = ("abort", "shrink")
 NOT_JOINED = "did not join"
@@ -89,7 +89,7 @@ class Session:
         samples: Mapping[int, int] | None = None,
         believing: bool = True,
         given_up: str = "The round is given up (exchange-policy is abort)",
-        called: Called = UNNAMED,
+        called: ClientNames = UNNAMED,
     ) -> None:
         check_name("policy", policy, POLICIES)
         self.layers, self.average, self.policy, self.deadline, self.join_deadline = layers, average, policy, deadline, join_deadline

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.session import POLICIES
-from fl_bn.loopback import is_loopback
-from fl_bn.names import check_name
+from fl_bn.support.loopback import is_loopback
+from fl_bn.support.names import check_name
 
 CARRIERS = ("auto", "grpc", "replay", "local")
 

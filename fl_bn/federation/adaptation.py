@@ -40,8 +40,8 @@ from fl_bn.federation.recalibration import epsilons, recalibrate, without_statis
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import INPUTS, Method, StatisticsPass
 from fl_bn.moments import Running
-from fl_bn.names import check_name
 from fl_bn.roles import Role, batch_norms, inputs_like, roles
+from fl_bn.support.names import check_name
 
 AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH = "average-affine", "recompute", "nearest", "test-batch"
 HOW = (AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH)

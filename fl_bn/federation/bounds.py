@@ -13,10 +13,10 @@ from statistics import median_high
 
 from torch import Tensor
 
-from fl_bn.claims import FEWEST
 from fl_bn.federation.payload import Sections, tensor_name
 from fl_bn.federation.values import Reply
 from fl_bn.moments import Running
+from fl_bn.support.stated_sizes import FEWEST
 
 WIDEST_WEIGHT = 1e4  # a reply's largest weight, in units of the largest that the server sent, or of 1
 WIDEST = 1e3  # what travels beside weights, and running means, in units of the median client's largest

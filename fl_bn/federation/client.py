@@ -22,7 +22,7 @@ from fl_bn.federation.aggregation import Drift, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.centring import centring
-from fl_bn.federation.layer_by_layer import Forward, Inputs, Look, called, layer_by_layer
+from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
 from fl_bn.federation.measuring import measured
 from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, restart, to_kept
 from fl_bn.federation.network import Copy
@@ -30,7 +30,7 @@ from fl_bn.federation.payload import Named, Sections, encode_moments, to_numpy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
-from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
+from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.layers import freeze_statistics, moving_average, observe, pooled
 from fl_bn.methods import Method, Phase, Report, StatisticsPass
 from fl_bn.methods.fedtan import exchanging
@@ -81,7 +81,7 @@ class LocalRound:
         model: nn.Module | Copy,
         method: Method,
         instruction: Instruction,
-        kept: Kept = NOTHING,
+        kept: ClientState = NOTHING,
         settings: LocalTraining | None = None,
         connect: Connect | None = None,
     ) -> None:
@@ -312,7 +312,7 @@ class LocalRound:
         the client sits the exchange out, and measures as without one.
         """
         if self._connect is not None and not self.trains:
-            look = Look.at(self.model, inputs, forward)
+            look = LayerOrder.at(self.model, inputs, forward)
             exchange = self._connect(0 if look.problem else 1)
             if not look.problem:
                 return layer_by_layer(self.model, inputs, look, exchange, self.instruction.memory, forward)
@@ -372,7 +372,7 @@ class LocalRound:
         client: int = 0,
         metrics: Mapping[str, float] | None = None,
         tells_drift: bool = False,
-    ) -> tuple[Reply, Kept]:
+    ) -> tuple[Reply, ClientState]:
         """Return the message to the server, and what the client keeps for its next round.
 
         ``samples``: different ones that it trained on, the client's weight in averages. ``loss``: mean over the batches. ``metrics``: of
@@ -431,7 +431,7 @@ class LocalRound:
         sections = {k: {n: own(sources[k][n].detach()) for n in expected[k]} for k in expected if k != "moments"}
         return sections | ({"moments": self._complete(moments)} if "moments" in expected else {})
 
-    def _to_keep(self, gradients: Named, finish: Finish) -> Kept:
+    def _to_keep(self, gradients: Named, finish: Finish) -> ClientState:
         state, settings = self._copy.state, self.settings
         local = {name: state[name].clone() for name, role in self.network.role.items() if self.method.keeps(role)}
         sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
@@ -444,9 +444,9 @@ class LocalRound:
             buffers = {k: {n: t for n, t in of.items() if not self.method.shares(self.network.role[n])} for k, of in buffers.items()}
         if maintained := to_kept(buffers):
             sections["optimizer"] = maintained
-        return Kept(self.instruction.round, sections)
+        return ClientState(self.instruction.round, sections)
 
-    def _finite(self, new: Kept, client: int) -> Kept:
+    def _finite(self, new: ClientState, client: int) -> ClientState:
         """Return ``new``, or the state kept before where a tensor of ``new`` is not finite: one bad round then spoils no later one."""
         for section, tensors in new.sections.items():
             for name, tensor in tensors.items():

@@ -27,14 +27,14 @@ from fl_bn.federation.one_sample import Trainable
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.training import DROPOUT, SUBSET, train
-from fl_bn.federation.values import Instruction, Kept, Reply
+from fl_bn.federation.values import ClientState, Instruction, Reply
 from fl_bn.federation.workers import Workers
 from fl_bn.methods import Method, Phase, Report
 from fl_bn.task import Task
 
 Connect = Callable[[int], LocalExchange]
 LEFT_OUT = "left-out"  # of a reply's metrics: batches of one sample that the client did not train on
-Value = TypeVar("Value", Instruction, Kept, Reply)
+Value = TypeVar("Value", Instruction, ClientState, Reply)
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Clients:
                 group["lr"] = group["lr"] * asked.rate_share
         return optimizer
 
-    def train(self, asked: Instruction, client: int, kept: Kept, connect: Connect | None = None) -> tuple[Reply, Kept]:
+    def train(self, asked: Instruction, client: int, kept: ClientState, connect: Connect | None = None) -> tuple[Reply, ClientState]:
         """One client's round of training."""
         with self.network.lend() as lent:
             round = LocalRound(lent, self.method, asked, kept, self.settings, connect)
@@ -105,7 +105,7 @@ class Clients:
             loss = sum(part.loss * part.samples for part in trained) / count
             return round.reply(count // self.epochs, loss, client=client, metrics=told)
 
-    def measure(self, asked: Instruction, client: int, kept: Kept, connect: Connect | None = None) -> tuple[Reply, Kept]:
+    def measure(self, asked: Instruction, client: int, kept: ClientState, connect: Connect | None = None) -> tuple[Reply, ClientState]:
         """One client's part in a statistics-only exchange."""
         with self.network.lend() as lent:
             round = LocalRound(lent, self.method, asked, kept, connect=connect)
@@ -128,7 +128,7 @@ class InWorkers:
         self._clients, self._workers, self._path = clients, workers, folder / "clients"
         self._path.write_bytes(pickle.dumps(wrap_non_picklable_objects(clients, keep_wrapper=False)))
 
-    def work(self, asked: Instruction, clients: Sequence[int], kept: Sequence[Kept]) -> list[tuple[Reply, Kept]]:
+    def work(self, asked: Instruction, clients: Sequence[int], kept: Sequence[ClientState]) -> list[tuple[Reply, ClientState]]:
         """Return what each client replies and keeps, in order. Raises the error of the first client that failed."""
         packed, same = _packed(asked), (torch.get_num_threads(), torch.get_default_dtype())
         states = [[one.get_state().numpy() for one in generators(self._clients.loaders[client])] for client in clients]
@@ -156,7 +156,7 @@ def in_workers(clients: Clients, count: int) -> Iterator[InWorkers]:
         workers.close()
 
 
-def _work(path: str, same: tuple[int, torch.dtype], asked: Instruction, client: int, kept: Kept, states: Sequence[Any]) -> Any:
+def _work(path: str, same: tuple[int, torch.dtype], asked: Instruction, client: int, kept: ClientState, states: Sequence[Any]) -> Any:
     """In a worker: with as many threads as the parent's, since sums of several threads are made in another order."""
     threads, dtype = same
     torch.set_num_threads(threads)

@@ -11,7 +11,7 @@ from fl_bn.exchange.local import Turns
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.local import Samples
 from fl_bn.federation.training import client_round
-from fl_bn.federation.values import Kept, Reply
+from fl_bn.federation.values import ClientState, Reply
 from fl_bn.federation.vectorised import CannotVectorise, Fallback, vectorised_round
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -33,7 +33,7 @@ class _Job(NamedTuple):
         return self.seed, self.task, self.tells_drift
 
 
-class Cohort:
+class VmapRendezvous:
     """Tasks of which each may come to one ``cohort_round``. They take turns, so that nothing of them need be safe in two threads."""
 
     _here = threading.local()
@@ -42,7 +42,7 @@ class Cohort:
         self._turns, self._fallback = Turns(tasks), fallback
         self._awaited = set(range(tasks))
         self._jobs: dict[int, _Job] = {}
-        self._results: dict[int, tuple[Reply, Kept] | Exception | None] = {}
+        self._results: dict[int, tuple[Reply, ClientState] | Exception | None] = {}
 
     @classmethod
     def run(cls, tasks: Sequence[Callable[[], T]], fallback: Fallback) -> list[T]:
@@ -51,11 +51,11 @@ class Cohort:
         return cohort._turns.run([partial(cohort._task, task) for task in tasks])
 
     @classmethod
-    def current(cls) -> Cohort | None:
+    def current(cls) -> VmapRendezvous | None:
         """The cohort of the task that the calling thread runs; None outside one."""
         return getattr(cls._here, "cohort", None)
 
-    def round(self, job: _Job) -> tuple[Reply, Kept]:
+    def round(self, job: _Job) -> tuple[Reply, ClientState]:
         index = Turns.current()[1]
         self._jobs[index] = job
         if not self._last(index):
@@ -66,7 +66,7 @@ class Cohort:
         return client_round(*job) if result is None else result
 
     def _task(self, task: Callable[[], T]) -> T:
-        Cohort._here.cohort = self
+        VmapRendezvous._here.cohort = self
         try:
             return task()
         finally:
@@ -86,7 +86,7 @@ class Cohort:
 
     def _compute(self) -> None:
         jobs = list(self._jobs.values())
-        found: Sequence[tuple[Reply, Kept] | Exception | None]
+        found: Sequence[tuple[Reply, ClientState] | Exception | None]
         try:
             if any(job.common != jobs[0].common for job in jobs):
                 raise CannotVectorise("all clients of a cohort need the same seed and task, but theirs differ")
@@ -102,9 +102,9 @@ class Cohort:
 
 def cohort_round(
     round: LocalRound, samples: Samples, seed: int, client: int, task: Task = CLASSIFICATION, tells_drift: bool = False
-) -> tuple[Reply, Kept]:
+) -> tuple[Reply, ClientState]:
     """``client_round``, as one program with the rest of the cohort where there is one. Raises ClientTooSmall as that does."""
-    job, cohort = _Job(round, samples, seed, client, task, tells_drift), Cohort.current()
+    job, cohort = _Job(round, samples, seed, client, task, tells_drift), VmapRendezvous.current()
     if cohort is None or (round.trains and len(samples) < round.settings.fewest(2)):
         return client_round(*job)
     return cohort.round(job)

@@ -43,7 +43,7 @@ from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.server import Server, check_learns
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
+from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.federation.vectorised import (
     AT_ONCE,
     ENGINES,
@@ -58,9 +58,9 @@ from fl_bn.federation.vectorised import (
 )
 from fl_bn.federation.workers import MOST_WORKERS
 from fl_bn.methods import Method, Phase, Refresh, Report
-from fl_bn.names import check_name
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words, inputs_like
+from fl_bn.support.names import check_name
 from fl_bn.task import CLASSIFICATION, Task
 
 LOGGER = logging.getLogger("flwr")
@@ -301,7 +301,7 @@ class Federation:
         work = self._clients.measure if asked.phase is Phase.MEASURE else self._clients.train
         return self._keeping(asked, client, *work(asked, client, self._kept[client], connect))
 
-    def _keeping(self, asked: Instruction, client: int, reply: Reply, kept: Kept) -> Reply:
+    def _keeping(self, asked: Instruction, client: int, reply: Reply, kept: ClientState) -> Reply:
         if asked.phase is not Phase.MEASURE:
             self._kept[client] = kept
             self._say_left_out(asked.round, client, reply)
@@ -332,7 +332,7 @@ class Federation:
             self._kept[client] = kept
         return [reply for reply, _ in results]
 
-    def _cohort_round(self, asked: Instruction, clients: Sequence[int]) -> list[tuple[Reply, Kept]]:
+    def _cohort_round(self, asked: Instruction, clients: Sequence[int]) -> list[tuple[Reply, ClientState]]:
         loaders = [loader for loader in map(self.clients.__getitem__, clients) if isinstance(loader, SeededBatches)]
         if len(loaders) < len(clients):
             raise CannotVectorise("its clients need batches that it draws itself: give SeededBatches")
@@ -350,7 +350,9 @@ class Federation:
             ]
             return self._replies(rounds, loaders, clients)
 
-    def _replies(self, rounds: Sequence[LocalRound], loaders: Sequence[SeededBatches], clients: Sequence[int]) -> list[tuple[Reply, Kept]]:
+    def _replies(
+        self, rounds: Sequence[LocalRound], loaders: Sequence[SeededBatches], clients: Sequence[int]
+    ) -> list[tuple[Reply, ClientState]]:
         """Replies of clients that are computed as one program; only its stack is on the device."""
         asked = rounds[0].instruction
         check_cohort(rounds, [loader.samples for loader in loaders], self.task)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from fl_bn.wire import WireError, said, shown
+from fl_bn.support.wire import WireError, said, shown
 
 LARGEST = 2**53  # whole numbers are exact in float64 up to here
 NAME = 300  # characters of a layer's name
@@ -164,7 +164,7 @@ class Form:
     def declared(self, name: str) -> Field:
         """Raises Undeclared for a name that the form does not have."""
         if (found := self._find(name)) is None:
-            raise Undeclared(f"{self.record}/{shown(name)} is no field of this message: declare it in fl_bn/flower/messages.py")
+            raise Undeclared(f"{self.record}/{shown(name)} is no field of this message: declare it in fl_bn/flower/wire/messages.py")
         return found
 
     def read(self, came: Mapping[str, Any] | None) -> Values:

@@ -28,7 +28,7 @@ TOGETHER = 2  # replies that are added at once: the sum is read and written half
 
 
 @dataclass
-class Folded:
+class PartialAverage:
     """The first part of an average: ``sum`` of the tensors of those clients that are in it, each times its weight / ``planned``."""
 
     planned: float
@@ -46,7 +46,7 @@ class Folded:
         return made.tensors
 
 
-class Intake:
+class StreamingAverage:
     """Adds replies up as they come.
 
     ``planned``: the weight of each client of the cohort; ``weigh``: a reply's; ``waits``: whether it may yet be refused, given some of the
@@ -63,7 +63,7 @@ class Intake:
         self._turns, self._weigh, self._waits, self._least = deque(sorted(planned)), weigh, waits, least
         self._replies: dict[int, Reply] = {}
         self._absent, self._next = set[int](), list[Reply]()
-        self._folded = Folded(float(sum(planned.values())) or 1.0)
+        self._folded = PartialAverage(float(sum(planned.values())) or 1.0)
 
     def take(self, reply: Reply) -> None:
         """A checked reply; each client's first."""
@@ -75,7 +75,7 @@ class Intake:
         self._absent.add(client)
         self._advance()
 
-    def end(self) -> tuple[list[Reply], Folded]:
+    def end(self) -> tuple[list[Reply], PartialAverage]:
         """All replies in client order, and the sum of those whose turn came; their weights are tensors without memory."""
         self._fold()
         return [self._replies[client] for client in sorted(self._replies)], self._folded

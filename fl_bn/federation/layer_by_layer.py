@@ -46,7 +46,7 @@ def called(model: nn.Module, x: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Look:
+class LayerOrder:
     """Holds what a forward pass over two samples has shown of a network.
 
     ``problem``: why its layers cannot be measured one after the other; empty where they can. ``held``: bytes that a forward pass holds
@@ -58,7 +58,7 @@ class Look:
 
     @classmethod
     @torch.no_grad()
-    def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> Look:
+    def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> LayerOrder:
         """Take the samples from the first batch. Changes nothing of ``model``."""
         batch = next(iter(inputs()), None)
         if batch is None:
@@ -83,7 +83,7 @@ class Look:
 
 @torch.no_grad()
 def layer_by_layer(
-    model: nn.Module, inputs: Inputs, look: Look, exchange: Exchange, memory: int, forward: Forward = called
+    model: nn.Module, inputs: Inputs, look: LayerOrder, exchange: Exchange, memory: int, forward: Forward = called
 ) -> dict[str, Moments]:
     """Moments of every BatchNorm layer's input over all batches, each under the exact statistics of the cohort in the layers before it.
 
@@ -119,7 +119,7 @@ Step = Callable[[Mapping[str, Moments]], Found | None]
 
 
 @contextmanager
-def _steps(model: nn.Module, inputs: Inputs, look: Look, memory: int, forward: Forward) -> Iterator[Step]:
+def _steps(model: nn.Module, inputs: Inputs, look: LayerOrder, memory: int, forward: Forward) -> Iterator[Step]:
     kept = _kept(model, inputs, look, memory, forward)
     if kept is None:
         LOGGER.info("activations of more than %.3g GiB: every layer takes a forward pass of its own (recalibration-memory)", memory / 2**30)
@@ -133,7 +133,7 @@ def _steps(model: nn.Module, inputs: Inputs, look: Look, memory: int, forward: F
             one.end()
 
 
-def _kept(model: nn.Module, inputs: Inputs, look: Look, memory: int, forward: Forward) -> list[_Pass] | None:
+def _kept(model: nn.Module, inputs: Inputs, look: LayerOrder, memory: int, forward: Forward) -> list[_Pass] | None:
     """A forward pass per batch, none of which has begun; None where their activations are too large."""
     held, kept = 0.0, list[_Pass]()
     for x in inputs():

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from fl_bn.called import UNNAMED, Called
 from fl_bn.exchange.session import Session
 from fl_bn.federation.defence import TooFew
 from fl_bn.federation.shared_model import NotFinite
 from fl_bn.federation.values import Reply
+from fl_bn.support.client_names import UNNAMED, ClientNames
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("flwr")
@@ -25,7 +25,7 @@ def without_far(parts: Sequence[Reply], far: Collection[int]) -> list[Reply]:
 
 
 def without_overflow(
-    parts: Sequence[Reply], attempt: Callable[[list[Reply], int], T], called: Called = UNNAMED
+    parts: Sequence[Reply], attempt: Callable[[list[Reply], int], T], called: ClientNames = UNNAMED
 ) -> tuple[list[Reply], dict[int, str], T]:
     """``attempt(parts, 0)``; where that is NotFinite, again without the reply that is the largest, ``attempt(others, 1)`` ...
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from fl_bn.federation.blocks import views
 from fl_bn.federation.payload import Payload, nbytes
 from fl_bn.methods import Method, Phase
-from fl_bn.names import check_name
-from fl_bn.wire import WireError
+from fl_bn.support.names import check_name
+from fl_bn.support.wire import WireError
 
 AS_THE_MODEL = "float32"
 PAYLOADS = (AS_THE_MODEL, "bfloat16", "float16")
@@ -36,14 +36,14 @@ class Overflow(ValueError):
 
 
 @dataclass(frozen=True)
-class Rounding:
+class PayloadDtype:
     """How a message carries ``tensors``, the model's parameters by name with their own dtype, in its sections ``ROUNDED``."""
 
     dtype: str = AS_THE_MODEL
     tensors: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, dtype: str, model: nn.Module) -> Rounding:
+    def of(cls, dtype: str, model: nn.Module) -> PayloadDtype:
         check_name("payload", dtype, PAYLOADS)
         if dtype == AS_THE_MODEL:
             return EXACT
@@ -100,7 +100,7 @@ class Rounding:
         return bits.view(getattr(torch, self.dtype)).to(self.tensors[name]).numpy()
 
 
-EXACT = Rounding()
+EXACT = PayloadDtype()
 
 
 def check_payload(dtype: str, method: Method) -> None:

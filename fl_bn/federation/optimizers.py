@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from fl_bn.federation.blocks import blocks
 from fl_bn.federation.eager import SGD, Eager
-from fl_bn.names import check_name
 from fl_bn.options import Options, option, takes
+from fl_bn.support.names import check_name
 
 Named = Mapping[str, Tensor]
 Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]

@@ -18,7 +18,7 @@ from fl_bn.federation.composition import check_composition
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.one_sample import advised
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.values import NOTHING, Instruction, Kept
+from fl_bn.federation.values import NOTHING, ClientState, Instruction
 from fl_bn.layers import in_backward, mixes_samples, observe
 from fl_bn.methods import MOMENTS, Method, Phase
 from fl_bn.objectives import PLAIN, Objective
@@ -32,7 +32,7 @@ def local_round(
     model: nn.Module,
     method: Method,
     instruction: Instruction,
-    kept: Kept = NOTHING,
+    kept: ClientState = NOTHING,
     *,
     objective: Objective = PLAIN,
     connect: Connect | None = None,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fl_bn.methods import Method
 from fl_bn.moments import Moments
 from fl_bn.roles import roles
-from fl_bn.wire import WireError
+from fl_bn.support.wire import WireError
 
 Named = Mapping[str, Tensor]
 Sections = dict[str, dict[str, Tensor]]

@@ -22,7 +22,7 @@ from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.rounds import unbounded
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.values import Reply
-from fl_bn.wire import WireError, check_samples, reason, said, shown
+from fl_bn.support.wire import WireError, check_samples, reason, said, shown
 
 REPLIED = Form("metrics", {"samples": whole(), "measured": whole(default=None)})  # samples 0: the client sat out, and says no more
 TRAINED = REPLIED.and_also(

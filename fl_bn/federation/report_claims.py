@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fl_bn.claims import FAR, most_believed
 from fl_bn.federation.payload import tensor_name
 from fl_bn.federation.values import Reply
 from fl_bn.methods import Report
+from fl_bn.support.stated_sizes import FAR, most_believed
 
 MOMENTS = "moments"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fl_bn.called import Called
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
 from fl_bn.federation.settings import UPDATES
-from fl_bn.names import check_name
+from fl_bn.support.client_names import ClientNames
+from fl_bn.support.names import check_name
 
 RECALIBRATIONS = ("auto", "passes", "exchange")
 """How exact statistics of all BatchNorm layers are measured.
@@ -133,9 +133,9 @@ class Rounds:
             raise ValueError(f"names must name a site for each of {self.clients} clients, no site twice, but got {self.names}")
 
     @property
-    def called(self) -> Called:
+    def called(self) -> ClientNames:
         """The names of the clients and of their nodes."""
-        return Called(self.names, self.nodes)
+        return ClientNames(self.names, self.nodes)
 
     def pace(self, learning_rate: float, rounds: int) -> float:
         """``learning_rate`` as a share of the first round's; 1 where it is larger (a warm-up)."""

@@ -17,7 +17,7 @@ from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.methods import MOMENTS, Method, Phase, Report
 from fl_bn.moments import bounds
 from fl_bn.roles import DOWN_ONLY, Role, batch_norms, roles
-from fl_bn.wire import WireError, said, shown
+from fl_bn.support.wire import WireError, said, shown
 
 FLOATS = ("float32", "float64")
 SMALL = 1 << 14  # values of a tensor that is looked at together with others

@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from torch import nn
 
-from fl_bn.called import UNNAMED, Called
-from fl_bn.claims import FEWEST
 from fl_bn.derived import copied
 from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation import schema
@@ -24,9 +22,9 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.bounds import bounds_of, far_numbers, far_statistics
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
-from fl_bn.federation.intake import Folded, Intake
+from fl_bn.federation.intake import PartialAverage, StreamingAverage
 from fl_bn.federation.left_out import taking_part, without_far, without_overflow
-from fl_bn.federation.narrow import EXACT, Rounding, check_payload
+from fl_bn.federation.narrow import EXACT, PayloadDtype, check_payload
 from fl_bn.federation.norm_layers import check_layers, say_absent
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import count_tensors
@@ -40,14 +38,16 @@ from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import INPUTS, MOMENTS, Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words
-from fl_bn.wire import Absent, WireError, said
+from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.stated_sizes import FEWEST
+from fl_bn.support.wire import Absent, WireError, said
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("flwr")
 
 
 @dataclass
-class Arrived:
+class RoundReplies:
     """A round's replies. ``parts``: usable ones, in client order; ``refused``: why another client's is not, by client.
 
     ``wrong``: clients whose reply no correct client would have sent. ``cohort``: all who were asked. ``exchange``: the session of the
@@ -62,7 +62,7 @@ class Arrived:
     exchange: Session | None = None
     carrier: str = ""
     messages: int = 1
-    folded: Folded | None = None
+    folded: PartialAverage | None = None
 
 
 class Server:
@@ -91,7 +91,7 @@ class Server:
         self.source, self.method, self.policy, self.rounds, self.defence = model, method, policy, rounds, defence
         self.shared = SharedModel(model, method, policy.auxiliary, policy.clients)
         say_absent(model, method)
-        self.rounding = Rounding.of(policy.payload, self.shared.model)
+        self.rounding = PayloadDtype.of(policy.payload, self.shared.model)
         self.optimizer = optimizer or server_optimizer("fedavg")
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
@@ -139,7 +139,7 @@ class Server:
             round, self.shared.signature, self.expected(phase), form, samples, self.policy.most_steps, bounds, self.shared.buffers
         )
 
-    def checked(self, replies: Sequence[Reply], asked: Instruction) -> Arrived:
+    def checked(self, replies: Sequence[Reply], asked: Instruction) -> RoundReplies:
         """Return the ``replies`` in this process that answer ``asked``, and why the others do not.
 
         Of several usable replies that call themselves the same client's, none counts. What is no client's reply is named in the log.
@@ -161,7 +161,7 @@ class Server:
             refused[client] = f"{number} replies call themselves its own: number the clients, round.reply(samples, client=...)"
             wrong.add(client)
         refused = {client: why for client, why in refused.items() if client not in parts}
-        return Arrived(sorted(parts.keys() | refused.keys()), [parts[i][0] for i in sorted(parts)], refused, wrong - parts.keys())
+        return RoundReplies(sorted(parts.keys() | refused.keys()), [parts[i][0] for i in sorted(parts)], refused, wrong - parts.keys())
 
     def _stranger(self, reply: Reply) -> str | None:
         """Return why ``reply`` is no client's; None where it is one's."""
@@ -172,7 +172,7 @@ class Server:
             return f"{known}, but it calls itself client {said(reply.client)}"
         return None
 
-    def intake(self, samples: Mapping[int, int]) -> Intake | None:
+    def intake(self, samples: Mapping[int, int]) -> StreamingAverage | None:
         """Takes the replies of the round that is under way one by one, and frees their weights. None where all are needed at once: by
         robust rules, the layer-wise exchange, and what travels beside the weights (control variates, momentum).
 
@@ -182,7 +182,7 @@ class Server:
         if self.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or self._keeps:
             return None
         by_samples, compares = policy.client_weights == "samples", self.method.reports(phase) is not Report.NOTHING
-        return Intake(
+        return StreamingAverage(
             {client: float(policy.planned(n)) if by_samples else 1.0 for client, n in samples.items()},
             lambda reply: float(reply.weight) if by_samples else 1.0,
             lambda reply, others: self.shared.may_be_refused(reply) or reply.client in self._far([*others, reply], phase),
@@ -201,7 +201,7 @@ class Server:
         far = far_statistics(parts, self.shared.statistics()) if report is Report.RUNNING else {}
         return far_numbers(parts, [extra.section for extra in self.policy.auxiliary]) | far | claims
 
-    def conclude(self, came: Arrived) -> bool:
+    def conclude(self, came: RoundReplies) -> bool:
         """Check and combine the round's replies, and make the server's step: true, or false where too few were usable; then nothing
         changes. ``record`` says which."""
         shared, record, phase = self.shared, self.record, Phase(self.record.phase)
@@ -235,7 +235,7 @@ class Server:
         """See ``LayerReports``."""
         return self.policy.pace(self.record.learning_rate, self.rounds)
 
-    def _change(self, parts: list[Reply], overflowing: int, cohort: int, wrong: int, folded: Folded | None = None) -> list[float]:
+    def _change(self, parts: list[Reply], overflowing: int, cohort: int, wrong: int, folded: PartialAverage | None = None) -> list[float]:
         """Change the shared model by a round's replies, of a ``cohort`` of so many; ``overflowing``: how many were left out for that,
         ``wrong``: for what they hold.
 
@@ -278,7 +278,7 @@ class Server:
         near, overflowing, _ = without_overflow(without_far(parts, far), store, self.policy.called)
         return near, far | overflowing
 
-    def _enter(self, came: Arrived, parts: Sequence[Reply], refused: Mapping[int, str]) -> None:
+    def _enter(self, came: RoundReplies, parts: Sequence[Reply], refused: Mapping[int, str]) -> None:
         """Every client of the cohort, and the bytes of the round, into the record; who was refused, and why, into the log."""
         exchange = came.exchange if Phase(self.record.phase) is Phase.EXCHANGE else None
         self.record.carrier = "" if exchange is None else came.carrier
@@ -292,8 +292,8 @@ def enter(
     refused: Mapping[int, str],
     exchange: Session | None = None,
     messages: int = 1,
-    rounding: Rounding = EXACT,
-    called: Called = UNNAMED,
+    rounding: PayloadDtype = EXACT,
+    called: ClientNames = UNNAMED,
 ) -> None:
     """Add every client of ``cohort`` to ``record``, and the bytes of the round; say who was refused, and why."""
     usable, traffic = {part.client: part for part in parts}, {} if exchange is None else exchange.traffic

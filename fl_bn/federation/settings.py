@@ -15,8 +15,8 @@ from fl_bn.data.batches import Indices, cuts, distinct, draw_batches
 from fl_bn.federation.clipping import CLIPS
 from fl_bn.federation.eager import SGD, Adam
 from fl_bn.federation.momentum import MAINTAIN
-from fl_bn.names import check_name, expected
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.support.names import check_name, expected
 
 OPTIMIZERS = ("sgd", "adam")
 UPDATES = ("weights", "gradients")

@@ -20,7 +20,7 @@ from fl_bn.federation.aggregation import average, combine, difference, running_s
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
 from fl_bn.federation.blocks import fits
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.intake import Folded
+from fl_bn.federation.intake import PartialAverage
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import Named, Sections, decode_moments, signature, tensor_name
 from fl_bn.federation.recalibration import epsilons
@@ -71,7 +71,7 @@ class ServerStep:
     optimizer: ServerOptimizer
     rate: float
     defence: Defence = NO_DEFENCE
-    folded: Folded | None = None
+    folded: PartialAverage | None = None
 
 
 class SharedModel:

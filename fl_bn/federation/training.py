@@ -24,7 +24,7 @@ from fl_bn.federation.momentum import restart
 from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.unrecorded import Draws, unrecorded
-from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
+from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.methods import NORMALISERS, Method, Phase, Report
 from fl_bn.models.head import head_of
 from fl_bn.roles import inputs_like
@@ -129,7 +129,7 @@ def loss_of(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: An
 
 def client_round(
     round: LocalRound, samples: Samples, seed: int, client: int, task: Task = CLASSIFICATION, tells_drift: bool = False
-) -> tuple[Reply, Kept]:
+) -> tuple[Reply, ClientState]:
     """All of one client's round on ``samples``, as the round's settings say. All that is drawn at random depends on ``seed``, the client
     and the round alone.
 
@@ -186,7 +186,7 @@ def alone(
     settings: LocalTraining,
     learning_rate: float,
     phase: Phase = Phase.TRAIN,
-    kept: Kept = NOTHING,
+    kept: ClientState = NOTHING,
     connect: Connect | None = None,
     number: int = 0,
 ) -> LocalRound:

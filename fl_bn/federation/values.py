@@ -36,7 +36,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ClientState:
     """What a client keeps between its rounds: sections of tensors (``local``: layers that stay at home; ``momentum``, ``objective``,
     ``optimizer``), and the round after which they were kept; 0 and empty before its first.
 
@@ -51,7 +51,7 @@ class Kept:
         return self.sections.get(section, {})
 
 
-NOTHING = Kept()
+NOTHING = ClientState()
 
 
 @dataclass(frozen=True)

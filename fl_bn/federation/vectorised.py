@@ -32,7 +32,7 @@ from fl_bn.federation.measuring import measuring
 from fl_bn.federation.momentum import SECTIONS, buffers_of, restart
 from fl_bn.federation.stack import Seen, Stack, groups
 from fl_bn.federation.training import IndexBatches, Trained, drawn, how_measured, loss_of
-from fl_bn.federation.values import Kept, Reply
+from fl_bn.federation.values import ClientState, Reply
 from fl_bn.layers import observe, pooled
 from fl_bn.methods import Phase, Report
 from fl_bn.methods.fedtan import OneProgram, exchanging
@@ -68,7 +68,7 @@ def vectorised_round(
     task: Task = CLASSIFICATION,
     tells_drift: bool = False,
     device: torch.device | None = None,
-) -> list[tuple[Reply, Kept]]:
+) -> list[tuple[Reply, ClientState]]:
     """What ``client_round`` returns for each of ``clients``, on the same batches.
 
     ``rounds``: each with a model of its own. ``device``: where the stack is, by default where these are; models on the CPU and a stack on a
@@ -99,7 +99,7 @@ def unneeded(batch: int) -> Exchange:
     raise ExchangeFailed("clients of one program exchange nothing")
 
 
-def reply_of(round: LocalRound, samples: int, loss: float, client: int, tells_drift: bool = False) -> tuple[Reply, Kept]:
+def reply_of(round: LocalRound, samples: int, loss: float, client: int, tells_drift: bool = False) -> tuple[Reply, ClientState]:
     """``round.reply``; after an exchange a client's weight is its first batch."""
     reply, kept = round.reply(samples, loss, client=client, tells_drift=tells_drift)
     return (replace(reply, weight=int(round.batch)) if round.phase is Phase.EXCHANGE else reply), kept

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from joblib import Parallel, delayed
 from joblib.externals.loky.backend.reduction import dumps
 
-from fl_bn.imports import quick
+from fl_bn.support.imports import without_gc
 
 MOST_WORKERS = 1024  # processes of one machine
 MOST_THREADS = 1024  # of one process: of 100,000, torch ends with a segmentation fault
@@ -120,7 +120,7 @@ def cores() -> int:
 
 
 def _load(module: str) -> None:
-    with quick():
+    with without_gc():
         importlib.import_module(module)
 
 

@@ -1,12 +1,11 @@
 """The only package that imports Flower: strategies, the client, the wire format between them, and the in-process engine."""
 
 from fl_bn.federation.rounds import Rounds
-from fl_bn.flower.client import BatchNormClient, Site
-from fl_bn.flower.client_app import make_client_app
-from fl_bn.flower.gate import Gate
+from fl_bn.flower.app.client_app import make_client_app
 from fl_bn.flower.in_process import InProcessGrid, run_in_process
-from fl_bn.flower.own_app import answer, evaluating, replayed, training
-from fl_bn.flower.own_strategies import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, OwnAppStrategy, SiloBN
+from fl_bn.flower.numpy_client import BatchNormClient, Site
+from fl_bn.flower.own.app import answer, evaluating, replayed, training
+from fl_bn.flower.own.strategies import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, OwnAppStrategy, SiloBN
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.strategies import (
     FBNStrategy,
@@ -21,6 +20,7 @@ from fl_bn.flower.strategies import (
     SiloBNStrategy,
 )
 from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.flower.wire.gate import Gate
 
 __all__ = [
     "FBN",

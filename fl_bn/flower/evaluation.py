@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 from flwr.app import ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from fl_bn.called import Called
 from fl_bn.federation.metrics import fits, over_clients
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower.client_app import SAVE
+from fl_bn.flower.app.client_app import SAVE
 from fl_bn.flower.log import log
-from fl_bn.flower.messaging import copy_of
 from fl_bn.flower.population import Client
-from fl_bn.flower.replies import Reading, read_replies
+from fl_bn.flower.wire.messaging import copy_of
+from fl_bn.flower.wire.replies import Reading, read_replies
+from fl_bn.support.client_names import ClientNames
+from fl_bn.support.wire import reason
 from fl_bn.task import Task
-from fl_bn.wire import reason
 
 if TYPE_CHECKING:
-    from fl_bn.flower.secure_rounds import SecureRounds
+    from fl_bn.flower.secagg.rounds import SecureRounds
 
 Send = Callable[[list[Message]], list[Message]]
 
@@ -29,7 +29,7 @@ Send = Callable[[list[Message]], list[Message]]
 class SaidOnce:
     """Warns of the clients that were refused, once in a run for each client and reason. ``line``: with places for these two."""
 
-    def __init__(self, line: str, called: Called) -> None:
+    def __init__(self, line: str, called: ClientNames) -> None:
         self._line, self._called, self._said = line, called, set[tuple[int, str]]()
 
     def __call__(self, refused: Mapping[int, str]) -> None:
@@ -42,7 +42,7 @@ class SaidOnce:
 class EvaluationsAtClients:
     """Puts the evaluations of one run together, by the metrics of ``task``."""
 
-    def __init__(self, task: Task, called: Called) -> None:
+    def __init__(self, task: Task, called: ClientNames) -> None:
         self.task, self._called, self._say = task, called, SaidOnce("%s did not evaluate: %s", called)
 
     def in_the_clear(self, record: RoundRecord, replies: Iterable[Message], reading: Reading) -> MetricRecord | None:

@@ -25,12 +25,12 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.exchange.local import Turns, ended
-from fl_bn.federation.cohort import Cohort
+from fl_bn.federation.cohort import VmapRendezvous
 from fl_bn.federation.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback
 from fl_bn.federation.workers import Workers
 from fl_bn.flower.compat import address, identify
 from fl_bn.flower.log import log
-from fl_bn.own_code import OWN
+from fl_bn.support.user_code import OWN
 
 OWNER = {"allow-modules": OWN}  # who runs all of it in one process may name modules of their own
 CLIENT_APP_RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
@@ -128,7 +128,7 @@ class InProcessGrid(Grid):
         if self._fallback is not None:
             parts = [messages[begin : begin + AT_ONCE] for begin in range(0, len(messages), AT_ONCE)]
             tasks = [[partial(self._answer, message) for message in part] for part in parts]
-            return [answer for part in tasks for answer in Cohort.run(part, self._fallback)]
+            return [answer for part in tasks for answer in VmapRendezvous.run(part, self._fallback)]
         if self._workers is not None:
             return self._answered_by(self._workers, messages)
         return map(self._answer, messages)

@@ -13,13 +13,13 @@ from flwr.serverapp import Grid
 
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.schema import COMPARE
-from fl_bn.flower import client_app
+from fl_bn.flower.app import client_app
 from fl_bn.flower.log import log
-from fl_bn.flower.messages import HELLO
-from fl_bn.flower.messaging import PASSING, send_and_receive
-from fl_bn.flower.seats import seat_of_newcomer, seated
-from fl_bn.flower.versions import client_differs, greeting
-from fl_bn.wire import WireError, reason, shown
+from fl_bn.flower.own.seats import seat_of_newcomer, seated
+from fl_bn.flower.wire.messages import HELLO
+from fl_bn.flower.wire.messaging import PASSING, send_and_receive
+from fl_bn.flower.wire.versions import client_differs, greeting
+from fl_bn.support.wire import WireError, reason, shown
 
 
 class RunFailed(Exception):

@@ -27,31 +27,31 @@ from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.replies import Expected
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.schema import Schema
-from fl_bn.federation.server import Arrived, Server
+from fl_bn.federation.server import RoundReplies, Server
 from fl_bn.federation.values import Instruction, Reply
-from fl_bn.flower.adversary import corrupt
-from fl_bn.flower.checkpoint import Checkpoint
-from fl_bn.flower.client_app import STATISTICS
-from fl_bn.flower.codec import arrays_of, header_for, tensors_of, to_records
+from fl_bn.flower.app.adversary import corrupt
+from fl_bn.flower.app.checkpoint import Checkpoint
+from fl_bn.flower.app.client_app import STATISTICS
+from fl_bn.flower.app.disclosure import DisclosureReport
+from fl_bn.flower.app.normalisation import describe_round, in_short, say_layers, watch
+from fl_bn.flower.app.recovery import Recovery
+from fl_bn.flower.app.unseen import average_kept
 from fl_bn.flower.compat import simulated
-from fl_bn.flower.disclosure import DisclosureReport
 from fl_bn.flower.evaluation import EvaluationsAtClients
-from fl_bn.flower.exchanges import BY_PASSES, Exchanges
+from fl_bn.flower.layerwise.exchanges import BY_PASSES, Exchanges
 from fl_bn.flower.log import log, say_round
-from fl_bn.flower.messages import evaluated
-from fl_bn.flower.messaging import receive, send_and_receive
-from fl_bn.flower.normalisation import describe_round, in_short, say_layers, watch
 from fl_bn.flower.population import Client, Population, RunFailed
-from fl_bn.flower.recovery import Recovery
-from fl_bn.flower.replies import Reading, read_replies, with_header
-from fl_bn.flower.unseen import average_kept
-from fl_bn.flower.versions import here
+from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of, to_records
+from fl_bn.flower.wire.messages import evaluated
+from fl_bn.flower.wire.messaging import receive, send_and_receive
+from fl_bn.flower.wire.replies import Reading, read_replies, with_header
+from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
-    from fl_bn.flower.secure_rounds import SecureRounds
+    from fl_bn.flower.secagg.rounds import SecureRounds
 
 WHY = "the warnings above say why (values that are not finite mean that training diverged: lower the learning rate)"
 NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or to a number of passes"
@@ -148,12 +148,12 @@ class BatchNormStrategy(Strategy):
         samples = sum(client.samples for client in self.record.accepted)
         return arrays_of(self.shared.tensors()), MetricRecord({"loss": self.record.loss, "samples": samples})
 
-    def _taken_in(self, replies: Iterable[Message], reading: Reading) -> Arrived:
+    def _taken_in(self, replies: Iterable[Message], reading: Reading) -> RoundReplies:
         """Replies to train messages, read; where they are not needed all at once, each is added to the average as it comes, and freed."""
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake({client.index: client.samples for client in self.cohort})) is None:
             parts, refused, wrong = read_replies(replies, reading)
-            return Arrived(who, parts, refused, wrong, carrier=self.exchanges.carrier)
+            return RoundReplies(who, parts, refused, wrong, carrier=self.exchanges.carrier)
         for message in replies:
             found = reading.read(message)
             del message  # while the next one is waited for
@@ -164,7 +164,7 @@ class BatchNormStrategy(Strategy):
             del found
         reading.end()
         parts, folded = intake.end()
-        return Arrived(who, parts, reading.refused, reading.wrong, folded=folded)
+        return RoundReplies(who, parts, reading.refused, reading.wrong, folded=folded)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One evaluate message per client, where clients have models, or test data, of their own; none otherwise.
@@ -197,7 +197,7 @@ class BatchNormStrategy(Strategy):
         return self._evaluations.in_the_clear(self.record, replies, reading)
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
-        from fl_bn.flower.secure_rounds import SecureRounds  # only now: a plain run does without SecAgg+
+        from fl_bn.flower.secagg.rounds import SecureRounds  # only now: a plain run does without SecAgg+
 
         return SecureRounds(settings, self.server, self.disclosures.masked)
 
@@ -234,7 +234,7 @@ class BatchNormStrategy(Strategy):
             RunFailed: clients are missing at the start, too many rounds in a row failed, or there is nothing to measure.
         """
         if simulated():
-            from fl_bn.flower import lost_actors  # imports Ray
+            from fl_bn.flower.app import lost_actors  # imports Ray
 
             lost_actors.repair()
         self.server.rounds, self.population = num_rounds, None

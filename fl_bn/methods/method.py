@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.moments import Average, Moments, Running, plain_average, pool, weighted_mean
-from fl_bn.names import check_name
 from fl_bn.options import option
 from fl_bn.robust.attacks import Adversary, Attack
 from fl_bn.roles import DOWN_ONLY, Role
+from fl_bn.support.names import check_name
 
 
 class Phase(Enum):

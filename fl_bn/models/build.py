@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fl_bn.extras import need
 from fl_bn.models.papers import abide_mlp, alexnet_bn, digits_cnn, fbn_cnn, fbn_cnn_small, lenet_cnn, lenet_cnn_bn, mnist_mlp
 from fl_bn.models.resnet20 import resnet20
 from fl_bn.models.segmentation import ENCODERS, PREFIX, deeplabv3plus, is_segmentation
 from fl_bn.models.small import alexnet_bn_small, digits_cnn_small, mlp, simple_cnn
 from fl_bn.models.stems import STEMS, small_stem
 from fl_bn.models.weights import load_weights
-from fl_bn.names import check_name, expected
-from fl_bn.own_code import Modules, function
+from fl_bn.support.extras import need
+from fl_bn.support.names import check_name, expected
+from fl_bn.support.user_code import Modules, function
 
 MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "simple-cnn": simple_cnn,

@@ -9,8 +9,8 @@ import importlib
 
 from torch import nn
 
-from fl_bn.extras import need
-from fl_bn.names import expected
+from fl_bn.support.extras import need
+from fl_bn.support.names import expected
 
 PREFIX = "deeplabv3plus-"
 ENCODERS = {"mobilenetv2": "mobilenet_v2", **{name: name for name in ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")}}

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fl_bn.extras import need
 from fl_bn.models.small import check_size
+from fl_bn.support.extras import need
 
 STEMS = ("auto", "imagenet", "small")
 

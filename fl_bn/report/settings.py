@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_bn.names import expected, nearest, unknown
 from fl_bn.run.config import ConfigError
+from fl_bn.support.names import expected, nearest, unknown
 
 SEED = "seed"  # the axis that is averaged over
 X = ("round", "bytes", "exchanges", "local-steps")

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from fl_bn import durable
-from fl_bn.names import expected
 from fl_bn.report import line_pictures, map_pictures, program
 from fl_bn.report.cells import Cell, read_cells
 from fl_bn.report.curves import curves_csv, series
@@ -19,6 +17,8 @@ from fl_bn.report.page import Listed, Report, index_page, program_page, report_p
 from fl_bn.report.pictures import Picture
 from fl_bn.report.settings import EACH, Settings, read_settings
 from fl_bn.run.config import ConfigError
+from fl_bn.support import durable
+from fl_bn.support.names import expected
 
 FORMATS: Final = ("csv", "md", "tex", "png", "html")
 ALL: Final = (*FORMATS, "svg", "pdf")

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from fl_bn.names import check_name, expected
+from fl_bn.support.names import check_name, expected
 
 Attack = Callable[[np.ndarray, int], np.ndarray]
 Damage = Callable[[np.ndarray], float]

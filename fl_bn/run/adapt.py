@@ -18,13 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from fl_bn import durable
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.domains import only_domain
 from fl_bn.derived import plain_names
 from fl_bn.federation.adaptation import HOW, NEAREST, TEST_BATCH, Adaptation, Known, with_batch_statistics
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.names import expected
 from fl_bn.roles import Role
 from fl_bn.run import assembly
 from fl_bn.run.assembly import OwnData
@@ -32,6 +30,8 @@ from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.pictures import draw_bars
 from fl_bn.run.usage import Usage
+from fl_bn.support import durable
+from fl_bn.support.names import expected
 from fl_bn.task import CLASSIFICATION, MetricState, Task
 
 MODEL, CLIENTS, TOLD = "model.safetensors", "clients", "unseen-client.safetensors"

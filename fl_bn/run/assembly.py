@@ -30,13 +30,13 @@ from fl_bn.models import build
 from fl_bn.models.dropout import without_dropout
 from fl_bn.models.head import with_projection
 from fl_bn.models.standardise import standardised
-from fl_bn.names import names_of
-from fl_bn.own_code import OWN, VARIABLE, Modules, function
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role, batch_norms, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.keys import nodes_of
 from fl_bn.run.labels import check_labels
+from fl_bn.support.names import names_of
+from fl_bn.support.user_code import OWN, VARIABLE, Modules, function
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
 
 KNOWN = 8  # run configs that a process remembers

@@ -6,13 +6,13 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-from fl_bn import durable
-from fl_bn.flower.checkpoint import Checkpoint
+from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import FIELDS, ConfigError, RunConfig
 from fl_bn.run.history import History
 from fl_bn.run.overrides import UNREADABLE
-from fl_bn.wire import reason
+from fl_bn.support import durable
+from fl_bn.support.wire import reason
 
 FOLDER, CONFIG = "checkpoints", "config.toml"
 AT_ONCE = 2  # the one before the last is there in case the last is damaged

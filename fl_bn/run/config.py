@@ -14,7 +14,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_bn.called import Called
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
@@ -27,18 +26,19 @@ from fl_bn.federation.rounds import AS_METHOD, Rounds
 from fl_bn.federation.settings import ALL_SAMPLES, LocalTraining, learning_rate, milestones_of
 from fl_bn.federation.vectorised import VECTORISED
 from fl_bn.flower.population import round_half_up
-from fl_bn.flower.run_id import FOLDER
+from fl_bn.flower.wire.run_id import FOLDER
 from fl_bn.methods import METHODS, Method, attacked, freeze
-from fl_bn.names import short, unknown
 from fl_bn.objectives import OBJECTIVES, Objective
 from fl_bn.options import Key, Value, build, kebab, keys_of, options_by_key, own_options, same_key
-from fl_bn.own_code import import_extensions
 from fl_bn.run.errors import ConfigError as ConfigError
 from fl_bn.run.keys import LONGEST, joins_of, nodes_of, sites_of
 from fl_bn.run.run_keys import RunKeys
 from fl_bn.run.used import check_used, conditions
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
+from fl_bn.support.client_names import ClientNames
+from fl_bn.support.names import short, unknown
+from fl_bn.support.user_code import import_extensions
 
 SITES = "sites"  # the data set that every client brings for itself
 FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
@@ -210,7 +210,7 @@ class RunConfig(RunKeys):
         check_payload(self.payload_dtype, method)
         self.schedule(), self.build_server_optimizer()
         if (secure := self.secure()) is not None:
-            from fl_bn.flower.secure_rounds import check_secure  # only now: a plain run does without SecAgg+
+            from fl_bn.flower.secagg.rounds import check_secure  # only now: a plain run does without SecAgg+
 
             exchange = replace(self.exchange_settings(), certificates=None) if self.method in FEDTAN else ExchangeSettings()
             check_secure(secure, method, self._rounds(exchange), self.defence())
@@ -232,9 +232,9 @@ class RunConfig(RunKeys):
         self.defence().check(self._cohort_at_start())
 
     @property
-    def called(self) -> Called:
+    def called(self) -> ClientNames:
         """What the run's clients are called."""
-        return Called(sites_of(self.client_names), nodes_of(self.client_nodes))
+        return ClientNames(sites_of(self.client_names), nodes_of(self.client_nodes))
 
     def _check_joining(self) -> None:
         joins = joins_of(self.join_rounds)

@@ -23,13 +23,13 @@ from fl_bn.federation.settings import seeded
 from fl_bn.layers import observe, pooled
 from fl_bn.methods import METHODS, Phase
 from fl_bn.moments import Moments, Running, pool
-from fl_bn.names import expected
 from fl_bn.roles import Role, batch_norms, inputs_like
 from fl_bn.run.assembly import client_model, client_samples, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.device import device
 from fl_bn.run.gradient_deviation import Batch, gradient_deviations
 from fl_bn.run.keys import DIAGNOSTICS
+from fl_bn.support.names import expected
 from fl_bn.task import MetricState
 
 TRAINING_LOSS, DRIFT, GRADIENTS = DIAGNOSTICS

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fl_bn.called import UNNAMED, Called
 from fl_bn.federation.record import Disclosure, RoundRecord
-from fl_bn.flower.disclosure import EVALUATION, FEW, warning
-from fl_bn.flower.normalisation import size
+from fl_bn.flower.app.disclosure import EVALUATION, FEW, warning
+from fl_bn.flower.app.normalisation import size
+from fl_bn.support.client_names import UNNAMED, ClientNames
 
 FILE = "disclosure.csv"
 COLUMNS = (
@@ -42,7 +42,7 @@ class Kind:
         return self.least is not None and self.least.samples < FEW
 
 
-class Left:
+class DisclosureTotals:
     """Sums up what has left the clients so far, by client, section and what it is. It grows with the clients, not with the rounds."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Left:
         return dict(sorted({**self._found, **introductions}.items()))
 
 
-def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: Called = UNNAMED) -> str:
+def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: ClientNames = UNNAMED) -> str:
     """With a column ``site`` where the clients have names."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
@@ -81,7 +81,7 @@ def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: Called = 
     return text.getvalue()
 
 
-def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: Called = UNNAMED) -> list[str]:
+def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: ClientNames = UNNAMED) -> list[str]:
     """Markdown, one line per kind over all clients, whatever their number of batches, and the warnings, one per client."""
     if not found:
         return []

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fl_bn.commit import commit
-from fl_bn.extras import version_of
+from fl_bn.support.commit import commit
+from fl_bn.support.extras import version_of
 
 PACKAGES = ("fl-bn", "flwr", "ray", "torch", "torchvision", "numpy", "grpcio", "safetensors", "scikit-learn")
 

@@ -12,15 +12,15 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from fl_bn.called import UNNAMED, Called
-from fl_bn.durable import Damaged
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.metrics import named_series, series
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
 from fl_bn.flower.log import LOGGER
 from fl_bn.options import Value
+from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.durable import Damaged
+from fl_bn.support.wire import reason
 from fl_bn.task import CLASS, CLASSIFICATION, Task
-from fl_bn.wire import reason
 
 SECTIONS = ("weights", "statistics", "moments", "gradients", "control", "momentum", "second-moment", "steps", "masked", "exchange")
 BEFORE = ("round", "phase", "learning-rate", "cohort", "accepted", "aggregated", "loss")  # the columns around those of the metrics
@@ -47,7 +47,7 @@ def round_columns(task: Task) -> tuple[str, ...]:
     return columns
 
 
-def client_columns(task: Task, called: Called = UNNAMED) -> tuple[str, ...]:
+def client_columns(task: Task, called: ClientNames = UNNAMED) -> tuple[str, ...]:
     """The columns of clients.csv; ``site`` where the clients have names."""
     who = ("round", "client", *(("site",) if called.names else ()))
     before = (*who, "samples", "steps", "loss", "bytes-down", "bytes-up", "exchanges", "waited", "distance")
@@ -82,7 +82,7 @@ def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
     return row
 
 
-def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: Called = UNNAMED) -> list[Row]:
+def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> list[Row]:
     """One line of clients.csv per client that trained or was evaluated in the round, with the name of its site if it has one."""
     rows: dict[int, Row] = {}
     for client in record.clients:
@@ -103,7 +103,7 @@ def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: Called
     return [{"round": record.round, "client": index, **sites.get(index, {}), **rows[index]} for index in sorted(rows)]
 
 
-def round_line(record: RoundRecord, task: Task = CLASSIFICATION, called: Called = UNNAMED) -> dict[str, Any]:
+def round_line(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> dict[str, Any]:
     """One line of rounds.jsonl: the row of the round, the accuracies per class (null: none of that class) or other series of the task,
     its metric per domain, the clients' rows, and what left the clients (the fields of ``Disclosure``)."""
     lists = {key: [_finite(value) for value in series(record.evaluation, stem)] or None for stem, key in _series(task).items()}
@@ -178,7 +178,7 @@ class History:
 
     FILES = ("rounds.csv", "clients.csv", "rounds.jsonl")
 
-    def __init__(self, folder: Path, diagnostics: bool = False, task: Task = CLASSIFICATION, called: Called = UNNAMED) -> None:
+    def __init__(self, folder: Path, diagnostics: bool = False, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> None:
         self.folder, self.task, self.called = folder, task, called
         self.files = (*self.FILES, "diagnostics.csv") if diagnostics else self.FILES
         self._waiting = dict.fromkeys(self.files, "")

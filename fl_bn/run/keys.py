@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 
-from fl_bn.called import SITE
-from fl_bn.names import names_of
 from fl_bn.options import Key
 from fl_bn.robust import PREAGGREGATIONS, RULES, rule_named
+from fl_bn.support.client_names import SITE
+from fl_bn.support.names import names_of
 
 LONGEST = 255  # bytes of a file's name
 RULE_NAMES = f"{', '.join(RULES)}; before it {' or '.join(f'{name}+' for name in PREAGGREGATIONS)}"

@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from fl_bn.names import LONG
 from fl_bn.run.errors import ConfigError
+from fl_bn.support.names import LONG
 
 UNREADABLE = (ValueError, RecursionError)  # of tomllib: its own error, numbers of 5,000 digits, lists in lists in lists, bytes of no text
 PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")

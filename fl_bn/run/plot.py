@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from fl_bn.own_code import OWN, Modules
 from fl_bn.run.checkpoints import CONFIG, FREE
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.pictures import draw_comparison, partition_in_words
 from fl_bn.run.usage import Usage
+from fl_bn.support.user_code import OWN, Modules
 from fl_bn.task import Task, find_task
 
 ROUNDS, SEED = "rounds.jsonl", "seed"

@@ -23,8 +23,8 @@ from fl_bn.run import recalibrate
 from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.history import round_columns
+from fl_bn.support.wire import WireError
 from fl_bn.task import Classification, Task
-from fl_bn.wire import WireError
 
 
 def check(config: RunConfig) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.federation.recalibration import why_not
-from fl_bn.pairs import flower_config
 from fl_bn.run.assembly import client_model
 from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.usage import Usage
+from fl_bn.support.flower_config import flower_config
 from fl_bn.task import CLASSIFICATION
 
 MODEL = "model.safetensors"

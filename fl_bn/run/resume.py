@@ -6,13 +6,13 @@ import json
 import tomllib
 from pathlib import Path
 
-from fl_bn.durable import SUFFIX
-from fl_bn.extras import ABSENT, version_of
 from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.overrides import UNREADABLE
 from fl_bn.run.usage import Usage
-from fl_bn.wire import reason
+from fl_bn.support.durable import SUFFIX
+from fl_bn.support.extras import ABSENT, version_of
+from fl_bn.support.wire import reason
 
 
 def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:

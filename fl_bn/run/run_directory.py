@@ -15,25 +15,21 @@ from typing import IO, Self
 
 from safetensors.torch import save
 
-from fl_bn import durable, extras
 from fl_bn.derived import plain_names
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.flower import RunFailed
-from fl_bn.flower.checkpoint import Checkpoint
+from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.flower.log import LOGGER
 from fl_bn.flower.strategy import BatchNormStrategy
-from fl_bn.locks import release, take
-from fl_bn.names import names_of
 from fl_bn.options import Value
-from fl_bn.pairs import SERVER
 from fl_bn.run.assembly import task
 from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.console import LogFile
 from fl_bn.run.diagnostics import Diagnostics
 from fl_bn.run.disclosure_report import FILE as DISCLOSURE
-from fl_bn.run.disclosure_report import Left, disclosure_csv, disclosure_table
+from fl_bn.run.disclosure_report import DisclosureTotals, disclosure_csv, disclosure_table
 from fl_bn.run.environment import environment
 from fl_bn.run.history import History
 from fl_bn.run.interrupts import held
@@ -42,6 +38,10 @@ from fl_bn.run.summary import summary
 from fl_bn.run.tensorboard import TensorBoard
 from fl_bn.run.testing import note_domains
 from fl_bn.secure.privacy import Journal
+from fl_bn.support import durable, extras
+from fl_bn.support.flower_config import SERVER
+from fl_bn.support.locks import release, take
+from fl_bn.support.names import names_of
 
 LOCK, LOG, RELEASES = ".lock", "run.log", "privacy.jsonl"
 
@@ -57,7 +57,7 @@ class RunDirectory(Callback):
     def __init__(self, config: RunConfig, path: Path | None, *, goes_on: bool = False) -> None:
         self.config, self.path, self._goes_on = config, path, goes_on
         self.records: list[RoundRecord] = []
-        self._left = Left()
+        self._left = DisclosureTotals()
         self.strategy: BatchNormStrategy | None = None
         self.resumed: Checkpoint | None = None
         self._diagnostics = None if path is None else diagnostics_of(config)

@@ -22,7 +22,6 @@ from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.federation.settings import ALL_SAMPLES, OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
 from fl_bn.federation.vectorised import ENGINES
 from fl_bn.federation.workers import MOST_THREADS, MOST_WORKERS
-from fl_bn.names import names_of
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import option
 from fl_bn.robust.attacks import ATTACKS, ON
@@ -30,6 +29,7 @@ from fl_bn.run import keys
 from fl_bn.run import used as when
 from fl_bn.run.data_keys import DataKeys
 from fl_bn.secure.settings import FINEST, WIDEST
+from fl_bn.support.names import names_of
 
 exchanging = partial(option, used=when.EXCHANGES)
 over_grpc = partial(option, used=when.OVER_GRPC)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_bn.durable import append
+from fl_bn.support.durable import append
 
 MOST = 2  # releases of one exchange: of the updates and of the statistics
 

@@ -20,7 +20,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from fl_bn import durable, locks
 from fl_bn.federation.workers import cores
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.log import LOGGER
@@ -28,6 +27,7 @@ from fl_bn.options import Value
 from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.history import read_rows
+from fl_bn.support import durable, locks
 
 CENTRALISED = "centralised"  # a method's name here, alone or before that of a normaliser: training on the union of the data
 OUTCOME = "cell.json"

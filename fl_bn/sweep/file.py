@@ -38,17 +38,19 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fl_bn.names import unknown
 from fl_bn.report.domains import AXIS as DOMAIN
 from fl_bn.report.settings import SEED, check_axis, parse_settings
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.usage import Usage
+from fl_bn.support.names import unknown
+from fl_bn.support.user_code import OWN, Modules, function
 from fl_bn.sweep.cells import Cell, trained_as
 
 TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "experiment", "variants")
@@ -350,3 +352,22 @@ def _plain(text: str) -> str:
 
 def _at(where: Mapping[str, Any]) -> str:
     return ", ".join(f"{axis} {value}" for axis, value in where.items()) or "the run"
+
+
+def made(maker: str, folder: Path) -> Path:
+    """``folder`` with the data that ``maker``, "module:function", makes in it, unless they are there."""
+    if not folder.exists():
+        make = _named(maker)
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make(unfinished)
+        unfinished.rename(folder)
+    return folder
+
+
+def _named(name: str) -> Callable[..., Any]:
+    """A function of fl-bn's, or of a module of one's own: a file of a sweep runs no command either. Raises ConfigError."""
+    try:
+        return function("a sweep's function", name, Modules.of(None, f"{OWN}, fl_bn"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

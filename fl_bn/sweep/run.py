@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fl_bn.data.dataset import DataNotFound
-from fl_bn.names import expected
 from fl_bn.run import assembly
 from fl_bn.run.centralised import check_centralised
 from fl_bn.run.config import ConfigError
 from fl_bn.run.run_directory import diagnostics_of
+from fl_bn.support.names import expected
 from fl_bn.sweep.cells import Cell, run_cells
 from fl_bn.sweep.file import Sweep
 

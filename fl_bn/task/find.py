@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fl_bn.own_code import Modules, function
+from fl_bn.support.user_code import Modules, function
 from fl_bn.task.classification import Classification, Segmentation
 from fl_bn.task.multi_label import MultiLabel
 from fl_bn.task.regression import Regression

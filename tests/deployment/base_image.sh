@@ -24,7 +24,7 @@ rootfs=$work/rootfs
 
 echo "wheels ..."
 mkdir -p "$work/project"
-(cd "$root" && cp -r pyproject.toml setup.py README.md LICENSE fl_bn server_app client_app "$work/project")  # a build leaves its folders in the copy
+(cd "$root" && cp -r pyproject.toml setup.py README.md LICENSE fl_bn fl_bn_site server_app client_app "$work/project")  # a build leaves its folders in the copy
 "$python" -m pip wheel --quiet --no-cache-dir --constraint "$root/constraints.txt" --wheel-dir "$work/wheels" "$work/project[deployment,report,vision]"
 "$python" -m pip wheel --quiet --no-cache-dir --wheel-dir "$work/wheels" "setuptools>=77" # what the project is built with
 rm -f "$work"/wheels/fl_bn-*.whl

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fl_bn.site import queue as module
-from fl_bn.site import runs as runs_module
-from fl_bn.site import submit as submit_module
-from fl_bn.site.folders import EXCHANGE_PORTS, ServerFolder
-from fl_bn.site.kit import Plan, create
+from fl_bn_site import queue as module
+from fl_bn_site import runs as runs_module
+from fl_bn_site import submit as submit_module
+from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder
+from fl_bn_site.kit import Plan, create
 from tests.deployment.superlink import SuperLink
 from tests.deployment.tls_servers import free_range
 
@@ -34,7 +34,7 @@ def superlink(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     for where in (submit_module, runs_module):
         monkeypatch.setattr(where, "control_of", control_of)
-    monkeypatch.setattr("fl_bn.site.submit.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("fl_bn_site.submit.time.sleep", lambda seconds: None)
     monkeypatch.setattr(module, "staged", staged)
     monkeypatch.setattr(module, "available", lambda: 100_000)
     return made

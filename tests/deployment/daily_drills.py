@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fl_bn.site.certificates import read_certificate
-from fl_bn.site.folders import ServerFolder
-from fl_bn.site.runs import listed
-from fl_bn.site.status import status
+from fl_bn_site.certificates import read_certificate
+from fl_bn_site.folders import ServerFolder
+from fl_bn_site.runs import listed
+from fl_bn_site.status import status
 from tests.deployment.drills import Running, drained, filled, rounds_done, starts
 from tests.deployment.federation import FL_BN, ROOT, Federation, wait_until
 from tests.deployment.outcomes import Case, Outcome, compare_all, compare_with_gaps

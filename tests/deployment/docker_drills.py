@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_bn.pairs import flower_config
+from fl_bn.support.flower_config import flower_config
 from tests.deployment.docker_federation import ROOT, SITES, DockerFailed, DockerFederation, command, no_docker
 from tests.deployment.outcomes import Case, Outcome, compare, compare_with_gaps
 

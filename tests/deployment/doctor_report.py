@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from fl_bn.site.commands import program
+from fl_bn_site.commands import program
 from tests.deployment.broken import BROKEN, SITE, Setup, made
 
 HEAD = """\

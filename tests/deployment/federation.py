@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from fl_bn.flower import run_in_process
-from fl_bn.pairs import flower_config
-from fl_bn.site.folders import EXCHANGE_PORTS
-from fl_bn.site.kit import Plan, create
+from fl_bn.support.flower_config import flower_config
+from fl_bn_site.folders import EXCHANGE_PORTS
+from fl_bn_site.kit import Plan, create
 
 ROOT = Path(__file__).parents[2]
 FL_BN = (sys.executable, "-m", "fl_bn.cli.main")

@@ -24,7 +24,7 @@ from datetime import UTC, datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
-from fl_bn.pairs import flower_config
+from fl_bn.support.flower_config import flower_config
 from tests.deployment.docker_federation import SITES, DockerFederation
 from tests.deployment.federation import SMALL, Federation, differing, in_process
 

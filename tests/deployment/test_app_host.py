@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from fl_bn.flower import app_host, supernode
-from fl_bn.flower.app_host import Request, Site
-from fl_bn.flower.exchange_address import DEPLOYED
-from fl_bn.policy import NotAllowed
+from fl_bn.flower.layerwise.exchange_address import DEPLOYED
+from fl_bn_site import app_host, supernode
+from fl_bn_site.app_host import Request, Site
+from fl_bn_site.policy import NotAllowed
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,21 +28,21 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app as cli
-from fl_bn.flower.app_host import parser
-from fl_bn.flower.supernode import own_options
-from fl_bn.pairs import flower_config
 from fl_bn.run.config import ConfigError
 from fl_bn.run.overrides import parse_overrides
-from fl_bn.site import control as control_module
-from fl_bn.site import submit as submit_module
-from fl_bn.site.certificates import read_public, write_site_key
-from fl_bn.site.commands import APP_HOST, SUPERLINK, SUPERNODE, WATCHED, commands, environment, local, node_config, prepare, superlink
-from fl_bn.site.control import Control, ControlError, NotRegistered, control_of, register_sites
-from fl_bn.site.folders import FolderError, ServerFolder, SiteFolder
-from fl_bn.site.kit import Plan, create
-from fl_bn.site.project import project_of, staged
-from fl_bn.site.registered import Submitted
-from fl_bn.site.submit import COMPLETED, run_config, submit
+from fl_bn.support.flower_config import flower_config
+from fl_bn_site import control as control_module
+from fl_bn_site import submit as submit_module
+from fl_bn_site.app_host import parser
+from fl_bn_site.certificates import read_public, write_site_key
+from fl_bn_site.commands import APP_HOST, SUPERLINK, SUPERNODE, WATCHED, commands, environment, local, node_config, prepare, superlink
+from fl_bn_site.control import Control, ControlError, NotRegistered, control_of, register_sites
+from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
+from fl_bn_site.kit import Plan, create
+from fl_bn_site.project import project_of, staged
+from fl_bn_site.registered import Submitted
+from fl_bn_site.submit import COMPLETED, run_config, submit
+from fl_bn_site.supernode import own_options
 from tests.deployment.superlink import stand_in
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +198,7 @@ def test_what_is_sent_of_this_project_has_no_tests_and_says_of_which_commit_it_i
         sent = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app)))
         names = set(sent.namelist())
         told = sent.read("fl_bn/commit.toml").decode() if (ROOT / ".git").exists() else ""
-    assert {"fl_bn/apps/client.py", "fl_bn/policy.py", "client_app/app.py", "server_app/app.py"} <= names
+    assert {"fl_bn/apps/client.py", "fl_bn_site/policy.py", "client_app/app.py", "server_app/app.py"} <= names
     assert {name.partition("/")[0] for name in names} <= {"fl_bn", "client_app", "server_app", ".info", "pyproject.toml"} | {
         path.name for path in ROOT.iterdir() if path.is_file()
     }

@@ -26,8 +26,8 @@ from flwr.supercore.grpc_health import run_health_server_grpc_no_tls
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from fl_bn.cli.main import app
-from fl_bn.flower.app_host import parser as host_parser
-from fl_bn.flower.supernode import own_options
+from fl_bn_site.app_host import parser as host_parser
+from fl_bn_site.supernode import own_options
 from tests.deployment.docker_federation import ROOT, SERVICES, SITES, base_image
 
 Compose = dict[str, Any]
@@ -39,11 +39,11 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "flower-supernode": _parse_args_run_supernode,
 }
 AROUND = {  # scripts that run Flower's
-    f"{IMAGE}fl_bn/site/watched.py": [],
-    f"{IMAGE}fl_bn/flower/superlink.py": ["flower-superlink"],
-    f"{IMAGE}fl_bn/flower/supernode.py": ["flower-supernode"],
+    f"{IMAGE}fl_bn_site/watched.py": [],
+    f"{IMAGE}fl_bn_site/superlink.py": ["flower-superlink"],
+    f"{IMAGE}fl_bn_site/supernode.py": ["flower-supernode"],
 }
-APP_HOST = f"{IMAGE}fl_bn/flower/app_host.py"
+APP_HOST = f"{IMAGE}fl_bn_site/app_host.py"
 LIMITS = ("mem_limit", "cpus", "pids_limit")
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fl_bn.checks import machine
+from fl_bn.checks.run import diagnose as diagnose_here
 from fl_bn.cli.main import app
-from fl_bn.finding import Finding
-from fl_bn.site.checks import machine
-from fl_bn.site.doctor import diagnose
+from fl_bn.support.finding import Finding
+from fl_bn_site.doctor import diagnose
 from tests.deployment import doctor_report, tls_servers
 from tests.deployment.broken import BROKEN, Setup, made
 
@@ -160,7 +161,7 @@ def test_ports_in_use_by_the_folders_own_programs_are_no_failure(tmp_path: Path)
 
 
 def test_without_a_folder_only_the_machine_and_the_run_are_looked_at() -> None:
-    checks = [finding.check for finding in diagnose(None, "method='hbn'")]
+    checks = [finding.check for finding in diagnose_here("method='hbn'")]
     assert checks == ["python", *machine.PACKAGES, "memory", "time service", "run config", "gpu", "data", "model"]
 
 
@@ -183,8 +184,8 @@ def test_a_check_that_faints_is_a_failed_check_and_the_others_go_on(setup: Setup
         raise ZeroDivisionError("by nothing\nat all")
 
     monkeypatch.setattr(machine, "memory", faint)
-    monkeypatch.setattr("fl_bn.site.doctor.kit_files", faint)
-    monkeypatch.setattr("fl_bn.site.checks.experiment.site_data", faint)
+    monkeypatch.setattr("fl_bn_site.doctor.kit_files", faint)
+    monkeypatch.setattr("fl_bn.checks.experiment.site_data", faint)
     findings = list(diagnose(setup.site))
     assert list(failed(findings)) == ["memory", "kit", "data"]
     assert findings[-1].check == "model on data"

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from fl_bn.checks import clock, experiment, machine
+from fl_bn.checks.guard import guarded
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.finding import Finding
-from fl_bn.loopback import EXCEPTIONS
 from fl_bn.run.config import RunConfig
-from fl_bn.site.checks import experiment, machine, network
-from fl_bn.site.checks.finding import guarded
-from fl_bn.site.folders import ServerFolder
+from fl_bn.support.finding import Finding
+from fl_bn.support.loopback import EXCEPTIONS
+from fl_bn_site.checks import network
+from fl_bn_site.folders import ServerFolder
 from tests.deployment import tls_servers
 
 
@@ -262,12 +263,12 @@ def test_the_kernels_word_on_the_clock(state: int, status: str, words: str, monk
             return state
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library())
-    found = network.time_service()
+    found = clock.time_service()
     assert (found.status, words in found.text) == (status, True), str(found)
 
 
 def test_the_kernel_is_really_asked() -> None:
-    assert network.time_service().status in ("ok", "warn")
+    assert clock.time_service().status in ("ok", "warn")
 
 
 @pytest.mark.parametrize(

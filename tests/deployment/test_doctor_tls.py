@@ -15,8 +15,8 @@ from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, SYSTEM_TIM
 from flwr.proto.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
 from flwr.server.superlink.fleet.grpc_rere import node_auth_server_interceptor as flower
 
-from fl_bn.site.checks import tls
-from fl_bn.site.checks.credentials import expiry
+from fl_bn_site.checks import tls
+from fl_bn_site.checks.credentials import expiry
 from tests.deployment import tls_servers
 
 

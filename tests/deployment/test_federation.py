@@ -17,11 +17,11 @@ import pytest
 
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.site.certificates import write_site_key
-from fl_bn.site.commands import environment
-from fl_bn.site.folders import ServerFolder
-from fl_bn.site.kit import Plan, create
-from fl_bn.site.status import status
+from fl_bn_site.certificates import write_site_key
+from fl_bn_site.commands import environment
+from fl_bn_site.folders import ServerFolder
+from fl_bn_site.kit import Plan, create
+from fl_bn_site.status import status
 from tests.deployment.federation import SMALL, Federation, differing, free_ports, in_process, personal, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.site.folders import FolderError, ServerFolder, SiteFolder, host_port, read_folder, render
+from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, read_folder, render
 
 SERVER = render(ServerFolder, superlink="fl.example.org", exchange_host="x.example.org", sites=["A", "B"])
 SITE = render(SiteFolder, site="B", superlink="fl.example.org:9092")

@@ -16,11 +16,11 @@ from flwr.supernode.cli.flower_supernode import _try_setup_client_authentication
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
-from fl_bn.site import certificates
-from fl_bn.site.commands import node_config
-from fl_bn.site.folders import ServerFolder, SiteFolder
-from fl_bn.site.kit import KitError, Plan, create
-from fl_bn.site.verify import verify
+from fl_bn_site import certificates
+from fl_bn_site.commands import node_config
+from fl_bn_site.folders import ServerFolder, SiteFolder
+from fl_bn_site.kit import KitError, Plan, create
+from fl_bn_site.verify import verify
 
 PLAN = Plan("fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3", "alias"], fleet_port=21092, exchange_port=21095)
 PRIVATE = ("authority/ca.key", "server/server.key", "sites/A/site.key", "sites/B/site.key")

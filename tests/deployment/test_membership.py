@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.site import certificates
-from fl_bn.site.certificates import names_in, public_half, read_certificate, read_public, write_site_key
-from fl_bn.site.folders import FolderError, ServerFolder, SiteFolder
-from fl_bn.site.kit import KitError, Plan, create
-from fl_bn.site.membership import add_site, check_expiry, former_owner, remove_site, renew_server, renew_site
-from fl_bn.site.verify import verify
+from fl_bn_site import certificates
+from fl_bn_site.certificates import names_in, public_half, read_certificate, read_public, write_site_key
+from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
+from fl_bn_site.kit import KitError, Plan, create
+from fl_bn_site.membership import add_site, check_expiry, former_owner, remove_site, renew_server, renew_site
+from fl_bn_site.verify import verify
 
 PLAN = Plan("fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3"], fleet_port=21092, exchange_port=21095)
 

@@ -13,12 +13,12 @@ from urllib.request import urlopen
 
 import pytest
 
-from fl_bn.site import metrics as module
-from fl_bn.site.control import ControlError
-from fl_bn.site.folders import ServerFolder
-from fl_bn.site.kit import Plan, create
-from fl_bn.site.metrics import CONTENT, Watcher, health, make_server, metrics
-from fl_bn.site.status import RunStatus, SiteStatus, Status
+from fl_bn_site import metrics as module
+from fl_bn_site.control import ControlError
+from fl_bn_site.folders import ServerFolder
+from fl_bn_site.kit import Plan, create
+from fl_bn_site.metrics import CONTENT, Watcher, health, make_server, metrics
+from fl_bn_site.status import RunStatus, SiteStatus, Status
 
 SITES = [SiteStatus("east", 7, "online", "2026-11-22T12:00:00+00:00"), SiteStatus("west", None, "not registered", "")]
 RUNS = [

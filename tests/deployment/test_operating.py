@@ -17,8 +17,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from fl_bn.site.folders import ServerFolder
-from fl_bn.site.runs import Listed, listed
+from fl_bn_site.folders import ServerFolder
+from fl_bn_site.runs import Listed, listed
 from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, differing, in_process, wait_until
 from tests.deployment.test_metrics import parsed
 
@@ -123,7 +123,7 @@ def test_a_site_that_comes_back_with_an_old_version_is_refused_by_name(federatio
     usual = federation.environment["sites/west"]
     federation.environment["sites/west"] = {**usual, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     assert subprocess.run(
-        [sys.executable, "-c", "from fl_bn.flower.versions import here; print(here())"],
+        [sys.executable, "-c", "from fl_bn.flower.wire.versions import here; print(here())"],
         cwd=tmp_path,  # not where an editable install left its metadata
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True, check=True,
     ).stdout.strip() == "0.0.9"  # fmt: skip

@@ -15,9 +15,9 @@ import pytest
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
 
-from fl_bn.flower import app_host
-from fl_bn.policy import TEMPLATE, NotAllowed, Policy, PolicyError
-from fl_bn.site.doctor import _policy
+from fl_bn_site import app_host
+from fl_bn_site.doctor import _policy
+from fl_bn_site.policy import TEMPLATE, NotAllowed, Policy, PolicyError
 from tests.hostile.bisecting import Bisecting
 from tests.hostile.test_gate import grid
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fl_bn.site import queue as module
-from fl_bn.site.control import ANSWER
-from fl_bn.site.folders import FolderError, ServerFolder
-from fl_bn.site.queue import STARTED, NameTaken, Queue, QueueError
+from fl_bn_site import queue as module
+from fl_bn_site.control import ANSWER
+from fl_bn_site.folders import FolderError, ServerFolder
+from fl_bn_site.queue import STARTED, NameTaken, Queue, QueueError
 from tests.deployment.superlink import named, states
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn import durable
 from fl_bn.cli.main import app
-from fl_bn.site import queue as module
-from fl_bn.site.certificates import read_public
-from fl_bn.site.control import Control, ControlError
-from fl_bn.site.folders import ServerFolder
-from fl_bn.site.queue import REFUSED, STARTED, STARTING, WAITING, NameTaken, Queue, QueueError
-from fl_bn.site.registered import Submitted
+from fl_bn.support import durable
+from fl_bn_site import queue as module
+from fl_bn_site.certificates import read_public
+from fl_bn_site.control import Control, ControlError
+from fl_bn_site.folders import ServerFolder
+from fl_bn_site.queue import REFUSED, STARTED, STARTING, WAITING, NameTaken, Queue, QueueError
+from fl_bn_site.registered import Submitted
 from tests.deployment.superlink import THEN, SuperLink, named, stand_in, states
 
 

@@ -12,8 +12,8 @@ import pytest
 from flwr.proto.control_pb2 import StreamLogsResponse
 from flwr.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 
-from fl_bn.site.folders import ServerFolder
-from fl_bn.site.registered import run_log
+from fl_bn_site.folders import ServerFolder
+from fl_bn_site.registered import run_log
 from tests.deployment.tls_servers import free_range
 
 

@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
-from fl_bn.pairs import Scalar
 from fl_bn.run.config import ConfigError
-from fl_bn.site.control import ControlError
-from fl_bn.site.folders import ServerFolder
-from fl_bn.site.registered import Submitted
-from fl_bn.site.runs import NoSuchRun, NotHere, abort, fetch, listed
-from fl_bn.site.submit import resume, submit
+from fl_bn.support.flower_config import Scalar
+from fl_bn_site.control import ControlError
+from fl_bn_site.folders import ServerFolder
+from fl_bn_site.registered import Submitted
+from fl_bn_site.runs import NoSuchRun, NotHere, abort, fetch, listed
+from fl_bn_site.submit import resume, submit
 from tests.deployment.superlink import THEN
 
 

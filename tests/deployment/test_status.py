@@ -12,12 +12,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
-from fl_bn.site.control import Control, ControlError
-from fl_bn.site.folders import ServerFolder
-from fl_bn.site.kit import Plan, create
-from fl_bn.site.membership import remove_site
-from fl_bn.site.registered import Node, Submitted
-from fl_bn.site.status import status
+from fl_bn_site.control import Control, ControlError
+from fl_bn_site.folders import ServerFolder
+from fl_bn_site.kit import Plan, create
+from fl_bn_site.membership import remove_site
+from fl_bn_site.registered import Node, Submitted
+from fl_bn_site.status import status
 
 SEEN = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
@@ -95,7 +95,7 @@ def test_watching_notices_sites_that_come_and_go_and_what_is_wrong_for_a_while(
             raise KeyboardInterrupt
         steps.pop(0)()
 
-    monkeypatch.setattr("fl_bn.cli.site.time.sleep", sleep)
+    monkeypatch.setattr("fl_bn_site.cli.time.sleep", sleep)
     shown = CliRunner().invoke(app, ["status", str(server.path), "--watch", *as_json], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     if as_json:

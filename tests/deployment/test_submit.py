@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn import durable
 from fl_bn.cli.main import app
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.site import submit as submit_module
-from fl_bn.site.folders import FolderError, ServerFolder
-from fl_bn.site.membership import add_site, remove_site
-from fl_bn.site.queue import WAITING, NameTaken, NoQueue, Queue, QueueError
-from fl_bn.site.registered import Submitted
-from fl_bn.site.runs import abort, listed
-from fl_bn.site.submit import run_config, submit
+from fl_bn.support import durable
+from fl_bn_site import submit as submit_module
+from fl_bn_site.folders import FolderError, ServerFolder
+from fl_bn_site.membership import add_site, remove_site
+from fl_bn_site.queue import WAITING, NameTaken, NoQueue, Queue, QueueError
+from fl_bn_site.registered import Submitted
+from fl_bn_site.runs import abort, listed
+from fl_bn_site.submit import run_config, submit
 from tests.deployment.superlink import THEN, named
 
 OF_EXCHANGE = [
@@ -28,7 +28,7 @@ OF_EXCHANGE = [
 
 def test_submit_waits_its_turn_and_says_for_whom(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     superlink.known = [Submitted(1, "running", {"name": "other"}, THEN, None)]
-    monkeypatch.setattr("fl_bn.site.submit.time.sleep", lambda seconds: superlink.end(1))
+    monkeypatch.setattr("fl_bn_site.submit.time.sleep", lambda seconds: superlink.end(1))
     said: list[str] = []
     assert submit(server, "name='mine' rounds=1", say=said.append)
     assert said == [
@@ -49,7 +49,7 @@ def test_a_submit_that_is_interrupted_leaves_its_run_in_the_queue(
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fl_bn.site.submit.time.sleep", interrupted)
+    monkeypatch.setattr("fl_bn_site.submit.time.sleep", interrupted)
     said: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         submit(server, "name='mine' rounds=1", say=said.append)
@@ -104,7 +104,7 @@ def test_a_waiting_submit_notices_sites_that_come_and_go(
             add_site(remove_site(server, "a"), "c", None, tmp_path / "c")
         superlink.end(1)
 
-    monkeypatch.setattr("fl_bn.site.submit.time.sleep", changed)
+    monkeypatch.setattr("fl_bn_site.submit.time.sleep", changed)
     said: list[str] = []
     assert submit(server, "name='mine' rounds=1", say=said.append)
     assert said[1] == "run 2 is submitted to h:1 as mine, for sites b, c"
@@ -118,7 +118,7 @@ def test_a_submit_whose_run_was_taken_out_follows_no_other(server: ServerFolder,
         abort(server, "mine")
         Queue(server).add(named("another"))
 
-    monkeypatch.setattr("fl_bn.site.submit.time.sleep", another)
+    monkeypatch.setattr("fl_bn_site.submit.time.sleep", another)
     said: list[str] = []
     assert not submit(server, "name='mine' rounds=1", say=said.append)
     assert said == ["mine waits: other is going on, and 1 may at a time", "mine was taken out of the queue"]

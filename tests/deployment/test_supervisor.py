@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.flower.superlink import tells
-from fl_bn.site.commands import Command, program
-from fl_bn.site.folders import SiteFolder
-from fl_bn.site.kit import Plan, create
-from fl_bn.site.supervisor import AlreadyRunning, Daily, Output, Patience, Program, supervise
+from fl_bn_site.commands import Command, program
+from fl_bn_site.folders import SiteFolder
+from fl_bn_site.kit import Plan, create
+from fl_bn_site.superlink import tells
+from fl_bn_site.supervisor import AlreadyRunning, Daily, Output, Patience, Program, supervise
 
 QUICK = Patience(first=0.2, longest=0.8, grace=1.0)
 
@@ -186,8 +186,8 @@ def test_what_keeps_a_program_s_output_open_holds_nothing_up(tmp_path: Path) -> 
 def test_a_character_that_the_terminal_cannot_show_stops_no_output(tmp_path: Path) -> None:
     code = "import sys, time; sys.stdout.buffer.write('\\U0001f600\\nafter\\n'.encode()); sys.stdout.flush(); time.sleep(60)"
     script = (
-        "import sys; from pathlib import Path; from fl_bn.site.commands import Command;"
-        "from fl_bn.site.supervisor import supervise;"
+        "import sys; from pathlib import Path; from fl_bn_site.commands import Command;"
+        "from fl_bn_site.supervisor import supervise;"
         f"supervise([Command('smiling', (sys.executable, '-S', '-c', {code!r}), {{}}, Path({str(tmp_path)!r}))], Path({str(tmp_path)!r}))"
     )
     argv, terminal = [sys.executable, "-c", script], os.environ | {"PYTHONIOENCODING": "ascii"}
@@ -229,8 +229,8 @@ def test_programs_and_what_they_started_die_with_a_supervisor_that_is_killed(tmp
         f"print(os.getpid(), p.pid, file=open({str(pids)!r}, 'a')); time.sleep(60)"
     )
     script = (
-        "import sys; from pathlib import Path; from fl_bn.site.commands import Command;"
-        "from fl_bn.site.supervisor import supervise;"
+        "import sys; from pathlib import Path; from fl_bn_site.commands import Command;"
+        "from fl_bn_site.supervisor import supervise;"
         f"supervise([Command('deaf', (sys.executable, '-S', '-c', {code!r}), {{}}, Path({str(tmp_path)!r}))], Path({str(tmp_path)!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL) as supervisor:

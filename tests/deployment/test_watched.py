@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fl_bn.site.commands import WATCHED
+from fl_bn_site.commands import WATCHED
 
 SAY = "import sys, time; print({line!r}, flush=True); time.sleep({sleep}); sys.exit({code})"
 

@@ -15,11 +15,11 @@ import grpc
 import pytest
 
 from fl_bn.flower.compat import find
-from fl_bn.site.certificates import make_authority
-from fl_bn.site.commands import commands
-from fl_bn.site.folders import SiteFolder
-from fl_bn.site.kit import Plan, create
-from fl_bn.site.verify import verify
+from fl_bn_site.certificates import make_authority
+from fl_bn_site.commands import commands
+from fl_bn_site.folders import SiteFolder
+from fl_bn_site.kit import Plan, create
+from fl_bn_site.verify import verify
 from tests.deployment.federation import Federation, wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import NameOID
 
-from fl_bn.site.certificates import alternative_name, read_certificate
-from fl_bn.site.folders import EXCHANGE_PORTS
-from fl_bn.site.kit import Plan, create
-from fl_bn.site.queue import is_free
+from fl_bn_site.certificates import alternative_name, read_certificate
+from fl_bn_site.folders import EXCHANGE_PORTS
+from fl_bn_site.kit import Plan, create
+from fl_bn_site.queue import is_free
 
 
 def listen() -> socket.socket:

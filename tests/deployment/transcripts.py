@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import quote
 from urllib.request import urlopen
 
-from fl_bn.site.folders import ServerFolder
+from fl_bn_site.folders import ServerFolder
 from tests.deployment.federation import ROOT, free_ports
 from tests.deployment.terminal import ANSI, INSTALL, Terminal, install, lines_of, release
 from tests.deployment.tls_servers import reissue

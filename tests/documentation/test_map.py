@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.marks import replaced
 from fl_bn.advise import regimes
 from fl_bn.advise.measure import measure
-from fl_bn.report.marks import replaced
 from fl_bn.run.config import ConfigError, RunConfig
 from tests.documentation.pages import ROOT
 

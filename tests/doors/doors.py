@@ -28,7 +28,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.rounds import AS_METHOD
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.values import NOTHING, Kept, Reply
+from fl_bn.federation.values import NOTHING, ClientState, Reply
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
 from fl_bn.methods import Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
@@ -122,7 +122,7 @@ def own_loop(
     """
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
     state, found = server_state(model, method, rounds, clients=len(clients), defence=defence, objective=objective), Rounds()
-    kept: list[Kept] = [NOTHING] * len(clients)
+    kept: list[ClientState] = [NOTHING] * len(clients)
     for number in range(1, rounds + 1):
         asked, tokens, session = state.instruction(), dict[int, str](), None
         if asked.phase is Phase.EXCHANGE:

@@ -15,7 +15,7 @@ from fl_bn import convert, local_round, methods, server_round, server_state
 from fl_bn.exchange import local
 from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.values import NOTHING, Instruction, Kept, Reply
+from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.methods import Method
 from fl_bn.moments import channel_moments
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
@@ -205,7 +205,7 @@ def test_evaluation_between_epochs_is_no_training() -> None:
     assert (round.steps, round.batch) == (1, 8)
 
 
-def replies_of(state: Any, kept: list[Kept]) -> list[Reply]:
+def replies_of(state: Any, kept: list[ClientState]) -> list[Reply]:
     replies = []
     for i, client in enumerate(CLIENTS):
         model = convert(rough_network("plain"), FBN)
@@ -281,7 +281,7 @@ def there_and_back(model: nn.Module) -> None:
     model.double().float()
 
 
-def moved_round(method: Method, move: Any, objective: Objective = PLAIN) -> tuple[Reply, Kept]:
+def moved_round(method: Method, move: Any, objective: Objective = PLAIN) -> tuple[Reply, ClientState]:
     """A round of four steps in float32, before the first and the third of which the loop moves the model."""
     net = rough_network("plain", dtype=torch.float32)
     model, x, y = convert(net, method), CLIENTS[0].x.float(), CLIENTS[0].y

@@ -23,7 +23,7 @@ from fl_bn.federation.schema import START
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, evaluating, training
 from fl_bn.methods import METHODS
 from fl_bn.roles import roles
-from fl_bn.wire import WireError
+from fl_bn.support.wire import WireError
 from tests.doors.doors import RATE, application, epoch, flower, my_loop, own_loop
 from tests.in_process import WatchedGrid, client_app, run
 

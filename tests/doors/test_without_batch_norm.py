@@ -14,7 +14,7 @@ from fl_bn import Federation, convert, kinds, local_round, methods, register_bat
 from fl_bn.federation.local import Samples
 from fl_bn.federation.norm_layers import looks_like_norm, no_batch_norm, without_subject
 from fl_bn.flower import OwnAppStrategy
-from fl_bn.flower.normalisation import describe_layers
+from fl_bn.flower.app.normalisation import describe_layers
 from fl_bn.methods import METHODS
 from fl_bn.roles import Role, roles
 from tests.doors.doors import ALL, DOORS, apart, through

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fl_bn.exchange.grpc.service import Certificates
-from fl_bn.site.certificates import make_authority, make_server
+from fl_bn_site.certificates import make_authority, make_server
 
 
 def make_certificates(folder: Path, authority: str = "the federation's authority") -> Certificates:

@@ -27,8 +27,8 @@ from fl_bn.exchange.call import Answer, Key, Quantity
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import InProcessGrid
-from fl_bn.flower import client as flower_client
-from fl_bn.flower.exchange_address import SiteExchange
+from fl_bn.flower import numpy_client as flower_client
+from fl_bn.flower.layerwise.exchange_address import SiteExchange
 from fl_bn.methods.fedtan import fedtan
 from tests.federation import random_samples
 from tests.in_process import client_app

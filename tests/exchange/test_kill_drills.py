@@ -28,7 +28,7 @@ from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.carriers import GrpcCarrier
+from fl_bn.flower.layerwise.carriers import GrpcCarrier
 from fl_bn.flower.log import LOGGER
 from fl_bn.methods.fedtan import fedtan
 from tests.exchange.processes import FIRST_NODE, SIZES, ProcessGrid, Strike, federation, network

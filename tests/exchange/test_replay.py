@@ -20,9 +20,9 @@ from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.exchange.session import Session
 from fl_bn.federation.payload import Payload
-from fl_bn.flower.codec import Header, flatten, from_records, to_records, unflatten
-from fl_bn.flower.transcript import attach, detach, read_request, request_payload
-from fl_bn.wire import WireError
+from fl_bn.flower.layerwise.transcript import attach, detach, read_request, request_payload
+from fl_bn.flower.wire.codec import Header, flatten, from_records, to_records, unflatten
+from fl_bn.support.wire import WireError
 
 HEADER = Header("fedtan", "exchange", 3, "0123")
 KEYS = [Key("stem.bn", Quantity.MOMENTS), Key("", Quantity.MEAN, 1), Key("a/b.c", Quantity.GRADIENTS, 2)]

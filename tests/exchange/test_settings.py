@@ -10,7 +10,7 @@ import pytest
 from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.session import POLICIES
 from fl_bn.exchange.settings import CARRIERS, ExchangeSettings
-from fl_bn.loopback import is_loopback
+from fl_bn.support.loopback import is_loopback
 from tests.exchange.certificates import make_certificates
 
 LOOPBACK = ["127.0.0.1", "127.0.0.53", "127.255.255.254", "::1", "localhost"]

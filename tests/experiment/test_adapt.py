@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
+from experiments.definitions.programs.unseen_domain import BEFORE, KNOWN, METHODS, SHIFTS, Row, plan, table
 from fl_bn.cli.main import app
-from fl_bn.experiments.programs.unseen_domain import BEFORE, KNOWN, METHODS, SHIFTS, Row, plan, table
 from fl_bn.federation.adaptation import HOW
 from fl_bn.federation.local import evaluate
 from fl_bn.flower import run_in_process

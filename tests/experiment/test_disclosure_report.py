@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fl_bn.federation.record import Disclosure, RoundRecord
-from fl_bn.run.disclosure_report import COLUMNS, Kind, Left, disclosure_csv, disclosure_table
+from fl_bn.run.disclosure_report import COLUMNS, DisclosureTotals, Kind, disclosure_csv, disclosure_table
 from tests.experiment.resuming import run, small_run
 from tests.integration.runs import table
 
@@ -16,7 +16,7 @@ def record(round: int, *disclosures: Disclosure) -> RoundRecord:
 
 
 def kinds(records: Sequence[RoundRecord], label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
-    left = Left()
+    left = DisclosureTotals()
     for one in records:
         left.add(one)
     return left.kinds(label_counts)

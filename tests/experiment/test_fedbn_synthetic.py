@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_bn.experiments.programs import fedbn_synthetic
-from fl_bn.experiments.programs.fedbn_synthetic import DIMENSIONS, PAPER, SMALL, WIDTH, Setting, gaussians, losses
+from experiments.definitions.programs import fedbn_synthetic
+from experiments.definitions.programs.fedbn_synthetic import DIMENSIONS, PAPER, SMALL, WIDTH, Setting, gaussians, losses
 from fl_bn.federation.settings import seeded
 from fl_bn.task import CLASSIFICATION
 

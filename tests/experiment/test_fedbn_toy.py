@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.experiments.programs import fedbn_toy
+from experiments.definitions.programs import fedbn_toy
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from fl_bn import durable
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed
 from fl_bn.run.run_directory import RunDirectory
+from fl_bn.support import durable
 from tests.experiment.resuming import ROUNDS, Values, results, run, small_run
 from tests.integration.runs import differences, table
 from tests.test_durable import room_for

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_bn.durable import Damaged
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.metrics import named_series, series
 from fl_bn.federation.record import ClientRecord, RoundRecord
@@ -21,6 +20,7 @@ from fl_bn.run.config import RunConfig
 from fl_bn.run.history import SECTIONS, History, client_columns, record_of, round_columns, round_line, round_row
 from fl_bn.run.pictures import draw_run
 from fl_bn.run.summary import summary
+from fl_bn.support.durable import Damaged
 from fl_bn.task import CLASS, CLASSIFICATION
 from tests.experiment.test_run_directory import records
 from tests.integration.runs import table

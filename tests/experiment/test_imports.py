@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fl_bn.imports import quick
+from fl_bn.support.imports import without_gc
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def as_before() -> Iterator[None]:
 
 def test_what_is_made_within_is_never_looked_at_again() -> None:
     gc.unfreeze()
-    with quick():
+    with without_gc():
         assert not gc.isenabled()
         made = [[]]  # type: ignore[var-annotated]
     assert gc.isenabled()
@@ -31,10 +31,10 @@ def test_what_is_made_within_is_never_looked_at_again() -> None:
 
 def test_a_collector_that_was_off_stays_off_and_a_failing_import_turns_it_on_again() -> None:
     gc.disable()
-    with quick():
+    with without_gc():
         pass
     assert not gc.isenabled()
     gc.enable()
-    with pytest.raises(ModuleNotFoundError), quick():
+    with pytest.raises(ModuleNotFoundError), without_gc():
         raise ModuleNotFoundError
     assert gc.isenabled()

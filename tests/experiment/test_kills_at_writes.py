@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn import durable, locks
 from fl_bn.flower import RunFailed
 from fl_bn.run import run_directory
 from fl_bn.run.checkpoints import Checkpoints
+from fl_bn.support import durable, locks
 from tests.experiment.resuming import ROUNDS, Values, ends_with, in_pieces, results, run, small_run, stopped
 from tests.integration.runs import differences
 

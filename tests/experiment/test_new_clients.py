@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_bn.experiments.programs import new_clients
-from fl_bn.experiments.programs.new_clients import CLIENTS, OWN, WAYS, measured, newcomers, plan
+from experiments.definitions.programs import new_clients
+from experiments.definitions.programs.new_clients import CLIENTS, OWN, WAYS, measured, newcomers, plan
 from fl_bn.flower import run_in_process
 from fl_bn.sweep.cells import Cell
 

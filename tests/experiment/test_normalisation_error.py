@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_bn.experiments.programs import normalisation_error
-from fl_bn.experiments.programs.normalisation_error import (
+from experiments.definitions.programs import normalisation_error
+from experiments.definitions.programs.normalisation_error import (
     CENTRALISED,
     FBN,
     FIXBN,

@@ -28,10 +28,10 @@ from fl_bn.flower import FBNStrategy, FedTAN2Strategy, HBNStrategy, Rounds, run_
 from fl_bn.methods import METHODS, Method, Refresh
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import Options, keys_of, option, options_by_key, range_of, takes
-from fl_bn.own_code import import_extensions
 from fl_bn.run.assembly import dataset, source_model
 from fl_bn.run.config import REGISTRIES, ConfigError, RunConfig
 from fl_bn.run.keys import defaults, table
+from fl_bn.support.user_code import import_extensions
 from tests.integration.runs import TINY
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.flower import secure_rounds
+from fl_bn.flower.secagg import rounds as secure_rounds
 from fl_bn.secure.privacy import Journal, epsilon
 from tests.experiment.resuming import ROUNDS, Stopped, Values, ends_with, run, small_run, stopped
 

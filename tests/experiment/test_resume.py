@@ -17,7 +17,7 @@ import pytest
 
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.flower import BatchNormClient
-from fl_bn.flower.checkpoint import Checkpoint
+from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.methods import METHODS
 from fl_bn.run.checkpoints import Checkpoints
 from tests.experiment.resuming import ROUNDS, Stopped, Values, in_pieces, results, run, small_run, stopped

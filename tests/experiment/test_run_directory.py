@@ -10,7 +10,6 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from fl_bn import durable
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.clipping import FROZEN, PATH
 from fl_bn.federation.record import ClientRecord, RoundRecord
@@ -20,6 +19,7 @@ from fl_bn.run.history import client_columns, client_rows, round_columns, round_
 from fl_bn.run.pictures import draw_comparison, draw_labels, draw_run
 from fl_bn.run.run_directory import RunDirectory
 from fl_bn.run.summary import summary
+from fl_bn.support import durable
 from fl_bn.task import CLASSIFICATION
 
 

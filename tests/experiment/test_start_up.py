@@ -37,7 +37,7 @@ def test_the_command_line_imports_neither_torch_nor_flower() -> None:
 @pytest.mark.parametrize("what", ["kit", "membership", "supervisor", "status", "queue", "runs", "control", "doctor", "verify", "metrics"])
 def test_what_an_operator_types_imports_neither_torch_nor_flower(what: str) -> None:
     """A server's `fl-bn start` and its queue stay in memory for months: 60 MB each, where torch would make it 600."""
-    assert loaded(f"import fl_bn.site.{what}", ("torch", "flwr")) == []
+    assert loaded(f"import fl_bn_site.{what}", ("torch", "flwr")) == []
 
 
 def test_a_run_imports_nothing_that_its_rounds_do_not_need() -> None:

@@ -14,7 +14,8 @@ from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower import BatchNormStrategy, Rounds, codec
+from fl_bn.flower import BatchNormStrategy, Rounds
+from fl_bn.flower.wire import codec
 from fl_bn.methods import METHODS, attacked
 from fl_bn.robust.attacks import Attack
 from tests.federation import random_samples

@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from fl_bn.federation.payload import Payload
-from fl_bn.flower.codec import Header, from_records, to_records
+from fl_bn.flower.wire.codec import Header, from_records, to_records
 
 Rng = np.random.Generator
 Metrics = dict[str, object]

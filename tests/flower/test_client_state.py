@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor, nn
 
-from fl_bn import durable
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.shared_model import SharedModel
-from fl_bn.flower import codec
-from fl_bn.flower.checkpoint import Checkpoint
-from fl_bn.flower.client_state import NOTHING, FileState, Kept, MemoryState
-from fl_bn.flower.recovery import Recovery
-from fl_bn.flower.run_id import RunId
+from fl_bn.flower.app.checkpoint import Checkpoint
+from fl_bn.flower.app.client_state import NOTHING, ClientState, FileState, MemoryState
+from fl_bn.flower.app.recovery import Recovery
+from fl_bn.flower.wire import codec
+from fl_bn.flower.wire.run_id import RunId
 from fl_bn.methods import METHODS
+from fl_bn.support import durable
 
 RUN = RunId("run/state-00000000")
 TENSORS = {
@@ -35,12 +35,12 @@ def one(value: float) -> dict[str, dict[str, Tensor]]:
     return {"local": {"x": torch.tensor(value, dtype=torch.float64)}}
 
 
-def value(kept: Kept) -> tuple[int, float] | None:
+def value(kept: ClientState) -> tuple[int, float] | None:
     """The round, and the number that was kept in it."""
     return None if kept == NOTHING else (kept.round, float(kept.get("local")["x"]))
 
 
-def same(a: Kept, sections: dict[str, dict[str, Tensor]]) -> bool:
+def same(a: ClientState, sections: dict[str, dict[str, Tensor]]) -> bool:
     return a.sections.keys() == sections.keys() and all(
         a.get(s).keys() == sections[s].keys()
         and all(torch.equal(a.get(s)[k], t) and a.get(s)[k].dtype == t.dtype for k, t in sections[s].items())
@@ -305,7 +305,7 @@ class Timelines(RuleBasedStateMachine):
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of files: nothing here cuts the power, and nothing draws."""
     monkeypatch.setattr(durable.os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr("fl_bn.flower.recovery.generators", str)
+    monkeypatch.setattr("fl_bn.flower.app.recovery.generators", str)
 
 
 @pytest.mark.usefixtures("unsynced")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from fl_bn.federation.payload import Payload, count_tensors, decode_moments, encode_moments, nbytes, tensor_name, to_numpy, to_tensors
-from fl_bn.flower.codec import FORMAT, Header, flatten, from_records, to_records, unflatten
+from fl_bn.flower.wire.codec import FORMAT, Header, flatten, from_records, to_records, unflatten
 from fl_bn.moments import Moments
-from fl_bn.wire import WireError
+from fl_bn.support.wire import WireError
 
 HEADER = Header("fbn", "train", 3, "0123")
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)

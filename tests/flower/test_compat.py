@@ -18,10 +18,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from fl_bn.flower import compat, in_process
-from fl_bn.flower.codec import NUMPY
 from fl_bn.flower.log import LOGGER
-from fl_bn.flower.messages import RECORD_KEY_CONFIGS
-from fl_bn.site.commands import SUPERLINK, check_flower
+from fl_bn.flower.wire.codec import NUMPY
+from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
+from fl_bn_site.commands import SUPERLINK, check_flower
 from tests.integration.runs import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ def test_a_plain_run_loads_nothing_of_secure_aggregation(secure: bool, tmp_path:
     assert theirs  # control: these would be found
     assert bool(found) == secure
     if secure:
-        assert {"fl_bn.flower.masks", "fl_bn.flower.secure_client", "fl_bn.flower.secure_rounds"} <= set(found)
+        assert {"fl_bn.flower.secagg.masks", "fl_bn.flower.secagg.client", "fl_bn.flower.secagg.rounds"} <= set(found)
 
 
 # What Flower's own did before: apps by name, and a grid's run

@@ -11,7 +11,7 @@ import torch
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import Disclosure
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.disclosure import FEW, LAYER_BY_LAYER, NAMED
+from fl_bn.flower.app.disclosure import FEW, LAYER_BY_LAYER, NAMED
 from fl_bn.methods import METHODS
 from tests.in_process import FULL_BATCH, Run, WatchedGrid, client_app, run, sections
 from tests.networks import seeded_network

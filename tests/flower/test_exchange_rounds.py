@@ -20,7 +20,7 @@ from fl_bn.federation.defence import Defence
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
-from fl_bn.flower.carriers import GrpcCarrier, _simulation_hint
+from fl_bn.flower.layerwise.carriers import GrpcCarrier, _simulation_hint
 from fl_bn.flower.population import Client
 from fl_bn.methods import METHODS
 from fl_bn.robust import Outcome, median

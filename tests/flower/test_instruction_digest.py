@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message
 
-from fl_bn.flower.codec import Header, to_records
-from fl_bn.flower.instruction_digest import SET_UP, instruction_digest
-from fl_bn.flower.messages import RECORD_KEY_CONFIGS
+from fl_bn.flower.secagg.instruction_digest import SET_UP, instruction_digest
+from fl_bn.flower.wire.codec import Header, to_records
+from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import people

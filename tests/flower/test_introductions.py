@@ -12,8 +12,9 @@ from flwr.serverapp import Grid
 
 from fl_bn.conversion import convert
 from fl_bn.federation.payload import signature
-from fl_bn.flower import RunFailed, introductions
-from fl_bn.flower.introductions import introduced
+from fl_bn.flower import RunFailed
+from fl_bn.flower.wire import introductions
+from fl_bn.flower.wire.introductions import introduced
 from fl_bn.methods import METHODS
 from tests.hostile.liars import sets
 from tests.hostile.own_app import CLIENTS, LyingGrid, Spoil, net, own_app

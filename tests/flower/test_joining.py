@@ -13,7 +13,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import signature
 from fl_bn.federation.rounds import Rounds
 from fl_bn.flower import RunFailed
-from fl_bn.flower.codec import Header, to_records
+from fl_bn.flower.wire.codec import Header, to_records
 from fl_bn.methods import METHODS, Method
 from fl_bn.roles import Role, roles
 from tests.in_process import Run, WatchedGrid, client_app, identical, run

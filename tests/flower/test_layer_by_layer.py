@@ -18,8 +18,8 @@ from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.local import Samples
 from fl_bn.federation.recalibration import recalibrate
-from fl_bn.flower.carriers import GrpcCarrier
-from fl_bn.flower.exchanges import Exchanges
+from fl_bn.flower.layerwise.carriers import GrpcCarrier
+from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.flower.population import Client
 from fl_bn.methods import METHODS
 from fl_bn.roles import batch_norms

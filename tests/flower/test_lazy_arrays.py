@@ -10,8 +10,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fl_bn import methods
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower import codec
-from fl_bn.flower.codec import LazyArray
+from fl_bn.flower.wire import codec
+from fl_bn.flower.wire.codec import LazyArray
 from fl_bn.methods import Method
 from tests.flower.byzantine import equal_clients
 from tests.in_process import run

@@ -13,7 +13,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import RayActorError
 
-from fl_bn.flower import lost_actors
+from fl_bn.flower.app import lost_actors
 from fl_bn.flower.compat import find
 from fl_bn.flower.log import LOGGER
 

@@ -11,7 +11,8 @@ from flwr.app import Array, ConfigRecord, Message
 
 from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import to_numpy
-from fl_bn.flower import BatchNormStrategy, Rounds, codec
+from fl_bn.flower import BatchNormStrategy, Rounds
+from fl_bn.flower.wire import codec
 from fl_bn.methods import METHODS, Method
 from tests.federation import random_samples
 from tests.flower.malformed import kinds_for, malformed, taken_apart

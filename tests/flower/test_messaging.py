@@ -15,8 +15,8 @@ from flwr.serverapp import Grid
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
-from fl_bn.flower import messaging as module
-from fl_bn.flower.messaging import LOOK, PASSING, POLL, SAY, send_and_receive
+from fl_bn.flower.wire import messaging as module
+from fl_bn.flower.wire.messaging import LOOK, PASSING, POLL, SAY, send_and_receive
 from fl_bn.methods import METHODS, Method
 from tests.flower.test_recovery import with_files
 from tests.in_process import WatchedGrid, client_app, identical, run
@@ -196,7 +196,7 @@ def outcome(replies: Iterable[Message]) -> dict[str, int]:
 @pytest.fixture
 def answering(clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> WatchedGrid:
     """Clients that answer at once, without doing anything."""
-    monkeypatch.setattr("fl_bn.flower.client.BatchNormClient.meet", lambda self, config: None)
+    monkeypatch.setattr("fl_bn.flower.numpy_client.BatchNormClient.meet", lambda self, config: None)
     return inner(clients)
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 
-from fl_bn.called import Called
 from fl_bn.federation.local import Samples
 from fl_bn.federation.rounds import Rounds
-from fl_bn.flower import RunFailed, versions
-from fl_bn.flower.messaging import send_and_receive
+from fl_bn.flower import RunFailed
+from fl_bn.flower.wire import versions
+from fl_bn.flower.wire.messaging import send_and_receive
 from fl_bn.methods import METHODS
 from fl_bn.run.history import History
+from fl_bn.support.client_names import ClientNames
 from tests.flower.test_messaging import Clock
 from tests.flower.test_population import ComingAndGoing
 from tests.in_process import WatchedGrid, client_app, identical, run
@@ -48,8 +49,8 @@ def test_log_and_records_speak_of_sites(clients: list[Samples], log: pytest.LogC
     assert "round 2: site south's reply is not used: " in log.text
     said = [line for line in log.messages if "raised:" not in line]  # by the engine that plays the client, too
     assert not [line for line in said if "client 1" in line or "node 2" in line]
-    called = Called(NAMED["names"], NAMED["nodes"])
-    for folder, who in ((tmp_path / "named", called), (tmp_path / "numbered", Called())):
+    called = ClientNames(NAMED["names"], NAMED["nodes"])
+    for folder, who in ((tmp_path / "named", called), (tmp_path / "numbered", ClientNames())):
         folder.mkdir()
         history = History(folder, called=who)
         history.begin()
@@ -86,7 +87,7 @@ def test_who_is_missing_goes_and_comes_back_by_name(
 
 def test_a_lost_node_has_its_site_s_name(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("fl_bn.flower.messaging.time", clock)
+    monkeypatch.setattr("fl_bn.flower.wire.messaging.time", clock)
 
     class Grid:
         """Node 7 died of its message, and does not come back."""
@@ -103,8 +104,8 @@ def test_a_lost_node_has_its_site_s_name(log: pytest.LogCaptureFixture, monkeypa
         def get_node_ids(self) -> list[int]:
             return []
 
-    called = Called(("north", "south"), (4, 7))
-    for who, said in ((called, "train: site south is lost (code 5: it died); it has 9 s"), (Called(), "train: node 7 is lost")):
+    called = ClientNames(("north", "south"), (4, 7))
+    for who, said in ((called, "train: site south is lost (code 5: it died); it has 9 s"), (ClientNames(), "train: node 7 is lost")):
         send_and_receive(Grid(), [Message(RecordDict(), 7, "train", ttl=60.0)], 60.0, 9.0, who)  # type: ignore[arg-type]
         assert said in log.text
 
@@ -121,7 +122,7 @@ def test_the_server_refuses_a_site_of_another_version(
     here = versions.here()
     assert versions.client_differs(here) == ""
     for theirs, told in (("0.0.9", f"it has fl-bn 0.0.9, and the server {here}"), ("", "an earlier fl-bn, which names no version")):
-        monkeypatch.setattr("fl_bn.flower.client_app.here", lambda said=theirs: said)
+        monkeypatch.setattr("fl_bn.flower.app.client_app.here", lambda said=theirs: said)
         with pytest.raises(RunFailed, match=f"site north cannot take part: it has .*and the server {here}: install"):
             run(FBN, clients, 1, policy=NAMED)
         assert told in log.text

@@ -11,7 +11,7 @@ from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import ClientRecord, RoundRecord
-from fl_bn.flower.normalisation import describe_layers, describe_round, in_short, watch
+from fl_bn.flower.app.normalisation import describe_layers, describe_round, in_short, watch
 from fl_bn.methods import METHODS
 from fl_bn.task import CLASSIFICATION
 from tests.in_process import run

@@ -16,7 +16,7 @@ LABELS = np.repeat(np.arange(5), 40)[np.random.default_rng(0).permutation(200)]
 def test_the_adapter_can_be_imported_without_flwr_datasets() -> None:
     code = (
         "import sys; sys.modules['flwr_datasets'] = sys.modules['datasets'] = None\n"
-        "import fl_bn.flower.partitioner as p\n"
+        "import fl_bn.flower.app.partitioner as p\n"
         "try: p.SimilarityPartitioner\nexcept ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -30,7 +30,7 @@ def theirs() -> object:
 
 
 def test_their_partitioners_divide_our_samples(theirs: object) -> None:
-    from fl_bn.flower.partitioner import with_partitioner
+    from fl_bn.flower.app.partitioner import with_partitioner
 
     parts = with_partitioner(theirs.PathologicalPartitioner(5, "label", 2, class_assignment_mode="deterministic"), LABELS)  # type: ignore[attr-defined]
     assert sorted(np.concatenate(parts)) == list(range(200))
@@ -44,7 +44,7 @@ def test_their_partitioners_divide_our_samples(theirs: object) -> None:
 def test_ours_has_their_interface_and_the_partition_of_the_run(theirs: object) -> None:
     from datasets import Dataset
 
-    from fl_bn.flower.partitioner import SimilarityPartitioner, similarity_partitioner, with_partitioner
+    from fl_bn.flower.app.partitioner import SimilarityPartitioner, similarity_partitioner, with_partitioner
 
     partitioner = similarity_partitioner(4, "label", 0.3, seed=7)
     assert isinstance(partitioner, SimilarityPartitioner)

@@ -13,7 +13,7 @@ from torch import nn
 
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import FBN, InProcessGrid, RunFailed
-from fl_bn.flower.codec import to_record
+from fl_bn.flower.wire.codec import to_record
 from fl_bn.methods import METHODS, attacked
 from fl_bn.secure.settings import SecureAggregation
 from tests.doors.test_flower import make_net, my_app

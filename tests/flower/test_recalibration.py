@@ -13,7 +13,7 @@ from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.local import Samples
 from fl_bn.federation.recalibration import recalibrate
 from fl_bn.flower import RunFailed
-from fl_bn.flower.checkpoint import Checkpoint
+from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.methods import METHODS
 from tests.federation import random_samples, union
 from tests.in_process import Run, WatchedGrid, client_app, run

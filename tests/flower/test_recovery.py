@@ -14,17 +14,17 @@ import torch
 from flwr.app import ArrayRecord, Context
 from torch import nn
 
-from fl_bn import durable
 from fl_bn.conversion import convert
-from fl_bn.durable import Damaged
 from fl_bn.federation.local import Samples
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, Rounds, RunFailed, Site, make_client_app
-from fl_bn.flower.checkpoint import FORMAT, Checkpoint, generators, set_generators
-from fl_bn.flower.run_id import RunId
+from fl_bn.flower.app.checkpoint import FORMAT, Checkpoint, generators, set_generators
+from fl_bn.flower.wire.run_id import RunId
 from fl_bn.methods import METHODS, Method
+from fl_bn.support import durable
+from fl_bn.support.durable import Damaged
 from tests.in_process import CPU, TWO_STEPS, WatchedGrid, arrays_of, client_app, identical
 from tests.kept import Kept
 from tests.networks import seeded_network

@@ -14,7 +14,7 @@ from fl_bn.federation.payload import Payload, signature
 from fl_bn.federation.schema import Schema
 from fl_bn.methods import METHODS, Phase
 from fl_bn.roles import Role
-from fl_bn.wire import WireError
+from fl_bn.support.wire import WireError
 from tests.networks import NETWORKS, seeded_network
 
 

@@ -15,8 +15,8 @@ from scipy.stats import kstest
 from fl_bn.federation import schema
 from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import to_tensors
-from fl_bn.flower import masks
-from fl_bn.flower.sums import Plan, Weighting, additive, flags, layout, references, to_vector
+from fl_bn.flower.secagg import masks
+from fl_bn.flower.secagg.sums import Plan, Weighting, additive, flags, layout, references, to_vector
 from fl_bn.methods import METHODS, NORMALISERS, Phase
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.hbn import hbn
@@ -112,7 +112,7 @@ def test_data_far_beyond_the_quantisers_range_are_found(clients: list[Samples], 
     names = [k for k in start if "running" in k and k.startswith("1.")]  # the first layer: those above see what it makes of its reference
     assert names
     assert all(np.allclose(found[k], expected[k], rtol=2e-3, atol=1e-4) for k in names)
-    monkeypatch.setattr("fl_bn.flower.secure_rounds._widened", lambda moments, reference, limit: moments)
+    monkeypatch.setattr("fl_bn.flower.secagg.rounds._widened", lambda moments, reference, limit: moments)
     cut, _ = measured(fbn(), clients, SecureAggregation(), start)
     assert not all(np.allclose(cut[k], expected[k], rtol=2e-3, atol=1e-4) for k in names)  # control
 

@@ -14,8 +14,8 @@ from scipy.stats import kstest
 from fl_bn.federation.local import Samples
 from fl_bn.flower import InProcessGrid
 from fl_bn.flower.compat import SECAGG_CLIENT, SECAGG_SERVER
-from fl_bn.flower.masks import bound_to, client_half, key_stream, server_half
-from fl_bn.flower.secure_client import Insecure, check_setup, check_unmask
+from fl_bn.flower.secagg.client import Insecure, check_setup, check_unmask
+from fl_bn.flower.secagg.masks import bound_to, client_half, key_stream, server_half
 from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from tests.flower.secure_runs import strategy

@@ -13,7 +13,8 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower import BatchNormStrategy, FedAvgBNStrategy, FixBNStrategy, HBNStrategy, Rounds, RunFailed, codec
+from fl_bn.flower import BatchNormStrategy, FedAvgBNStrategy, FixBNStrategy, HBNStrategy, Rounds, RunFailed
+from fl_bn.flower.wire import codec
 from fl_bn.methods import METHODS, freeze
 from fl_bn.secure.settings import SecureAggregation
 from tests.in_process import FULL_BATCH, WatchedGrid, arrays_of, client_app, identical, run

@@ -17,9 +17,10 @@ from fl_bn.federation.defence import Defence
 from fl_bn.federation.intake import TOGETHER
 from fl_bn.federation.local import Samples
 from fl_bn.federation.server import Server
-from fl_bn.flower import InProcessGrid, messaging
+from fl_bn.flower import InProcessGrid
 from fl_bn.flower import strategy as strategy_module
-from fl_bn.flower.messaging import FEW, receive
+from fl_bn.flower.wire import messaging
+from fl_bn.flower.wire.messaging import FEW, receive
 from fl_bn.methods import METHODS
 from tests.flower.test_messaging import Clock, SlowGrid, hellos, inner
 from tests.hostile.liars import people

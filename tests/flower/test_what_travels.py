@@ -17,7 +17,7 @@ from fl_bn.conversion import convert
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.client_state import NOTHING, MemoryState
+from fl_bn.flower.app.client_state import NOTHING, MemoryState
 from fl_bn.methods import METHODS
 from fl_bn.roles import Role, roles
 from tests.in_process import Run, WatchedGrid, arrays_of, client_app, identical, run, sections

@@ -13,7 +13,7 @@ from torch import nn
 from fl_bn.federation.local import Samples
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.codec import header_for, to_records
+from fl_bn.flower.wire.codec import header_for, to_records
 from fl_bn.methods import METHODS, Method, Phase
 from tests.in_process import WatchedGrid
 

@@ -6,9 +6,9 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import Array
 
-from fl_bn.claims import FAR
 from fl_bn.federation.bounds import WIDEST_WEIGHT
 from fl_bn.flower import RunFailed
+from fl_bn.support.stated_sizes import FAR
 from tests.hostile.liars import LIAR
 from tests.hostile.mutations import Rng, pick, plain, replace_record
 from tests.hostile.outcomes import BROKEN, Outcome, honest, judged, largest, listening

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from fl_bn.claims import FAR
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Quantity, Refused, Request
 from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc.wire import decode_request, encode_request
 from fl_bn.exchange.session import Session
 from fl_bn.flower import RunFailed
+from fl_bn.support.stated_sizes import FAR
 from tests.hostile import protobuf
 from tests.hostile.liars import LIAR
 from tests.hostile.mutations import Rng, pick

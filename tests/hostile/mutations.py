@@ -9,8 +9,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common import Array
 
-from fl_bn.flower.codec import array_from
-from fl_bn.wire import WireError
+from fl_bn.flower.wire.codec import array_from
+from fl_bn.support.wire import WireError
 from tests.hostile import npy
 
 Rng = np.random.Generator

@@ -84,7 +84,8 @@ TEXTS = [
     "", " ", "none", "x" * 5000, "\u20ac" * 200, "a\0b", "a\nb", "\ud800", "..", "../..", ".", "-rf", "~", "/", "//", "CON", "%s%n", "{0}",
     "'; --", "0:1", "1:2", "0:1,0:2", "9:9", ":", "1:", "-1:3", "0.5:0.1", "0.5:nan", "0.5:0.1,0.4:1", "nnm+median", "nnm+nnm+median", "+",
     "median+nnm",
-    "os:system", "subprocess:run", "builtins:eval", "torch.hub:load", "fl_bn.durable:set_aside", "no.such:thing", "a:b:c", ":", "tests:",
+    "os:system", "subprocess:run", "builtins:eval", "torch.hub:load", "fl_bn.support.durable:set_aside", "no.such:thing", "a:b:c", ":",
+    "tests:",
     "/etc/passwd", "/dev/null", "none.npz", "latest", "a,b", "china", "resnet18x", "deeplabv3plus-", "deeplabv3plus-nothing", "__main__:x",
 ]  # fmt: skip
 

@@ -12,8 +12,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import Array
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
-from fl_bn.flower import RunFailed, secure_rounds
-from fl_bn.flower.secure import Sum, secure_sum
+from fl_bn.flower import RunFailed
+from fl_bn.flower.secagg import rounds as secure_rounds
+from fl_bn.flower.secagg.workflow import Sum, secure_sum
 from tests.hostile.liars import LIAR, what
 from tests.hostile.mutations import Rng, pick, plain
 from tests.hostile.outcomes import BROKEN, GIVEN_UP, REFUSED, SAME, Outcome, listening

@@ -14,8 +14,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fl_bn.flower import gate
 from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.wire import gate
 from tests.hostile import protobuf
 from tests.hostile.liars import what
 from tests.hostile.lies import ERRORS

@@ -11,8 +11,8 @@ from flwr.app import Array, Message, RecordDict
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fl_bn.flower.codec import array_from
-from fl_bn.wire import WireError
+from fl_bn.flower.wire.codec import array_from
+from fl_bn.support.wire import WireError
 from tests.hostile.liars import LIAR
 from tests.hostile.outcomes import REFUSED, Outcome, judged, listening
 from tests.hostile.recorded import Liar, PlayingGrid, recorded, served

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fl_bn import Federation, convert, local_round, server_round, server_state
-from fl_bn.claims import FAR, most_believed
 from fl_bn.exchange.call import Local, Quantity, Request
 from fl_bn.exchange.session import Deliver, Session
 from fl_bn.exchange.settings import ExchangeSettings
@@ -24,6 +23,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.values import Reply
 from fl_bn.methods import METHODS, Method
 from fl_bn.moments import Moments
+from fl_bn.support.stated_sizes import FAR, most_believed
 from tests.doors.doors import apart
 from tests.hostile import own_app
 from tests.hostile.liars import LIAR, lied

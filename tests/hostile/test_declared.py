@@ -11,15 +11,15 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fl_bn import durable
 from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.federation.fields import Undeclared, Values, whole
-from fl_bn.flower import messages
-from fl_bn.flower.checkpoint import FORMAT, Checkpoint
-from fl_bn.flower.client_state import NOTHING, MemoryState
-from fl_bn.flower.fields import Form
+from fl_bn.flower.app.checkpoint import FORMAT, Checkpoint
+from fl_bn.flower.app.client_state import NOTHING, MemoryState
+from fl_bn.flower.wire import messages
+from fl_bn.flower.wire.fields import Form
+from fl_bn.support import durable
+from fl_bn.support.wire import WireError, said, shown
 from fl_bn.task import CLASSIFICATION, TASKS, Regression
-from fl_bn.wire import WireError, said, shown
 from tests.hostile.recorded import SCENARIOS, recorded
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower import InProcessGrid
-from fl_bn.flower.carriers import GrpcCarrier
-from fl_bn.flower.codec import header_for, to_records
+from fl_bn.flower.layerwise.carriers import GrpcCarrier
+from fl_bn.flower.wire.codec import header_for, to_records
 from fl_bn.methods import METHODS, Phase
 from fl_bn.run.assembly import source_model
 from fl_bn.run.config import RunConfig

@@ -11,7 +11,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.exchange.session import Session
 from fl_bn.federation import report_claims, schema, server
-from fl_bn.flower import InProcessGrid, RunFailed, secure_client, secure_stages
+from fl_bn.flower import InProcessGrid, RunFailed
+from fl_bn.flower.secagg import client as secure_client
+from fl_bn.flower.secagg import stages as secure_stages
 from tests.hostile.claim_lies import boast
 from tests.hostile.exchange_lies import lie_to_session
 from tests.hostile.fuzz import fuzz, run_machine, sequences, table

@@ -15,8 +15,8 @@ from flwr.clientapp import ClientApp
 from fl_bn.federation.local import evaluate
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import Gate, answer, evaluating
-from fl_bn.flower.gate import KINDS, Kind, enough
-from fl_bn.flower.messages import RECORD_KEY_CONFIGS
+from fl_bn.flower.wire.gate import KINDS, Kind, enough
+from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation

@@ -14,11 +14,13 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message
 
-from fl_bn.federation.values import Kept
-from fl_bn.flower import secure_client, secure_rounds, secure_stages
-from fl_bn.flower.codec import to_record
-from fl_bn.flower.messages import ROUNDS_TOLD, TOLD_IN
-from fl_bn.flower.told import History, history_of, problem, put_together, telling, to_write
+from fl_bn.federation.values import ClientState
+from fl_bn.flower.secagg import client as secure_client
+from fl_bn.flower.secagg import rounds as secure_rounds
+from fl_bn.flower.secagg import stages as secure_stages
+from fl_bn.flower.secagg.told import History, history_of, problem, put_together, telling, to_write
+from fl_bn.flower.wire.codec import to_record
+from fl_bn.flower.wire.messages import ROUNDS_TOLD, TOLD_IN
 from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import people, what
@@ -182,15 +184,15 @@ def test_control_honest_clients_of_other_rounds_are_all_in_the_sum(name: str) ->
 
 def test_a_state_that_came_about_in_the_clear_has_no_part_in_a_sum() -> None:
     """The history goes with the state. A round in the clear ends it, and no server can make one up."""
-    local, none = {"local": {"1.weight": torch.ones(4)}}, Kept()
-    assert to_write(Kept(1, local), none, 1) == local  # outside a sum
-    assert problem(Kept(1, local), {}) == problem(Kept(1, local), {1: bytes(32)}) != ""
+    local, none = {"local": {"1.weight": torch.ones(4)}}, ClientState()
+    assert to_write(ClientState(1, local), none, 1) == local  # outside a sum
+    assert problem(ClientState(1, local), {}) == problem(ClientState(1, local), {1: bytes(32)}) != ""
     with telling(b"a" * 32):
-        first = to_write(Kept(1, local), none, 1)
+        first = to_write(ClientState(1, local), none, 1)
     assert first is not None
-    assert history_of(Kept(1, first)) == {1: b"a" * 32}
-    assert problem(Kept(1, first), {1: b"a" * 32}) == ""
-    assert to_write(Kept(2, local), Kept(1, first), 2) == local
+    assert history_of(ClientState(1, first)) == {1: b"a" * 32}
+    assert problem(ClientState(1, first), {1: b"a" * 32}) == ""
+    assert to_write(ClientState(2, local), ClientState(1, first), 2) == local
     assert problem(none, {}) == problem(none, {1: bytes(32)}) == ""
 
 

@@ -14,9 +14,12 @@ import pytest
 from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
-from fl_bn.flower import masks, secure_client, secure_rounds, secure_stages
-from fl_bn.flower.codec import to_record
-from fl_bn.flower.sums import Weighting
+from fl_bn.flower.secagg import client as secure_client
+from fl_bn.flower.secagg import masks
+from fl_bn.flower.secagg import rounds as secure_rounds
+from fl_bn.flower.secagg import stages as secure_stages
+from fl_bn.flower.secagg.sums import Weighting
+from fl_bn.flower.wire.codec import to_record
 from fl_bn.methods import METHODS
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation

@@ -12,7 +12,7 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.defence import NO_DEFENCE
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.values import Kept, Reply
+from fl_bn.federation.values import ClientState, Reply
 from fl_bn.methods import METHODS
 from fl_bn.objectives import Scaffold
 from tests.doors.doors import application, federation, flower, own_loop
@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, huge: float = HUGE) -> None:
         self.replies: dict[tuple[int, int], Reply] = {}
-        self.kept: dict[tuple[int, int], Kept] = {}
+        self.kept: dict[tuple[int, int], ClientState] = {}
         turns: dict[int, int] = {}
         begin, reply = LocalRound.__init__, LocalRound.reply
 
@@ -44,7 +44,7 @@ class Watch:
             begin(own, model, method, asked, *more, **options)
             own.turn = turn  # type: ignore[attr-defined]
 
-        def noted(own: LocalRound, *args: Any, **options: Any) -> tuple[Reply, Kept]:
+        def noted(own: LocalRound, *args: Any, **options: Any) -> tuple[Reply, ClientState]:
             came = reply(own, *args, **options)
             if own.trains:
                 self.replies[own.instruction.round, own.turn], self.kept[own.instruction.round, own.turn] = came  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import pytest
 from flwr.app import Message, RecordDict
 
 from fl_bn.flower import RunFailed
-from fl_bn.flower.seats import seat_of_newcomer, seated
+from fl_bn.flower.own.seats import seat_of_newcomer, seated
 from fl_bn.methods import METHODS
 from tests.doors.doors import apart
 from tests.hostile import own_app

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from fl_bn.federation.workers import WorkerDied, Workers
 from fl_bn.flower import run_in_process
-from fl_bn.wire import WireError
+from fl_bn.support.wire import WireError
 from tests.integration.runs import TINY, own
 
 

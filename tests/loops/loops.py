@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fl_bn import convert, local_round, server_round, server_state
 from fl_bn.exchange import local
 from fl_bn.exchange.local import LocalExchange, Turns
-from fl_bn.federation.values import NOTHING, Kept, Reply
+from fl_bn.federation.values import NOTHING, ClientState, Reply
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
 from fl_bn.methods import Method, Phase, Report
 from tests.doors.doors import session_of
@@ -42,7 +42,7 @@ def plain(round: Any, x: Any, y: Tensor) -> None:
 def door_2(model: nn.Module, method: Method, clients: Sequence[Batch], loop: Loop, rounds: int = 2) -> list[dict[str, Tensor]]:
     """The shared tensors after every round of ``loop`` in ``local_round``."""
     state, found = server_state(model, method, rounds, clients=len(clients)), []
-    kept: list[Kept] = [NOTHING] * len(clients)
+    kept: list[ClientState] = [NOTHING] * len(clients)
     for _ in range(rounds):
         asked, tokens, session = state.instruction(), dict[int, str](), None
         if asked.phase is Phase.EXCHANGE:

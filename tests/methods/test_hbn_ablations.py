@@ -12,7 +12,7 @@ from fl_bn.federation.defence import NO_DEFENCE
 from fl_bn.federation.local import Samples
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.secure_rounds import check_secure
+from fl_bn.flower.secagg.rounds import check_secure
 from fl_bn.methods.hbn import hbn
 from fl_bn.secure.settings import SecureAggregation
 from tests.doors.doors import federation as federation_door

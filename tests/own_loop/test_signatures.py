@@ -9,9 +9,9 @@ from torch import nn
 from fl_bn import convert, local_round, methods, server_state
 from fl_bn.federation import schema
 from fl_bn.federation.payload import signature, to_numpy
-from fl_bn.flower.codec import Header, check_header
+from fl_bn.flower.wire.codec import Header, check_header
 from fl_bn.methods import METHODS
-from fl_bn.wire import WireError
+from fl_bn.support.wire import WireError
 
 FEDAVG = methods.fedavg()
 

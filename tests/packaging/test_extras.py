@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn import extras, locks
 from fl_bn.cli.main import app
-from fl_bn.extras import NotInstalled, lacking, need
 from fl_bn.models import build
+from fl_bn.support import extras, locks
+from fl_bn.support.extras import NotInstalled, lacking, need
 from tests.test_architecture import at_the_top
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -61,7 +61,7 @@ def test_it_holds_one_package(wheel: Path) -> None:
     assert tops(names) == {"fl_bn"}
     assert {
         "fl_bn/py.typed",
-        "fl_bn/experiments/003-F1.toml",
+        "experiments/003-F1.toml",
         "fl_bn/advise/map.json",
         "fl_bn/templates/app/task.py",
         "fl_bn/apps/server.py",

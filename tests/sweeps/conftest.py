@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.sweep.claims import VARIANT
-from fl_bn.sweep.experiments import Experiment
+from experiments.catalogue import Experiment
+from experiments.claims import VARIANT
 from tests.sweeps.evidence_runs import DEFINITION, register
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fl_bn.sweep.claims import FILE, VARIANT, Comparison, Side
-from fl_bn.sweep.evidence import compact
-from fl_bn.sweep.experiments import Experiment
+from experiments.catalogue import Experiment
+from experiments.claims import FILE, VARIANT, Comparison, Side
+from experiments.evidence import compact
 from fl_bn.sweep.file import read
 
 DEFINITION = """

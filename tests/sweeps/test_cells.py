@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from experiments.kept import finished
 from fl_bn.flower import RunFailed
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep import cells
 from fl_bn.sweep.cells import Cell, at_a_time, run_cell, trained_as
-from fl_bn.sweep.kept import finished
 from tests.experiment.test_compare import finish
 
 

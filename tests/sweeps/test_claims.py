@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from experiments.catalogue import FOLDER
+from experiments.claims import FILE, Comparison, Register, Side, parse_register, read_register
 from fl_bn.run.config import ConfigError
-from fl_bn.sweep.claims import FILE, Comparison, Register, Side, parse_register, read_register
-from fl_bn.sweep.experiments import FOLDER
 from tests.sweeps.evidence_runs import CLAIMS
 
 ROOT = Path(__file__).parents[2]

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from fl_bn.cli import experiments as commands
-from fl_bn.experiments.programs import class_accuracy
-from fl_bn.experiments.programs.own_statistics import measure
+from experiments import cli as commands
+from experiments.catalogue import FOLDER, Experiment, find, study
+from experiments.claims import VARIANT
+from experiments.definitions.programs import class_accuracy
+from experiments.definitions.programs.own_statistics import measure
+from experiments.evidence import RESULTS, compact, definition, gather, measures, results_of, sources
+from experiments.evidence import Tested as OneClaim  # pytest would take a name in Test... for tests
+from experiments.evidence_page import markdown
+from experiments.kept import ANY_DATA, cells_of, keep, load, measured, own_config
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep import run
 from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.claims import VARIANT
-from fl_bn.sweep.evidence import RESULTS, compact, definition, gather, measures, results_of, sources
-from fl_bn.sweep.evidence import Tested as OneClaim  # pytest would take a name in Test... for tests
-from fl_bn.sweep.evidence_page import markdown
-from fl_bn.sweep.experiments import FOLDER, Experiment, find, study
 from fl_bn.sweep.file import read
-from fl_bn.sweep.kept import ANY_DATA, cells_of, keep, load, measured, own_config
 from fl_bn.sweep.run import Place
 from tests.sweeps.evidence_runs import ALL, CLAIMS, DEFINITION, OWN, kept, register
 
@@ -190,7 +190,7 @@ def test_a_sweep_s_runs_are_measured_in_another_way(experiment: Experiment, tmp_
     folder = kept(experiment, tmp_path, ALL)
     assert "**Is it the rate?** Not run yet." in markdown(gather(folder, experiments))
     study(experiment, MEASURE)
-    module = importlib.import_module("fl_bn.experiments.programs.own_statistics")
+    module = importlib.import_module("experiments.definitions.programs.own_statistics")
     monkeypatch.setattr(module, "measured", lambda cell: {"as kept": 0.5, "measured anew": 0.5 + 0.01 * cell.config.seed})
     assert compact(experiment, VARIANT, tmp_path / "runs-out-evidence", "/somewhere", folder, MEASURE)[1:] == (12, 12)
     assert results_of(experiment, VARIANT, folder, MEASURE).name == "X-1.own_statistics.jsonl"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from experiments.catalogue import Experiment
+from experiments.evidence import HOURS, RESULTS, gather, results_of
+from experiments.evidence_page import PAGE, markdown, picture, readme, short, write_evidence
 from fl_bn.run.config import ConfigError
-from fl_bn.sweep.evidence import HOURS, RESULTS, gather, results_of
-from fl_bn.sweep.evidence_page import PAGE, markdown, picture, readme, short, write_evidence
-from fl_bn.sweep.experiments import Experiment
 from tests.sweeps.evidence_runs import ALL, CLAIMS, OWN, kept, register
 
 ROOT = Path(__file__).parents[2]

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.cli import experiments as cli_experiments
+from experiments import catalogue as sweep_experiments
+from experiments import cli as cli_experiments
+from experiments.catalogue import FOLDER, Log, find, perform_program, program_of
+from experiments.definitions.programs import recalibration_study
 from fl_bn.cli.main import app
 from fl_bn.data.dataset import DataNotFound
-from fl_bn.experiments.programs import recalibration_study
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.sweep import experiments as sweep_experiments
 from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.experiments import FOLDER, Log, find, made, perform_program, program_of
-from fl_bn.sweep.file import read
+from fl_bn.sweep.file import made, read
 from tests.integration.runs import TINY, tiny
 
 EXPECTED = {
@@ -89,7 +89,7 @@ def test_a_folder_without_experiments_or_with_a_wrong_one(tmp_path: Path) -> Non
 
 def test_a_program_runs_once_and_its_variant_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (experiment,) = find(["003-F1"])
-    module = importlib.import_module("fl_bn.experiments.programs.normalisation_error")
+    module = importlib.import_module("experiments.definitions.programs.normalisation_error")
     called: list[bool] = []
     monkeypatch.setattr(module, "run", lambda folder, small: called.append(small))
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_a_program_runs_once_and_its_variant_must_be_there(tmp_path: Path, monke
 
 def test_a_program_gets_what_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (experiment,) = find(["own-unseen-domain"])
-    module = importlib.import_module("fl_bn.experiments.programs.unseen_domain")
+    module = importlib.import_module("experiments.definitions.programs.unseen_domain")
     called: list[tuple[str, str, int]] = []
     monkeypatch.setattr(module, "run", lambda folder, variant, data, jobs: called.append((variant, data, jobs)))
     perform_program(experiment, "shared", "here", tmp_path / "out", jobs=3)
@@ -116,7 +116,7 @@ def test_a_program_whose_data_are_not_there_is_refused_in_a_sentence(
     def run(folder: Path) -> None:
         raise error
 
-    monkeypatch.setattr(importlib.import_module("fl_bn.experiments.programs.unseen_domain"), "run", run)
+    monkeypatch.setattr(importlib.import_module("experiments.definitions.programs.unseen_domain"), "run", run)
     result = CliRunner().invoke(app, ["experiments", "run", "own-unseen-domain", "--variant", "small", "--output", str(tmp_path)])
     assert result.exit_code == 2
     assert "ConfigError: own-unseen-domain: no digits in nowhere" in result.output

@@ -11,8 +11,8 @@ import pytest
 from scipy.stats import t as student  # type: ignore[import-untyped]
 from scipy.stats import ttest_1samp, ttest_rel
 
-from fl_bn.sweep.claims import Claim, Own
-from fl_bn.sweep.judging import (
+from experiments.claims import Claim, Own
+from experiments.judging import (
     AGAINST,
     HELD,
     LEVEL,

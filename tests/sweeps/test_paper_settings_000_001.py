@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from experiments.catalogue import FOLDER, find
 from fl_bn.methods import Phase
 from fl_bn.run.config import RunConfig
 from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.experiments import FOLDER, find
 from fl_bn.sweep.file import read
 from tests.sweeps.fedbn_settings import FEDBN_PAPER
 from tests.sweeps.fixbn_settings import CIFAR, FIXBN_PAPER

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from experiments.catalogue import FOLDER
+from experiments.kept import own_config
 from fl_bn.flower.population import round_half_up
 from fl_bn.methods import Phase, Refresh, Report
 from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.experiments import FOLDER
 from fl_bn.sweep.file import read
-from fl_bn.sweep.kept import own_config
 
 Keys = dict[str, Any]
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.kept import ANY_DATA, cells_of, own_config
 from fl_bn.methods import Phase
 from fl_bn.run.assembly import client_samples, partitions, source_model
 from fl_bn.run.config import RunConfig
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import read
-from fl_bn.sweep.kept import ANY_DATA, cells_of, own_config
 from fl_bn.sweep.run import check
 
-FOLDER = Path(__file__).parents[2] / "fl_bn" / "experiments"
+FOLDER = Path(__file__).parents[2] / "experiments" / "definitions"
 Keys = dict[str, Any]
 Said = Mapping[str, tuple[Any, str]]
 Axis = Mapping[str, Keys]

@@ -9,7 +9,7 @@ import pytest
 
 from fl_bn.sweep.file import read
 
-FILES = sorted((Path(__file__).parents[2] / "fl_bn" / "experiments").glob("0*.toml"))
+FILES = sorted((Path(__file__).parents[2] / "experiments" / "definitions").glob("0*.toml"))
 
 
 RUNS = [file for file in FILES if "program" not in tomllib.loads(file.read_text())["experiment"]]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from experiments.catalogue import FOLDER, Experiment, find
+from experiments.claims import VARIANT, read_register
+from experiments.evidence import definition, gather, runs_of
+from experiments.evidence_page import markdown, write_evidence
+from experiments.rates import Tried, in_words, tried
 from fl_bn.report.settings import SEED
-from fl_bn.sweep.claims import VARIANT, read_register
-from fl_bn.sweep.evidence import definition, gather, runs_of
-from fl_bn.sweep.evidence_page import markdown, write_evidence
-from fl_bn.sweep.experiments import FOLDER, Experiment, find
-from fl_bn.sweep.rates import Tried, in_words, tried
 from tests.sweeps.evidence_runs import ALL, CLAIMS, DEFINITION, RATES, kept, register
 
 WITH_RATES = DEFINITION.replace("[run]", "[run]\nlearning-rate = 0.01", 1) + RATES

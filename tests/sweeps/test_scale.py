@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from experiments.claims import Claim, Rules
+from experiments.scale import phases, too_short
 from fl_bn.report.cells import Cell
 from fl_bn.run.config import RunConfig
-from fl_bn.sweep.claims import Claim, Rules
-from fl_bn.sweep.scale import phases, too_short
 
 RISING = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 FLAT = [0.5] * 10

@@ -16,14 +16,14 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import alone, client_round
-from fl_bn.federation.values import Kept, Reply
+from fl_bn.federation.values import ClientState, Reply
 from fl_bn.federation.vectorised import vectorised_round
 from fl_bn.methods import Method, Phase
 from fl_bn.roles import roles
 from tests.federation import random_samples
 from tests.networks import seeded_network
 
-Results = list[tuple[Reply, Kept]]
+Results = list[tuple[Reply, ClientState]]
 STEPS = LocalTraining(batch_size=6, steps=3, momentum=0.9, weight_decay=0.01)
 
 
@@ -55,7 +55,7 @@ class Cohort:
         for name, tensor in state.items():
             if role[name] in self.method.local and tensor.is_floating_point():
                 tensor.add_(0.2 * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype))
-        kept = Kept(1, self.kept(client))
+        kept = ClientState(1, self.kept(client))
         start = alone(model, self.method, replace(self.settings, maintain="reset"), 0.1, self.phase)
         sections = {**start.instruction.sections, **self.received(model)}
         instruction = replace(start.instruction, round=self.number, sections=sections)
@@ -74,7 +74,7 @@ def off(a: Results, b: Results) -> float:
     return max(_off(_numbers(*x), _numbers(*y)) for x, y in zip(a, b, strict=True))
 
 
-def _numbers(reply: Reply, kept: Kept) -> dict[str, Any]:
+def _numbers(reply: Reply, kept: ClientState) -> dict[str, Any]:
     metrics = {name: value for name, value in reply.metrics.items() if name != "waited"}
     whole = {"samples": reply.samples, "client": reply.client, **metrics}
     sections = {**reply.sections, **{f"kept {name}": of for name, of in kept.sections.items()}}

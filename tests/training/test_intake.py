@@ -15,10 +15,10 @@ from torch import Tensor
 from fl_bn.federation import blocks as module
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.blocks import BLOCK, WeightedSum, extremes, fits
-from fl_bn.federation.intake import Folded, Intake
+from fl_bn.federation.intake import PartialAverage, StreamingAverage
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.rounds import Rounds
-from fl_bn.federation.server import Arrived, Server
+from fl_bn.federation.server import RoundReplies, Server
 from fl_bn.federation.values import Reply
 from fl_bn.methods import METHODS
 from tests.networks import seeded_network
@@ -94,7 +94,7 @@ def taken(
     order: Sequence[Reply], planned: Sequence[float] = SIZES, absent: Sequence[int] = (), waits: Sequence[int] = ()
 ) -> dict[str, Tensor]:
     """The average of replies that came in this order, of those that are not ``absent``."""
-    intake = Intake(dict(enumerate(planned)), lambda reply: float(reply.weight), lambda reply, others: reply.client in waits)
+    intake = StreamingAverage(dict(enumerate(planned)), lambda reply: float(reply.weight), lambda reply, others: reply.client in waits)
     for reply in order:
         if reply.client in absent:
             intake.leave_out(reply.client)
@@ -136,13 +136,13 @@ def test_without_a_client_the_average_is_rounded_once_more_and_not_with_the_orde
 
 def test_a_retry_finds_the_sum_as_it_was() -> None:
     parts = parts_of(100)
-    intake = Intake(dict(enumerate(SIZES)), lambda reply: float(reply.weight), lambda reply, others: reply.client == 2)
+    intake = StreamingAverage(dict(enumerate(SIZES)), lambda reply: float(reply.weight), lambda reply, others: reply.client == 2)
     for reply in replies(parts):
         intake.take(reply)
     came, folded = intake.end()
     for _ in range(2):
         assert same(folded.mean(came, "weights", SIZES), written_out(parts, SIZES))
-    assert isinstance(folded, Folded)
+    assert isinstance(folded, PartialAverage)
 
 
 # the server's round
@@ -166,13 +166,13 @@ def honest(made: Server, change: float = 0.01) -> Iterator[Reply]:
 
 def concluded(made: Server, came: Sequence[Reply], at_once: bool = False) -> bool:
     if at_once:
-        return made.conclude(Arrived(range(4), list(came)))
+        return made.conclude(RoundReplies(range(4), list(came)))
     intake = made.intake(dict.fromkeys(range(4), 10))
     assert intake is not None
     for reply in came:
         intake.take(reply)
     parts, folded = intake.end()
-    return made.conclude(Arrived(range(4), parts, folded=folded))
+    return made.conclude(RoundReplies(range(4), parts, folded=folded))
 
 
 def spoilt(reply: Reply, size: float) -> Reply:

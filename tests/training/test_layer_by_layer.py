@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Quantity
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.layer_by_layer import Look, layer_by_layer
+from fl_bn.federation.layer_by_layer import LayerOrder, layer_by_layer
 from fl_bn.federation.measuring import measured
 from fl_bn.federation.server import server_state
 from fl_bn.methods import INPUTS, METHODS, Phase, StatisticsPass
@@ -51,7 +51,7 @@ def batches(sizes: tuple[int, ...] = (4, 3, 5)) -> Callable[[], Iterator[Tensor]
 
 
 def walk(model: nn.Module, inputs: Callable[[], Any], memory: int = MEMORY, exchange: Alone | None = None) -> dict[str, Moments]:
-    look = Look.at(model, inputs, call)
+    look = LayerOrder.at(model, inputs, call)
     assert look.problem == ""
     return layer_by_layer(model, inputs, look, exchange or Alone(), memory, call)
 
@@ -198,10 +198,10 @@ def test_batches_without_an_order_of_layers_give_the_exchange_up(model: nn.Modul
 def test_a_look_says_why_a_network_has_no_order() -> None:
     x = torch.rand(4, 3, 8, 8)
     twice = nn.Sequential(norm := nn.BatchNorm2d(3), nn.ReLU(), norm)
-    assert Look.at(twice, lambda: [x], call).problem == "the network uses BatchNorm layer '0' more than once"
-    assert Look.at(nn.ReLU(), lambda: [x], call).problem == "no BatchNorm layer runs"
-    assert Look.at(twice, list, call).problem == "there is no batch to measure"
-    assert Look.at(nn.BatchNorm2d(3), lambda: [x], call).problem == ""  # control
+    assert LayerOrder.at(twice, lambda: [x], call).problem == "the network uses BatchNorm layer '0' more than once"
+    assert LayerOrder.at(nn.ReLU(), lambda: [x], call).problem == "no BatchNorm layer runs"
+    assert LayerOrder.at(twice, list, call).problem == "there is no batch to measure"
+    assert LayerOrder.at(nn.BatchNorm2d(3), lambda: [x], call).problem == ""  # control
 
 
 def test_inputs_may_be_several_tensors() -> None:

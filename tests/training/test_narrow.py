@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import nn
 
-from fl_bn.federation.narrow import EXACT, PAYLOADS, Overflow, Rounding, check_payload
+from fl_bn.federation.narrow import EXACT, PAYLOADS, Overflow, PayloadDtype, check_payload
 from fl_bn.methods import METHODS
-from fl_bn.wire import WireError
+from fl_bn.support.wire import WireError
 
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 NARROW = tuple(UNIT)
@@ -22,14 +22,14 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
 
-def there_and_back(rounding: Rounding, values: np.ndarray) -> np.ndarray:
+def there_and_back(rounding: PayloadDtype, values: np.ndarray) -> np.ndarray:
     return rounding.widen(rounding.narrow({"weights": {"0.weight": values}}))["weights"]["0.weight"]
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 @given(values=arrays(np.float32, (2, 3), elements=st.floats(-60000, 60000, width=32)))
 def test_a_number_changes_by_at_most_the_stated_share_of_its_size(dtype: str, values: np.ndarray) -> None:
-    came = there_and_back(Rounding.of(dtype, network()), values)
+    came = there_and_back(PayloadDtype.of(dtype, network()), values)
     assert came.dtype == np.float32
     smallest = 2.0**-25 if dtype == "float16" else 2.0**-134  # half a step where steps no longer shrink
     assert (np.abs(came.astype(np.float64) - values) <= np.maximum(UNIT[dtype] * np.abs(values.astype(np.float64)), smallest)).all()
@@ -38,14 +38,14 @@ def test_a_number_changes_by_at_most_the_stated_share_of_its_size(dtype: str, va
 @pytest.mark.parametrize("dtype", NARROW)
 def test_control_half_of_the_stated_share_is_too_little(dtype: str) -> None:
     values = np.full((2, 3), 1 + UNIT[dtype], np.float32)
-    off = np.abs(there_and_back(Rounding.of(dtype, network()), values) - values) / values
+    off = np.abs(there_and_back(PayloadDtype.of(dtype, network()), values) - values) / values
     assert (off > UNIT[dtype] / 2).all()
 
 
 def test_bit_patterns_are_those_of_the_upper_half_of_a_float32() -> None:
     """What NumPy alone makes of the message."""
     values = np.array([[1.0, -2.5, 0.1], [3e38, -1e-40, 0.0]], np.float32)
-    sent = Rounding.of("bfloat16", network()).narrow({"weights": {"0.weight": values}})["weights"]["0.weight"]
+    sent = PayloadDtype.of("bfloat16", network()).narrow({"weights": {"0.weight": values}})["weights"]["0.weight"]
     assert sent.dtype == np.uint16
     bits = values.view(np.uint32).astype(np.uint64)
     assert (sent == (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).all()  # to the nearest, ties to even
@@ -60,7 +60,7 @@ def test_what_is_no_weight_stays_exact() -> None:
         "moments": {"1.mean": third},
         "control": {"0.bias": third},
     }
-    sent = Rounding.of("float16", network()).narrow(payload)
+    sent = PayloadDtype.of("float16", network()).narrow(payload)
     assert sent["weights"]["0.bias"].dtype == np.float16  # control
     del sent["weights"]["0.bias"], payload["weights"]["0.bias"]
     assert all(array is payload[section][name] for section, tensors in sent.items() for name, array in tensors.items())
@@ -68,19 +68,19 @@ def test_what_is_no_weight_stays_exact() -> None:
 
 def test_as_the_model_has_them_is_no_work_at_all() -> None:
     payload = {"weights": {"0.bias": np.ones(2, np.float32)}}
-    assert Rounding.of("float32", network()) is EXACT
+    assert PayloadDtype.of("float32", network()) is EXACT
     assert EXACT.widen(EXACT.narrow(payload)) is payload
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_the_model_has_its_own_dtype_back(dtype: torch.dtype) -> None:
-    rounding, values = Rounding.of("float16", network().to(dtype)), torch.full((2, 3), 0.1, dtype=dtype).numpy()
+    rounding, values = PayloadDtype.of("float16", network().to(dtype)), torch.full((2, 3), 0.1, dtype=dtype).numpy()
     assert there_and_back(rounding, values).dtype == values.dtype
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_number_beyond_the_range_is_named_before_it_is_sent(dtype: str) -> None:
-    rounding, values = Rounding.of(dtype, network()), np.ones((2, 3), np.float32)
+    rounding, values = PayloadDtype.of(dtype, network()), np.ones((2, 3), np.float32)
     values[1, 2] = {"float16": 65520, "bfloat16": 3.4e38}[dtype]
     with pytest.raises(Overflow, match=f"weights/0.weight: 1 of 6 values are beyond .*, the largest number of payload-dtype='{dtype}'"):
         rounding.narrow({"weights": {"0.weight": values}})
@@ -92,7 +92,7 @@ def test_a_number_beyond_the_range_is_named_before_it_is_sent(dtype: str) -> Non
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_diverged_arrives_as_such(dtype: str, value: float) -> None:
     values = np.full((2, 3), value, np.float32)
-    assert np.array_equal(there_and_back(Rounding.of(dtype, network()), values), values, equal_nan=True)
+    assert np.array_equal(there_and_back(PayloadDtype.of(dtype, network()), values), values, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_what_diverged_arrives_as_such(dtype: str, value: float) -> None:
 )
 def test_another_type_than_asked_for_is_refused(dtype: str, came: str) -> None:
     with pytest.raises(WireError, match=f"0.weight: expected {dtype} .* but got {came}"):
-        Rounding.of(dtype, network()).widen({"weights": {"0.weight": np.ones((2, 3), came)}})
+        PayloadDtype.of(dtype, network()).widen({"weights": {"0.weight": np.ones((2, 3), came)}})
 
 
 @pytest.mark.parametrize("dtype", PAYLOADS)

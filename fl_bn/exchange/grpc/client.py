@@ -14,7 +14,7 @@ from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc import exchange_pb2_grpc
 from fl_bn.exchange.grpc.service import TOKEN
 from fl_bn.exchange.grpc.wire import decode_answer, encode_request
-from fl_bn.loopback import direct
+from fl_bn.support.loopback import direct
 
 MOST = 2.0**31 - 1  # of a number that gRPC counts in: milliseconds, seconds
 

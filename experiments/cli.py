@@ -1,0 +1,155 @@
+"""The commands ``fl-bn experiments``, of a checkout of fl-bn. Imports are inside them, since torch takes seconds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fl_bn.cli.refusal import refused
+from fl_bn.cli.sweep import (
+    AddressOption,
+    DataOption,
+    EngineOption,
+    GpusOption,
+    JobsOption,
+    OnlyOption,
+    RetryOption,
+    RunConfigOption,
+    perform,
+)
+
+console = Console()
+experiments = typer.Typer(no_args_is_help=True, help="The papers' tables and figures, each one command.")
+
+
+@experiments.command("list")
+def list_() -> None:
+    """Every experiment: which table or figure of which paper, and its variants."""
+    from experiments.catalogue import find
+
+    tables: dict[str, Table] = {}
+    for experiment in find():
+        table = tables.setdefault(experiment.paper, Table("experiment", "what it shows", "variants", expand=True))
+        table.add_row(experiment.name, escape(experiment.title), ", ".join(experiment.variants))
+    for paper, table in tables.items():
+        console.print(f"\n[bold]{escape(paper)}[/bold]", table, sep="\n")
+    console.print("\nOne of them, in minutes and offline:  fl-bn experiments run NAME --variant small")
+    console.print("All of them:                          fl-bn experiments run all --variant small")
+
+
+@experiments.command("run")
+def run_(
+    names: Annotated[list[str], typer.Argument(help="as `fl-bn experiments list` says, or all; 000 is all of paper 000")],
+    variant: Annotated[
+        str,
+        typer.Option(
+            help="small: bundled data, minutes on a laptop; evidence: hours of a CPU; paper, or empty: the paper's own settings. Of "
+            "several experiments, those that have it"
+        ),
+    ] = "",
+    engine: EngineOption = "in-process",
+    jobs: JobsOption = 0,
+    ray_address: AddressOption = "",
+    gpus_per_run: GpusOption = 0.0,
+    data: DataOption = "data",
+    output: Annotated[str, typer.Option(help="folder; each experiment has one of its own in it")] = "runs/experiments",
+    retry: RetryOption = False,
+    only: OnlyOption = "",
+    results: Annotated[
+        Path | None, typer.Option(help="the --folder of `compact`: cells that have a result there are not run again, on any machine")
+    ] = None,
+    run_config: RunConfigOption = "",
+) -> None:
+    """One table or figure of a paper, several, or all; then a page with all of them. Interrupted, the same command goes on."""
+    from experiments.catalogue import Log, find, perform_program
+    from experiments.evidence import known_cells
+    from fl_bn.report import write_index
+    from fl_bn.run.config import ConfigError
+    from fl_bn.sweep.run import JOBS, Place
+
+    folder, failed = Path(output), dict[str, str]()
+    try:
+        where = Place(engine, jobs, ray_address, gpus_per_run)
+        found = find(names)
+        chosen = found if len(found) == 1 else [one for one in found if one.has(variant)]
+        if not chosen:
+            raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}; fl-bn experiments list names them")
+        programs = [one.name for one in chosen if one.program]
+        given = {"--run-config": run_config, "--only": only, "--results": results, "--retry": retry, "--engine": engine != "in-process"}
+        if programs and (ignored := ", ".join(option for option, value in given.items() if value)):
+            said = f"{ignored}: for sweeps, not for experiments that are programs"
+            if len(programs) == len(chosen):
+                raise ConfigError(f"{said} ({', '.join(programs)}): leave it out")
+            console.print(f"{said}; these run without: {', '.join(programs)}", highlight=False, soft_wrap=True)
+        log = Log(folder / "log.csv")
+        for experiment in chosen:
+            begin, place = time.monotonic(), folder / f"{experiment.name}{f'-{variant}' if variant else ''}"
+            try:
+                if experiment.program:
+                    perform_program(experiment, variant, data, place, jobs or JOBS)
+                    errors: dict[str, str] = {}
+                else:
+                    known = known_cells(experiment, variant, results) if results else {}
+                    errors = perform(experiment.file, variant, data, place, where, retry, run_config, only, known=known)
+            except Exception as error:  # one of many must not end the others
+                if len(chosen) == 1:
+                    raise
+                errors = {experiment.name: f"{type(error).__name__}: {error}"}
+                console.print(f"[red]{experiment.name}[/red]: {escape(errors[experiment.name])}", highlight=False)
+            failed |= {f"{experiment.name}/{name}": problem for name, problem in errors.items()}
+            log.add(experiment.name, variant, time.monotonic() - begin, errors, place)
+        page = write_index([place for place in sorted(folder.iterdir()) if (place / "report.html").exists()], folder / "index.html")
+    except ConfigError as error:
+        raise refused(error) from error
+    except KeyboardInterrupt:
+        console.print(f"interrupted; the same command goes on with what is left ({folder})")
+        raise typer.Exit(130) from None
+    console.print(f"{folder / 'log.csv'}: what was run, and for how long; {page}: all tables and pictures", highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+@experiments.command("compact")
+def compact(
+    runs: Annotated[Path, typer.Argument(help="the output folder of `fl-bn experiments run ... --variant evidence`")],
+    data: DataOption = "data",
+    folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are")] = Path("experiments"),
+) -> None:
+    """Finished cells of every variant but small, as files to commit: settings, commit, curve."""
+    from experiments import evidence
+    from experiments.catalogue import find
+    from fl_bn.run.config import ConfigError
+
+    try:
+        measures = evidence.measures()
+        for experiment in find():
+            for variant, measure in evidence.sources(experiment, measures):
+                if (place := runs / f"{experiment.name}-{variant}").exists():
+                    file, cells, of = evidence.compact(experiment, variant, place, data, folder, measure)
+                    console.print(f"{file}: {cells} of {of} cells", highlight=False, soft_wrap=True)
+    except ConfigError as error:
+        raise refused(error) from error
+
+
+@experiments.command("evidence")
+def evidence(
+    folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are, and EVIDENCE.md is written")] = Path("experiments"),
+    pages: Annotated[Path | None, typer.Option(help="folder for a page per claim that opens offline")] = None,
+    readme: Annotated[Path | None, typer.Option(help="a README.md whose table of verdicts is written anew")] = None,
+) -> None:
+    """EVIDENCE.md: every claim with our numbers, a paired test over seeds and a verdict, from the results in the folder alone."""
+    from experiments.evidence_page import write_evidence
+    from fl_bn.run.config import ConfigError
+
+    try:
+        made = write_evidence(folder, pages, readme_file=readme)
+    except ConfigError as error:
+        raise refused(error) from error
+    for path in made:
+        console.print(str(path), highlight=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Experiments that are no sweeps: each a function of a folder (``experiments/catalogue.py``)."""

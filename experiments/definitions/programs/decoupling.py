@@ -1,0 +1,125 @@
+"""BatchNorm's statistics and the weights updated in turns: the naive workaround of FixBN's section 3.3.
+
+Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), section 3.3. In each round of one local step
+
+    (a) every client updates its statistics by equation 1, with the weights as they are, and the server averages them
+    (b) every client steps with its weights; BatchNorm normalises with these statistics, as in evaluation
+    (c) the server averages the weights
+
+The settings are in ``experiments/000-S33.toml``; its row BN is FedAvg, in the same loop.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from experiments.catalogue import FOLDER
+from fl_bn.data.augment import augmenter
+from fl_bn.data.batches import draw_batches
+from fl_bn.data.dataset import to_input
+from fl_bn.derived import copied, load_tensors
+from fl_bn.federation.aggregation import running_statistics
+from fl_bn.federation.client import LocalRound
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.server import RoundReplies, Server
+from fl_bn.federation.settings import seeded
+from fl_bn.federation.training import client_round
+from fl_bn.federation.values import NOTHING, Reply
+from fl_bn.methods import Phase
+from fl_bn.moments import Moments, Running, plain_average
+from fl_bn.roles import inputs_like
+from fl_bn.run import assembly
+from fl_bn.run.config import RunConfig
+from fl_bn.run.device import device
+from fl_bn.run.palette import STYLE
+from fl_bn.sweep.file import read
+
+FILE = FOLDER / "000-S33.toml"
+STREAM, BATCH, AUGMENT = 0x5333, 0, 1  # set these draws apart from those of training
+
+
+class Accuracy(NamedTuple):
+    """Test accuracy in percent after ``round`` rounds."""
+
+    method: str
+    seed: int
+    round: int
+    accuracy: float
+
+
+def run(folder: Path, variant: str = "small", data: str = "data") -> list[Accuracy]:
+    """Run the study; return what it also writes to ``folder``: ``decoupling.csv`` and ``.png``."""
+    rows = [
+        Accuracy(str(cell.axes["method"]), cell.config.seed, round, 100 * accuracy)
+        for cell in read(FILE, variant, data).cells(folder)
+        for round, accuracy in accuracies(cell.config)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "decoupling.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([Accuracy._fields, *rows])
+    _draw(rows, folder / "decoupling.png")
+    return rows
+
+
+def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
+    """Train as ``config`` says; yield every evaluated round with its test accuracy, as a share.
+
+    Where the statistics are frozen from the start, they are updated before each round instead.
+    """
+    target, method, settings = device(config), config.build_method(), config.local_training()
+    parts = [assembly.client_samples(config, client)[:2] for client in range(config.clients)]
+    clients, test = [train for train, _ in parts], parts[0][1]
+    server = Server(assembly.source_model(config).to(target), method, Rounds(len(clients), rate=config.schedule()), config.rounds)
+    models, kept = [copied(server.model).to(target) for _ in clients], [NOTHING for _ in clients]
+    for number in range(1, config.rounds + 1):
+        if method.phase(number, config.rounds) is Phase.FROZEN:
+            update_statistics(server, models, clients, config, number)
+        asked, replies = server.begin(number), list[Reply]()
+        for client, (model, own) in enumerate(zip(models, clients, strict=True)):
+            reply, kept[client] = client_round(LocalRound(model, method, asked, kept[client], settings), own, config.seed, client)
+            replies.append(reply)
+        server.conclude(RoundReplies(range(len(clients)), replies))
+        if number % config.evaluate_every == 0 or number == config.rounds:
+            shared = copied(server.model)
+            load_tensors(shared, server.shared.tensors())
+            yield number, evaluate(shared.eval(), test)["accuracy"]
+
+
+@torch.no_grad()
+def update_statistics(server: Server, models: Sequence[nn.Module], clients: Sequence[Samples], config: RunConfig, number: int) -> None:
+    """Let every client update the shared statistics by one batch in training mode, and the server average them. Weights stay."""
+    found: list[dict[str, Running]] = []
+    for client, (model, own) in enumerate(zip(models, clients, strict=True)):
+        load_tensors(model, server.shared.tensors())
+        rng, like = seeded(STREAM, config.seed, client, number, BATCH), inputs_like(model)
+        (index,) = draw_batches(len(own), config.batch_size, rng, steps=1)
+        x, _ = own.rows(index, augmenter(config.augment, seeded(STREAM, config.seed, client, number, AUGMENT)))
+        model.train()(to_input(x.to(like.device), like.dtype))
+        found.append(running_statistics(model))
+    weights, means = [len(own) for own in clients], dict[str, Running]()
+    for layer in found[0]:
+        mean = plain_average([Moments(weight, one[layer].mean, one[layer].var) for weight, one in zip(weights, found, strict=True)])
+        means[layer] = Running(mean.mean, mean.var)
+    server.shared.store(means)
+
+
+def _draw(rows: Sequence[Accuracy], path: Path) -> None:
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+        for method in dict.fromkeys(row.method for row in rows):
+            mine = [row for row in rows if row.method == method]
+            rounds = sorted({row.round for row in mine})
+            means = [sum(values) / len(values) for values in ([row.accuracy for row in mine if row.round == at] for at in rounds)]
+            axes.plot(rounds, means, lw=1.5, label=f"{method}  {means[-1]:.1f}")
+        axes.set(xlabel="round", ylabel="test accuracy, %", title="statistics and weights in turns")
+        axes.legend(frameon=False, title="after the last round")
+        figure.savefig(path)
+        plt.close(figure)

@@ -1,0 +1,93 @@
+"""New clients after training on five domains of digits: MNIST with changed strokes, as in Morpho-MNIST.
+
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G and Table 17.
+
+Under FedBN a new client takes the mean of all trained clients' affine, and has statistics of its own samples. FedAvg and FedProx are tested
+as shared; with statistics of the new client's own, too, which is no part of the table. The settings are in ``experiments/001-T17.toml``.
+"""
+
+from __future__ import annotations
+
+import csv
+from functools import lru_cache
+from pathlib import Path
+
+from experiments.catalogue import FOLDER
+from fl_bn.data.dataset import load
+from fl_bn.data.digits_five import SIZE, sources
+from fl_bn.data.record import Dataset, resize
+from fl_bn.data.shift import Limit, limited, shifted
+from fl_bn.federation.adaptation import AVERAGE_AFFINE
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.roles import Role
+from fl_bn.run.adapt import Newcomer, read_run
+from fl_bn.run.config import RunConfig
+from fl_bn.run.pictures import draw_bars
+from fl_bn.sweep.cells import Cell, run_cells
+from fl_bn.sweep.file import read
+
+FILE = FOLDER / "001-T17.toml"
+CLIENTS = {"Morpho-global": ("none", "thin", "thick"), "Morpho-local": ("none", "swelling", "fracture")}
+OWN = ", own statistics"
+AXIS = "client"
+WAYS = (*CLIENTS, *(f"{client}{OWN}" for client in CLIENTS))
+SAMPLES = 743  # of each new client: as many as the trained ones have
+SEED = 0  # of the new clients, which are the same for all runs
+
+
+def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[tuple[str, int, str, float]]:
+    """Run the study; return method, seed, way and accuracy (percent), which are in ``new_clients.csv`` and ``.png`` in ``folder``, too.
+
+    Raises:
+        RuntimeError: runs failed.
+    """
+    cells = plan(folder, variant, data)
+    if errors := run_cells(cells, jobs, lambda done, total: None):
+        raise RuntimeError(f"{len(errors)} of {len(cells)} runs failed: {'; '.join(f'{name}: {text}' for name, text in errors.items())}")
+    rows = [(str(cell.axes["method"]), cell.config.seed, way, 100 * value) for cell in cells for way, value in measured(cell).items()]
+    with (folder / "new_clients.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("method", "seed", "client", "accuracy"), *rows])
+    panels: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for method, _, way, accuracy in rows:
+        panels.setdefault(way, {}).setdefault(method, {}).setdefault("accuracy", []).append(accuracy)
+    draw_bars(panels, folder / "new_clients.png")
+    return rows
+
+
+def plan(folder: Path, variant: str, data: str) -> list[Cell]:
+    """Return one run per method and seed."""
+    return read(FILE, variant, data).cells(folder)
+
+
+def measured(cell: Cell) -> dict[str, float]:
+    """Return the accuracies on the new clients' test samples, as shares, by way."""
+    made, found = read_run(cell.path), dict[str, float]()
+    shared = made.before() if made.method.shares(Role.AFFINE) else None
+    for client in newcomers(cell.config):
+        adapted = made.adapt(AVERAGE_AFFINE, client.x).model
+        found[client.name] = evaluate(adapted if shared is None else shared, client.test)["accuracy"]
+        found[f"{client.name}{OWN}"] = evaluate(adapted, client.test)["accuracy"]
+    return {way: found[way] for way in WAYS}
+
+
+def newcomers(config: RunConfig) -> tuple[Newcomer, ...]:
+    """Return the new clients for a run: their images are changed at the size that MNIST has, and then resized as the run's are."""
+    return _newcomers(config.dataset, config.data_path, config.image_size)
+
+
+@lru_cache(maxsize=1)
+def _newcomers(name: str, path: str, image_size: int) -> tuple[Newcomer, ...]:
+    data = limited(_digits(name, path), Limit(SAMPLES), SEED)
+    clients = []
+    for client, changes in CLIENTS.items():
+        changed = shifted(data, changes, SEED)
+        x_train, x_test = (resize(x, image_size).expand(-1, 3, -1, -1) for x in (changed.x_train, changed.x_test))
+        clients.append(Newcomer(client, x_train, Samples(x_test, changed.y_test)))
+    return tuple(clients)
+
+
+def _digits(name: str, path: str) -> Dataset:
+    """Return bright digits on a dark ground: MNIST where the run has it among its domains, else the run's own data."""
+    if not name.startswith("digits-five"):
+        return load(name, path)
+    return sources(Path(path))[-1].load(Path(path), SIZE)

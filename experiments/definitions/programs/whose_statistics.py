@@ -1,0 +1,31 @@
+"""The accuracy of FedAvg's weights with one client's statistics, with FedAvg's averaged ones, and with the exact ones of all data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from safetensors.torch import load_file
+
+from experiments.definitions.programs.recalibration_study import plan
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.recalibration import recalibrate
+from fl_bn.run import assembly
+from fl_bn.sweep.cells import Cell
+
+__all__ = ["AXIS", "WAYS", "measured", "plan"]
+AXIS = "statistics"
+WAYS = ("one client's", "averaged", "exact")
+
+
+def measured(cell: Cell) -> dict[str, float]:
+    """Test accuracy, as a share, by way; ``one client's`` are those of client 0."""
+    data, clients = assembly.dataset(cell.config), [assembly.client_samples(cell.config, i)[0] for i in range(cell.config.clients)]
+
+    def accuracy(measuring: Sequence[Samples]) -> float:
+        model = assembly.client_model(cell.config)
+        model.load_state_dict(load_file(cell.path / "model.safetensors"))
+        if measuring:
+            recalibrate(model, measuring)
+        return evaluate(model, Samples(data.x_test, data.y_test))["accuracy"]
+
+    return {"one client's": accuracy(clients[:1]), "averaged": accuracy([]), "exact": accuracy(clients)}

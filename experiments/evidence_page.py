@@ -1,0 +1,269 @@
+"""EVIDENCE.md, its picture and README's table: every claim with the paper's difference, ours, and a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from experiments.catalogue import FOLDER
+from experiments.claims import Comparison
+from experiments.difference_pictures import Difference, differences
+from experiments.evidence import Runs, Tested, gather
+from experiments.judging import AGAINST, HELD, MISSING, NOT_AT_SCALE, NOT_RUN, OPEN, SMALL, UNTESTABLE, Outcome
+from experiments.marks import replaced
+from experiments.rates import in_words, tried
+from fl_bn.report.page import Answered, Compared, Statement, claim_page
+from fl_bn.report.pictures import Picture
+from fl_bn.support import durable
+
+PAGE, PICTURE = "EVIDENCE.md", "evidence"
+HEAD = (
+    "# Evidence",
+    "",
+    "What five papers claim, and what runs of this repository say of it. Differences are in points of test accuracy: the first method less",
+    "the second, paired by seed. Behind ours stand a 95 % interval and the number of seeds.",
+    "",
+    "- **reproduced**: all of the paper's comparisons held. **mostly reproduced (k of n)**: more than half held, and none is contradicted.",
+    "- **contradicted (k of n)**: so many came out the other way.",
+    "- **undecided**: too few seeds, or too much noise, to say.",
+    "- **not at scale**: our runs are much shorter than the paper's, so they say nothing, whatever they show.",
+    "- **not testable here**: no data. **not run yet**: no run.",
+)
+RULES = (
+    "## Rules",
+    "",
+    "They are stated before anything is run, in `experiments/definitions/claims.toml`. A comparison *held* where a paired two-sided t-test",
+    "has p < 0.05 in the claim's direction. Where the paper says that two are equal, the interval must lie within the paper's own gap",
+    "and a margin (one point unless said otherwise). Five seeds decide; three do where the difference is more than ten points.",
+    "*Detectable* is the smallest true difference that the test finds in four of five cases. A claim about converged accuracy needs a",
+    "third of the paper's local steps per client in every phase of the schedule, or a curve that is flat at the end of each. A phase",
+    "whose rate falls to nothing, as along a cosine, ends flat however short it is, and does not count as flat. Runs of a pair share",
+    "data, division and initial weights. Where seeds divide the same subjects anew, the variance is corrected for their overlap",
+    "(Nadeau and Bengio 2003). Elsewhere the test data are the same for all seeds. No correction is made for the number of",
+    "comparisons. Lines (l.) are those of the papers' texts.",
+    "",
+    "This page is written from the files in `results`. No number of ours is typed by hand, and a test compares both.",
+    "",
+    "    python experiments/evidence_data.py SOURCE DATA     # its text says what SOURCE holds",
+    "    fl-bn experiments run all --variant evidence --jobs 1 --data DATA --output RUNS     # resumable",
+    "    fl-bn experiments compact RUNS --data DATA     # finished cells, into experiments/results",
+    "    fl-bn experiments evidence --readme README.md     # this page, and README's table; --pages FOLDER: one per claim",
+)
+
+
+def readme(text: str, claims: Sequence[Tested], folder: str) -> str:
+    """``text`` with the verdicts between its marks; ``folder``: where EVIDENCE.md is, from there. Raises ConfigError without marks."""
+    return replaced(text, "evidence", short(claims, f"{folder}/{PAGE}"))
+
+
+def write_evidence(folder: Path, pages: Path | None = None, experiments: Path = FOLDER, readme_file: Path | None = None) -> list[Path]:
+    """EVIDENCE.md and the picture in ``folder``, a page per claim that has results in ``pages``, README's table; the files made.
+
+    ``experiments``: the folder of the register and of the experiments' files.
+    """
+    claims = gather(folder, experiments)
+    made = [folder / PAGE]
+    durable.write(made[0], markdown(claims).encode(), mode=0o666)
+    if drawn := picture(claims):
+        made += drawn.save(folder, ["png"])
+    if readme_file:
+        there = folder.resolve().relative_to(readme_file.resolve().parent).as_posix()
+        durable.write(readme_file, readme(readme_file.read_text(encoding="utf-8"), claims, there).encode(), mode=0o666)
+        made.append(readme_file)
+    for one in claims:
+        if pages and one.runs and one.runs.report:
+            pages.mkdir(parents=True, exist_ok=True)
+            made.append(pages / f"{one.claim.id}.html")
+            durable.write(made[-1], claim_page(one.runs.report, statement(one)).encode(), mode=0o666)
+    return made
+
+
+def markdown(claims: Sequence[Tested]) -> str:
+    """EVIDENCE.md: one line per claim, the picture, then a section per paper."""
+    lines = [*HEAD, "", "| claim | verdict | the paper's difference | ours |", "|---|---|---|---|"]
+    lines += [
+        f"| [{one.claim.id}](#{one.anchor}) {one.claim.claim} | {_bold(one.verdict)} | {_paper(one)} | {_ours(one)} |" for one in claims
+    ]
+    if any(one.was_run for one in claims):
+        lines += ["", f"![the papers' differences and ours]({PICTURE}.png)"]
+    for paper in dict.fromkeys(one.experiment.paper for one in claims):
+        lines += ["", f"## {paper}"]
+        for one in claims:
+            lines += ["", *_section(one)] if one.experiment.paper == paper else []
+    return "\n".join([*lines, "", *RULES]) + "\n"
+
+
+def short(claims: Sequence[Tested], page: str) -> str:
+    """How many claims were tested, and README's table of them; ``page``: EVIDENCE.md from there."""
+    run = [one for one in claims if one.was_run]
+    decided = [one for one in run if not one.verdict.startswith((OPEN, NOT_AT_SCALE))]
+    lines = [f"Of {len(claims)} claims of the five papers {len(run)} have runs here, and {len(decided)} are decided by them.", ""]
+    lines += ["| claim | verdict | the paper's difference | ours |", "|---|---|---|---|"]
+    lines += [_line(one, f"{page}#{one.anchor}", one.verdict) for one in run]
+    exact = [one.claim.id for one in claims if one.claim.exact]
+    waiting = [one for one in claims if not one.was_run and not one.claim.exact]
+    lines += ["", f"Exactly as in the paper: {', '.join(exact)}."] if exact else []
+    lines += ["", f"{len(waiting)} more are not run yet, or not testable here: [the page]({page}) names them."] if waiting else []
+    return "\n".join(lines) + "\n"
+
+
+def _line(one: Tested, link: str, verdict: str) -> str:
+    return f"| [{one.claim.id}]({link}) {one.claim.claim} | {verdict} | {_paper(one)} | {_ours(one)} |"
+
+
+def statement(one: Tested) -> Statement:
+    """The head of a claim's own page."""
+    words = [(title, text) for title, text in (("Where", one.claim.place), *_words(one), *_cells(one.runs)) if text]
+    whys = [Answered(own.asks, one.answer(own, outcomes), _all(outcomes)) for own, _, outcomes in one.own]
+    name = one.claim.of
+    commands = (
+        f"fl-bn experiments run {name} --variant {one.claim.variant} --jobs 1 --data DATA --output RUNS",
+        "fl-bn experiments compact RUNS --data DATA",
+        "fl-bn experiments evidence --pages PAGES",
+    )
+    return Statement(one.claim.claim, one.experiment.paper, _decided(one), tuple(words), _all(one.outcomes), commands, tuple(whys))
+
+
+def picture(claims: Sequence[Tested]) -> Picture | None:
+    """The paper's difference and ours, a line per comparison in points of every claim that was run; None: there is none."""
+    groups = {
+        f"{one.claim.id}: {one.verdict}": [
+            Difference(str(o.comparison), o.mean, o.half, o.state, o.limit, o.comparison.gap, bool(o.comparison.paper))
+            for o in one.outcomes
+            if o.state != MISSING and not o.comparison.metric
+        ]
+        for one in claims
+    }
+    groups = {name: rows for name, rows in groups.items() if rows}
+    return differences(PICTURE, groups, (HELD, AGAINST, OPEN, SMALL)) if groups else None
+
+
+def _section(one: Tested) -> list[str]:
+    claim = one.claim
+    lines = [f"### {claim.id}", "", f"{claim.claim}. *{claim.place}.* {_decided(one, bold=True)}"]
+    if not one.was_run:
+        if one.outcomes:
+            said = [f"{o.comparison}: {_numbers(o.comparison)}" for o in one.outcomes]
+            lines[-1] += f" The paper's numbers: {'; '.join(said)}. To be run: `{claim.of}`, variant `{claim.variant}`."
+            lines[-1] += "" if one.gpu_hours is None else f" The paper's own setting takes about {one.gpu_hours:.1f} hours of a GPU."
+        return lines + _own(one)
+    for title, text in _words(one):
+        lines += ["", f"{title}: {text}"] if text else []
+    lines += ["", *_table(one.outcomes)]
+    for title, text in _cells(one.runs):
+        lines += ["", f"{title}: {text}"]
+    return lines + _own(one)
+
+
+def _own(one: Tested) -> list[str]:
+    lines = []
+    for own, runs, outcomes in one.own:
+        said = f"**{own.asks}** {one.answer(own, outcomes)} ({len(runs.kept)} of {len(runs.defined)} cells)"
+        lines += ["", f"#### {own.id}", "", said]
+        lines += ["", *_table(outcomes)] if any(o.differences for o in outcomes) else []
+    return lines
+
+
+def _words(one: Tested) -> tuple[tuple[str, str], ...]:
+    rates = in_words(tried(one.runs, one.rates)) if one.runs and one.rates else ""
+    return (
+        ("What differs from the paper", one.claim.differs and f"{one.claim.differs}."),
+        ("Learning rates, tried on samples held out of the training part", rates and f"{rates}."),
+        ("Cause", one.claim.cause),
+    )
+
+
+def _decided(one: Tested, bold: bool = False) -> str:
+    """The verdict, and what is behind what is not decided."""
+    said = f"Verdict: {one.verdict}."
+    if one.claim.exact:
+        return f"{f'**{said}**' if bold else said} The numbers are equal: `{one.claim.exact}`."
+    more = "; ".join(one.reasons)
+    ending = "" if not more else f" {more}" if more.endswith(".") else f" Not decided: {more}."
+    return (f"**{said}**" if bold else said) + ending
+
+
+def _table(outcomes: Iterable[Outcome]) -> list[str]:
+    head = ["| comparison | the paper | ours | difference (95 % interval) | detectable | n | |", "|---|---:|---:|---:|---:|---:|---|"]
+    return [*head, *(f"| {' | '.join(_row(one))} |" for one in outcomes)]
+
+
+def _row(one: Outcome) -> tuple[str, ...]:
+    state = one.state if one.limit is None or one.state == MISSING else f"{one.state} (within {one.limit:.1f})"
+    if one.state == SMALL and one.tested != OPEN:
+        state += f"; there {one.tested}"
+    ours = "–" if not one.left else f"{_mean(one.left, one)}, {_mean(one.right, one)}"
+    return str(one.comparison), _numbers(one.comparison), ours, _difference(one), _detectable(one), str(len(one.differences)), state
+
+
+def _numbers(one: Comparison) -> str:
+    """The paper's two numbers and their difference, or where they were read off."""
+    if one.paper:
+        spread = f" (± {one.spread[0]:g}, {one.spread[1]:g})" if one.spread else ""
+        return f"{one.paper[0]:g}, {one.paper[1]:g}: {one.gap:+.2f}{spread}"
+    if one.about:
+        return f"figure {one.figure}: about {one.about[0]:g}, {one.about[1]:g}"
+    return f"figure {one.figure} only" if one.figure else "–"
+
+
+def _paper(one: Tested) -> str:
+    """The paper's own difference of the comparison that stands for the claim."""
+    if one.main is None:
+        return "exact" if one.claim.exact else "–"
+    comparison = one.main.comparison
+    said = "figure only"
+    if comparison.gap is not None:
+        said = f"{comparison.gap:+.1f}" if comparison.paper else f"about {comparison.gap:+.0f}"
+    return f"{comparison}: {said}"
+
+
+def _ours(one: Tested) -> str:
+    if one.main is None or not one.main.differences:
+        return "equal" if one.claim.exact else "–"
+    return f"{_difference(one.main)}, n = {len(one.main.differences)}"
+
+
+def _bold(verdict: str) -> str:
+    return verdict if verdict in (NOT_RUN, UNTESTABLE, NOT_AT_SCALE, OPEN) else f"**{verdict}**"
+
+
+def _cells(runs: Runs | None) -> list[tuple[str, str]]:
+    """What was run, and what is missing, with a title each."""
+    if runs is None or not runs.kept:
+        return []
+    commits = ", ".join(f"{len([k for k in runs.kept if k.commit == c])} on {c}" for c in dict.fromkeys(k.commit for k in runs.kept))
+    said = f"{len(runs.kept)} of {len(runs.defined)} ({commits}), {sum(kept.seconds for kept in runs.kept) / 3600:.1f} hours of the clock."
+    if runs.missing:
+        said += f" Missing: about {runs.hours_missing:.1f} core hours."
+    return [("Cells run", said)]
+
+
+def _all(outcomes: Iterable[Outcome]) -> tuple[Compared, ...]:
+    return tuple(_compared(o) for o in outcomes)
+
+
+def _compared(one: Outcome) -> Compared:
+    comparison, _, _, difference, detectable, n, state = _row(one)
+    p = "–" if math.isnan(one.p) else "< 0.001" if one.p < 0.001 else f"{one.p:.3f}"
+    return Compared(comparison, difference, _numbers(one.comparison), detectable, n, p, state)
+
+
+def _difference(one: Outcome) -> str:
+    if not one.differences:
+        return "–"
+    mean, low, high = (f"{value:+.{_digits(one)}f}" for value in (one.mean, one.mean - one.half, one.mean + one.half))
+    return mean if math.isnan(one.half) else f"{mean} ({low} to {high})"
+
+
+def _detectable(one: Outcome) -> str:
+    return "–" if math.isnan(one.detectable) else f"{one.detectable:.{_digits(one)}f}"
+
+
+def _mean(values: Sequence[float], one: Outcome) -> str:
+    return f"{sum(values) / len(values):.{_digits(one)}f}"
+
+
+def _digits(one: Outcome) -> int:
+    """After the point: of points of accuracy, or of a metric that the comparison names."""
+    return 3 if one.comparison.metric else 1

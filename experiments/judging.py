@@ -1,0 +1,172 @@
+"""What paired seeds say of a comparison, and what the comparisons say of a claim: the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from experiments.claims import LEAST, Claim, Comparison, Own, Rules
+
+LEVEL = 0.05  # of the paired, two-sided t-test, and of the confidence intervals
+POWER = 0.8  # with which a difference is found that counts as detectable
+HELD, AGAINST, OPEN, SMALL, MISSING = "held", "contradicted", "undecided", "not at scale", "not run yet"
+REPRODUCED, MOSTLY, CONTRADICTED, UNDECIDED = "reproduced", "mostly reproduced", "contradicted", "undecided"
+NOT_AT_SCALE, UNTESTABLE, NOT_RUN = "not at scale", "not testable here", "not run yet"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``left``, ``right``: a value per seed that both have, in points of the metric. ``small``: why the runs are no test of the claim's
+    scale; empty: they are. ``needed``: seeds that decide; ``limit``: the distance that is claimed, None: an order is.
+
+    ``resampled``: as in ``Claim``. Divisions of the same samples share most of their training samples, so they are no independent draws.
+
+    Reference: Nadeau, Bengio: Inference for the Generalization Error, Machine Learning 52, 2003, the corrected resampled t-test.
+    """
+
+    comparison: Comparison
+    left: tuple[float, ...]
+    right: tuple[float, ...]
+    needed: int = LEAST
+    collapse: float = math.inf
+    limit: float | None = None
+    small: str = ""
+    resampled: float = 0.0
+
+    @property
+    def differences(self) -> tuple[float, ...]:
+        return tuple(left - right for left, right in zip(self.left, self.right, strict=True))
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.differences) if self.differences else math.nan
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean; NaN for fewer than two seeds."""
+        n = len(self.differences)
+        return stdev(self.differences) * math.sqrt(1 / n + self.resampled) if n > 1 else math.nan
+
+    @property
+    def p(self) -> float:
+        """Of the paired t-test that the difference is 0; NaN for fewer than two seeds."""
+        from scipy.special import stdtr  # type: ignore[import-untyped]  # here, not above: others need not pay for the import
+
+        if len(self.differences) < 2:
+            return math.nan
+        if self.error == 0:
+            return 1.0 if self.mean == 0 else 0.0
+        return float(2 * stdtr(len(self.differences) - 1, -abs(self.mean) / self.error))
+
+    @property
+    def half(self) -> float:
+        """Half of the 95 % confidence interval of the mean; NaN for fewer than two seeds."""
+        from scipy.special import stdtrit
+
+        if len(self.differences) < 2:
+            return math.nan
+        return float(stdtrit(len(self.differences) - 1, 1 - LEVEL / 2)) * self.error
+
+    @property
+    def detectable(self) -> float:
+        """The smallest true difference that the test finds with ``POWER``, if seeds differ as these do; NaN for fewer than two."""
+        from scipy.special import nctdtrinc, stdtrit
+
+        if len(self.differences) < 2:
+            return math.nan
+        freedom = len(self.differences) - 1
+        return float(nctdtrinc(freedom, 1 - POWER, stdtrit(freedom, 1 - LEVEL / 2))) * self.error
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are seeds enough to decide: those that are needed, or ``LEAST`` where the difference is a collapse."""
+        n = len(self.differences)
+        return n >= self.needed or (n >= LEAST and abs(self.mean) > self.collapse)
+
+    @property
+    def state(self) -> str:
+        """``HELD`` or ``AGAINST`` where the runs are a test and the seeds decide."""
+        if not self.differences:
+            return MISSING
+        if self.small:
+            return SMALL
+        return self.tested if self.enough else OPEN
+
+    @property
+    def tested(self) -> str:
+        """What the test alone says, whatever the scale and the number of seeds."""
+        if len(self.differences) < 2:
+            return OPEN
+        if self.limit is None:
+            return OPEN if self.p >= LEVEL else HELD if self.mean > 0 else AGAINST
+        if abs(self.mean) + self.half <= self.limit:
+            return HELD
+        return AGAINST if abs(self.mean) - self.half > self.limit else OPEN
+
+    @property
+    def too_coarse(self) -> bool:
+        """Whether the seeds differ too much to see what is claimed: the paper's own difference, or that there is none beyond ``limit``."""
+        if self.limit is not None:
+            return self.half > self.limit
+        gap = self.comparison.gap
+        return gap is not None and self.detectable > abs(gap)
+
+
+def verdict(claim: Claim, outcomes: Sequence[Outcome]) -> str:
+    """Return the word for what became of ``claim``, with how many of its comparisons are behind it.
+
+    Contradictions come first: one is enough. A claim is mostly reproduced where more than half of its comparisons held and none is
+    contradicted.
+    """
+    if claim.untestable:
+        return UNTESTABLE
+    if claim.exact:
+        return f"{REPRODUCED} (exactly)"
+    states = [one.state for one in outcomes]
+    n, held, against = len(states), states.count(HELD), states.count(AGAINST)
+    if states.count(MISSING) == n:
+        return NOT_RUN
+    if against:
+        return f"{CONTRADICTED} ({against} of {n})"
+    if held == n:
+        return REPRODUCED
+    if 2 * held > n:
+        return f"{MOSTLY} ({held} of {n})"
+    return NOT_AT_SCALE if SMALL in states else UNDECIDED
+
+
+def reasons(outcomes: Sequence[Outcome]) -> list[str]:
+    """Say why comparisons are not decided, each reason once."""
+    found: dict[str, int] = {}
+    for one in outcomes:
+        if one.state == SMALL:
+            said = one.small
+        elif one.state == MISSING:
+            said = "not run yet"
+        elif one.state != OPEN:
+            continue
+        elif not one.enough:
+            said = f"{len(one.differences)} of {one.needed} seeds"
+        else:
+            said = "a difference as small as the paper's would not have been seen" if one.too_coarse else "the seeds do not separate them"
+        found[said] = found.get(said, 0) + 1
+    return [f"{said} ({count} of {len(outcomes)})" for said, count in found.items()]
+
+
+def answer(own: Own, outcomes: Sequence[Outcome]) -> str:
+    """``own.yes`` where every comparison held, ``own.no`` where none did and one is contradicted, else what is known."""
+    states = [one.state for one in outcomes]
+    if all(state == MISSING for state in states):
+        return "Not run yet."
+    if all(state == HELD for state in states):
+        return own.yes
+    if HELD not in states and AGAINST in states:
+        return own.no
+    return f"Undecided: {states.count(HELD)} of {len(states)} comparisons held, {states.count(AGAINST)} contradicted."
+
+
+def needed(claim: Claim, rules: Rules) -> int:
+    """Return the seeds that decide a comparison of ``claim``."""
+    return claim.seeds or rules.seeds

@@ -1,0 +1,175 @@
+"""Finished cells of a sweep in a form that is committed: a file of JSON lines per experiment and variant, a line per cell.
+
+A line has the cell's name, its axes, the keys of its run config that are not the default, the commit that it ran on, its seconds, and its
+evaluated rounds. Data paths stand as in the sweep file, with ``{data}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fl_bn.options import Value
+from fl_bn.report.cells import EVALUATION
+from fl_bn.report.cells import Cell as Shown
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.support import durable
+from fl_bn.sweep.cells import OWN, ROUNDS_OTHERWISE, Cell
+from fl_bn.sweep.file import Sweep
+from fl_bn.task import CLASSIFICATION
+
+ANY_DATA = "{data}"  # for --data: leaves the paths of a sweep file as they stand there
+CURVE = ("round", "loss", "per-domain", "drift", "min-var", *sorted(EVALUATION))
+DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One finished cell. ``config``: the keys that are not the default; ``seconds``: of the wall; ``curve``: evaluated rounds."""
+
+    name: str
+    axes: Mapping[str, Value]
+    config: Mapping[str, Value]
+    commit: str
+    seconds: float
+    curve: tuple[Mapping[str, Any], ...]
+
+    def shown(self) -> Shown:
+        """As a report reads it."""
+        return Shown(self.name, self.axes, {**RunConfig().to_mapping(), **self.config}, "finished", rows=self.curve)
+
+    def line(self) -> str:
+        return json.dumps(self.__dict__, ensure_ascii=False)
+
+
+def keep(found: Iterable[Kept], defined: Sequence[Cell], file: Path) -> int:
+    """Write ``found``, of the cells in ``defined``, into ``file``, beside those that are there; how many it holds now.
+
+    Raises:
+        ConfigError: a line of ``file`` is of another cell, or of other settings.
+    """
+    there = {kept.name: kept for kept in (*load(file, defined), *found)}
+    lines = [there[cell.config.name].line() for cell in defined if cell.config.name in there]
+    if lines:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        durable.write(file, ("\n".join(lines) + "\n").encode(), mode=0o666)
+    return len(lines)
+
+
+def finished(ran: Sequence[Cell], defined: Sequence[Cell]) -> Iterator[Kept]:
+    """Those of ``ran`` that have ended well. ``defined``: the same cells of the same sweep file, read with ``ANY_DATA``.
+
+    Raises:
+        ConfigError: a folder holds another run than the sweep file defines.
+    """
+    for cell, definition in zip(ran, defined, strict=True):
+        if cell.finished():
+            commit, seconds = _origin(cell)
+            config = _as_run(own_config(definition.config), cell)
+            yield Kept(cell.config.name, dict(cell.axes), config, commit, seconds, _curve(cell.rows()))
+
+
+def measured(
+    ran: Sequence[Cell],
+    defined: Sequence[Cell],
+    ways: Sequence[str],
+    measure: Callable[[Cell], Mapping[str, float]],
+    there: Iterable[Kept] = (),
+) -> Iterator[Kept]:
+    """The same of a program's runs, each of which is a line per way of ``ways`` to measure it; ``defined``: as ``in_ways`` makes them.
+
+    ``there``: results of before; a run that they are of, by its commit and seconds, is not measured again.
+    """
+    before = {kept.name: kept for kept in there}
+    for n, cell in enumerate(ran):
+        if cell.finished():
+            mine = defined[n * len(ways) : (n + 1) * len(ways)]
+            commit, seconds = _origin(cell)
+            seconds = round(seconds / len(ways), 1)
+            known = [kept for one in mine if (kept := before.get(one.config.name)) and (kept.commit, kept.seconds) == (commit, seconds)]
+            if len(known) == len(ways):
+                yield from known
+                continue
+            values = measure(cell)
+            for definition, way in zip(mine, ways, strict=True):
+                row = {"round": cell.config.rounds, CLASSIFICATION.metric: _short(values[way])}
+                yield Kept(definition.config.name, dict(definition.axes), own_config(definition.config), commit, seconds, (row,))
+
+
+def in_ways(cells: Sequence[Cell], axis: str, ways: Sequence[str]) -> list[Cell]:
+    """``cells``, each once per way in which it is measured: on ``axis``."""
+    return [
+        Cell(replace(cell.config, name=f"{cell.config.name}-{way.replace(' ', '_')}"), {**cell.axes, axis: way})
+        for cell in cells
+        for way in ways
+    ]
+
+
+def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
+    """The cells of ``file`` in their order there; none if it is not there.
+
+    Raises:
+        ConfigError: a line cannot be read, is of no cell in ``defined``, or of one with another config.
+    """
+    if not file.exists():
+        return []
+    known = {cell.config.name: cell.config for cell in defined}
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            said = json.loads(line)
+            kept = Kept(**{**said, "curve": tuple(said["curve"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{file}, line {number}: expected a result as `fl-bn experiments compact` writes it: {error}") from error
+        here = known.get(kept.name)
+        if here is None:
+            raise ConfigError(f"{file}, line {number}: {kept.name} is no cell of the experiment any more: remove the line")
+        own = own_config(here)
+        deciding = {**own, **kept.config}.keys() - ROUNDS_OTHERWISE - here.without_effect
+        if differing := sorted(key for key in deciding if own.get(key) != kept.config.get(key)):
+            of = ", ".join(f"{key} {kept.config.get(key)!r} there, {own.get(key)!r} in the experiment's file" for key in differing)
+            raise ConfigError(f"{file}, line {number}: {kept.name} ran with other settings ({of}): remove the line, or run it again")
+        found.append(kept)
+    return found
+
+
+def own_config(config: RunConfig) -> dict[str, Value]:
+    """The keys that are not the default, without those that a sweep decides."""
+    default = RunConfig().to_mapping()
+    return {key: value for key, value in config.to_mapping().items() if value != default[key] and key not in OWN}
+
+
+def _as_run(config: Mapping[str, Value], cell: Cell) -> dict[str, Value]:
+    """``config``, with the keys that change last digits as ``cell`` was run."""
+    there, default = cell.ran(), RunConfig().to_mapping()
+    own = {key: there[key] for key in sorted(ROUNDS_OTHERWISE) if there[key] != default[key]}
+    return {key: value for key, value in config.items() if key not in ROUNDS_OTHERWISE} | own
+
+
+def cells_of(sweep: Sweep) -> list[Cell]:
+    """A sweep's cells where no run is looked for."""
+    return sweep.cells(Path("/nowhere"))
+
+
+def _origin(cell: Cell) -> tuple[str, float]:
+    """The commit that it ran on, and its seconds; a resumed one's outcome has its last part's."""
+    environment = json.loads((cell.path / "environment.json").read_text(encoding="utf-8"))
+    seconds = max(float(cell.outcome().get("seconds", 0.0)), sum(row.get("seconds") or 0.0 for row in cell.rows()))
+    return str(environment["commit"]), round(seconds, 1)
+
+
+def _curve(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(
+        {key: _short(row[key]) for key in CURVE if row.get(key) is not None}
+        for row in rows
+        if any(row.get(name) is not None for name in EVALUATION) or row is rows[-1]
+    )
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(of) for key, of in value.items()}
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

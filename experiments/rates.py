@@ -1,0 +1,80 @@
+"""The learning rates of a claim's runs, beside others that were tried on samples held out of the training part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from experiments.evidence import Runs
+from fl_bn.report.settings import SEED, label
+
+AXIS = "rate"  # of the variant that tries learning rates
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One method at several learning rates. ``accuracies``: rate -> percent, a value per seed whose run stayed finite; ``claimed``: the
+    rate of the claim's runs, NaN where they have several."""
+
+    name: str
+    accuracies: Mapping[float, Sequence[float]]
+    claimed: float
+
+    @property
+    def best(self) -> float:
+        """The rate with the highest mean."""
+        return max(self.accuracies, key=self.mean)
+
+    @property
+    def lost(self) -> float:
+        """By how many points the best rate is above the claim's; NaN where that was not tried."""
+        return self.mean(self.best) - self.mean(self.claimed) if self.claimed in self.accuracies else math.nan
+
+    def mean(self, rate: float) -> float:
+        """In percent; minus infinity where no run stayed finite."""
+        return fmean(self.accuracies[rate]) if self.accuracies[rate] else -math.inf
+
+    def shown(self, rate: float) -> str:
+        """Mean (standard deviation over the seeds), the best rate's in bold."""
+        values = self.accuracies.get(rate)
+        if not values:
+            return "not run" if values is None else "not finite"
+        mean = f"{self.mean(rate):.1f}"
+        return (f"**{mean}**" if rate == self.best else mean) + (f" ({stdev(values):.1f})" if len(values) > 1 else "")
+
+
+def tried(claim: Runs, rates: Runs) -> list[Tried]:
+    """Every method that ``rates`` has runs of, with the rate of the ``claim``'s runs of it that stand on the same values of the other axes;
+    where none does, of all its runs."""
+    if rates.report is None:
+        return []
+    layout, found = rates.report.layout, []
+    shown = [axis for axis in (layout.row_axis, *layout.rest) if axis != AXIS]
+    for values, cells in layout.by(shown).items():
+        accuracies: dict[float, list[float]] = {}
+        for cell in cells:
+            finite = [point[1] for point in [cell.last(cell.metric)] if point and math.isfinite(point[1])]
+            accuracies.setdefault(float(cell.config["learning-rate"]), []).extend(finite)
+        place = {axis: cells[0].at(axis) for axis in cells[0].axes if axis not in (SEED, AXIS)}
+        there = _rates(claim, place) or _rates(claim, {layout.row_axis: place[layout.row_axis]})
+        found.append(Tried(", ".join(values), accuracies, there.pop() if len(there) == 1 else math.nan))
+    return found
+
+
+def in_words(methods: Sequence[Tried]) -> str:
+    """For which methods the claim's rate is the best that was tried, and by how much another was better."""
+    best = [one.name for one in methods if one.lost == 0]
+    worse = [f"{one.name} ({one.best:g}, by {one.lost:.1f})" for one in methods if one.lost > 0]
+    unknown = [f"{one.name} ({one.best:g})" for one in methods if math.isnan(one.lost)]
+    said = [f"the claim's rate is the best that was tried for {', '.join(best)}"] if best else []
+    said += [f"another was better, by so many points, for {', '.join(worse)}"] if worse else []
+    said += [f"the claim's was not tried, and this is the best of the others, for {', '.join(unknown)}"] if unknown else []
+    return "; ".join(said)
+
+
+def _rates(runs: Runs, place: Mapping[str, str]) -> set[float]:
+    """The learning rates of the runs that stand at ``place``, of the axes that they have."""
+    alike = [cell for cell in runs.defined if all(label(cell.axes[axis]) == of for axis, of in place.items() if axis in cell.axes)]
+    return {cell.config.learning_rate for cell in alike}

@@ -1,0 +1,173 @@
+"""The machine: Python and packages, GPU, memory, disks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
+
+from fl_bn.support.finding import Finding
+
+PACKAGES = ("flwr", "torch", "grpcio", "protobuf")
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"  # in a checkout: the versions that the tests ran with
+LITTLE = 1 << 30  # bytes of memory, GPU memory or disk below which a word is due
+GB = 1 << 30
+LOST = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's own layer"}  # what is lost with a reboot or a container
+INSTALL = "install again, in this environment: pip install -c constraints.txt -e '.[deployment,report,vision]'"
+
+
+def python() -> Finding:
+    """Its version against fl-bn's ``requires-python``."""
+    from packaging.specifiers import SpecifierSet
+
+    needed, here = SpecifierSet(metadata("fl-bn")["Requires-Python"]), platform.python_version()
+    if not needed.contains(here, prereleases=True):
+        return Finding("fail", "python", f"this is Python {here}, but fl-bn needs {needed}", "make the environment anew with such a Python")
+    return Finding("ok", "python", f"{here} (needed: {needed})")
+
+
+def package(name: str, constraints: Path = CONSTRAINTS) -> Finding:
+    """Its version against fl-bn's requirement, and against the checkout's ``constraints`` if there is such a file."""
+    from packaging.version import Version
+
+    needed = _requirement(name)
+    try:
+        here = version(name)
+    except PackageNotFoundError:
+        return Finding("fail", name, f"it is not installed, but fl-bn needs {name} {needed}".rstrip(), INSTALL)
+    if not _contains(needed, here):
+        return Finding("fail", name, f"{here} is installed, but fl-bn needs {needed}", INSTALL)
+    tested = _pins(constraints).get(name, "")
+    if tested and Version(here).public != Version(tested).public:
+        return Finding("warn", name, f"{here} is installed, but {tested} was tested", f"if anything misbehaves, {INSTALL}")
+    return Finding("ok", name, here + (f" (needed: {needed})" if needed else "") + (", as tested" if tested else ""))
+
+
+def _contains(needed: str, here: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(needed).contains(here, prereleases=True)
+
+
+@lru_cache(maxsize=8)
+def _requirement(name: str) -> str:
+    """fl-bn's own, and that of its extra ``deployment``, e.g. ``>=1.25,<1.26``; empty: any version."""
+    from packaging.requirements import Requirement
+
+    stated = [Requirement(line) for line in requires("fl-bn") or ()]
+    of_name = [found for found in stated if found.name.lower() == name]
+    for found in sorted(of_name, key=lambda found: found.marker is None):  # the extra's is the narrower one
+        if found.marker is None or found.marker.evaluate({"extra": "deployment"}):
+            return ",".join(sorted((str(part) for part in found.specifier), reverse=True))
+    return ""
+
+
+def _pins(constraints: Path) -> dict[str, str]:
+    if not constraints.is_file():
+        return {}
+    lines = (line.partition("==") for line in constraints.read_text().splitlines() if "==" in line)
+    return {name.strip().lower().replace("_", "-"): pinned.strip() for name, _, pinned in lines}
+
+
+def gpu(device: str, where: str) -> Finding:
+    """Whether there is the device, a memory that others left free, and a kernel that runs on it. ``where``: who asks for it."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as said:  # an old driver, say
+        warnings.simplefilter("always")
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    asked = f"device={device} ({where})"
+    if device == "cpu":
+        return Finding("ok", "gpu", f"{asked}: {os.cpu_count()} cores")
+    why = "; ".join(str(warning.message) for warning in said)
+    if torch.version.cuda is None:
+        why = f"this torch, {torch.__version__}, is built without CUDA"
+    if device == "auto" and seen == 0:
+        if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists():
+            return Finding(
+                "warn",
+                "gpu",
+                f"{asked}: this machine has an NVIDIA driver, but torch sees no GPU{f' ({why})' if why else ''}, so training is on the CPU",
+                "see whether nvidia-smi works, and whether torch is built for that driver; or set the device to cpu",
+            )
+        return Finding("ok", "gpu", f"{asked}: no GPU, so training is on the CPU ({os.cpu_count()} cores)")
+    index = 0 if device == "auto" else torch.device(device).index or 0
+    if index >= seen:
+        return Finding(
+            "fail",
+            "gpu",
+            f"{asked}, but torch sees {f'only {seen}' if seen else 'no'} GPU{'s' if seen > 1 else ''}{f' ({why})' if why else ''}",
+            "name one that is there (counted from 0), or auto or cpu; if it should be there, see whether nvidia-smi shows it",
+        )
+    torch.ones(1, device=f"cuda:{index}").sum().item()
+    free, total = torch.cuda.mem_get_info(index)
+    text = f"{asked}: {torch.cuda.get_device_name(index)}, {free / GB:.1f} of {total / GB:.1f} GB free"
+    if free < LITTLE:
+        return Finding("warn", "gpu", text, "end what else uses it (nvidia-smi shows that), or name another device")
+    return Finding("ok", "gpu", text)
+
+
+def memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> Finding:
+    """What Linux could give to a new process, in a container too."""
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" is a ValueError: no limit
+        free, total = min(free, limit - int((group / "memory.current").read_text())), min(total, limit)
+    except (OSError, ValueError):
+        pass
+    text = f"{free / GB:.1f} of {total / GB:.1f} GB are free"
+    if free < LITTLE:
+        return Finding("warn", "memory", text, "end other programs; torch, the data and a copy of the model need more")
+    return Finding("ok", "memory", text)
+
+
+def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Finding:
+    """Whether a file written to ``folder`` and synced holds what was written, how much room is left, and what of it survives."""
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    shown = str(folder) if existing == folder else f"{folder} (not made yet; {existing} was tried)"
+    try:
+        _write_and_remove(existing)
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        name = f"{existing}: {error.strerror}" if error.strerror else str(error)
+        return Finding(
+            "fail", check, f"{shown} cannot be written: {name}", "give this user write access, make room, or name another folder"
+        )
+    text = f"{shown} is writable, a file was written, synced and read back; {free / GB:.1f} GB are free"
+    kind = _file_system(existing.resolve(), mounts)
+    if kind in LOST:
+        return Finding(
+            "warn",
+            check,
+            f"{text}; but it is {LOST[kind]} ({kind}) and is lost with it",
+            "name a folder on a disk, or mount a volume there",
+        )
+    if free < LITTLE:
+        return Finding("warn", check, text, "make room: checkpoints and models of many rounds gather there")
+    return Finding("ok", check, text)
+
+
+def _write_and_remove(folder: Path) -> None:
+    content = os.urandom(1 << 16)
+    with tempfile.NamedTemporaryFile(prefix=".fl-bn-doctor-", dir=folder) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        if Path(file.name).read_bytes() != content:
+            raise OSError(f"{folder} does not give back what was written to it")
+
+
+def _file_system(folder: Path, mounts: Path) -> str:
+    """Its kind, e.g. ``ext4``; empty where Linux does not say."""
+    try:
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return ""
+    found = [(line[1].replace("\\040", " "), line[2]) for line in lines if len(line) > 2]
+    return max((len(point), kind) for point, kind in [("", ""), *found] if not point or folder.is_relative_to(point))[1]

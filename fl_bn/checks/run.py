@@ -1,0 +1,52 @@
+"""The checks of this machine, and of a run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from fl_bn.checks import clock, experiment, machine
+from fl_bn.checks.guard import each, guarded
+from fl_bn.support.finding import Finding
+
+
+def this_machine() -> Iterator[Finding]:
+    """Check packages, memory and clock of this machine."""
+    yield guarded("python", machine.python)
+    for name in machine.PACKAGES:
+        yield guarded(name, partial(machine.package, name))
+    yield guarded("memory", machine.memory)
+    yield guarded("time service", clock.time_service)
+
+
+def diagnose(overrides: str = "") -> Iterator[Finding]:
+    """Check this machine, and a run with ``overrides`` on it. Nothing that is wrong there is raised: it is a finding."""
+    yield from this_machine()
+    yield from each("run config", lambda: _run_here(overrides))
+
+
+def _run_here(overrides: str) -> Iterator[Finding]:
+    values = parsed(overrides)
+    yield from [values] if isinstance(values, Finding) else run(values)
+
+
+def run(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check a run as the server sees it."""
+    found, config = experiment.run_config(values)
+    yield found
+    if config is not None:
+        yield guarded("gpu", lambda: machine.gpu(config.device, "run config"))
+        yield guarded("data", lambda: experiment.run_data(config))
+        yield guarded("model", lambda: experiment.model_layers(config))
+
+
+def parsed(overrides: str) -> dict[str, Any] | Finding:
+    """Return the keys that ``overrides`` sets; a finding where they cannot be read."""
+    from fl_bn.run.config import ConfigError
+    from fl_bn.run.overrides import parse_overrides
+
+    try:
+        return parse_overrides(overrides)
+    except ConfigError as error:
+        return experiment.refused(error)

@@ -1,1 +1,0 @@
-"""The papers' experiments: sweep files, and in ``programs`` those that are no sweeps."""

@@ -1,0 +1,142 @@
+"""Byzantine clients in an experiment: their replies are rewritten when all have come, since they know the honest ones.
+
+Only what came is rewritten, before anything is checked: what the server refuses of it, it would refuse of a real attacker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from flwr.app import Message
+
+from fl_bn.federation.defence import Defence
+from fl_bn.federation.narrow import EXACT, PayloadDtype
+from fl_bn.federation.payload import Payload, tensor_name
+from fl_bn.flower.population import Client
+from fl_bn.flower.wire.codec import from_records, to_record
+from fl_bn.moments import Moments, plain_average, pool
+from fl_bn.robust.attacks import Adversary, Damage
+from fl_bn.support.wire import WireError
+
+VARIANCES = {"statistics": ("running_mean", "running_var"), "moments": ("mean", "var")}
+
+
+def corrupt(
+    replies: Sequence[Message],
+    cohort: Sequence[Client],
+    population: int,
+    adversary: Adversary,
+    defence: Defence,
+    sent: Payload,
+    rounding: PayloadDtype = EXACT,
+) -> None:
+    """Rewrite the Byzantine clients' replies in place, as ``adversary`` says. ``sent``: what all clients got; ``rounding``: how both
+    carry weights and gradients.
+
+    The Byzantine ones are the last ``adversary.f`` of ``population`` clients. An error, or a reply that cannot be read, stays. Honest
+    replies that are not finite will be refused, so no lie follows from them; with no other, the lies stay as they came.
+    """
+    if adversary.flips_labels:
+        return
+    index, sent = {client.node: client.index for client in cohort}, rounding.widen(sent)
+    honest: list[tuple[int, Message, Payload]] = []
+    liars: list[tuple[int, Message, Payload]] = []
+    for reply in replies:
+        if (client := index.get(reply.metadata.src_node_id)) is None or reply.has_error():
+            continue
+        try:
+            payload = rounding.widen(from_records(reply.content)[0])
+        except WireError:
+            continue
+        if not payload:
+            continue
+        if client >= population - adversary.f:
+            liars.append((client, reply, payload))
+        elif _finite(payload):
+            honest.append((client, reply, payload))
+    if not honest or not liars:
+        return
+    honest.sort(key=lambda entry: entry[0])
+    liars.sort(key=lambda entry: entry[0])
+    truths, lies = [payload for _, _, payload in honest], [payload for _, _, payload in liars]
+    for section in truths[0]:
+        if section in ("weights", "gradients") and adversary.on != "statistics":
+            _updates(section, truths, lies, adversary, defence, sent)
+        elif section in VARIANCES and adversary.on != "updates":
+            _statistics(section, truths, lies, adversary, defence)
+        else:
+            continue
+        for (_, reply, _), lie in zip(liars, lies, strict=True):
+            reply.content[section] = to_record(rounding.narrow({section: lie[section]}, overflows=True)[section])
+
+
+def _finite(payload: Payload) -> bool:
+    return all(np.isfinite(array).all() for section in payload.values() for array in section.values() if array.dtype.kind == "f")
+
+
+def _updates(
+    section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence, sent: Payload
+) -> None:
+    """All tensors of an update are one vector: gradients, or differences from the weights sent."""
+    names = [name for name, array in truths[0][section].items() if array.dtype.kind == "f"]
+    origin = _flat(sent["weights"], names) if section == "weights" else 0.0
+    honest = np.stack([_flat(truth[section], names) for truth in truths]) - origin
+
+    target, light = honest.mean(0), list(honest.astype(np.float32))
+
+    def damage(row: np.ndarray) -> float:
+        value = defence.update_rule([*light, *[row.astype(np.float32)] * len(lies)], defence.f).value
+        return float(np.linalg.norm(value - target))
+
+    rows = adversary.rows(honest, len(lies), damage) + origin
+    for lie, row in zip(lies, rows, strict=True):
+        at = 0
+        for name in names:
+            array = truths[0][section][name]
+            with np.errstate(over="ignore", invalid="ignore"):
+                lie[section][name] = row[at : at + array.size].reshape(array.shape).astype(array.dtype)
+            at += array.size
+
+
+def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence) -> None:
+    """Layer by layer: the means and variances are one vector; variances below 0 would be refused, so they stop there."""
+    mean, var = VARIANCES[section]
+    combine = pool if section == "moments" else plain_average
+    for layer in [name.rpartition(".")[0] for name in truths[0][section] if name.rpartition(".")[2] == mean]:
+        first, second = tensor_name(layer, mean), tensor_name(layer, var)
+        honest = np.stack([_flat(truth[section], [first, second]) for truth in truths])
+        damage = _statistics_damage(honest, len(lies), combine, partial(combine, average=defence.average))
+        rows = adversary.statistics_rows(honest, len(lies), damage)
+        channels = honest.shape[1] // 2
+        for lie, row in zip(lies, rows, strict=True):
+            with np.errstate(over="ignore", invalid="ignore"):
+                lie[section][first] = row[:channels].astype(truths[0][section][first].dtype)
+                lie[section][second] = np.maximum(row[channels:], 0).astype(truths[0][section][second].dtype)
+
+
+Combine = Callable[[Sequence[Moments]], Moments]
+
+
+def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
+    """How far the combined statistics are from the honest ones: means in standard deviations, variances as logarithms of their ratio."""
+    known = [_moments(row) for row in honest]
+    want = truth(known)
+    scale = want.var + 1e-5
+
+    def damage(row: np.ndarray) -> float:
+        got = combine([*known, *[_moments(row)] * f])
+        return float(((got.mean - want.mean).square() / scale + ((got.var + 1e-5) / scale).log().square()).sum().sqrt())
+
+    return damage
+
+
+def _moments(row: np.ndarray) -> Moments:
+    mean, var = torch.from_numpy(row).chunk(2)
+    return Moments(2, mean, var.clamp(min=0))
+
+
+def _flat(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray:
+    return np.concatenate([arrays[name].reshape(-1).astype(np.float64) for name in names])

@@ -1,0 +1,129 @@
+"""What a client keeps between its rounds: local tensors and optimiser momentum, in Flower's ``context.state`` or in files.
+
+``context.state`` lives in the memory of the simulation or of the SuperNode. Files outlive both, and a run that is resumed finds in
+them the state of the round it goes back to.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from flwr.app import ConfigRecord, RecordDict
+from torch import Tensor
+
+from fl_bn.federation.payload import to_numpy, to_tensors
+from fl_bn.federation.values import NOTHING, ClientState
+from fl_bn.flower.log import log
+from fl_bn.flower.wire.codec import to_record
+from fl_bn.flower.wire.messages import KEPT_FOR
+from fl_bn.flower.wire.run_id import RunId
+from fl_bn.support import durable
+from fl_bn.support.wire import WireError
+
+Sections = Mapping[str, Mapping[str, Tensor]]
+
+
+class StateStore(Protocol):
+    """Sections of tensors that never leave the client, by round."""
+
+    def read(self, before: int) -> ClientState:
+        """What was kept last before round ``before``."""
+
+    def write(self, round: int, sections: Sections) -> None:
+        """Keep ``sections`` after ``round``, all at once. The last statement of a round: where training fails, nobody rolls back."""
+
+
+PREVIOUS = "previous/"  # prefix of the sections kept before the newest
+
+
+class MemoryState:
+    """The newest state, and the one before for a client that is asked again, in Flower's ``context.state``."""
+
+    def __init__(self, state: RecordDict, signature: str) -> None:
+        self._state, self._signature = state, signature
+
+    def read(self, before: int) -> ClientState:
+        try:
+            owner = KEPT_FOR.of_configs(self._state)
+        except WireError:
+            return NOTHING  # of another version, or none yet
+        if owner["signature"] != self._signature:
+            return NOTHING
+        for prefix in ("", PREVIOUS):
+            if 0 < (round := owner[f"{prefix}round"]) < before:
+                records = {
+                    name.removeprefix(PREVIOUS): r
+                    for name, r in self._state.array_records.items()
+                    if name.startswith(PREVIOUS) == bool(prefix)
+                }
+                sections = {section: to_tensors({k: a.numpy() for k, a in record.items()}) for section, record in records.items()}
+                return ClientState(round, sections)
+        return NOTHING
+
+    def write(self, round: int, sections: Sections) -> None:
+        before = self.read(round)
+        for section in list(self._state.array_records):
+            del self._state[section]
+        kept = dict(sections) | {f"{PREVIOUS}{section}": tensors for section, tensors in before.sections.items()}
+        for section, tensors in kept.items():
+            self._state[section] = to_record(to_numpy(tensors))
+        self._state["kept-for"] = ConfigRecord({"signature": self._signature, "round": round, f"{PREVIOUS}round": before.round})
+
+
+class FileState:
+    """One file per round, below ``folder``, of one client in one run; those that nobody can go back to are deleted.
+
+    A file that is damaged, or of another client, model or method, is renamed, said in the log, and not used.
+    """
+
+    def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:
+        self.folder, self.run_id = folder / run_id.run / f"client-{client}", run_id
+        self._owner = {"run": run_id.run, "client": str(client), "signature": signature}
+
+    def read(self, before: int) -> ClientState:
+        for round, attempt, path in self._files():
+            if round < before and self.run_id.counts(round, attempt) and (sections := self._load(path)) is not None:
+                return ClientState(round, sections)
+        return NOTHING
+
+    def write(self, round: int, sections: Sections) -> None:
+        tensors = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
+        path = self.folder / f"round-{round:06}.{self.run_id.attempt}{durable.SUFFIX}"
+        durable.save_tensors(
+            path, tensors, {**self._owner, "round": str(round), "what": "the tensors that one fl-bn client keeps to itself"}
+        )
+        needed = True
+        for kept, attempt, old in self._files():
+            on_the_line = self.run_id.counts(kept, attempt)
+            if not needed or (attempt in self.run_id.attempts and not on_the_line):
+                old.unlink(missing_ok=True)
+            needed = needed and not (on_the_line and kept <= self.run_id.durable)
+
+    def _files(self) -> list[tuple[int, str, Path]]:
+        """(round, attempt, path) of every state, the newest round first."""
+        names = {path: re.fullmatch(rf"round-(\d+)\.(\w+){re.escape(durable.SUFFIX)}", path.name) for path in self.folder.glob("round-*")}
+        return sorted(((int(name[1]), name[2], path) for path, name in names.items() if name), reverse=True)
+
+    def _load(self, path: Path) -> dict[str, dict[str, Tensor]] | None:
+        try:
+            tensors, about = durable.load_tensors(path)
+            for key, expected in self._owner.items():
+                if about.get(key) != expected:
+                    raise durable.Damaged(f"{path}: expected a state for {key} {expected!r}, but it is for {about.get(key)!r}")
+        except durable.Damaged as problem:
+            log(
+                logging.WARNING,
+                "%s. Set aside as %s; the client goes on from an older state, if it has one",
+                problem,
+                durable.set_aside(path).name,
+            )
+            return None
+        sections: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            section, _, key = name.partition("/")
+            sections.setdefault(section, {})[key] = tensor
+        return sections

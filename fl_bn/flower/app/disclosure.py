@@ -1,0 +1,256 @@
+"""What left each client: counted as it arrives at the server, before anything is checked, refused or averaged.
+
+Every reply of a training round or a statistics-only exchange counts, used or not, and all that a layer-wise exchange took before its last
+reply, and the numbers of every evaluation. Not counted: a reply that cannot be read or says nothing of its phase, an exchanged vector whose
+round was over before its average was made, and Flower's framing.
+
+A statistic summarises samples, and what summarises few of them gives them away. ``samples`` of a ``Disclosure`` is the number of different
+ones behind it, which is what a mean and a variance per channel hide a person among; ``values`` are activations per channel, more of them
+where an image has many pixels, but of the same persons. Of one batch's running statistics the batch's own can be computed back,
+``(new - (1 - b) old) / b`` with momentum b, so they summarise that batch; of several batches' only a weighted mix.
+Weights after one step are that batch's gradient times the learning rate, which the server knows; after several, no batch's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from torch import nn
+
+from fl_bn.exchange.session import Session
+from fl_bn.federation.payload import nbytes
+from fl_bn.federation.record import Disclosure, RoundRecord
+from fl_bn.federation.values import Reply
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Client
+from fl_bn.flower.wire.codec import decoded, header_of
+from fl_bn.flower.wire.fields import records_of
+from fl_bn.methods import NORMALISERS, Method, Phase, Refresh, Report
+from fl_bn.methods.fedtan import CohortBatchNorm
+from fl_bn.roles import batch_norms
+from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.wire import WireError, shown
+
+FEW = 8
+"""Fewer samples than that behind one statistic are warned of.
+
+One sample's mean is the sample; two samples' mean and variance give both. From three on, values are mixed channel by channel, and the rule
+is that of small cells in published tables, whose least counts are 5 to 11 from one statistical office to another. It is no proof of
+safety: the means of thousands of channels may show whether a known sample is among far more than eight (Homer et al., Resolving Individuals
+Contributing Trace Amounts of DNA to Highly Complex Mixtures, PLoS Genetics 2008).
+"""
+NAMED = 10  # clients that a round's warnings name
+DRIFT = ("drift", "drift-layer", "growth", "min-var")  # told where share-drift is on; min-var is an element of a local statistic
+MOST_SECTIONS = 20  # of one reply, in the report: the others are counted together
+SUMMARIES = ("statistics", "moments", "exchange")
+EVALUATION = "evaluation"
+LAYER_BY_LAYER = "moments of a pass without training, layer by layer"
+OTHERS = {
+    "weights": "the model's weights",
+    "gradients": "gradients",
+    "control": "control variates",
+    "momentum": "the optimiser's momentum",
+    "second-moment": "the optimiser's second moments",
+    "kept": "scale, shift and statistics that stay at home otherwise, for unseen clients",
+}
+
+
+class DisclosureReport:
+    """Of one run: ``note`` is told of all replies, ``enter`` puts what was noted since into a round's record."""
+
+    def __init__(self, model: nn.Module, method: Method, called: ClientNames = UNNAMED) -> None:
+        self._method, self._new, self._warned, self._called = method, list[Disclosure](), set[int](), called
+        self._last_counts = any(getattr(layer, "momentum", None) == 1 for layer in batch_norms(model).values())
+        gradients = any(module.share_gradients for module in model.modules() if isinstance(module, CohortBatchNorm))
+        self._exchanged = f"means and variances{' and their gradients' if gradients else ''} of one batch, in FedTAN's exchange"
+        self._session: Session | None = None
+
+    def note(
+        self, replies: Iterable[Message], clients: Iterable[Client], session: Session, round: int, without_training: bool = False
+    ) -> Iterator[Message]:
+        """The ``replies``, each noted as it passes; what was noted counts when all have passed.
+
+        ``clients``: all who may have replied; ``session``: of the last layer-wise exchange, if any, which may have been one
+        ``without_training``; ``round`` for the log.
+        """
+        if session is not self._session:
+            self._session = session
+            behind, what = (session.samples, LAYER_BY_LAYER) if without_training else (session.batches, self._exchanged)
+            for index, traffic in sorted(session.traffic.items()):
+                self._add([Disclosure(index, "exchange", what, traffic.exchanges, traffic.up, behind.get(index, 0))])
+        by_node = {client.node: client for client in clients}
+        found: list[Disclosure] = []
+        for reply in replies:
+            if (client := by_node.get(reply.metadata.src_node_id)) is not None:
+                found += self._of_reply(reply, client)
+            yield reply
+            del reply  # while the next one is waited for
+        for disclosure in sorted(found, key=lambda d: d.client):
+            self._add([disclosure])
+        few = [d for d in self._new if 0 < d.samples < FEW and d.section != EVALUATION]  # of accuracies the report tells
+        self._warn([d for d in few if d.client not in self._warned], round)
+
+    def _warn(self, found: Sequence[Disclosure], round: int) -> None:
+        """Of each client once in a run, and of no more than ``NAMED`` by name in a round: a population may have thousands."""
+        first: dict[int, Disclosure] = {}
+        for disclosure in sorted(found, key=lambda d: (d.samples, d.section not in SUMMARIES)):
+            first.setdefault(disclosure.client, disclosure)
+        self._warned |= first.keys()
+        for disclosure in list(first.values())[:NAMED]:
+            log(logging.WARNING, "%s", warning(disclosure, round, self._called))
+        if (others := len(first) - NAMED) > 0:
+            what = f"summaries of fewer than {FEW} samples left {others} other clients, too, {when_of(round)}"
+            log(logging.WARNING, "%s: the disclosure report names all of them", what)
+
+    def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Message]:
+        """The ``replies`` to evaluate messages, each noted as it passes, used or not; what was noted counts when all have passed."""
+        by_node = {client.node: client.index for client in clients}
+        found: list[Disclosure] = []
+        for reply in replies:
+            if (index := by_node.get(reply.metadata.src_node_id)) is not None and not reply.has_error():
+                found += _of_evaluation(reply, index)
+            yield reply
+        self._add(sorted(found, key=lambda d: d.client))
+
+    def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
+        """Of a secure sum: what each client in it sent can be read by nobody."""
+        what = "a masked evaluation: the mean of all can be read" if evaluates else "a masked vector: of all of them the sum can be read"
+        for part in parts:
+            self._add([Disclosure(part.client, "masked", what, 1, nbytes(part.sections))])
+
+    def enter(self, record: RoundRecord) -> RoundRecord:
+        """``record``, with all that left since the last one."""
+        record.disclosures, self._new = [*record.disclosures, *self._new], []
+        return record
+
+    def _add(self, disclosures: Iterable[Disclosure]) -> None:
+        self._new += [d for d in disclosures if d.tensors or d.nbytes]
+
+    def _of_reply(self, reply: Message, client: Client) -> Iterable[Disclosure]:
+        if reply.has_error():
+            return
+        try:
+            header = header_of(reply.content)
+            phase = Phase(header.phase)
+        except (WireError, ValueError):
+            return
+        metrics, sections = records_of(reply.content, MetricRecord).get("metrics", MetricRecord()), records_of(reply.content, ArrayRecord)
+        samples, steps = (_whole(metrics.get(name)) for name in ("samples", "steps"))
+        for section, arrays in list(sections.items())[:MOST_SECTIONS]:
+            values = _least_count(arrays) if section == "moments" else 0
+            if section == "moments":
+                what, behind = self._said_of_moments(phase, header.round, client, metrics)
+            else:
+                what, behind = self._said(section, phase, samples, steps)
+            behind = min(behind, values) if values else behind
+            yield Disclosure(client.index, shown(section), what, len(arrays), sum(map(_nbytes, arrays.values())), behind, values)
+        if len(sections) > MOST_SECTIONS:
+            rest = list(sections.values())[MOST_SECTIONS:]
+            nbytes = sum(_nbytes(array) for arrays in rest for array in arrays.values())
+            yield Disclosure(client.index, "others", f"{len(rest)} sections that nobody asked for", sum(map(len, rest)), nbytes)
+        drifts = [name for name in DRIFT if name in metrics]
+        if drifts:
+            yield Disclosure(client.index, "drift", f"of statistics that stay at home: {', '.join(drifts)}", 0, 8 * len(drifts))
+        numbers = sorted(name for name, value in metrics.items() if isinstance(value, int | float) and name not in DRIFT)
+        if numbers and sections:
+            told = ", ".join(map(shown, numbers[:MOST_SECTIONS])) + (" ..." if len(numbers) > MOST_SECTIONS else "")
+            yield Disclosure(client.index, "metrics", f"numbers: {told}", 0, 8 * len(numbers))
+
+    def _said_of_moments(self, phase: Phase, round: int, client: Client, metrics: MetricRecord) -> tuple[str, int]:
+        """What the moments of a reply of ``round`` are, in words, and how many samples are behind them."""
+        samples, steps, batch = (_whole(metrics.get(name)) for name in ("samples", "steps", "batch"))
+        report = self._method.reports(phase)
+        if report is Report.FIRST:
+            return "moments of the first batch", batch
+        if report is Report.BATCHES:
+            return f"moments of {_batches(steps)}, pooled", samples
+        if report is Report.MOVING:
+            said = f"moving averages over {_batches(steps)}"
+            return (f"{said}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (said, samples)
+        subset = min(self._method.statistics_pass.samples or client.samples, client.samples)
+        if phase is not Phase.MEASURE:
+            normalisers = self._method.statistics_pass.measured == NORMALISERS
+            return (
+                "moments that training normalises with, of a pass before it" if normalisers else "moments of a pass before training",
+                subset,
+            )
+        if round > 0 and self._method.refresh is Refresh.HYBRID:
+            return "moments that training normalises with", subset
+        return "moments of a pass without training", client.samples
+
+    def _said(self, section: str, phase: Phase, samples: int, steps: int) -> tuple[str, int]:
+        """What a section is, in words, and how many samples are behind one of its statistics; 0: it is none."""
+        batches = _batches(steps)
+        if section == "statistics" and phase is Phase.EXCHANGE and steps == 1:
+            return "running means and variances of the whole cohort's batch", 0
+        if section == "statistics":
+            said = f"running means and variances after {batches}"
+            if steps == 1:
+                return f"{said}, whose own can be computed back", samples
+            return (f"{said}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (said, samples)
+        if section == "steps":
+            return "the optimiser's step counts", 0
+        name = OTHERS.get(section, f"section {shown(section)}")
+        if steps == 1:
+            return (name if section == "gradients" else f"{name} after 1 batch, whose gradient can be computed back"), samples
+        return f"{name} after {batches}" if steps else name, 0
+
+
+def _of_evaluation(reply: Message, client: int) -> Iterable[Disclosure]:
+    """The numbers of one evaluation. ``samples``: the fewest behind one of them, as far as the client says."""
+    metrics = records_of(reply.content, MetricRecord).get("metrics", MetricRecord())
+    numbers = [name for name, value in metrics.items() if isinstance(value, float)]
+    if numbers:
+        series = sorted({f"{stem}*" if (stem := name.rstrip("0123456789")) != name else name for name in numbers})
+        told = ", ".join(map(shown, series[:MOST_SECTIONS])) + (" ..." if len(series) > MOST_SECTIONS else "")
+        samples = _whole(metrics.get("fewest")) or _whole(metrics.get("samples")) or _whole(metrics.get("num-examples"))
+        yield Disclosure(client, EVALUATION, f"numbers on test data: {told}", 0, 8 * len(numbers), samples)
+
+
+def warning(disclosure: Disclosure, round: int, called: ClientNames = UNNAMED) -> str:
+    """One sentence, with what to do."""
+    if disclosure.what == LAYER_BY_LAYER or (disclosure.section == "moments" and "batch" not in disclosure.what):
+        advice = "raise hbn-stat-samples, or leave out clients with so few samples"
+    else:
+        advice = "raise batch-size, or leave out clients with so few samples"
+    summary = "statistics" if disclosure.section in SUMMARIES else "the gradient"
+    when = when_of(round)
+    few = f"{summary} of {disclosure.samples} sample{'s' * (disclosure.samples > 1)}"
+    who = called.client(disclosure.client)
+    return f"{who}: {few} left it {when} ({disclosure.what}): values so few can be traced to a person; {advice}"
+
+
+def when_of(round: int) -> str:
+    return f"in round {round}" if round else "before round 1"
+
+
+def _batches(steps: int) -> str:
+    return f"{steps} {'batch' if steps == 1 else 'batches'}"
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _nbytes(array: Array) -> int:
+    """Of the array itself, without NumPy's head; of bytes that are no array, all that came."""
+    try:
+        return decoded(array, "").nbytes
+    except WireError:
+        return len(array.data)
+
+
+def _least_count(arrays: ArrayRecord) -> int:
+    """The fewest activations per channel of a layer that ran; 0 if unknown."""
+    counts = []
+    for name, array in arrays.items():
+        if name.rpartition(".")[2] == "count" and tuple(array.shape) == (1,) and str(array.dtype) == "int64":
+            with suppress(WireError):
+                found = decoded(array, "")
+                counts += [int(count) for count in found.reshape(-1)[:1] if found.dtype == np.int64]
+    return min((count for count in counts if count > 0), default=0)

@@ -1,0 +1,135 @@
+"""What was done with every normalisation layer, said out loud."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from fl_bn.federation.record import RoundRecord
+from fl_bn.flower.log import log
+from fl_bn.methods import Method, Phase
+from fl_bn.methods.fedtan import CohortBatchNorm
+from fl_bn.roles import NORM_LAYERS, Role, buffers_in_words, roles
+from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.task import CLASSIFICATION, Task
+
+RUNAWAY_GROWTH = 10.0  # a layer's mean variance, from one round to the next
+RUNAWAY_DRIFT = 10.0  # a mean, in standard deviations
+
+
+def layers_by_type(model: nn.Module) -> str:
+    """For example ``3 BatchNorm2d, 1 BatchNorm1d``; ``no normalisation layer`` if there is none."""
+    found = Counter(type(module).__name__ for module in model.modules() if isinstance(module, NORM_LAYERS))
+    return ", ".join(f"{count} {name}" for name, count in found.items()) or "no normalisation layer"
+
+
+def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
+    """The policy: layers found and what became of them, what each role's tensors do, what is reported."""
+    before, after = layers_by_type(source), layers_by_type(model)
+    yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")
+    present = Counter(roles(model).values())
+    if method.prepare is not None:
+        yield f"the rest of the network: {inspect.getdoc(method.prepare)}"
+    for role in Role:
+        if present[role]:
+            fate = "shared" if method.shares(role) else "stays at its client"
+            if role is Role.COUNTER:
+                fate = "stays at its client" if role in method.local else "never sent, never averaged"
+            elif method.sends_down(role):
+                fate = "the server's, sent to the clients, never averaged"
+            yield f"{present[role]} tensors of role {role.value}: {fate}"
+    if buffers := buffers_in_words(model):
+        yield buffers
+    if cohort := [module for module in model.modules() if isinstance(module, CohortBatchNorm)]:
+        count = sum((1 if layer.schedule == "merged" else 2) + layer.share_gradients for layer in cohort)
+        yield f"first local step: {count} layer-wise exchanges of moments{' and their gradients' if cohort[0].share_gradients else ''}"
+    yield f"clients report: {method.report.value}"
+
+
+def say_layers(source: nn.Module, model: nn.Module, method: Method) -> None:
+    """Log the policy."""
+    for line in describe_layers(source, model, method):
+        log(logging.INFO, "\t%s", line)
+
+
+def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> str:
+    """A round in one short line: ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``."""
+    found, metric, worst = record.evaluation, task.metric, task.worst()
+    came = f"{len(record.accepted)}/{len(record.clients)} clients"
+    if record.phase == Phase.MEASURE.value:
+        parts = [f"[pass {record.round}] {came if record.clients else 'the statistics as they came'}"]
+    else:
+        parts = [f"[round {record.round}/{rounds}] {came}", f"loss {record.loss:.4f}"]
+    if metric in found:
+        parts.append(f"{metric} {task.shown(found[metric])}")
+    if f"{metric}-{worst}" in found:
+        parts.append(f"{worst} {task.shown(found[f'{metric}-{worst}'])}")
+    if record.clients and not record.aggregated:
+        parts.append("nothing changed")
+    if record.far:
+        parts.append(f"far from the others: {called.clients(record.far)}")
+    return "  ".join([*parts, f"{record.seconds:.1f} s"])
+
+
+def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method, model: nn.Module, called: ClientNames = UNNAMED) -> str:
+    """A round in one long line: training, then normalisation."""
+    found, metric, worst = record.evaluation, task.metric, task.worst()
+    shown = f", {metric} {task.shown(found[metric])}" if metric in found else ""
+    if f"{metric}-std" in found:
+        shown += f" (std {task.shown(found[f'{metric}-std'])}, {worst} {task.shown(found[f'{metric}-{worst}'])} over clients)"
+    if record.phase == Phase.MEASURE.value and not record.clients:
+        return f"[pass {record.round}] the statistics as they came{shown}"
+    training = f"[pass {record.round}] {len(record.accepted)}/{len(record.clients)} clients{shown}"
+    if record.phase != Phase.MEASURE.value:
+        training = (
+            f"[round {record.round}/{rounds}] {len(record.accepted)}/{len(record.clients)} clients, "
+            f"lr {record.learning_rate:.4g}, loss {record.loss:.4f}{shown}"
+        )
+    phase = Phase(record.phase)
+    policy = f"{method.name} {phase.value}, {layers_by_type(model)}, reports {method.reports(phase).value}"
+    moved = "nothing changed"
+    if record.aggregated:
+        moved = "no running statistics" if method.shares(Role.STATISTIC) else "running statistics stay at their clients"
+    if record.drift is not None:
+        moved = (
+            f"min var {record.drift.min_var:.3g}, largest drift of a mean {record.drift.largest:.3g} sd ({record.drift.layer or 'model'})"
+        )
+    traffic = (
+        f"per client {record.tensors_down} tensors {size(sum(record.bytes_down.values()))} down, "
+        f"{record.tensors_up} tensors {size(sum(record.bytes_up.values()))} up"
+    )
+    if record.exchanges:
+        up, waited = size(record.bytes_up.get("exchange", 0)), max((c.waited for c in record.accepted), default=0.0)
+        longest = "" if phase is Phase.MEASURE else f", the longest wait {waited:.2f} s"
+        traffic += f"; {record.exchanges} exchanges by {record.carrier} ({up} up){longest}"
+    if record.far:
+        training += f", far from the others: {called.clients(record.far)}"
+    return f"{training} | normalisation: {policy}; {traffic}; {moved}"
+
+
+def watch(record: RoundRecord) -> Iterator[str]:
+    """Warnings about statistics that run away: with shared constants in training, many steps at a high rate feed on themselves."""
+    if record.phase == Phase.MEASURE.value:  # nobody trained: far is how far the statistics were off
+        return
+    drift = record.drift if record.aggregated and record.round > 1 else None
+    if drift and (drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest)):
+        yield (
+            f"round {record.round}: runaway moments: a layer's variance grew {drift.growth:.3g}-fold, a mean moved {drift.largest:.3g} sd "
+            f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: lower the learning rate or the local "
+            "steps"
+        )
+    masked = "masked" in record.bytes_up  # who diverges sends no summand; a loss unknown is withheld for privacy
+    if record.aggregated and not masked and not math.isfinite(record.loss):
+        yield f"round {record.round}: the training loss is {record.loss}: training diverged; lower the learning rate"
+
+
+def size(nbytes: float) -> str:
+    """Bytes as B, kB or MB (1 MB = 1024 * 1024 bytes)."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    return f"{nbytes / 1024:.1f} kB" if nbytes < 1024**2 else f"{nbytes / 1024**2:.2f} MB"

@@ -1,0 +1,113 @@
+"""How a run goes on after its server died: checkpoints out, one back in, and clients that lost what they kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from flwr.app import ArrayRecord, ConfigRecord, Message
+
+from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.federation.values import Reply
+from fl_bn.flower.app.checkpoint import Checkpoint, generators, set_generators
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Client, RunFailed
+from fl_bn.flower.wire.codec import tensors_of
+from fl_bn.flower.wire.run_id import RunId
+from fl_bn.secure.privacy import Accountant
+from fl_bn.support.client_names import UNNAMED, ClientNames
+
+
+class Recovery:
+    """For one run of ``name``. ``store`` keeps a checkpoint every ``every`` rounds (0: never; after the last
+    there are the results); it returns the oldest round that the run can still go back to."""
+
+    def __init__(
+        self,
+        name: str,
+        every: int = 0,
+        store: Callable[[Checkpoint], int] | None = None,
+        accountant: Accountant | None = None,
+        called: ClientNames = UNNAMED,
+    ) -> None:
+        self.run_id, self._accountant, self._called = RunId.new(name), accountant, called
+        self._every, self._store = every if store else 0, store
+        self._kept: dict[int, int] = {}  # the round in which each client last kept tensors of its own
+        self._counted: dict[int, int] = {}  # the last round in which its reply changed anything
+
+    def after_round(
+        self, round: int, rounds: int, arrays: ArrayRecord, shared: SharedModel, optimizer: ServerOptimizer, failed: int
+    ) -> None:
+        if self._store is None or not self._every:
+            self.run_id = replace(self.run_id, durable=round)
+        elif round % self._every == 0 and round < rounds:
+            state = Checkpoint(
+                round,
+                self.run_id,
+                tensors_of(arrays),
+                optimizer.buffers(),
+                failed,
+                dict(self._kept),
+                generators=generators(),
+                auxiliary=shared.auxiliary_tensors(),
+                counted=dict(self._counted),
+                releases=0 if self._accountant is None else self._accountant.releases,
+            )
+            self.run_id = replace(self.run_id, durable=self._store(state))
+
+    def keeps(self, client: int) -> bool:
+        """Whether ``client`` has trained in a round that counted, and kept tensors of its own."""
+        return client in self._kept
+
+    def tell(self, messages: list[Message], clients: Sequence[Client]) -> list[Message]:
+        """Let ``messages``, one for each of ``clients``, say in which round the client's last reply was counted."""
+        for message, client in zip(messages, clients, strict=True):
+            config = message.content.config_records["config"]
+            message.content["config"] = ConfigRecord({**config, "counted": self._counted.get(client.index, 0)})
+        return messages
+
+    def count(self, round: int, replies: Sequence[Reply]) -> None:
+        """The round has changed the model: with these."""
+        self._counted |= dict.fromkeys((part.client for part in replies), round)
+
+    def go_back(self, checkpoint: Checkpoint, rounds: int, shared: SharedModel, optimizer: ServerOptimizer) -> None:
+        """Let everything be as after ``checkpoint``.
+
+        Raises:
+            RunFailed: it is not of this model, or of the last round.
+        """
+        if checkpoint.round >= rounds:
+            raise RunFailed(f"nothing is left to do: the checkpoint is of round {checkpoint.round}, and the run has {rounds}")
+        try:
+            shared.restore(checkpoint.arrays, checkpoint.auxiliary)
+        except ValueError as error:
+            raise RunFailed(f"the checkpoint is not of this model and method: {error}") from error
+        self.run_id, self._kept = checkpoint.run_id.resumed(checkpoint.round), dict(checkpoint.kept)
+        self._counted = dict(checkpoint.counted)
+        if self._accountant is not None:
+            self._accountant.at_least(checkpoint.releases)
+        optimizer.restore(checkpoint.optimizer)
+        set_generators(checkpoint.generators)
+        log(logging.INFO, "going on after round %s of %s", checkpoint.round, rounds)
+
+    def check(self, round: int, replies: Sequence[Reply]) -> None:
+        """Say which clients trained from older tensors of their own than they kept before."""
+        for part in replies:
+            if "kept" not in part.metrics:
+                continue
+            index, kept, known = part.client, int(part.metrics["kept"]), self._kept.get(part.client, 0)
+            if kept < known:
+                came = f"those of round {kept}" if kept else "none"
+                lost = "the later ones were lost with its process or disk (state-dir in the node config keeps them in files)"
+                log(
+                    logging.WARNING,
+                    "round %s: %s kept tensors in round %s, but started from %s: %s",
+                    round,
+                    self._called.client(index),
+                    known,
+                    came,
+                    lost,
+                )
+            self._kept[index] = round

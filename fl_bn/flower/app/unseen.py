@@ -1,0 +1,53 @@
+"""What a client that was not in the training can be given of layers that stay at home: the average of the known clients', asked once.
+
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fl_bn.federation.aggregation import average
+from fl_bn.federation.replies import REPLIED, Expected
+from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.schema import KEPT, kept_layers
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Client
+from fl_bn.flower.wire.codec import header_for, to_records
+from fl_bn.flower.wire.messaging import send_and_receive
+from fl_bn.flower.wire.replies import Reading, read_replies, with_header
+from fl_bn.flower.wire.run_id import RunId
+from fl_bn.flower.wire.versions import here
+from fl_bn.methods import Phase
+
+
+def average_kept(
+    grid: Grid,
+    clients: Sequence[Client],
+    shared: SharedModel,
+    round: int,
+    rounds: Rounds,
+    run_id: RunId,
+    overheard: Callable[[Iterable[Message]], Iterable[Message]],
+) -> dict[str, Tensor]:
+    """The uniform average of what ``clients``, those that have trained, keep, by state_dict name; empty if nobody answered."""
+    header = header_for(shared, round, Phase.MEASURE)
+    samples = {client.index: client.samples for client in clients}
+    expected = Expected(round, shared.signature, kept_layers(shared.model, shared.method), REPLIED, samples)
+    content, group = to_records({}, header), str(header.round)
+    content["config"] = ConfigRecord({"version": here(), **run_id.to_config()})
+    sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=rounds.timeout, group_id=group) for c in clients]
+    replies = send_and_receive(grid, sent, rounds.timeout, rounds.retry, rounds.called)
+    parts, refused, _ = read_replies(overheard(replies), Reading(clients, with_header(header, expected), sent))
+    for index, reason in refused.items():
+        log(logging.WARNING, "%s's layers are not in the average for unseen clients: %s", rounds.called.client(index), reason)
+    tensors = [part.sections[KEPT] for part in parts]
+    if not tensors:
+        return {}
+    return {name: mean.to(tensors[0][name].dtype) for name, mean in average(tensors, [1.0] * len(tensors)).items()}

@@ -1,0 +1,242 @@
+"""The server's side of the exchange's carriers: each takes a round's train messages to the cohort and brings the replies back."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fl_bn.exchange import local
+from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local
+from fl_bn.exchange.grpc.service import ExchangeService
+from fl_bn.exchange.session import NOT_JOINED, Session
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.flower.app.client_app import RENDEZVOUS
+from fl_bn.flower.layerwise.transcript import attach, read_request
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Client, RunFailed
+from fl_bn.flower.wire.codec import header_of
+from fl_bn.flower.wire.messaging import copy_of, pulled
+from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.wire import WireError, reason
+
+POLL = 0.1  # seconds between looks for replies
+
+
+class Carrier(ABC):
+    """Brings a round's exchange about. ``messages`` is how many Flower messages one client got in the last round."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self.messages = 1
+        self._owed: dict[str, tuple[int, Message]] = {}  # client and message: dropped, and its reply not come yet
+
+    @abstractmethod
+    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
+        """Send the messages (by client), have the session run, return the replies.
+
+        ``timeout`` (s): for all of it; where it may take ``longest`` in all, from one exchange to the next.
+        """
+
+    def owing(self, grid: Grid) -> set[int]:
+        """Clients that have not answered the message of the round that dropped them."""
+        for reply in pulled(grid, {identity: message for identity, (_, message) in self._owed.items()}):
+            self._owed.pop(reply.metadata.reply_to_message_id, None)
+        return {client for client, _ in self._owed.values()}
+
+    def _replies(
+        self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0
+    ) -> list[Message]:
+        """All replies, but not waiting for clients that the session has dropped.
+
+        A client whose reply is an error is dropped at once, so that the others do not wait for it until the deadline.
+        """
+        pushed, begin, seen = set(grid.push_messages(messages.values())), time.monotonic(), session.exchanges
+        end = begin + timeout
+        sent = {message.metadata.message_id: message for message in messages.values()}
+        waiting = {message.metadata.message_id: client for client, message in messages.items() if message.metadata.message_id in pushed}
+        for client in messages.keys() - set(waiting.values()):
+            session.leave(client, "its message could not be sent")
+        replies: list[Message] = []
+        while set(waiting.values()) - session.dropped.keys() and time.monotonic() < end:
+            if session.exchanges > seen:
+                seen, end = session.exchanges, max(end, min(begin + longest, time.monotonic() + timeout))
+            came = list(pulled(grid, {identity: sent[identity] for identity in waiting}))
+            replies += came
+            for reply in came:
+                client = waiting.pop(reply.metadata.reply_to_message_id, -1)  # -1: answered twice
+                if client >= 0 and reply.has_error():
+                    session.leave(client, f"code {reply.error.code}: {reason(reply.error.reason)}")
+            if not came:
+                time.sleep(POLL)
+        self._owed |= {identity: (client, sent[identity]) for identity, client in waiting.items()}
+        return replies
+
+    def stop(self) -> None:
+        """Release what was held; most hold nothing."""
+        return
+
+
+class LocalCarrier(Carrier):
+    """Clients of ``InProcessGrid`` take turns."""
+
+    name = "local"
+
+    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
+        tokens = local.admit(session)
+        try:
+            for client, message in messages.items():
+                configure(message, {"exchange": "local", "exchange-token": tokens[client]})
+            return list(grid.send_and_receive(messages.values(), timeout=timeout))
+        finally:
+            local.dismiss(tokens)
+
+
+class GrpcCarrier(Carrier):
+    """A gRPC service in this process; address, authority and tokens travel in the train messages, over Flower's own channel."""
+
+    name = "grpc"
+
+    def __init__(self, settings: ExchangeSettings, layers: Mapping[str, Layer], called: ClientNames = UNNAMED) -> None:
+        super().__init__()
+        self.settings, self.called = settings, called
+        largest = max((2 * layer.channels * layer.dtype.itemsize for layer in layers.values()), default=0)
+        self.service = ExchangeService(settings.listen_on, settings.port, largest, settings.certificates).start()
+        how = "TLS" if settings.certificates else "plaintext"
+        log(logging.INFO, "exchange: listening on %s:%s (%s)", settings.listen_on, self.service.port, how)
+
+    @property
+    def address(self) -> str:
+        host = self.settings.host
+        return f"{f'[{host}]' if ':' in host else host}:{self.service.port}"
+
+    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
+        tokens, certificates = self.service.open(session), self.settings.certificates
+        common: dict[str, str | float | bytes] = {
+            "exchange": "grpc",
+            "exchange-address": self.address,
+            "exchange-authority": certificates.authority.read_bytes() if certificates else b"",
+            "exchange-timeout": longest or timeout,
+            "exchange-patience": 2 * self.settings.deadline,
+        }
+        try:
+            for client, message in messages.items():
+                configure(message, common | {"exchange-token": tokens[client]})
+            return self._replies(grid, messages, session, timeout, longest)
+        finally:
+            self.service.close(session)
+
+    def meet(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
+        """Have the whole cohort join at once, without training; how to make that possible where it is not, else empty.
+
+        Raises:
+            RunFailed: a client cannot reach the service, or does not trust it, and under the policy ``abort`` all rounds would fail for it.
+        """
+        messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
+        settings = self.settings
+        session = Session(messages, {}, policy=settings.policy, join_deadline=settings.join_deadline, called=self.called)
+        self.carry(grid, messages, session, timeout)
+        unable = {client: why for client, why in session.dropped.items() if NOT_JOINED not in why}
+        if session.batches and len(unable) == len(session.dropped):  # under shrink rounds go on without them
+            for client, why in sorted(unable.items()):
+                log(logging.WARNING, "%s cannot use the exchange at %s: %s", self.called.client(client), self.address, why)
+            return ""
+        if unable:
+            raise RunFailed(
+                f"the exchange at {self.address} cannot be used: {session.failure}. Check exchange-host (the name by which clients reach "
+                "this machine, and for which the certificate is valid), exchange-port and the certificates. The clients' own logs say "
+                "more: their node configs must allow the address (exchange-addresses). Or set exchange='replay'"
+            )
+        return (
+            f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure}. "
+            f"{_simulation_hint(len(cohort), os.cpu_count() or 1)}; or set exchange='replay', which works with any number, but slowly"
+        )
+
+    def stop(self) -> None:
+        self.service.stop()
+
+
+class ReplayCarrier(Carrier):
+    """Every exchange is one Flower message: the answers so far go down, and each client runs again until it needs the next one."""
+
+    name = "replay"
+
+    def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
+        transcript: list[tuple[Key, Answer]] = []
+        final: dict[int, Message] = {}
+        down = dict.fromkeys(messages, 0)
+        self.messages, pending = 0, list(messages)
+        while pending:
+            sent = {client: copy_of(messages[client]) for client in pending}
+            for client in pending:
+                down[client] += attach(sent[client].content, transcript)
+            requests = self._requests(grid, sent, session, timeout, final)
+            if self.messages == 0:
+                for client in sent:
+                    batch = requests[client][0] if client in requests else 0
+                    session.submit(client, Join(batch), lambda answer: None)
+            self.messages += 1
+            answers: dict[int, Answer] = {}
+            for client, (_, request) in requests.items():
+                session.submit(client, request, partial(_keep, answers, client))
+            if pending := sorted(answers):
+                transcript.append((requests[pending[0]][1].key, answers[pending[0]]))
+        for client, nbytes in down.items():
+            session.traffic[client] = replace(session.traffic[client], down=nbytes)
+        return list(final.values())
+
+    def _requests(
+        self, grid: Grid, sent: Mapping[int, Message], session: Session, timeout: float, final: dict[int, Message]
+    ) -> dict[int, tuple[int, Local]]:
+        """What each client needs an answer to; those who need none are added to ``final``, and leave the session."""
+        requests: dict[int, tuple[int, Local]] = {}
+        replies: dict[int, Message] = {}
+        for came in self._replies(grid, sent, session, timeout):
+            replies.setdefault(came.metadata.src_node_id, came)  # the first counts
+        for client, message in sent.items():
+            reply = replies.get(message.metadata.dst_node_id)
+            if reply is None:
+                session.leave(client, "no reply before the deadline")
+                continue
+            try:
+                request = read_request(reply, header_of(message.content))
+            except WireError as error:
+                session.leave(client, str(error))
+                continue
+            if request is None:
+                final[client] = reply
+                if client in session.batches:
+                    session.leave(client)
+            else:
+                requests[client] = request
+        return requests
+
+
+def _simulation_hint(clients: int, cpus: int) -> str:
+    """How to get ``clients`` workers: Flower 1.25 starts one per share of a CPU, but runs at most CPUs + 4 of them, and 32, at a time."""
+    if clients > (most := min(32, cpus + 4)):
+        return f"In simulation it needs {clients} workers, but Flower runs at most {most} at a time on {cpus} CPUs: use `fl-bn run`"
+    share = math.floor(100 * cpus / clients) / 100
+    return (
+        f"In simulation it needs {clients} workers: --federation-config 'options.backend.client-resources.num-cpus={share:g}' "
+        f'(flower-simulation: --backend-config \'{{"client_resources": {{"num_cpus": {share:g}}}}}\')'
+    )
+
+
+def _keep(answers: dict[int, Answer], client: int, answer: Answer | ExchangeFailed) -> None:
+    if isinstance(answer, Answer):
+        answers[client] = answer
+
+
+def configure(message: Message, values: Mapping[str, str | float | bytes]) -> None:
+    """Add ``values`` to the message's config."""
+    message.content["config"] = ConfigRecord({**message.content.config_records.get("config", {}), **values})

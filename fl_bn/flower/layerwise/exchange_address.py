@@ -1,0 +1,84 @@
+"""Where a client connects to for the layer-wise exchange: the server names an address, and the site's node config says which it may name.
+
+Without that a server could have every site look into the site's own network, and learn from the errors which ports are open.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_bn.exchange.call import Answer, ExchangeFailed, Request
+from fl_bn.exchange.grpc.client import GrpcExchange
+from fl_bn.flower.log import log
+from fl_bn.support.loopback import is_loopback
+
+KEY = "exchange-addresses"  # of the node config
+DEPLOYED = "flwr-clientapp"  # Flower's program that runs a ClientApp for one message
+HOST = r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)"
+ADDRESS = rf"{HOST}:[0-9]{{1,5}}"
+NOT_ALLOWED = f"this client does not connect to the address of the exchange: its node config ({KEY}) does not allow it"
+FAILED = "the exchange failed at this client, whose own log says why"
+
+
+@dataclass(frozen=True)
+class ExchangeAddresses:
+    """The hosts, or HOST:PORT, that a client connects to. ``named``: as its node config says; None: it says nothing.
+
+    Then a client that was deployed connects to none, since it knows no SuperLink, and one of a simulation to its own machine alone.
+    """
+
+    named: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, node_config: Mapping[str, Any]) -> ExchangeAddresses:
+        """Read the line of a node config.
+
+        Raises:
+            ValueError: it is no list of hosts.
+        """
+        if KEY not in node_config:
+            return cls()
+        named = tuple(part.strip().lower() for part in str(node_config[KEY]).split(",") if part.strip())
+        if wrong := [name for name in named if not re.fullmatch(f"{HOST}|{ADDRESS}", name)]:
+            log(logging.ERROR, "%s in this client's node config must be HOST or HOST:PORT, separated by commas, but got %r", KEY, wrong[0])
+            raise ValueError(f"{KEY} in this client's node config must be HOST or HOST:PORT, separated by commas")
+        return cls(named)
+
+    def check(self, address: str) -> None:
+        """Raises ExchangeFailed, which does not repeat it, where this client may not connect to ``address``. Its own log does."""
+        host = address.rpartition(":")[0]
+        if re.fullmatch(ADDRESS, address) and self._allows(host.lower(), address.lower()):
+            return
+        allowed = ", ".join(self.named) if self.named else "nothing"
+        known = f"{KEY} in this client's node config allows {allowed}" if self.named is not None else f"its node config has no {KEY}"
+        log(logging.WARNING, "not connected to the exchange at %r, as the server asks: %s", address[:300], known)
+        raise ExchangeFailed(NOT_ALLOWED)
+
+    def _allows(self, host: str, address: str) -> bool:
+        if self.named is None:
+            return not deployed() and is_loopback(host.strip("[]"))
+        return any(name in (host, address, host.strip("[]")) for name in self.named)
+
+
+def deployed() -> bool:
+    """Tell whether this process is that of a SuperNode's ClientApp, which is on another machine than the server."""
+    return Path(sys.argv[0]).name == DEPLOYED
+
+
+class SiteExchange(GrpcExchange):
+    """An exchange whose errors tell the server nothing of this client's network: what happened is in the client's own log."""
+
+    def _ask(self, request: Request, dtype: torch.dtype) -> Answer:
+        try:
+            return super()._ask(request, dtype)
+        except ExchangeFailed as error:
+            log(logging.WARNING, "%s", error)
+            raise ExchangeFailed(FAILED) from error

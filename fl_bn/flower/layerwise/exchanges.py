@@ -1,0 +1,182 @@
+"""The server's side of a layer-wise exchange: opens a session per round, and picks the carrier that the grid allows.
+
+A round of FedTAN needs one. A statistics-only exchange goes layer by layer where its clients can meet; where they cannot, there are passes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+from torch import nn
+
+from fl_bn.exchange.call import ExchangeFailed
+from fl_bn.exchange.local import too_many
+from fl_bn.exchange.session import NOT_JOINED, Session, exchanged_layers
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.flower.compat import simulates
+from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.layerwise.carriers import Carrier, GrpcCarrier, LocalCarrier, ReplayCarrier, configure
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Client, RunFailed
+from fl_bn.moments import Average, weighted_mean
+from fl_bn.support.client_names import UNNAMED, ClientNames
+
+BY_PASSES = "Statistics are measured by passes instead"
+
+
+class Exchanges:
+    """Carries the layer-wise exchanges of one run. ``average`` combines what the clients send; see ``Session`` for the others."""
+
+    def __init__(
+        self,
+        settings: ExchangeSettings,
+        model: nn.Module,
+        average: Average = weighted_mean,
+        believing: bool = True,
+        called: ClientNames = UNNAMED,
+    ) -> None:
+        self.settings, self.average, self.believing, self.called = settings, average, believing, called
+        self.layers = exchanged_layers(model)
+        self.session = Session([], {})
+        self._model = model
+        self._carrier: Carrier | None = None
+        self._grpc: GrpcCarrier | None = None
+        self._cannot_meet = ""  # why statistics are measured by passes for the rest of the run
+
+    @property
+    def carrier(self) -> str:
+        """The carrier's name, once it is chosen."""
+        return "" if self._carrier is None else self._carrier.name
+
+    @property
+    def messages(self) -> int:
+        """How many Flower messages one client got in the last round."""
+        return 1 if self._carrier is None else self._carrier.messages
+
+    def round(self, grid: Grid, cohort: Sequence[Client], messages: Iterable[Message], timeout: float) -> list[Message]:
+        """Send a round's train messages and carry its exchange; the replies. ``session`` then says what happened.
+
+        Raises:
+            RunFailed: in the first round, where the carrier asked for cannot serve this grid and cohort.
+        """
+        if self._carrier is None:
+            self._carrier = self._choose(grid, cohort, timeout)
+        self.session = self._session(cohort, self.settings.policy, self.settings.deadline)
+        return self._carrier.carry(grid, _by_client(cohort, messages), self.session, timeout)
+
+    def measure(
+        self, grid: Grid, clients: Sequence[Client], messages: Iterable[Message], timeout: float, memory: int, simulated: bool
+    ) -> tuple[list[Message], str]:
+        """Send the messages of a statistics-only exchange that goes layer by layer, and carry it: the replies, and the carrier's name.
+
+        ``timeout`` (s): from one exchange to the next. ``memory``: bytes of activations that the clients of one process may keep;
+        ``simulated``: a simulation's clients are asked, too. Empty, with the reason in the log, where they cannot meet, and from then on.
+        ``session`` says what happened.
+        """
+        if self._cannot_meet:
+            return [], ""
+        carrier, self._cannot_meet = self._meeting(grid, clients, simulated)
+        if carrier is None:
+            log(logging.INFO, "%s. %s", self._cannot_meet, BY_PASSES)
+            return [], ""
+        share = memory // len(clients) if carrier.name == "local" else memory
+        sent = _by_client(clients, messages)
+        for message in sent.values():
+            configure(message, {"exchange-memory": share})
+        self.session = self._session(clients, "abort", max(timeout, self.settings.deadline), given_up="The exchange is given up")
+        replies = carrier.carry(grid, sent, self.session, timeout, longest=timeout * (1 + len(self.layers)))
+        self._cannot_meet = self._lasting()
+        return replies, carrier.name
+
+    def _lasting(self) -> str:
+        """Why the clients of the last session could not meet, where that would be so again: none took part, or one was kept away."""
+        session = self.session
+        if session.batches:
+            return ""
+        kept_away = any(NOT_JOINED in why or ExchangeFailed.__name__ in why for why in session.dropped.values())
+        return session.failure if kept_away else "" if session.failure else "no client took part"
+
+    def owing(self, grid: Grid) -> set[int]:
+        """Clients dropped in an earlier round that have still not answered its message: dead or hanging, so not to be waited for again."""
+        return set().union(*(carrier.owing(grid) for carrier in {self._carrier, self._grpc} if carrier is not None))
+
+    def stop(self) -> None:
+        """Close sockets and threads."""
+        for carrier in {self._carrier, self._grpc} - {None}:
+            assert carrier is not None
+            carrier.stop()
+        self._carrier = self._grpc = None
+
+    def _session(self, cohort: Sequence[Client], policy: str, deadline: float, **options: str) -> Session:
+        return Session(
+            [client.index for client in cohort],
+            self.layers,
+            average=self.average,
+            policy=policy,
+            deadline=deadline,
+            join_deadline=self.settings.join_deadline,
+            samples={client.index: client.samples for client in cohort},
+            believing=self.believing,
+            called=self.called,
+            **options,
+        )
+
+    def _service(self) -> GrpcCarrier:
+        """One for the run. Raises OSError and ValueError where it cannot listen, or its certificates are wrong."""
+        if self._grpc is None:
+            self._grpc = GrpcCarrier(self.settings, self.layers, self.called)
+        return self._grpc
+
+    def _meeting(self, grid: Grid, clients: Sequence[Client], simulated: bool) -> tuple[Carrier | None, str]:
+        """The carrier for a statistics-only exchange of ``clients``, or why there is none."""
+        wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
+        if isinstance(grid, InProcessGrid) and grid.one_program:
+            return None, "engine='vectorised' measures all clients at once, a pass at a time"
+        if wanted == "replay" or isinstance(self._carrier, ReplayCarrier):
+            return None, "exchange='replay' takes a message per layer, as passes do"
+        if here:
+            if wanted == "grpc":
+                return None, "exchange='grpc' does not work in one process"
+            problem = too_many(len(clients), self._model)
+            return (None, problem) if problem else (LocalCarrier(), "")
+        if wanted == "local":
+            return None, "exchange='local' does not work where clients run in other processes"
+        if simulates(grid) and not simulated and self._carrier is None:
+            return None, "a simulation may not have all clients at once (recalibration='exchange' tries)"
+        try:
+            return self._service(), ""
+        except (OSError, ValueError) as error:
+            return None, str(error)
+
+    def _choose(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> Carrier:
+        wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
+        if wanted == "replay":
+            return ReplayCarrier()
+        if here and wanted in ("auto", "local"):
+            return LocalCarrier()
+        if here or wanted == "local":
+            raise RunFailed(
+                f"exchange={wanted!r} does not work {'in one process' if here else 'here'}: clients "
+                f"{'run one after the other' if here else 'run in other processes'}: set exchange='auto'"
+            )
+        carrier = self._service()
+        try:
+            problem = carrier.meet(grid, cohort, timeout)
+        except BaseException:
+            self.stop()
+            raise
+        if not problem:
+            return carrier
+        self.stop()
+        if wanted == "grpc":
+            raise RunFailed(problem)
+        log(logging.WARNING, "%s. exchange='auto' goes on with replay", problem)
+        return ReplayCarrier()
+
+
+def _by_client(clients: Sequence[Client], messages: Iterable[Message]) -> dict[int, Message]:
+    by_node = {client.node: client.index for client in clients}
+    return {by_node[message.metadata.dst_node_id]: message for message in messages}

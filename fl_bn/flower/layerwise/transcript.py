@@ -1,0 +1,84 @@
+"""The exchange in Flower's messages, for replay: a transcript goes down, the first unanswered request comes up."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fl_bn.exchange.call import Answer, Key, Local, Quantity
+from fl_bn.federation.fields import NAME
+from fl_bn.federation.payload import Payload
+from fl_bn.flower.wire.codec import Header, from_records, to_record
+from fl_bn.flower.wire.messages import REQUESTED
+from fl_bn.support.wire import WireError, reason, said
+
+TRANSCRIPT = "transcript"
+REQUEST = "exchange"
+NAMED = re.compile(rf"({'|'.join(quantity.value for quantity in Quantity)})/([0-9]{{1,10}})/(.{{0,{NAME}}})", re.DOTALL)
+Transcript = Sequence[tuple[Key, Answer]]
+
+
+def attach(content: RecordDict, transcript: Transcript) -> int:
+    """Put ``transcript`` into a train message; returns the bytes of its values."""
+    arrays = [answer.values.numpy() for _, answer in transcript]
+    keys = [[key.layer, key.quantity.value, key.call, answer.count, answer.batch] for key, answer in transcript]
+    content[TRANSCRIPT] = to_record({str(i): array for i, array in enumerate(arrays)})
+    content["config"] = ConfigRecord({**content.config_records["config"], "exchange": "replay", TRANSCRIPT: json.dumps(keys)})
+    return sum(array.nbytes for array in arrays)
+
+
+def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answer]]:
+    """Take the transcript out of a train message's payload.
+
+    Raises:
+        WireError: it is not what ``attach`` makes.
+    """
+    arrays = payload.pop(TRANSCRIPT, {})
+    try:
+        keys = [_key_of(*entry) for entry in json.loads(str(config.get(TRANSCRIPT, "[]")))]
+        values = [torch.from_numpy(np.array(arrays[str(i)])) for i in range(len(keys))]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WireError(TRANSCRIPT, "", f"expected keys and a vector for each, but got {reason(repr(error))}") from error
+    if not all(vector.ndim == 1 and vector.is_floating_point() for vector in values):
+        raise WireError(TRANSCRIPT, "", "expected vectors of numbers")
+    return [(key, Answer(vector, count, batch)) for (key, count, batch), vector in zip(keys, values, strict=True)]
+
+
+def _key_of(layer: object, quantity: object, call: object, count: object, batch: object) -> tuple[Key, int, int]:
+    if type(layer) is not str or type(call) is not int or type(count) is not int or type(batch) is not int or min(call, count, batch) < 0:
+        raise TypeError("an entry is no layer, quantity, call, count and batch")
+    return Key(layer, Quantity(quantity), call), count, batch
+
+
+def request_payload(request: Local) -> Payload:
+    key = request.key
+    return {REQUEST: {f"{key.quantity.value}/{key.call}/{key.layer}": request.values.numpy()}}
+
+
+def read_request(reply: Message, header: Header) -> tuple[int, Local] | None:
+    """``(batch, request)`` of a client that needs an answer; None if the reply is a round's last.
+
+    Raises:
+        WireError: the reply is an error, or cannot be read.
+    """
+    if reply.has_error():
+        raise WireError("error", "", f"code {reply.error.code}: {reason(reply.error.reason)}")
+    payload, came = from_records(reply.content)
+    if REQUEST not in payload:
+        return None
+    header.check(came)
+    metrics = REQUESTED.of_metrics(reply.content)
+    names = list(payload[REQUEST])
+    if len(names) != 1 or (found := NAMED.fullmatch(names[0])) is None:
+        raise WireError(REQUEST, "", f"expected one vector 'quantity/call/layer', but got {said(names)}")
+    try:
+        values = torch.from_numpy(np.array(payload[REQUEST][names[0]]))
+    except (ValueError, TypeError) as error:
+        raise WireError(REQUEST, names[0], f"expected numbers, but got {payload[REQUEST][names[0]].dtype}") from error
+    return metrics["batch"], Local(Key(found[3], Quantity(found[1]), int(found[2])), values, metrics["count"])

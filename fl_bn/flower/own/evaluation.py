@@ -1,0 +1,100 @@
+"""What the evaluations of an app of one's own say together: any metrics, each checked before it counts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+from flwr.app import Message, RecordDict
+
+from fl_bn.federation.fields import number
+from fl_bn.federation.values import Reply
+from fl_bn.flower.evaluation import SaidOnce
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Client
+from fl_bn.flower.wire.messages import OWN_METRICS
+from fl_bn.flower.wire.replies import Reading, read_replies
+from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.wire import WireError, said, shown
+
+Ranges = Mapping[str, tuple[float, float]]
+RANGES: Ranges = MappingProxyType({"accuracy": (0.0, 1.0)})
+LONGEST_NAME, MOST_NAMES = 100, 1000
+NOT_COUNTED = "%s's evaluation is not counted: %s"  # for ``SaidOnce``
+
+
+def evaluation_of_own_app(
+    replies: Iterable[Message],
+    clients: Sequence[Client],
+    sent: Iterable[Message],
+    ranges: Ranges = RANGES,
+    *,
+    say: SaidOnce,
+    alike: bool = False,
+    called: ClientNames = UNNAMED,
+) -> dict[str, float]:
+    """Average the metrics over ``clients``, weighted by ``num-examples``; empty where nothing can be averaged.
+
+    A metric counts that more than half of the clients send. A client is left out, and named, where a number of its is not finite or out of
+    ``ranges``, where a name cannot be printed, or where it lacks a metric that counts. No client weighs more than all others together.
+    Lists are not averaged.
+
+    Args:
+        replies: to the messages ``sent``; each client's first counts.
+        clients: who was asked.
+        sent: the messages.
+        ranges: the smallest and the largest value of a metric, by name.
+        say: tells the log who is not counted (``NOT_COUNTED``).
+        alike: whether all clients weigh alike, whatever ``num-examples`` says: under a defence.
+        called: what the log calls the clients.
+    """
+    parts, refused, _ = read_replies(replies, Reading(clients, partial(_read, ranges), sent))
+    senders = Counter(name for part in parts for name in part.metrics)
+    names = [name for name, count in senders.items() if 2 * count > len(parts)]
+    for part in parts:
+        if lacking := [name for name in names if name not in part.metrics]:
+            refused[part.client] = f"metrics/{lacking[0]}: missing, but more than half of the clients send it"
+    say(refused)
+    if few := sorted(senders.keys() - set(names)):
+        log(logging.WARNING, "not averaged, since no more than half of the clients send them: %s", ", ".join(map(shown, few[:5])))
+    counted = [part for part in parts if part.client not in refused]
+    weights = [1] * len(counted) if alike else _weights(counted, called)
+    total = sum(weights)
+    if not total:
+        return {}
+    return {name: sum(weight / total * part.metrics[name] for weight, part in zip(weights, counted, strict=True)) for name in names}
+
+
+def _read(ranges: Ranges, content: RecordDict, client: Client) -> Reply:
+    """Read one evaluation. An app of one's own repeats no header: which message it answers is Flower's word."""
+    metrics = OWN_METRICS.of_metrics(content)
+    examples: int = metrics.pop("num-examples")
+    if len(metrics) > MOST_NAMES:
+        raise WireError("metrics", "", f"expected at most {MOST_NAMES} metrics, but got {len(metrics)}")
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        if len(name) > LONGEST_NAME or not name.isprintable():
+            raise WireError("metrics", name, f"expected a name of up to {LONGEST_NAME} printable characters")
+        if isinstance(value, list):
+            continue
+        wanted = number(*ranges.get(name, (-math.inf, math.inf)))
+        if not wanted.fits(value):
+            hint = f" (another range: the strategy's ranges={{{name!r}: (0, 100)}})" if name in ranges else ""
+            raise WireError("metrics", name, f"expected {wanted.wanted}, but got {said(value)}{hint}")
+        numbers[name] = float(value)
+    return Reply(client.index, {}, examples, examples, numbers)
+
+
+def _weights(parts: Sequence[Reply], called: ClientNames) -> list[int]:
+    """Each client's ``num-examples``, but no more than those of all others together."""
+    total, weights = sum(part.samples for part in parts), [part.samples for part in parts]
+    for i, part in enumerate(parts):
+        if len(parts) > 1 and part.samples > (others := total - part.samples):
+            weights[i] = others
+            more = "%s says that it tested on %d examples, more than all others together (%d): it counts as they do"
+            log(logging.WARNING, more, called.client(part.client), part.samples, others)
+    return weights

@@ -1,0 +1,351 @@
+"""The client's half of secure aggregation: Flower's SecAgg+ mod around the handlers that train and measure.
+
+The plain reply never leaves this file: it becomes a vector (``sums``), with noise if
+privacy is asked for, and Flower's mod quantises and masks it. What is told in the clear are counts: samples, batches, activations per
+sample.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from cryptography.fernet import InvalidToken
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+
+from fl_bn.data.batches import ClientTooSmall
+from fl_bn.federation import schema
+from fl_bn.federation.narrow import AS_THE_MODEL
+from fl_bn.federation.one_sample import fewest
+from fl_bn.federation.payload import Sections, to_tensors
+from fl_bn.federation.settings import seeded
+from fl_bn.federation.training import BATCHES
+from fl_bn.federation.values import ClientState
+from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, share_keys_plaintext_separate
+from fl_bn.flower.log import log
+from fl_bn.flower.numpy_client import BatchNormClient
+from fl_bn.flower.secagg import evaluation as secure_evaluation
+from fl_bn.flower.secagg.instruction_digest import instruction_digest, training_digest
+from fl_bn.flower.secagg.masks import client_half, secagg_mod
+from fl_bn.flower.secagg.sums import (
+    REFERENCE,
+    STATISTICS,
+    Plan,
+    Weighting,
+    activations,
+    additive,
+    dump,
+    flags,
+    layout,
+    references,
+    to_vector,
+)
+from fl_bn.flower.secagg.told import from_config, history_of, problem, telling, to_config
+from fl_bn.flower.wire.codec import from_records, header_of
+from fl_bn.flower.wire.fields import records_of
+from fl_bn.flower.wire.gate import Handler, Insecure, Limits, evaluations_left, sums_evaluations
+from fl_bn.flower.wire.messages import (
+    ALL_TOLD,
+    COLLECT,
+    KEY,
+    NOISE,
+    RECORD_KEY_CONFIGS,
+    RUN,
+    SECURE,
+    SET_UP,
+    SHARE_KEYS,
+    TO_MEASURE,
+    UNMASK,
+    WEIGHED,
+    WEIGHTS,
+)
+from fl_bn.methods import NORMALISERS, Phase, Report
+from fl_bn.secure.additive import beyond
+from fl_bn.secure.privacy import clipped, noisy
+from fl_bn.secure.settings import LEAST, MODULUS
+from fl_bn.support.wire import said
+
+ROUNDING = 100  # purpose of a seeded generator, beside those in client.py
+
+
+def secured(handle: Handler, evaluate: Handler, build: Callable[[Context], BatchNormClient]) -> Handler:
+    """``handle``, which trains and measures, and ``evaluate``, which answer in the clear, behind SecAgg+.
+
+    The ``Gate`` has let the message in: it carries a record of SecAgg+, and is one that Flower's mod masks the reply to.
+
+    Raises (in the handler):
+        Insecure: the protocol's parameters, or the shares asked for, would undo the masks.
+    """
+
+    def summand(message: Message, context: Context, digest: bytes) -> Message:
+        if sums_evaluations(message):
+            return _evaluated(message, context, evaluate, build, digest)
+        return _summand(message, context, handle, build, digest)
+
+    def secure(message: Message, context: Context) -> Message:
+        content = message.content
+        stage, plan, digest = str(content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE)), Plan(0, 0, 0), b""
+        _check_order(stage, context)
+        if stage == Stage.SETUP:
+            setup = SET_UP.of_configs(content)
+            check_setup(setup, context.node_id)
+            plan = plan_of(build(context), message, context)
+            kept = kept_in(build(context), message)
+        elif stage == Stage.SHARE_KEYS:
+            check_keys(SHARE_KEYS.of_configs(content), _state(context), context.node_id)
+        elif stage == Stage.COLLECT_MASKED_VECTORS:
+            if unreadable := check_collect(COLLECT.of_configs(content), _state(context), context.node_id):
+                del context.state[RECORD_KEY_STATE]
+                return Message(RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({"unreadable": unreadable})}), reply_to=message)
+            history = from_config(_config(message), ALL_TOLD)
+            if why := problem(kept_in(build(context), message), history, Limits.of(context).unknown_rounds):
+                raise Insecure(why)
+            digest = instruction_digest(message, context.run_config, _state(context))
+        else:
+            check_unmask(UNMASK.of_configs(content), _state(context), context.node_id)
+        before = np.random.get_state()  # noqa: NPY002
+        try:
+            reply = secagg_mod(message, context, lambda m, c: summand(m, c, digest), digest)
+        finally:
+            np.random.set_state(before)  # noqa: NPY002
+        if stage == Stage.SETUP:
+            reply.content["plan"] = MetricRecord(asdict(plan))
+            if own := history_of(kept):
+                reply.content["told"] = ConfigRecord({**to_config(own)})
+            context.state.config_records[RECORD_KEY_STATE]["cohort"] = sorted(setup["cohort"])
+        elif stage == Stage.UNMASK:
+            del context.state[RECORD_KEY_STATE]  # keys and shares have served
+        return reply
+
+    return secure
+
+
+def plan_of(client: BatchNormClient, message: Message, context: Context) -> Plan:
+    """What this client will do in the round of ``message``: the batches are drawn from the run's seed, so they can be counted before.
+
+    Of an evaluation the test samples: none where they are too few, or where this site's evaluations are spent.
+    """
+    if sums_evaluations(message):
+        tested, limits = len(client.site.test), Limits.of(context)
+        if tested >= max(limits.min_samples, 1) and evaluations_left(context, limits):
+            return Plan(tested, 0, 0)
+        log(logging.WARNING, "client %s has no part in the evaluation: %d test samples, %s", client.site.client, tested, limits)
+        return Plan(0, 0, 0)
+    header = header_of(message.content)
+    phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
+    if phase is Phase.MEASURE:
+        asked = client.asked(TO_MEASURE.of_configs(message.content))
+        measured = min(asked.samples or n, n)
+        return Plan(0, 0, 0) if asked.measured == NORMALISERS and measured < 2 else Plan(n, measured, 0)
+    rng, least = seeded(client.seed, client.site.client, header.round, BATCHES), fewest(client.model, client.method, phase)
+    try:
+        batches = settings.draw(n, rng, least)
+    except ClientTooSmall:
+        return Plan(0, 0, 0)
+    behind = {Report.PASS: min(client.method.statistics_pass.samples or n, n), Report.FIRST: len(batches[0])}
+    passes = behind.get(client.method.report, sum(map(len, batches)))
+    return Plan(len(np.unique(np.concatenate(batches))), passes, len(batches))
+
+
+def kept_in(client: BatchNormClient, message: Message) -> ClientState:
+    """Return the state from which this client computes its part of the sum of ``message``; an evaluation, and statistics, are of the state
+    after the round."""
+    header = header_of(message.content)
+    after = sums_evaluations(message) or header.phase == Phase.MEASURE.value
+    return client.kept(RUN.of_configs(message.content), header.round + after)
+
+
+def _config(message: Message) -> ConfigRecord | None:
+    return records_of(message.content, ConfigRecord).get(ALL_TOLD.record)
+
+
+def check_setup(configs: Mapping[str, Any], node: int) -> None:
+    """Raises Insecure where the parameters leave a client alone in its sum, its keys to a minority, or this client's ``node`` out."""
+    clients, shares, threshold = configs["sample_num"], configs["share_num"], configs["threshold"]
+    if clients < LEAST or not LEAST <= shares <= clients:
+        raise Insecure(f"SecAgg+ needs at least {LEAST} clients and shares, but got {shares} shares among {clients} clients")
+    if len(cohort := set(configs["cohort"])) != clients or len(configs["cohort"]) != clients or node not in cohort:
+        raise Insecure(f"expected the {clients} nodes of the cohort, this client's among them, but got {said(configs['cohort'])}")
+    if not shares < 2 * threshold <= 2 * shares:
+        raise Insecure(
+            f"the threshold must be more than half of the {shares} shares, or two minorities unmask a client, but got {threshold}"
+        )
+    levels, modulus = configs["target_range"], configs["mod_range"]
+    if modulus != MODULUS or clients * levels >= MODULUS or configs["max_weight"] != 1.0:
+        raise Insecure(f"{clients} clients with {levels} levels each need modulus {MODULUS} and weight 1, but got {dict(configs)}")
+
+
+def _check_order(stage: str, context: Context) -> None:
+    """Raises Insecure for a stage that does not follow the one before: shares leave once, and for one masked vector."""
+    last = _state(context).current_stage
+    order = Stage.all()
+    if stage not in order or (stage != Stage.SETUP and order.index(stage) != (order.index(last) + 1) % len(order)):
+        raise Insecure(f"expected SecAgg+'s stage after {last!r}, or a new start, but the server asks for {said(stage)}")
+
+
+def _state(context: Context) -> Any:
+    return client_half.SecAggPlusState(**context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
+
+
+def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
+    """Raises Insecure where the keys are not those of as many clients as there are shares, this one among them, each with its own."""
+    keys = {name: pair for name, pair in configs.items() if name != Key.STAGE}
+    nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]
+    if len(nodes) != len(keys) or len(nodes) != state.share_num or node not in nodes:
+        raise Insecure(f"expected the keys of {state.share_num} clients, this one among them, but got those of {said(list(keys))}")
+    if others := set(nodes) - set(state.cohort):
+        raise Insecure(f"expected keys of clients of the cohort, but got those of nodes {said(sorted(others))}")
+    pems = [pem for pair in keys.values() for pem in (pair if type(pair) is list and len(pair) == 2 else [None])]
+    if any(type(pem) is not bytes or len(pem) > KEY for pem in pems) or len(set(pems)) != len(pems):
+        raise Insecure("expected two keys of each client, all of them different")
+    if keys[str(node)] != [state.pk1, state.pk2]:
+        raise Insecure("the server shows the others other keys for this client than its own")
+
+
+def check_collect(configs: Mapping[str, Any], state: Any, node: int) -> list[int]:
+    """The nodes whose shares cannot be read: theirs, or the server's, fault.
+
+    Raises:
+        Insecure: the shares are not those of every client whose keys came, once each.
+    """
+    sources, ciphertexts, wanted = configs["srcs"], configs["ctxts"], set(state.public_keys_dict) - {node}
+    if len(sources) != len(wanted) or set(sources) != wanted or len(ciphertexts) != len(sources):
+        raise Insecure(f"expected the shares of each of nodes {sorted(wanted)} once, but got those of {said(sources)}")
+    pairs = zip(sources, ciphertexts, strict=True)
+    return [source for source, sealed in pairs if not _readable(sealed, state.ss2_dict[source], source, node)]
+
+
+def _readable(sealed: bytes, key: bytes, source: int, node: int) -> bool:
+    try:
+        come_from, meant_for, mask_share, key_share = share_keys_plaintext_separate(decrypt(key, sealed))
+    except (InvalidToken, ValueError, TypeError):
+        return False
+    return (come_from, meant_for) == (source, node) and all(len(share) >= 20 and len(share) % 16 == 4 for share in (mask_share, key_share))
+
+
+def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
+    """Raises Insecure where the answer would serve for more than removing the masks of this sum.
+
+    Shares of one secret of each client, and of no other, leave this one: together the two of a client remove every mask of its vector, and
+    so do those of one secret at too many others. Flower's mod answers such requests.
+    """
+    active, dead = configs["active_nids"], configs["dead_nids"]
+    if both := set(active) & set(dead):
+        raise Insecure(f"shares of both secrets of nodes {sorted(both)} were asked for, which would unmask them")
+    if len(set(active)) != len(active) or len(set(dead)) != len(dead):
+        raise Insecure("shares of one node were asked for more than once")
+    if node not in active:
+        raise Insecure("the server counts this client, which sent its masked vector, among the lost")
+    if (asked := {*active, *dead}) != (held := set(state.rd_seed_share_dict)):
+        raise Insecure(f"expected to be asked for the shares of nodes {said(sorted(held))}, but was for those of {said(sorted(asked))}")
+    if len(active) < state.threshold:
+        raise Insecure(f"only {len(active)} clients are in the sum, but fewer than {state.threshold} hide nobody")
+
+
+def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, levels: int) -> None:
+    """Raises Insecure for a weight beside which this client's own part would fill less than one level of the quantiser, or exceed 1."""
+    for section in sections:
+        if not 2 / levels <= (weight := weighting.of(section, plan)) <= 1:
+            raise Insecure(
+                f"expected {section} to weigh between 2 / {levels} and 1 here, but with {asdict(plan)} it would weigh {weight:g} as the "
+                f"server has it ({asdict(weighting)})"
+            )
+
+
+def _summand(message: Message, context: Context, handle: Handler, build: Callable[[Context], BatchNormClient], digest: bytes) -> Message:
+    """The plain reply as Flower's mod wants it: one vector, weight 1, and the counts.
+
+    Raises:
+        WireError: the instruction has no weights for the sum, or noise without its clips.
+    """
+    client, plan = build(context), plan_of(build(context), message, context)
+    received, header = from_records(message.content)
+    if header.payload != AS_THE_MODEL:
+        raise Insecure(f"SecAgg+ masks whole numbers of full length, but the server asks for weights as {header.payload}")
+    reference = references(to_tensors(received.pop(REFERENCE, received.get("statistics", {}))))
+    message.content.pop(REFERENCE, None)  # not for the handler: the model keeps the statistics that came with its weights
+    phase, weights = Phase(header.phase), WEIGHTS.of_configs(message.content)
+    noise = NOISE.of_configs(message.content) if "dp-noise" in SECURE.of_configs(message.content) else None
+    with telling(training_digest(message, context.run_config)):
+        plain = handle(message, context)
+    payload, repeated = from_records(plain.content)
+    reply = {section: to_tensors(arrays) for section, arrays in payload.items()}
+    metrics = plain.content.metric_records["metrics"]
+    if (came := (metrics.get("samples"), metrics.get("steps", 0))) != (plan.samples, plan.steps):
+        raise ValueError(f"client {client.site.client} planned {plan.samples} samples and {plan.steps} steps, but did {came}")
+    trained, private = phase is not Phase.MEASURE, noise is not None
+    shapes = layout(schema.reply(client.model, client.method, phase, client.settings.update), loss=trained and not private, cut=not private)
+    weighting = Weighting(*(weights[name] for name in WEIGHED))
+    per_sample = activations(reply, plan)
+    state = context.state.config_records[RECORD_KEY_STATE]
+    check_weights(weighting, shapes, plan, int(state[Key.TARGET_RANGE]))  # type: ignore[arg-type]
+    limit = float(state[Key.CLIPPING_RANGE])  # type: ignore[arg-type]
+    parts, cut = additive(reply, to_tensors(received.get("weights", {})), reference, limit)
+    parts = {s: {k: t * weighting.of(s, plan) for k, t in part.items()} for s, part in parts.items() if s in shapes}
+    if noise is not None:
+        parts = _private(parts, noise, int(state[Key.THRESHOLD]))  # type: ignore[arg-type]
+    beyond_range = {f"{s}/{k}": n for s, part in parts.items() for k, n in beyond(part, limit).items()}
+    _warn(client, header.round, {k: n for k, n in cut.items() if n}, beyond_range, limit)
+    loss = float(metrics.get("loss", 0.0))  # type: ignore[arg-type]
+    parts |= flags(loss, weighting.of("loss", plan), any(cut.values()), bool(beyond_range), limit)
+    counts: dict[str, Any] = {**asdict(plan), "activations": dump(per_sample), "digest": digest.hex()}
+    if not private:
+        _seed_rounding(client, header.round, 0 if trained else 1)
+    return _vector_reply(message, to_vector(parts, shapes), counts | asdict(repeated))
+
+
+def _evaluated(
+    message: Message, context: Context, evaluate: Handler, build: Callable[[Context], BatchNormClient], digest: bytes
+) -> Message:
+    """The evaluation as Flower's mod wants it: one vector, weight 1, and the counts."""
+    client, plan = build(context), plan_of(build(context), message, context)
+    if not plan.samples:
+        raise Insecure("this client's evaluations are spent, or its test samples too few, since the sum began")
+    plain = evaluate(message, context)
+    limit = float(context.state.config_records[RECORD_KEY_STATE][Key.CLIPPING_RANGE])  # type: ignore[arg-type]
+    numbers = {name: float(value) for name, value in plain.content.metric_records["metrics"].items() if isinstance(value, float)}
+    vector = to_vector(secure_evaluation.parts_of(numbers, client.task, limit), secure_evaluation.layout(client.task))
+    header = header_of(plain.content)
+    _seed_rounding(client, header.round, 2)
+    return _vector_reply(message, vector, {**asdict(plan), "activations": dump({}), "digest": digest.hex(), **asdict(header)})
+
+
+def _seed_rounding(client: BatchNormClient, round: int, purpose: int) -> None:
+    """Let the quantiser round by the run's seed: sums of integers are exact, so that a run is reproducible, bit for bit."""
+    rng = seeded(client.seed, client.site.client, round, ROUNDING, purpose)
+    np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
+
+
+def _vector_reply(message: Message, vector: np.ndarray, counts: Mapping[str, Any]) -> Message:
+    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), 1, dict(counts))
+    content: RecordDict = fitres_to_recorddict(result, keep_input=False)
+    return Message(content, reply_to=message)
+
+
+def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> Sections:
+    """Update and statistics, each clipped as one vector and with this client's share of its noise."""
+    done: Sections = {section: {} for section in parts}
+    for statistics, key in ((False, "dp-clip"), (True, "dp-statistics-clip")):
+        vector = {f"{s}/{k}": t for s, part in parts.items() if (s in STATISTICS) == statistics for k, t in part.items()}
+        clip = float(config[key])
+        for name, tensor in noisy(clipped(vector, clip), clip, float(config["dp-noise"]), contributors).items():
+            section, _, key_of = name.partition("/")
+            done[section][key_of] = tensor
+    return done
+
+
+def _warn(client: BatchNormClient, round: int, statistics: Mapping[str, int], values: Mapping[str, int], limit: float) -> None:
+    """Say here what is cut off: the server sees the sum alone, and in it how many clients cut anything."""
+    who = f"client {client.site.client}, round {round}"
+    for layer, count in statistics.items():
+        text = (
+            "%s: layer %s: the statistics of %d channels lie more than %g standard deviations, or a variance %g times, from the reference"
+        )
+        log(logging.WARNING, f"{text}, and are cut to that", who, layer or "model", count, limit, limit**2)
+    for name, count in values.items():
+        text = "%s: %d values of %s exceed the quantiser's range of %g and are cut off: raise secagg-clipping-range"
+        log(logging.WARNING, text, who, count, name, limit)

@@ -1,0 +1,335 @@
+"""Rounds and statistics exchanges of which the server sees the sum alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
+
+from fl_bn.exchange.session import LARGEST_COUNT
+from fl_bn.federation import schema
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.defence import Defence
+from fl_bn.federation.narrow import AS_THE_MODEL
+from fl_bn.federation.payload import Sections, tensor_name, to_tensors
+from fl_bn.federation.rounds import Rounds, unbounded
+from fl_bn.federation.server import Server, enter
+from fl_bn.federation.shared_model import NotFinite, ServerStep
+from fl_bn.federation.values import Reply
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Client, round_half_up
+from fl_bn.flower.secagg import evaluation as secure_evaluation
+from fl_bn.flower.secagg import sums
+from fl_bn.flower.secagg.sums import CHECK, LOSS_RANGE, REFERENCE, Layout, from_vector, layout, length, moments_of, references, update_of
+from fl_bn.flower.secagg.workflow import Sum, SumFailed, Summand, secure_sum
+from fl_bn.flower.wire.codec import from_records, header_of, tensors_of, to_record
+from fl_bn.flower.wire.messages import EVALUATION, SUM_OF
+from fl_bn.flower.wire.messaging import copy_of
+from fl_bn.methods import LayerReports, Method, Phase, Refresh, Report, replace_by_pooled
+from fl_bn.moments import Moments, Running
+from fl_bn.secure.additive import lost
+from fl_bn.secure.privacy import Accountant
+from fl_bn.secure.settings import LEAST, SecureAggregation
+from fl_bn.support.wire import WireError, said
+from fl_bn.task import Task
+
+Note = Callable[[Sequence[Reply], bool], None]
+"""Takes the parts of a sum, and whether they are evaluations."""
+NO_BUDGET = "dp-noise bounds what updates and statistics tell, and evaluations would add to that: none is made at clients"
+REPEATS = 6  # exchanges for one measurement, where the reference is far off
+
+
+def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, defence: Defence) -> None:
+    """Raises ValueError for what cannot work on sums."""
+    settings.check(max(rounds.min_cohort, round_half_up(rounds.fraction * rounds.clients)))
+    settings.check(rounds.clients)
+    if defence.active or method.adversary is not None:
+        raise ValueError(
+            "a defence against Byzantine clients compares single updates, and secure aggregation shows none: choose one of them"
+        )
+    if Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
+        raise ValueError(f"{method.name} exchanges moments layer by layer in the clear: secure aggregation does not cover that")
+    if method.refresh is Refresh.REPORTED or method.renew is not replace_by_pooled:
+        raise ValueError(
+            f"secure aggregation pools the moments of all clients in one sum, but {method.name} needs each client's own here: leave out "
+            "its ablations (hbn-separate, hbn-merge), or secure-aggregation"
+        )
+    if rounds.payload != AS_THE_MODEL:
+        raise ValueError(f"secure aggregation adds masked whole numbers, which cannot be rounded: set payload-dtype to {AS_THE_MODEL}")
+    if rounds.auxiliary:
+        raise ValueError(
+            f"{', '.join(c.section for c in rounds.auxiliary)} would travel beside the weights in the clear: secure aggregation sums "
+            "updates and statistics alone"
+        )
+    if settings.privacy is not None and rounds.client_weights != "uniform":
+        raise ValueError("privacy bounds what one client adds, so all must weigh alike: set client-weights to 'uniform'")
+
+
+class SecureRounds:
+    """Secure aggregation for one run. ``accountant`` has the cost so far where its settings ask for privacy."""
+
+    def __init__(self, settings: SecureAggregation, server: Server, note: Note = lambda parts, evaluates: None) -> None:
+        self.settings, self.server, self.shared, self.rounds = settings, server, server.shared, server.policy
+        check_secure(settings, server.method, server.policy, server.defence)
+        self._note = note
+        self.accountant = None if settings.privacy is None else Accountant(settings.privacy)
+
+    def measure(
+        self, grid: Grid, messages: Iterable[Message], clients: Sequence[Client], timeout: float
+    ) -> tuple[list[Reply], dict[int, str]]:
+        """A statistics-only exchange: store what all clients measured together; none contributed, with a warning, where nothing came about.
+
+        Returns the contributions, of which only counts are known, and who is not among them, with the reason.
+
+        Where the shared statistics are too far from the data as a reference, the same is measured again about what was found, up to
+        ``REPEATS`` times (with privacy never: each would cost). The data are normalised as the messages say every time.
+        """
+        shared, before, messages = self.shared, self.shared.statistics(), list(messages)
+        reference = references(shared.sections().get("statistics", {}))
+        for repeat in range(1, 1 + REPEATS):
+            try:
+                total, average = self._sum(grid, [copy_of(message) for message in messages], clients, timeout, Phase.MEASURE)
+                moments = self._moments(total, average, reference)
+            except (SumFailed, WireError) as error:
+                log(logging.WARNING, "the statistics stay as they are, since %s", error)
+                refused = getattr(error, "refused", {})
+                return [], {client.index: refused.get(client.index, str(error)) for client in clients}
+            if self.settings.privacy is not None or not (problem := self._imprecise(total, average, moments, reference)):
+                break
+            again = "they are measured again about these" if repeat < REPEATS else "measure them again, or raise secagg-clipping-range"
+            log(logging.INFO if repeat < REPEATS else logging.WARNING, "the shared statistics are imprecise (%s): %s", problem, again)
+            if _clients(total, average, "statistics", self.settings.clipping_range):
+                moments = _widened(moments, reference, self.settings.clipping_range)
+            arrays = _arrays(moments, reference)
+            reference = references(tensors_of(arrays))
+            for message in messages:
+                message.content[REFERENCE] = arrays
+        new = {name: replace_by_pooled(LayerReports(before[name], [m], 1.0, 1.0)) for name, m in moments.items() if m.count >= 2}
+        try:
+            shared.store(before | new)
+        except NotFinite as error:
+            log(logging.WARNING, "the statistics stay as they are, since %s", error)
+            return [], {client.index: str(error) for client in clients}
+        self._state()
+        return [_entry(part, float("nan"), total.mean.size) for part in total.parts], total.refused
+
+    def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
+        """One round of training: whether it changed the model (where not, with a warning), and who is in the sum, of whom counts are known.
+
+        In the record every client's loss is the cohort's mean, as that is all there is; NaN with privacy, which has no budget for it.
+        """
+        shared, server, record = self.shared, self.server, self.server.record
+        phase, who = Phase(record.phase), [client.index for client in cohort]
+        try:
+            messages = list(messages)
+            total, average = self._sum(grid, messages, cohort, timeout, phase)
+            reports = bool(shared.statistics()) and shared.method.reports(phase) is not Report.NOTHING
+            reference = references(shared.sections().get("statistics", {})) if reports else {}
+            moments = self._moments(total, average, reference)
+        except (SumFailed, WireError) as error:
+            self._say(error)
+            refused = getattr(error, "refused", {})
+            enter(record, who, [], {index: refused.get(index, str(error)) for index in who}, called=self.rounds.called)
+            log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
+            return False, []
+        limit = self.settings.clipping_range
+        loss = float(average["loss"]["loss"][0]) * LOSS_RANGE / limit if "loss" in average else float("nan")
+        parts = [_entry(part, loss, total.mean.size) for part in total.parts]
+        enter(record, who, parts, total.refused, called=self.rounds.called)
+        self._report_cut(record.round, total, average)
+        before, after = shared.statistics(), self._combined(total, moments, server.pace())
+        sent, _ = from_records(messages[0].content)
+        sections = update_of(average, to_tensors(sent.get("weights", {}))) or {"weights": {}}
+        together = Reply(who[0], sections, sum(p.plan.samples for p in total.parts), 1)
+        try:
+            shared.change(ServerStep([together], [1.0], server.optimizer, record.learning_rate), after)
+        except NotFinite as error:
+            log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
+            return False, parts
+        record.aggregated = True
+        record.drift = Drift.between(before, after)
+        self._state()
+        return True, parts
+
+    def evaluate(
+        self, grid: Grid, messages: Iterable[Message], clients: Sequence[Client], timeout: float, task: Task
+    ) -> tuple[dict[str, float], dict[int, str]]:
+        """The mean loss and metric of ``task`` over the clients, each counted once; empty where no sum came about.
+
+        Returns:
+            The means by name, and who is not in them, with the reason.
+        """
+        messages, shapes = list(messages), secure_evaluation.layout(task)
+        if self.settings.privacy is not None:
+            return {}, {client.index: NO_BUDGET for client in clients}
+        for message in messages:
+            message.content["config"] = ConfigRecord({**dict(message.content.config_records["config"]), SUM_OF: EVALUATION})
+        try:
+            total = secure_sum(
+                grid,
+                messages,
+                clients,
+                header_of(messages[0].content),
+                self.settings,
+                timeout,
+                length(shapes),
+                least=max(LEAST, self.settings.threshold_of(len(clients))),
+                weighted=(False, False),
+                evaluates=True,
+                whole=self._unmasked(shapes),
+                called=self.rounds.called,
+            )
+        except SumFailed as error:
+            return {}, {client.index: error.refused.get(client.index, str(error)) for client in clients}
+        self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts], True)
+        return secure_evaluation.values_of(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
+
+    def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
+        """The sum, and the weighted averages in it by section and name, in the units of ``sums.layout``."""
+        shared, privacy, trains = self.shared, self.settings.privacy, phase is not Phase.MEASURE
+        shapes: Layout = layout(
+            schema.reply(shared.model, shared.method, phase, self.rounds.update), loss=trains and privacy is None, cut=privacy is None
+        )
+        if privacy is not None:
+            told = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
+            for message in messages:
+                message.content["config"] = ConfigRecord({**dict(message.content.config_records["config"]), **told})
+        if self.accountant is not None:  # before: a sum that fails late may have shown something, and a server that dies must not forget it
+            try:
+                self.accountant.spend(sums.releases(shapes))
+            except OSError as error:
+                raise SumFailed(f"what it costs in privacy cannot be kept ({error}), so nothing may be released: make room", {}) from error
+        least = max(LEAST, self.settings.threshold_of(len(cohort)))
+        if trains:
+            least = max(least, self.rounds.min_cohort, math.ceil(self.rounds.min_replies * len(cohort)))
+        total = secure_sum(
+            grid,
+            messages,
+            cohort,
+            header_of(messages[0].content),
+            self.settings,
+            timeout,
+            length(shapes),
+            least=least,
+            weighted=(self.rounds.client_weights == "samples" and privacy is None, privacy is None),
+            statistics_by_passes="moments" in shapes,
+            layers={name.rpartition(".")[0] for name in shapes.get("moments", {})},
+            most_steps=self.rounds.most_steps if trains else unbounded,
+            once=shared.method.report in (Report.FIRST, Report.PASS),
+            whole=self._unmasked(shapes),
+            called=self.rounds.called,
+        )
+        self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts], False)
+        average = from_vector(total.mean, shapes)
+        return total, {s: {k: t / total.weight(s) for k, t in part.items()} for s, part in average.items()}
+
+    def _unmasked(self, shapes: Layout) -> Callable[[np.ndarray], bool]:
+        """Whether a mean can be one: its two constants come out again when all masks are gone."""
+
+        def whole(mean: np.ndarray) -> bool:
+            constants = from_vector(mean, shapes)["check"]["check"] / self.settings.clipping_range
+            return float((constants - torch.tensor(CHECK, dtype=torch.float64)).abs().max()) <= 4 * 2.0**-self.settings.quantization_range
+
+        return whole
+
+    def _moments(self, total: Sum, average: Sections, reference: Mapping[str, Running]) -> dict[str, Moments]:
+        """Of all clients together, by layer.
+
+        Raises:
+            WireError: the clients' layers see different numbers of activations per sample, so that samples do not weigh them.
+        """
+        counted = {tuple(sorted(part.activations.items())) for part in total.parts}
+        if len(counted) != 1:
+            expected = "expected the same activations per sample at every client (inputs of one size)"
+            raise WireError("moments", "count", f"{expected}, but got {said(sorted(counted))}")
+        passes = sum(part.plan.passes for part in total.parts)
+        counts = {layer: n * passes for layer, n in counted.pop()}
+        if (most := max(counts.values(), default=0)) > LARGEST_COUNT:
+            raise WireError("moments", "count", f"expected at most {LARGEST_COUNT} activations in all, but got {said(most)}")
+        samples = sum(part.plan.samples for part in total.parts)
+        moments, negative = moments_of(average, reference, samples, counts, self.settings.clipping_range)
+        if negative:
+            log(
+                logging.WARNING,
+                "the variance of %d channels came out negative, and is set to 0: the shared statistics are too far from the data for the "
+                "precision of the sum (quantisation%s); exchange statistics again, about these",
+                negative,
+                "" if self.settings.privacy is None else " and noise",
+            )
+        return moments
+
+    def _imprecise(self, total: Sum, average: Sections, moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> str:
+        """Why measured statistics should be measured once more; empty if they need not."""
+        if cut := _clients(total, average, "statistics", self.settings.clipping_range):
+            return f"{cut} of {len(total.parts)} clients had to cut theirs to the quantiser's range"
+        error, limit = total.error("moments", self.settings), self.settings.clipping_range
+        firsts = {layer: average["moments"][tensor_name(layer, "mean")] for layer in moments}
+        far = sum(lost(m, firsts[layer], reference[layer], error, limit) for layer, m in moments.items() if m.count)
+        return f"the variance of {far} channels is small in units of the reference" if far else ""
+
+    def _report_cut(self, round: int, total: Sum, average: Sections) -> None:
+        for key in ("statistics", "update"):
+            if "cut" in average and (cut := _clients(total, average, key, self.settings.clipping_range)):
+                what = "%d of %d clients had to cut their %s to the quantiser's range (secagg-clipping-range %g); their logs say where"
+                log(logging.WARNING, f"round %s: {what}", round, cut, len(total.parts), key, self.settings.clipping_range)
+
+    def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
+        """The shared statistics after the round: the method's own rule of one report, by everyone."""
+        shared, method = self.shared.statistics(), self.shared.method
+        new, by_passes = dict(shared), method.report is not Report.RUNNING
+        weights = [float(part.plan.passes if by_passes else part.plan.samples) for part in total.parts]
+        steps = sum(w * part.plan.steps for w, part in zip(weights, total.parts, strict=True)) / max(sum(weights), 1.0)
+        for name, m in moments.items():
+            if m.count >= 2:
+                momentum = self.shared.layers[name].momentum
+                momentum, scale = 0.1 if momentum is None else momentum, self.shared.scales.get(name, 1.0)
+                reports = LayerReports(shared[name], [m], momentum, steps, pace=pace, scale=scale)
+                new[name] = method.combine(reports)
+        return new
+
+    def _state(self) -> None:
+        if self.accountant is not None:
+            log(logging.INFO, "%s", self.accountant.statement())
+
+    def _say(self, error: Exception) -> None:
+        for index, reason in sorted(getattr(error, "refused", {}).items()):
+            log(logging.WARNING, "%s is not in the sum: %s", self.rounds.called.client(index), reason)
+
+
+def _entry(part: Summand, loss: float, size: int) -> Reply:
+    """For the record: counts, and the size of the masked vector (int64)."""
+    masked = {"masked": {"vector": torch.zeros((), dtype=torch.int64).expand(size)}}
+    return Reply(part.client.index, masked, part.plan.samples, part.plan.samples, part.metrics | {"loss": loss})
+
+
+def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
+    """How many clients cut something: their flags were summed, too."""
+    return round(float(average["cut"][key][0]) / limit * len(total.parts))
+
+
+def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:
+    """``moments`` as the next reference, wide enough for what was cut: a mean that was cut says where the data lie, but hides their spread.
+
+    A channel near the range counts as cut. It gets ``limit`` squared times the standard deviation; where that is too much, the next
+    measurement finds the right one.
+    """
+    wide = {}
+    for layer, m in moments.items():
+        old = reference[layer]
+        near = ((m.mean - old.mean).abs() > limit / 4 * old.var.sqrt()) | (m.var > limit**2 / 8 * old.var)
+        wide[layer] = Moments(m.count, m.mean, torch.where(near, torch.maximum(m.var, old.var * limit**4), m.var))
+    return wide
+
+
+def _arrays(moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> ArrayRecord:
+    """``moments`` as a reference on the wire, float32; of a layer that nobody ran, the old one."""
+    found = {layer: Running(m.mean, m.var) if m.count else reference[layer] for layer, m in moments.items()}
+    named = {
+        tensor_name(k, key): getattr(r, key.removeprefix("running_")) for k, r in found.items() for key in ("running_mean", "running_var")
+    }
+    return to_record({name: tensor.float().numpy() for name, tensor in named.items()})

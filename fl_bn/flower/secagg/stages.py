@@ -1,0 +1,297 @@
+"""What clients reply in SecAgg+'s stages, checked: Flower's workflow gets records that are put together here, and nothing as it came.
+
+Forms say what a field may hold (``messages``); here is what depends on the stage before, on the other clients, and on the model's size.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+from flwr.serverapp import Grid
+
+from fl_bn.flower.compat import Key, Stage, fitres_to_recorddict
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Client
+from fl_bn.flower.secagg.sums import Plan
+from fl_bn.flower.secagg.told import History, from_config, put_together
+from fl_bn.flower.wire.codec import LONGEST_HEAD, Header, array_from, header_from
+from fl_bn.flower.wire.fields import records_of
+from fl_bn.flower.wire.messages import (
+    KEYS,
+    MASKED,
+    PLAN,
+    RECORD_KEY_CONFIGS,
+    RESULT,
+    ROUNDS_TOLD,
+    SHARES_BACK,
+    SHARES_OUT,
+    STATUS,
+    TOLD,
+    TOLD_IN,
+    UNREADABLE,
+    WEIGHT,
+)
+from fl_bn.flower.wire.messaging import send_and_receive
+from fl_bn.secure.settings import MODULUS
+from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.wire import WireError, reason, said
+
+CURVE = "secp384r1"  # of Flower's keys
+
+
+@dataclass
+class Stages:
+    """What Flower's workflow takes for a grid: its messages get this project's records and time to live, and what is wrong with a reply
+    is found here: Flower's stages see checked values alone.
+
+    ``layers``: whose activations a client counts; ``most_steps`` that one of so many samples may plan, 0: unknown; ``evaluates``: the sum
+    is one of evaluations, whose samples are others than those that clients introduced themselves with; ``levels``: of the quantiser, of
+    which each client's part fills at least two; ``once``: statistics are of one batch, or of one pass. ``shares``: the replies of the last
+    stage, of which ``without`` withholds one. ``called``: what the log calls clients and nodes.
+    """
+
+    grid: Grid
+    header: Header
+    clients: dict[int, Client]
+    instructions: dict[int, Message]
+    timeout: float
+    size: int
+    layers: frozenset[str]
+    most_steps: Callable[[int], int]
+    evaluates: bool = False
+    levels: int = 2**30
+    once: bool = False
+    plans: dict[int, Plan] = field(default_factory=dict)
+    activations: dict[int, dict[str, int]] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    complaints: set[frozenset[int]] = field(default_factory=set)
+    shares: dict[int, Message] = field(default_factory=dict)  # replies of the last stage
+    without: int = -1
+    told: dict[int, History] = field(default_factory=dict)  # what each client was told in earlier rounds, as it says at the start
+    history: History = field(default_factory=dict)  # what most were told
+    digests: dict[int, str] = field(default_factory=dict)  # of each client's instruction, as it says with its masked vector
+    digest: str = ""  # of most clients' instruction, to which the masks in the sum are bound
+    called: ClientNames = UNNAMED
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Replies for Flower's stages. Each holds what this file has checked and put together, and nothing else of what came."""
+        given = list(messages)
+        everyone = sorted(message.metadata.dst_node_id for message in given)
+        sent = [self._ours(message, everyone) for message in given]
+        stage = str(sent[0].content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]) if sent else ""
+        if stage == Stage.UNMASK and self.shares:  # asked already, and to be tried without someone
+            return [reply for node, reply in self.shares.items() if node != self.without]
+        asked = {m.metadata.dst_node_id: dict(m.content.config_records[RECORD_KEY_CONFIGS]) for m in sent}
+        checked = dict[int, RecordDict]()
+        replies = dict[int, Message]()
+        for reply in send_and_receive(self.grid, sent, self.timeout, called=self.called):
+            node = next((m.metadata.dst_node_id for m in sent if m.metadata.message_id == reply.metadata.reply_to_message_id), None)
+            if node is None or node in replies:
+                continue
+            replies[node] = reply
+            try:
+                checked[node] = self._checked(reply, node, stage, asked[node])
+            except WireError as error:
+                self.refuse(node, str(error), stage)
+        for node, why in self._at_odds(stage, checked).items():
+            del checked[node]
+            self.refuse(node, why, stage)
+        for node in asked:
+            if node not in replies:
+                self.refuse(node, f"no reply in stage {stage!r} before the deadline", stage)
+        good = {node: copy.copy(replies[node]) for node in checked}  # what came stays as it came
+        for node, reply in good.items():
+            reply.content = checked[node]
+        if stage == Stage.UNMASK:
+            self.shares = good
+        return list(good.values())
+
+    def refuse(self, node: int, why: str, stage: str) -> None:
+        client = self.clients[node].index
+        if stage == Stage.UNMASK:
+            log(logging.WARNING, "%s's shares are not used: %s", self.called.client(client), why)
+        self.refused.setdefault(client, why)
+
+    def _ours(self, message: Message, everyone: list[int]) -> Message:
+        """With records of its own: Flower's stages share one, and its mod takes it apart. Set-up also names ``everyone`` it goes to."""
+        node = message.metadata.dst_node_id
+        m, content = self.instructions[node], RecordDict()
+        for key, record in message.content.items():
+            content[key] = ConfigRecord(dict(record)) if isinstance(record, ConfigRecord) else record
+        for key in ("header", "config"):
+            content[key] = m.content[key]
+        if content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE) == Stage.SETUP:
+            content.config_records[RECORD_KEY_CONFIGS]["cohort"] = everyone
+        return Message(content, node, "train", ttl=m.metadata.ttl, group_id=m.metadata.group_id)
+
+    def _checked(self, reply: Message, node: int, stage: str, asked: Mapping[str, Any]) -> RecordDict:
+        """What Flower's stage may see of a reply. ``asked``: the stage's record, as it was sent to this node.
+
+        Raises:
+            WireError: the reply is an error, or not what the stage asks for.
+        """
+        if reply.has_error():
+            raise WireError("error", "", f"stage {stage!r}: code {reply.error.code}: {reason(reply.error.reason)}")
+        if reply.metadata.src_node_id != node:
+            raise WireError("metadata", "", f"expected a reply of node {node}, but it says node {reply.metadata.src_node_id}")
+        content = reply.content
+        if stage == Stage.SETUP:
+            keys = KEYS.of_configs(content)
+            for name in ("pk1", "pk2"):
+                _check_key(name, keys[name])
+            self.plans[node] = self._plan(PLAN.of_metrics(content), node)
+            self.told[node] = from_config(records_of(content, ConfigRecord).get(TOLD.record), TOLD)
+            if beyond := [round for round in self.told[node] if not 1 <= round <= self.header.round]:
+                raise WireError(TOLD.record, ROUNDS_TOLD, f"expected rounds 1..{self.header.round}, but got {said(beyond)}")
+            return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(keys))})
+        if stage == Stage.SHARE_KEYS:
+            shares, others = SHARES_OUT.of_configs(content), {int(key) for key in asked if key != Key.STAGE} - {node}
+            _same_nodes("dsts", shares["dsts"], others)
+            if len(shares["ctxts"]) != len(shares["dsts"]):
+                raise WireError(RECORD_KEY_CONFIGS, "ctxts", f"expected {len(shares['dsts'])}, but got {len(shares['ctxts'])}")
+            return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(shares))})
+        if stage == Stage.COLLECT_MASKED_VECTORS:
+            if "unreadable" in (complaint := UNREADABLE.of_configs(content)):
+                return self._complain(node, complaint["unreadable"], asked)
+            return self._result(content, node)
+        back = SHARES_BACK.of_configs(content)
+        _same_nodes("nids", back["nids"], {*asked[Key.ACTIVE_NODE_ID_LIST], *asked[Key.DEAD_NODE_ID_LIST]})
+        if len(back["shares"]) != len(back["nids"]) or any(len(share) < 20 or len(share) % 16 != 4 for share in back["shares"]):
+            raise WireError(RECORD_KEY_CONFIGS, "shares", f"expected {len(back['nids'])} of 4 + 16 n bytes, but got {said(back['shares'])}")
+        return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(back))})
+
+    def _plan(self, told: Mapping[str, Any], node: int) -> Plan:
+        plan, limit = Plan(told["samples"], told["passes"], told["steps"]), self.clients[node].samples
+        if plan.samples > limit and not self.evaluates:
+            raise WireError("plan", "samples", f"expected at most {limit}, as the client said of itself, but got {plan.samples}")
+        if 0 < (most := self.most_steps(limit)) < plan.steps:
+            raise WireError("plan", "steps", f"expected at most {most}, as the server asked for, but got {plan.steps}")
+        batches = 1 if self.once else max(plan.steps, 1)
+        if plan.passes > limit * batches:
+            raise WireError("plan", "passes", f"expected at most {limit} samples in each of {batches} batches, but got {plan.passes}")
+        return plan
+
+    def _result(self, content: RecordDict, node: int) -> RecordDict:
+        told, weight, status = RESULT.of_configs(content), WEIGHT.of_metrics(content), STATUS.of_configs(content)
+        self.header.check(header_from(told))
+        if (plan := self._plan(told, node)) != self.plans[node]:
+            raise WireError("fitres.metrics", "samples", f"expected {self.plans[node]}, as the client said at the start, but got {plan}")
+        if told["activations"].keys() != self.layers:
+            problem = f"expected a number for each of {len(self.layers)} layers, but got {said(list(told['activations']))}"
+            raise WireError("fitres.metrics", "activations", problem)
+        masked = MASKED.of_configs(content)["masked_params"]
+        _check_masked(masked, self.size)
+        self.digests[node] = told["digest"]
+        self.activations[node] = told["activations"]
+        result = FitRes(Status(Code(status["code"]), ""), ndarrays_to_parameters([]), weight["num_examples"], {})
+        checked: RecordDict = fitres_to_recorddict(result, keep_input=False)
+        checked[RECORD_KEY_CONFIGS] = ConfigRecord({Key.MASKED_PARAMETERS: masked})
+        return checked
+
+    def _complain(self, node: int, about: Sequence[int], asked: Mapping[str, Any]) -> RecordDict:
+        if not about or not set(about) <= set(asked[Key.SOURCE_LIST]):
+            raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"expected some of the nodes whose shares it got, but got {said(about)}")
+        self.complaints |= {frozenset((node, other)) for other in about}
+        raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"it cannot read the shares of nodes {said(sorted(about))}")
+
+    def _at_odds(self, stage: str, checked: Mapping[int, RecordDict]) -> dict[int, str]:
+        """Replies that are right each, but do not go together, by node, with the reason."""
+        if stage == Stage.SETUP:
+            keys = {node: list(content.config_records[RECORD_KEY_CONFIGS].values()) for node, content in checked.items()}
+            times = Counter(key for own in keys.values() for key in own)
+            why = f"{RECORD_KEY_CONFIGS}/pk1: expected keys of its own, but one of them came twice"
+            twice = {node: why for node, own in keys.items() if any(times[key] > 1 for key in own)}
+            odd = twice | self._far_plans(checked.keys() - twice.keys())
+            return odd | self._told_otherwise_before(checked.keys() - odd.keys())
+        if stage == Stage.COLLECT_MASKED_VECTORS and checked:
+            odd = self._told_otherwise(checked)
+            return odd | self._of_other_sizes([node for node in checked if node not in odd])
+        return {}
+
+    def _far_plans(self, nodes: Collection[int]) -> dict[int, str]:
+        """Those beside whose counts another client's part would vanish, or whose own would. That client would refuse the sum, rightly.
+
+        Of the largest and the smallest count, that which is farther from the median is the odd one.
+        """
+        odd: dict[int, str] = {}
+        for name in ("samples", "passes"):
+            counts = {node: count for node in nodes if node not in odd and (count := getattr(self.plans[node], name)) > 0}
+            while len(counts) > 1 and 2 * max(counts.values()) > self.levels * min(counts.values()):
+                middle = median(counts.values())
+                node = max(counts, key=lambda node: max(counts[node] / middle, middle / counts[node]))
+                odd[node] = f"plan/{name}: {counts.pop(node)} and the others' are too far apart for one sum of {self.levels} levels"
+        return odd
+
+    def _told_otherwise_before(self, nodes: Collection[int]) -> dict[int, str]:
+        """Those that keep a state which another instruction has made; what the others were told is told to all."""
+        self.history, at_odds = put_together({node: self.told[node] for node in sorted(nodes)})
+        why = "expected what most clients were told in round {}, but this one was told something else, and keeps what came of it"
+        return {node: f"told/{TOLD_IN}: {why.format(round)}" for node, round in at_odds.items()}
+
+    def _told_otherwise(self, nodes: Collection[int]) -> dict[int, str]:
+        """Those whose masks do not cancel with the others', since they are bound to another instruction; all where most do not agree."""
+        (self.digest, votes), *_ = Counter(self.digests[node] for node in nodes).most_common()
+        usual = self.digest if 2 * votes > len(nodes) else ""
+        why = "fitres.metrics/digest: expected the instruction that most clients got, but it got another (model, config or run config)"
+        return {node: why for node in nodes if self.digests[node] != usual}
+
+    def _of_other_sizes(self, nodes: Collection[int]) -> dict[int, str]:
+        """Those whose inputs are of another size than most clients'; nobody where there is no telling, and ``_moments`` says so."""
+        counted = {node: tuple(sorted(self.activations[node].items())) for node in nodes}
+        (usual, votes), *_ = Counter(counted.values()).most_common() or [((), 0)]
+        if 2 * votes <= len(counted):
+            return {}
+        why = "fitres.metrics/activations: expected the same per sample as at most clients (inputs of one size), but got others"
+        return {node: why for node, own in counted.items() if own != usual}
+
+    def leaving(self) -> set[int]:
+        """Whom to go on without, since shares could not be read: who is in most complaints first; of two alone, nobody knows who lies."""
+        left, gone = set(self.complaints), set[int]()
+        while left:
+            (most, times), *_ = Counter(node for pair in left for node in sorted(pair)).most_common()
+            gone |= {most} if times > 1 else {node for pair in left for node in pair}
+            left = {pair for pair in left if not pair & gone}
+        self.complaints.clear()
+        for node in gone:
+            self.refused.setdefault(self.clients[node].index, "shares of its secrets could not be read, or it says so of others'")
+        return gone
+
+
+def _same_nodes(name: str, came: Sequence[int], wanted: set[int]) -> None:
+    if len(came) != len(wanted) or set(came) != wanted:
+        raise WireError(RECORD_KEY_CONFIGS, name, f"expected each of {said(sorted(wanted))} once, but got {said(came)}")
+
+
+def _check_key(name: str, pem: bytes) -> None:
+    try:
+        key = load_pem_public_key(pem)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise WireError(RECORD_KEY_CONFIGS, name, "expected a public key in PEM, but it cannot be read") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != CURVE:
+        raise WireError(RECORD_KEY_CONFIGS, name, f"expected a public key on {CURVE}, but got another kind")
+
+
+def _check_masked(arrays: Sequence[bytes], size: int) -> None:
+    shapes = [(1,), (size,)]
+    if len(arrays) != 2 or any(len(one) > 8 * math.prod(shape) + LONGEST_HEAD for one, shape in zip(arrays, shapes, strict=True)):
+        problem = f"expected int64 vectors of shapes {shapes}, but got {said(list(map(len, arrays)))} bytes"
+        raise WireError(RECORD_KEY_CONFIGS, "masked_params", problem)
+    vectors = [array_from(one, RECORD_KEY_CONFIGS, "masked_params") for one in arrays]
+    if [v.shape for v in vectors] != shapes or any(
+        v.dtype != np.int64 or v.min(initial=0) < 0 or v.max(initial=0) >= MODULUS for v in vectors
+    ):
+        got = f"{[v.shape for v in vectors]} of {[str(v.dtype) for v in vectors]}"
+        raise WireError(RECORD_KEY_CONFIGS, "masked_params", f"expected int64 vectors of shapes {shapes} in [0, {MODULUS}), but got {got}")

@@ -1,0 +1,212 @@
+"""From a reply to one vector that may be summed, and from the average of such vectors to what a server may know.
+
+The vector (d,) holds, in the order of ``layout``: weights as differences to those that went down (gradients as they are), statistics as
+standardised deviations from a public reference (``secure.additive``), the training loss, whether anything of the statistics and of
+the update was cut off to fit the quantiser, and two constants. It has no names on the wire: both sides derive the layout from model, method
+and phase.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
+from fl_bn.federation.schema import Schema
+from fl_bn.moments import Moments, Running
+from fl_bn.secure.additive import deviations, from_deviations, from_running_deviations, running_deviations, running_within, within
+from fl_bn.support.wire import WireError
+
+Layout = dict[str, dict[str, tuple[int, ...]]]
+STATISTICS = ("statistics", "moments")
+LOSS_RANGE = 64.0  # of a training loss in a sum, whatever the quantiser's range
+CHECK = (0.5, -0.25)  # of the quantiser's range: sent by everyone, so that it comes out again if the masks cancelled
+REFERENCE = "reference"  # section of a message: what deviations are from, where that is not its statistics
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one client is about to do in a round; counts only, told to the server in the clear.
+
+    ``samples``: different samples, 0 if it sits out; ``passes``: samples that its statistics count, repeats included; ``steps``: batches.
+    """
+
+    samples: int
+    passes: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """What weighs 1 in a sum, per section: the most that any client of the cohort has. ``update`` 0: all updates weigh 1.
+
+    Privacy needs all sections to weigh 1 at every client.
+    """
+
+    update: int
+    statistics: int
+    samples: int
+
+    def of(self, section: str, plan: Plan) -> float:
+        """A client's weight, in (0, 1]."""
+        if section in ("cut", "check"):
+            return 1.0
+        if section in STATISTICS:
+            share, whole = plan.passes if section == "moments" else plan.samples, self.statistics
+        else:
+            share, whole = plan.samples, self.samples if section == "loss" else self.update
+        return share / whole if whole else 1.0
+
+
+def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
+    """Shapes by section and name of all that is summed. Counts are not: they are public, and weigh the rest."""
+    shapes: Layout = {}
+    for section, specs in expected.sections.items():
+        counts = {name for name in specs if section == "moments" and name.rpartition(".")[2] == "count"}
+        shapes[section] = {name: spec.shape for name, spec in specs.items() if name not in counts}
+    return (
+        shapes
+        | ({"loss": {"loss": (1,)}} if loss else {})
+        | ({"cut": {"statistics": (1,), "update": (1,)}} if cut else {})
+        | {"check": {"check": (2,)}}
+    )
+
+
+def releases(shapes: Layout) -> int:
+    """How many vectors with noise of their own a sum has: of the update, and of the statistics. Constants (``check``) are none."""
+    return len({"statistics" if section in STATISTICS else "update" for section in shapes if section != "check"})
+
+
+def length(shapes: Layout) -> int:
+    return sum(math.prod(shape) for section in shapes.values() for shape in section.values())
+
+
+def references(tensors: Named) -> dict[str, Running]:
+    """Running statistics by layer, from tensors by state_dict name."""
+    layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "running_mean"]
+    return {k: Running(tensors[tensor_name(k, "running_mean")], tensors[tensor_name(k, "running_var")]) for k in layers}
+
+
+def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], limit: float) -> tuple[Sections, dict[str, int]]:
+    """A client's reply as deviations from the ``weights`` that went down and from ``reference``, float64, by section of ``layout``; and
+    how many channels' statistics were cut to fit a quantiser of ``[-limit, limit]``, by layer.
+
+    Raises:
+        WireError: a value is not finite, or statistics are reported for a layer whose reference did not travel.
+    """
+    parts: Sections = {}
+    cut: dict[str, int] = {}
+    for section, tensors in reply.items():
+        if section == "weights":
+            parts[section] = {name: tensor.double() - weights[name].double() for name, tensor in tensors.items()}
+        elif section == "gradients":
+            parts[section] = {name: tensor.double() for name, tensor in tensors.items()}
+        else:
+            parts[section] = _statistics(section, tensors, reference, limit, cut)
+    for section, part in parts.items():
+        for name, tensor in part.items():
+            if not bool(tensor.isfinite().all()):
+                raise WireError(section, name, "not all values are finite (training diverged?), so they cannot be part of a sum")
+    return parts, cut
+
+
+def _statistics(section: str, tensors: Named, reference: Mapping[str, Running], limit: float, cut: dict[str, int]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    if section == "moments":
+        for layer, moments in decode_moments(tensors).items():
+            first, second, cut[layer] = within(*deviations(moments, _reference(section, layer, reference)), limit)
+            found |= {tensor_name(layer, "mean"): first, tensor_name(layer, "var"): second}
+        return found
+    for layer, running in references(tensors).items():
+        mean, var, cut[layer] = running_within(*running_deviations(running, _reference(section, layer, reference)), limit)
+        found |= {tensor_name(layer, "running_mean"): mean, tensor_name(layer, "running_var"): var}
+    return found
+
+
+def _reference(section: str, layer: str, reference: Mapping[str, Running]) -> Running:
+    if layer not in reference:
+        raise WireError(section, layer, "its shared statistics did not travel, and deviations need them as a reference")
+    return reference[layer]
+
+
+def activations(reply: Sections, plan: Plan) -> dict[str, int]:
+    """Activations per channel and sample of each layer, of a client's moments; 0: the layer did not run.
+
+    Raises:
+        WireError: a count is no multiple of the samples that passed.
+    """
+    per_sample: dict[str, int] = {}
+    for layer, moments in decode_moments(reply.get("moments", {})).items():
+        per_sample[layer], rest = divmod(moments.count, max(plan.passes, 1))
+        if rest:
+            raise WireError(
+                "moments", tensor_name(layer, "count"), f"expected a multiple of {plan.passes} samples, but got {moments.count}"
+            )
+    return per_sample
+
+
+def flags(loss: float, weight: float, statistics: bool, update: bool, limit: float) -> Sections:
+    """The loss, whether statistics and update were cut, and ``CHECK``, in units that fit a quantiser of ``[-limit, limit]``."""
+    share = min(loss / LOSS_RANGE, 1.0) * limit * weight
+    cut = {"statistics": limit * statistics, "update": limit * update}
+    check = torch.tensor(CHECK, dtype=torch.float64) * limit
+    return {"loss": {"loss": torch.tensor([share])}, "cut": {k: torch.tensor([v]) for k, v in cut.items()}, "check": {"check": check}}
+
+
+def to_vector(parts: Sections, shapes: Layout) -> np.ndarray:
+    """Float64 (d,), in the order of ``shapes``."""
+    flat = [parts[section][name].double().reshape(-1).numpy() for section, names in shapes.items() for name in names]
+    return np.concatenate(flat) if flat else np.zeros(0)
+
+
+def from_vector(vector: np.ndarray, shapes: Layout) -> Sections:
+    """The inverse of ``to_vector``."""
+    parts: Sections = {}
+    start = 0
+    for section, names in shapes.items():
+        parts[section] = {}
+        for name, shape in names.items():
+            end = start + math.prod(shape)
+            parts[section][name] = torch.from_numpy(vector[start:end].copy()).reshape(shape)
+            start = end
+    return parts
+
+
+def update_of(average: Sections, weights: Named) -> Sections:
+    """The averaged weights, or gradients, in float64; no section where all weights stay home."""
+    if "weights" in average:
+        return {"weights": {name: weights[name].double() + difference for name, difference in average["weights"].items()}}
+    return {"gradients": dict(average["gradients"])} if "gradients" in average else {}
+
+
+def moments_of(
+    average: Sections, reference: Mapping[str, Running], samples: int, counts: Mapping[str, int], limit: float
+) -> tuple[dict[str, Moments], int]:
+    """One ``Moments`` per layer for all clients together, and the channels whose variance was set to 0.
+
+    ``samples``: of running statistics, which count as so many; ``counts``: of moments, by layer.
+    """
+    merged: dict[str, Moments] = {}
+    negative = 0
+    for layer, about in reference.items():
+        if (name := tensor_name(layer, "mean")) in average.get("moments", {}):
+            first, second = average["moments"][name], average["moments"][tensor_name(layer, "var")]
+            merged[layer], below = from_deviations(counts[layer], first, limit * second, about)
+        elif (name := tensor_name(layer, "running_mean")) in average.get("statistics", {}):
+            mean, var = average["statistics"][name], average["statistics"][tensor_name(layer, "running_var")]
+            running, below = from_running_deviations(mean, limit * var, about)
+            merged[layer] = Moments(samples, running.mean, running.var)
+        else:
+            continue
+        negative += below
+    return merged, negative
+
+
+def dump(counts: Mapping[str, int]) -> str:
+    return json.dumps(counts)

@@ -1,0 +1,226 @@
+"""Named arrays on the wire: the only place that knows an order.
+
+Domain code sees ``{section: {name: array}}``. On Flower's wire each section is an ``ArrayRecord`` keyed by name, beside a ``header``
+that says what the payload is for. ``NumPyClient`` speaks lists: ``flatten`` and ``unflatten`` translate, with the layout as JSON.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from torch import Tensor
+
+from fl_bn.federation.blocks import dtype_name, views
+from fl_bn.federation.narrow import AS_THE_MODEL
+from fl_bn.federation.payload import Payload, to_numpy
+from fl_bn.federation.schema import Schema, difference
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.flower.compat import fill
+from fl_bn.flower.wire.fields import records_of
+from fl_bn.flower.wire.messages import HEADER
+from fl_bn.methods import Phase
+from fl_bn.support.wire import WireError, reason, said
+
+FORMAT = "fl-bn/1"
+NUMPY = "numpy.ndarray"  # Flower's name for how it serialises arrays
+LONGEST_HEAD = 4096  # bytes of an array before its values
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a payload is for, and the type in which its weights travel. A reply repeats the header of its instruction."""
+
+    method: str
+    phase: str
+    round: int
+    signature: str
+    format: str = FORMAT
+    payload: str = AS_THE_MODEL
+
+    def values(self) -> dict[str, Any]:
+        """The fields by name; ``asdict``, which copies deeply, takes longer."""
+        return dict(vars(self))
+
+    def check(self, other: Header) -> None:
+        for key, expected in self.values().items():
+            if (came := getattr(other, key)) != expected:
+                hint = " (different model, method or version of fl-bn on the two sides)" if key in ("signature", "format") else ""
+                raise WireError("header", key, f"expected {expected!r}, but got {came!r}{hint}")
+
+
+def check_header(expected: Header, came: Header, ours: Schema, payload: Payload) -> None:
+    """Check the header of a message.
+
+    Args:
+        expected: what this side is for.
+        came: the message's.
+        ours: the tensors that this side expects.
+        payload: the message's tensors.
+
+    Raises:
+        WireError: a field differs. Where it is the signature, the error names the first tensor that differs.
+    """
+    if came.signature != expected.signature and came.method == expected.method and came.format == expected.format:
+        found = difference(ours, payload, dtypes=came.payload == AS_THE_MODEL)
+        raise WireError("header", "signature", f"expected {expected.signature!r}, but got {came.signature!r}: {found}")
+    expected.check(came)
+
+
+def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_THE_MODEL) -> Header:
+    return Header(shared.method.name, phase.value, round, shared.signature, payload=payload)
+
+
+class LazyArray(Array):
+    """A Flower array that is encoded when somebody asks for its bytes: within a process nobody does.
+
+    ``array`` must not change any more. On the wire it is an ``Array`` like any other.
+    """
+
+    array: np.ndarray
+
+    def __init__(self, array: np.ndarray) -> None:
+        view = array.view()
+        view.flags.writeable = False
+        self.__dict__.update(array=view, dtype=dtype_name(array.dtype), shape=array.shape, stype=NUMPY)  # Flower's setters are slow
+
+    @cached_property
+    def data(self) -> bytes:  # type: ignore[override]
+        return Array(np.asarray(self.array, order="C")).data
+
+    def numpy(self) -> np.ndarray:
+        return self.array
+
+    def __reduce__(self) -> tuple[Callable[[np.ndarray], LazyArray], tuple[np.ndarray]]:
+        return lazily, (self.array,)
+
+
+LazyArray.__qualname__ = Array.__qualname__  # by which Flower names an object's type on the wire
+
+
+def lazily(array: np.ndarray) -> LazyArray:
+    return LazyArray(array)
+
+
+def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    record = ArrayRecord()  # of arrays given at once Flower makes copies, and asks for their bytes
+    fill(record, {name: LazyArray(array) for name, array in arrays.items()})
+    return record
+
+
+def to_records(payload: Payload, header: Header) -> RecordDict:
+    content = RecordDict({"header": ConfigRecord(header.values())})
+    for section, arrays in payload.items():
+        content[section] = to_record(arrays)
+    return content
+
+
+def from_records(content: RecordDict) -> tuple[Payload, Header]:
+    """The payload and header of a message.
+
+    Raises:
+        WireError: the header or an array cannot be read.
+    """
+    header = header_of(content)
+    payload: Payload = {}
+    for section, arrays in records_of(content, ArrayRecord).items():
+        payload[section] = {}
+        for name, array in arrays.items():
+            payload[section][name] = decoded(array, section, name)
+    return payload, header
+
+
+def header_of(content: RecordDict) -> Header:
+    """Raises WireError where there is none, or one of its fields is missing or not what it should be."""
+    if "header" not in records_of(content, ConfigRecord):
+        raise WireError("header", "", f"expected a record 'header' of {FORMAT}, but got records {said(sorted(content))}")
+    return header_from(HEADER.of_configs(content))
+
+
+def header_from(values: Mapping[str, Any]) -> Header:
+    """From checked values, among others."""
+    return Header(**{field.name: values[field.name] for field in fields(Header) if field.name in values})
+
+
+DTYPES = frozenset(map(np.dtype, "?bBhHiIqQefd"))
+"""Types of numbers that an array off the wire may have, little-endian."""
+
+
+def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
+    """The array of NumPy's .npy ``data``, read-only and without a copy: an array takes no more memory than its bytes.
+
+    Raises:
+        WireError: they are none, of objects, or not as many as the shape they tell.
+    """
+    try:
+        shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])
+        count, rest = math.prod(shape), len(data) - begin
+        if count * dtype.itemsize != rest:
+            raise ValueError(f"{rest} bytes, where shape {said(shape)} of {dtype} has others")
+        if count == 0:
+            return np.empty(shape, dtype)
+        return np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if fortran else "C")
+    except Exception as error:  # on bytes off the wire NumPy raises whatever its parsers do: TokenError, SyntaxError, OverflowError ...
+        raise WireError(section, name, f"expected a NumPy array, but its bytes cannot be read: {reason(str(error))}") from error
+
+
+@lru_cache(maxsize=1024)
+def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Shape, order, dtype and length of a head of version 1.0, which is what NumPy writes. Raises whatever NumPy's parsers do."""
+    if len(head) > LONGEST_HEAD:
+        raise ValueError(f"a head of {len(head)} bytes")
+    stream = io.BytesIO(head)
+    if (version := np.lib.format.read_magic(stream)) != (1, 0):
+        raise ValueError(f"version {version} of the format")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=LONGEST_HEAD)
+    if dtype not in DTYPES:
+        raise ValueError(f"numbers of type {dtype}, where one of {', '.join(sorted(map(str, DTYPES)))} is expected")
+    if len(shape) > 16 or not all(type(size) is int and size >= 0 for size in shape):  # True is an int, too
+        raise ValueError(f"a shape of {len(shape)} dimensions, {said(shape)}")
+    return shape, fortran, dtype, stream.tell()
+
+
+def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
+    """What ``array`` holds, read-only and without a copy. Raises WireError."""
+    if isinstance(array, LazyArray):
+        return array.array
+    if array.stype != NUMPY:
+        raise WireError(section, name, f"expected a NumPy array, but its bytes are {said(array.stype)}")
+    return array_from(array.data, section, name)
+
+
+def flatten(payload: Payload) -> tuple[list[np.ndarray], str]:
+    """``(arrays, layout)``: the arrays in the payload's order, and the names in that order as JSON."""
+    layout = [[section, list(arrays)] for section, arrays in payload.items()]
+    return [array for arrays in payload.values() for array in arrays.values()], json.dumps(layout)
+
+
+def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
+    """The inverse of ``flatten``.
+
+    Raises:
+        WireError: the layout does not describe these arrays.
+    """
+    try:
+        sections = [(str(section), [str(name) for name in names]) for section, names in json.loads(layout)]
+    except (ValueError, TypeError) as error:
+        raise WireError("layout", "", f"expected JSON [[section, [name, ...]], ...], but got {layout[:80]!r}") from error
+    if (expected := sum(len(names) for _, names in sections)) != len(arrays):
+        raise WireError("layout", "", f"describes {expected} arrays, but {len(arrays)} came")
+    remaining = iter(arrays)
+    return {section: {name: next(remaining) for name in names} for section, names in sections}
+
+
+def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    return to_record(to_numpy(tensors))
+
+
+def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
+    return views({name: array.numpy() for name, array in record.items()})  # each decoded into memory of its own

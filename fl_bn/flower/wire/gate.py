@@ -1,0 +1,291 @@
+"""The gate of a client's app: every message enters through it, and every reply leaves through it.
+
+It is a Flower mod around all handlers of an app, so that no handler sends around it. It knows the kinds of messages, the node config, the
+site's policy (whose lines ``app_host`` puts into the node config) and how often this client has evaluated. A kind that it does not know is
+refused: whoever adds a handler says here what its replies may hold.
+
+``secure-aggregation`` in the node config or the run config means that nothing which summarises data leaves in the clear. Such a client
+answers who it is and how many samples it has, saves its model, and takes part in secure sums; all else is refused.
+
+Whether such a client fails, and with which words, may depend on its data, too: weights may overflow for some samples alone. It says that it
+failed and no more, and after ``MOST_FAILURES`` of them it takes part in no secure sum of the run.
+
+An evaluation is a disclosure. With weights of the server's choice, an accuracy answers any question of yes and no about the samples:
+``max-evaluations`` bounds how many are answered in a run, ``min-samples`` how few samples a number may summarise.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+from fl_bn.flower.app.disclosure import FEW
+from fl_bn.flower.log import log
+from fl_bn.flower.wire.fields import records_of
+from fl_bn.flower.wire.messages import EVALUATION, EXCHANGE, LIMITS, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SUM_OF
+from fl_bn.flower.wire.versions import OtherVersion, check_server
+from fl_bn.methods import Phase
+from fl_bn.support.durable import append
+from fl_bn.support.wire import WireError, said, shown
+
+Handler = Callable[[Message, Context], Message]
+COUNTS = ("samples", "num-examples", "fewest")  # under which an evaluation says how many samples are behind its numbers
+SPENT = "evaluations"  # record of Flower's context.state, and folder below state-dir
+FAILURES, MOST_FAILURES = "failures", 3
+MASKING = "collect_masked_vectors"  # Flower's name of the stage whose reply depends on the data
+_entered: ContextVar[bool] = ContextVar("entered", default=False)
+
+
+class Refused(ValueError):
+    """The gate lets a message not in, or its reply not out."""
+
+
+class Insecure(Refused):
+    """The server asked for something that would show one client's numbers."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a reply of one kind may hold: ``records`` of configs and metrics by name, and ``arrays`` or none.
+
+    ``open``: a client that requires secure aggregation answers, too, since nothing in the reply summarises data.
+    """
+
+    records: frozenset[str] = frozenset()
+    arrays: bool = False
+    open: bool = False
+
+
+PLAIN = frozenset({"header", "metrics"})
+KINDS = {
+    "train": Kind(PLAIN, arrays=True),
+    "evaluate": Kind(PLAIN),
+    "query.statistics": Kind(PLAIN, arrays=True),
+    "query.kept": Kind(PLAIN, arrays=True),
+    "query.hello": Kind(frozenset({"hello"}), open=True),
+    "query.rendezvous": Kind(),
+    "query.save": Kind(open=True),
+}
+SUM = Kind(frozenset({RECORD_KEY_CONFIGS, "plan", "told", "fitres.metrics", "fitres.num_examples", "fitres.status"}), open=True)
+"""A stage of a secure sum. Flower's mod leaves an empty record of arrays beside the masked vector."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a site allows. ``min_samples``: behind a number of an evaluation; ``max_evaluations``: in a run, None: any number;
+    ``unknown_rounds``: of which the states of others in a secure sum come, and in which this client took no part; None: any number."""
+
+    secure: bool
+    min_samples: int
+    max_evaluations: int | None
+    unknown_rounds: int | None = None
+
+    @classmethod
+    def of(cls, context: Context) -> Limits:
+        """From the node config, which the policy's lines are in; ``REQUIRED`` may stand in the run config, too.
+
+        Raises:
+            WireError: a line of the node config is no such number.
+        """
+        given = LIMITS.read(context.node_config)
+        secure = any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config))
+        fewest = given.get("min-samples", FEW if secure else 0)
+        return cls(secure, fewest, given.get("max-evaluations"), given.get("max-unknown-rounds"))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A Flower mod: ``ClientApp(mods=[Gate()])``. ``kinds``: of messages that it lets in, by Flower's message type."""
+
+    kinds: Mapping[str, Kind] = field(default_factory=lambda: KINDS)
+
+    def __call__(self, message: Message, context: Context, handle: Handler) -> Message:
+        kind, limits, name = admit(message, context, self.kinds), Limits.of(context), message.metadata.message_type
+        evaluates = name == "evaluate" or sums_evaluations(message)
+        masks = kind is SUM and _config(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
+        token = _entered.set(True)
+        try:
+            reply = handle(message, context)
+        except Refused:
+            raise
+        except Exception as error:
+            if not limits.secure or (isinstance(error, WireError | OtherVersion) and not masks):  # these are about the message alone
+                raise
+            log(logging.ERROR, "this client does not answer, and the server is not told why: %r", error)
+            if not masks:
+                raise Refused("this client could not answer; its own log says why") from None
+            _count_failure(context)
+            raise Refused("this client could not compute its part of a secure sum; its own log says why") from None
+        finally:
+            _entered.reset(token)
+        if reply.has_error():
+            if limits.secure:  # a handler's own words
+                raise Refused("this client could not answer; its own log says why")
+            return reply
+        _check(reply, name, kind, limits)
+        if evaluates and (kind is not SUM or _is_vector(reply)):
+            spend(context, limits)
+        return reply
+
+
+def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS) -> Kind:
+    """The kind of a message that may enter.
+
+    Raises:
+        Refused: it is of no known kind, or what the site's settings exclude.
+        OtherVersion: the server has another version of fl-bn.
+    """
+    check_server(message)
+    name, limits = message.metadata.message_type, Limits.of(context)
+    if name not in kinds:
+        raise Refused(f"this client's gate does not know {shown(name)} messages, so none is answered: declare the kind (Gate, KINDS)")
+    kind = SUM if RECORD_KEY_CONFIGS in message.content else kinds[name]
+    if kind is SUM and name != "train":  # which Flower's mod lets pass, so that the vector would leave unmasked
+        raise Insecure(f"SecAgg+ serves train messages alone, but this is a {name} message: its vector would not be masked")
+    if limits.secure and not kind.open:
+        raise Insecure(f"{REQUIRED} is on, so this client answers no {name} message in the clear")
+    if kind is SUM and limits.secure and _failures(context) >= MOST_FAILURES:
+        raise Refused(
+            f"this client failed in {MOST_FAILURES} secure sums of this run, and takes part in no more: when it fails tells of its data"
+        )
+    if (kind is SUM or limits.secure) and (went := _exchange(message)):
+        raise Insecure(f"{went} would show this client's moments to the server: no secure sum has one")
+    return kind
+
+
+def admit_own(message: Message, context: Context, evaluates: bool) -> None:
+    """Let a message into a handler of one's own (``training``, ``evaluating``), which answers in the clear.
+
+    Without a ``Gate`` around the app, what leaves is not seen: where the handler ``evaluates``, that is counted here, before.
+
+    Raises:
+        Refused: as ``admit``, and where this client requires secure aggregation.
+        OtherVersion: as ``admit``.
+    """
+    check_server(message)
+    if (limits := Limits.of(context)).secure:
+        raise Insecure(f"{REQUIRED} is on, but an app of your own answers in the clear: use fl-bn's application, or set it to false")
+    if evaluates and not _entered.get():
+        spend(context, limits)
+
+
+def evaluations_left(context: Context, limits: Limits) -> bool:
+    """Whether this client may answer one more evaluation in this run."""
+    return limits.max_evaluations is None or _spent(context) < limits.max_evaluations
+
+
+def spend(context: Context, limits: Limits) -> None:
+    """Count an evaluation, durably where the client has a ``state-dir``, before it leaves.
+
+    Raises:
+        Refused: this site's evaluations in this run are spent, or cannot be counted.
+    """
+    if limits.max_evaluations is None:
+        return
+    spent = _spent(context)
+    if spent < limits.max_evaluations and (file := _file(context)) is not None:
+        try:
+            append(file, b"1")
+        except OSError as error:
+            raise Refused(f"this site counts its evaluations, and cannot ({error}): none is answered") from error
+        spent = max(spent, _lines(file) - 1)  # another process may have added one
+    if spent >= limits.max_evaluations:
+        raise Refused(
+            f"this site answers {limits.max_evaluations} evaluations in a run (max-evaluations), and has: more would tell of single samples"
+        )
+    context.state[SPENT] = ConfigRecord({"spent": spent + 1})
+
+
+def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int], least: int) -> tuple[dict[str, float], int]:
+    """Withhold what summarises too few samples.
+
+    Args:
+        metrics: numbers by name.
+        samples: behind each of them, where ``behind`` says nothing else.
+        behind: samples by name of those that summarise some of them.
+        least: samples that a number must summarise.
+
+    Returns:
+        The metrics, NaN in place of a number that is withheld, and the fewest samples behind one that is not.
+    """
+    counts = {name: behind.get(name, samples) for name in metrics}
+    kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}
+    return kept, min((counts[name] for name in kept if counts[name] >= max(least, 1)), default=samples)
+
+
+def _exchange(message: Message) -> str:
+    """The layer-wise exchange that a message leads to, in words; empty: none."""
+    if (carrier := _config(message.content, EXCHANGE.record).get("exchange")) is not None:
+        return f"a layer-wise exchange ({said(carrier)})"
+    return "a round with a layer-wise exchange" if _config(message.content, "header").get("phase") == Phase.EXCHANGE.value else ""
+
+
+def _config(content: RecordDict, name: str) -> dict[str, Any]:
+    return dict(records_of(content, ConfigRecord).get(name, ConfigRecord()))
+
+
+def sums_evaluations(message: Message) -> bool:
+    """Whether a message belongs to a secure sum of evaluations."""
+    return RECORD_KEY_CONFIGS in message.content and SECURE.of_configs(message.content)[SUM_OF] == EVALUATION
+
+
+def _check(reply: Message, name: str, kind: Kind, limits: Limits) -> None:
+    """Raises Refused for a reply to the message ``name`` that may not leave."""
+    arrays = records_of(reply.content, ArrayRecord)
+    if others := {*reply.content} - kind.records - {*arrays}:
+        raise Refused(f"a reply to {name} may hold {', '.join(sorted(kind.records)) or 'nothing'}, but this one has {said(sorted(others))}")
+    if not kind.arrays and any(arrays.values()):
+        raise Refused(f"a reply to {name} may hold no arrays, but this one has {said(sorted(arrays))}")
+    if limits.secure and kind is not SUM and _tells_labels(reply):
+        raise Insecure(f"{REQUIRED} is on, so this client does not tell how many samples of each label it has")
+    if name == "evaluate" and limits.min_samples:
+        _check_samples(records_of(reply.content, MetricRecord).get("metrics", MetricRecord()), limits)
+
+
+def _tells_labels(reply: Message) -> bool:
+    return bool(_config(reply.content, "hello").get("label-counts", "[]") != "[]")
+
+
+def _check_samples(metrics: Mapping[str, Any], limits: Limits) -> None:
+    counts = [count for name in COUNTS if isinstance(count := metrics.get(name), int | float)]
+    if not counts or min(counts) < limits.min_samples:
+        behind = f"is of {min(counts):g}" if counts else f"does not say of how many ({', '.join(COUNTS)})"
+        raise Refused(f"this site has min-samples = {limits.min_samples}, but the evaluation {behind}")
+
+
+def _is_vector(reply: Message) -> bool:
+    return "masked_params" in _config(reply.content, RECORD_KEY_CONFIGS)
+
+
+def _spent(context: Context) -> int:
+    told = _config(context.state, SPENT).get("spent", 0)
+    file = _file(context)
+    return max(told if isinstance(told, int) else 0, 0 if file is None else _lines(file))
+
+
+def _file(context: Context) -> Path | None:
+    """Where this client's evaluations in this run of Flower's are counted; None: in ``context.state`` alone."""
+    node = context.node_config
+    if "state-dir" not in node:
+        return None
+    return Path(str(node["state-dir"])) / SPENT / f"run-{context.run_id}.client-{node.get('partition-id', context.node_id)}"
+
+
+def _failures(context: Context) -> int:
+    told = _config(context.state, FAILURES).get("failed", 0)
+    return told if isinstance(told, int) else 0
+
+
+def _count_failure(context: Context) -> None:
+    context.state[FAILURES] = ConfigRecord({"failed": _failures(context) + 1})
+
+
+def _lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0

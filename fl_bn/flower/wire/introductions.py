@@ -1,0 +1,125 @@
+"""How many clients there are, where the server is not told: what nodes say of themselves, compared. One node alone decides nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fl_bn.federation.schema import COMPARE
+from fl_bn.flower.app.client_app import HELLO as ASK_HELLO
+from fl_bn.flower.compat import simulates
+from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Introductions, RunFailed
+from fl_bn.flower.wire.messages import HELLO
+from fl_bn.flower.wire.messaging import send_and_receive
+from fl_bn.flower.wire.versions import client_differs, greeting
+from fl_bn.support.wire import WireError, reason, shown
+
+PATIENCE = 120.0  # seconds for an answer of a node elsewhere, and for those who are missing when enough are there
+POLL = 1.0
+
+
+def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: int = 0) -> tuple[int, Introductions]:
+    """Ask every node who it is, until all clients are there, or ``least`` of them and nobody else within ``PATIENCE`` seconds.
+
+    Args:
+        grid: whose nodes are asked.
+        least: nodes with the right model that suffice.
+        timeout: seconds for ``least`` nodes to come.
+        signature: of the server's model and method; nodes with another one have no vote.
+        clients: how many there are; 0: as many as most nodes say.
+
+    Returns:
+        The number of clients, and what the nodes said.
+
+    Raises:
+        RunFailed: too few may take part, or as many nodes say one number as say another. The message names a node, and says what to do.
+    """
+    begin, heard, asked = time.monotonic(), dict[int, Message](), set[int]()
+    complete = isinstance(grid, InProcessGrid)  # nobody else will ever come
+    patience = timeout if simulates(grid) else min(timeout, PATIENCE)  # Ray may be slow to start
+    enough_since, said_before = begin, ""
+    while True:
+        nodes = set(grid.get_node_ids())
+        if new := sorted(nodes - asked):
+            asked |= nodes
+            messages = [Message(greeting(), node, ASK_HELLO, ttl=timeout, group_id="0") for node in new]
+            for reply in send_and_receive(grid, messages, patience):
+                heard.setdefault(reply.metadata.src_node_id, reply)
+        votes, wrong = _votes({node: heard[node] for node in sorted(nodes) if node in heard}, signature)
+        agreed, usable, now = clients or _most(votes), votes.total(), time.monotonic()
+        if len(nodes) < least:
+            enough_since = now
+            if complete or now - begin > timeout:
+                raise RunFailed(
+                    f"only {len(nodes)} of {least} nodes came within {timeout:.0f} s. Start the others, lower min_available_nodes, or wait "
+                    f"longer: start(..., timeout={5 * timeout:.0f})"
+                )
+        elif (agreed and len(nodes) >= agreed) or complete or now - enough_since > patience:
+            if usable >= least and agreed:
+                return agreed, Introductions(frozenset(asked), tuple(heard.values()))
+            if usable >= least:
+                said = ", ".join(f"{count} say {number}" for number, count in sorted(votes.items()))
+                raise RunFailed(f"nodes do not agree on the number of clients (num-partitions): {said}. Give clients=... to the strategy")
+            if complete or now - enough_since > patience:
+                if usable == 0 and wrong:
+                    raise RunFailed(wrong)
+                silent = f"{len(nodes - heard.keys())} nodes did not say within {patience:.0f} s who they are"
+                raise RunFailed(
+                    f"only {usable} of {least} nodes may take part: {wrong or silent}. Start others, or lower min_available_nodes"
+                )
+        if wrong not in ("", said_before):
+            log(logging.WARNING, "a node may not take part: %s", wrong)
+            said_before = wrong
+        time.sleep(POLL)
+
+
+def _votes(heard: Mapping[int, Message], signature: str) -> tuple[Counter[int], str]:
+    """How many clients there are, as the nodes with the right model say; and what is wrong with the first of the others."""
+    votes, first = Counter[int](), ""
+    for node, reply in heard.items():
+        try:
+            votes[_number(node, reply, signature)] += 1
+        except RunFailed as error:
+            first = first or str(error)
+    return votes, first
+
+
+def _most(votes: Counter[int]) -> int:
+    """The number that more nodes say than any other; 0: there is none."""
+    (number, count), (_, next_count) = [*votes.most_common(2), (0, 0), (0, 0)][:2]
+    return number if count > next_count else 0
+
+
+def _number(node: int, reply: Message, signature: str) -> int:
+    """How many clients there are, as ``node`` says. Raises RunFailed with the reason why it may not take part."""
+    if reply.has_error():
+        raise RunFailed(_missing(reply.error.reason))
+    try:
+        said = HELLO.of_configs(reply.content)
+    except WireError as error:
+        raise RunFailed(f"node {node} introduced itself in a way that cannot be read: {error}") from error
+    if other := client_differs(said["version"]):
+        raise RunFailed(f"client {said['client']} cannot take part: {other}")
+    if said["signature"] != signature:
+        raise RunFailed(
+            f"client {said['client']} has another model, method or version of fl-bn (signature {shown(said['signature'])}, here "
+            f"{signature}): name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy). "
+            f"{COMPARE}"
+        )
+    return int(said["clients"])
+
+
+def _missing(why: str | None) -> str:
+    if "No query function registered" in (why or ""):
+        return (
+            "the ClientApp does not answer who it is: add to client_app.py, after app = ClientApp(), the line "
+            "fl_bn.flower.answer(app, Net, method, batches)"
+        )
+    return f"a client could not say who it is: {reason(why)}"

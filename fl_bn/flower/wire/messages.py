@@ -1,0 +1,162 @@
+"""Every field of every message, both ways, and of every file that a run goes on from: declared here, checked where it enters.
+
+Arrays are declared in ``schema``, by model, method and phase; the layer-wise exchange's requests in ``exchange.proto`` and, what they may
+hold, in ``exchange.session``. All else that one side reads of what the other sent is a field below.
+"""
+
+from __future__ import annotations
+
+from fl_bn.federation.fields import NEEDED, blobs, data, measured, number, one_of, real, text, whole, whole_list, wholes, wholes_by_name
+from fl_bn.federation.narrow import PAYLOADS
+from fl_bn.federation.replies import REPLIED as SAMPLES
+from fl_bn.federation.replies import TRAINED as NUMBERS
+from fl_bn.flower.layerwise.exchange_address import ADDRESS
+from fl_bn.flower.wire.fields import Form
+from fl_bn.flower.wire.run_id import FOLDER, NAME, RESUMES
+from fl_bn.methods import INPUTS, MEASURED, Phase
+from fl_bn.secure.settings import FINEST, WIDEST
+from fl_bn.support.wire import REASON
+from fl_bn.task import Task
+
+REQUIRED = "secure-aggregation"  # in the run config, or in a client's own node config: answer nothing in the clear
+RECORD_KEY_CONFIGS = "secaggplus_configs"  # Flower's name for SecAgg+'s record, here so that a plain run loads nothing of SecAgg+
+CLASSES, LAYERS, NODES, CLIENTS = 65_536, 10_000, 10_000, 100_000  # the most of each that a message may name
+KEY, SHARE = 1024, 4096  # bytes of a public key, of an encrypted pair of shares, at most
+
+HEADER = Form(
+    "header",
+    {
+        "method": text(64),
+        "phase": one_of(*(phase.value for phase in Phase)),
+        "round": whole(),
+        "signature": text(64),
+        "format": text(64),
+        "payload": one_of(*PAYLOADS),
+    },
+)
+
+# from a client
+
+HELLO = Form(
+    "hello",
+    {
+        "client": whole(),
+        "clients": whole(1, CLIENTS),
+        "samples": whole(),
+        "signature": text(64),
+        "label-counts": whole_list(CLASSES),
+        "version": text(64, default=""),
+    },
+)
+REPLIED = Form(SAMPLES.record, SAMPLES.fields)
+TRAINED = Form(NUMBERS.record, NUMBERS.fields)
+REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})  # replay: needs an answer; the session knows the limits
+EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": whole(default=None)})  # fewest: behind one of the numbers
+
+
+def evaluated(task: Task) -> Form:
+    """``EVALUATED`` with the metrics that ``task`` declares, of which the client must send the one that tables show."""
+    ranges = task.declared()
+    fields = {name: measured(*ends, default=NEEDED if name == task.metric else None) for name, ends in ranges.items() if name[-1] != "-"}
+    series = {name: measured(*ends) for name, ends in ranges.items() if name[-1] == "-"}
+    return Form(EVALUATED.record, {**EVALUATED.fields, **fields}, series)
+
+
+OWN_METRICS = Form("metrics", {"num-examples": whole()}, others=True)  # the others: own_evaluation checks them
+
+# from the server
+
+RUN = Form(
+    "config",
+    {
+        "run": text(300, f"(?:{NAME.pattern})?", "", "a run NAME/state-XXXXXXXX"),
+        "resumes": text(2**20, RESUMES, "", "the run's resumes as TOKEN:ROUND,..."),
+        "durable": whole(default=0),
+        "version": text(64, default=""),
+    },
+    others=True,
+)
+EXCHANGE = Form(
+    "config",
+    {
+        "exchange": one_of("grpc", "replay", "local", default=None),
+        "exchange-token": text(128, default=None),
+        "exchange-address": text(300, ADDRESS, default=None, wanted="HOST:PORT"),
+        "exchange-authority": data(2**20, default=None),
+        "exchange-timeout": number(0, default=None),
+        "exchange-patience": number(0, default=None),
+        "exchange-memory": whole(default=0),
+        "transcript": text(2**26, default="[]"),
+    },
+    others=True,
+)
+SUM_OF, REPLY, EVALUATION = "secagg-of", "reply", "evaluation"  # what a secure sum adds up
+WEIGHED = ("secagg-update-weight", "secagg-statistics-weight", "secagg-samples-weight")
+SECURE = Form(
+    "config",
+    {
+        SUM_OF: one_of(REPLY, EVALUATION, default=REPLY),
+        **dict.fromkeys(WEIGHED, whole(default=None)),
+        "dp-clip": number(0, default=None),
+        "dp-statistics-clip": number(0, default=None),
+        "dp-noise": number(0, default=None),
+    },
+    others=True,
+)
+ROUNDS_TOLD, TOLD_IN = "secagg-rounds", "secagg-told"  # rounds, and a hash of what was told in each: see told
+ROUNDS = 2**16  # the most of them
+HASHES = {ROUNDS_TOLD: wholes(ROUNDS, default=None), TOLD_IN: data(32 * ROUNDS, default=None)}
+WEIGHTS = Form("config", dict.fromkeys(WEIGHED, whole()), others=True)  # where a masked vector is asked for
+ALL_TOLD = Form("config", HASHES, others=True)
+NOISE = Form("config", {"dp-clip": number(0), "dp-statistics-clip": number(0), "dp-noise": number(0)}, others=True)
+TO_TRAIN = Form(
+    "config", {"learning-rate": number(0), "rate-share": number(0, 1, default=1.0), "counted": whole(default=None)}, others=True
+).and_also(RUN, EXCHANGE, SECURE)
+TO_MEASURE = RUN.and_also(Form("config", {"measured": one_of(*MEASURED, default=INPUTS)}, others=True), EXCHANGE, SECURE)
+TO_EVALUATE = RUN.and_also(Form("config", {"save": text(255, f"(?:{FOLDER})?", "", "a file name")}))
+TO_SAVE = RUN.and_also(Form("config", {"save": text(255, FOLDER, wanted="a file name")}))
+TO_TELL = RUN
+TO_MEET = EXCHANGE
+TO_GREET = Form("config", {"version": text(64, default="")}, others=True)
+
+LAYOUT = Form("config", {"layout": text(2**24)})  # of the arrays beside it, for ``NumPyClient``: made on this side
+
+# secure aggregation, stage by stage; see secure (the server's checks of what depends on the stage before) and secure_client
+
+PLAN = Form("plan", {"samples": whole(), "passes": whole(), "steps": whole()})
+TOLD = Form("told", HASHES)
+KEYS = Form(RECORD_KEY_CONFIGS, {"pk1": data(KEY, 1), "pk2": data(KEY, 1)})
+SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NODES, SHARE)})
+UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)})  # in place of a masked vector
+MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)})  # the size of the vector is known: see secure
+DIGEST = Form("fitres.metrics", {"digest": text(64, "[0-9a-f]{64}", wanted="64 hexadecimal digits")})  # of the client's instruction
+RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS)}).and_also(PLAN, HEADER, DIGEST)
+STATUS = Form("fitres.status", {"code": whole(0, 0), "message": text(REASON)})
+WEIGHT = Form("fitres.num_examples", {"num_examples": whole(1, 1)})
+SHARES_BACK = Form(RECORD_KEY_CONFIGS, {"nids": wholes(NODES), "shares": blobs(NODES, SHARE)})
+
+SET_UP = Form(
+    RECORD_KEY_CONFIGS,
+    {
+        "stage": text(32),
+        "sample_num": whole(1, NODES),
+        "share_num": whole(1, NODES),
+        "threshold": whole(1, NODES),
+        "clipping_range": real(FINEST, WIDEST),
+        "target_range": whole(2**4, 2**30),
+        "mod_range": whole(1),
+        "max_weight": real(0),
+        "cohort": wholes(NODES),
+    },
+)
+SHARE_KEYS = Form(RECORD_KEY_CONFIGS, {"stage": text(32)}, others=True)  # the others: keys by node
+COLLECT = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "srcs": wholes(NODES), "ctxts": blobs(NODES, SHARE)})
+UNMASK = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "active_nids": wholes(NODES), "dead_nids": wholes(NODES)})
+
+# from the site itself: its node config, with the lines of its policy
+
+LIMITS = Form("node config", dict.fromkeys(("min-samples", "max-evaluations", "max-unknown-rounds"), whole(default=None)))
+
+# what a run goes on from
+
+KEPT_FOR = Form("kept-for", {"signature": text(64), "round": whole(), "previous/round": whole(default=0)})

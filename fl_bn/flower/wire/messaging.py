@@ -1,0 +1,206 @@
+"""Messages out, replies in: one loop for every engine, which looks often, asks again where a node came back, and says whom it waits for."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import grpc
+from flwr.app import Error, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fl_bn.flower.compat import answering, simulates
+from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.log import log
+from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.wire import reason, said
+
+PASSING = {3, 4, 5, 8}  # Flower's error codes for a message, a node or a process of it that is gone: it may come back
+UNREADABLE = 0  # Flower's error code for what has no code of its own
+EXPIRED, NEAR = 3, 2.0  # the code of a message whose time to live, our deadline, ran out: seconds before the end that count as then
+POLL = 0.2  # seconds between looks for replies; Flower's own loop over gRPC takes 3
+LOOK = 2.0  # seconds between looks whether a lost node is back
+FEW = 8  # replies that are fetched at a time where each is freed when it is used
+SAY = 60.0  # seconds of silence after which the log says who is waited for
+
+
+def send_and_receive(
+    grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, called: ClientNames = UNNAMED
+) -> list[Message]:
+    """All replies of ``receive``."""
+    return list(receive(grid, messages, timeout, patience, at_once=0, called=called))
+
+
+def receive(
+    grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, at_once: int = FEW, called: ClientNames = UNNAMED
+) -> Iterator[Message]:
+    """The replies that come within ``timeout`` seconds, as they come, in no particular order.
+
+    Of those that have come, no more than ``at_once`` are fetched before they are given out; 0: all of them. ``called``: what the log
+    calls the nodes.
+
+    A node that is gone, or whose process died, has ``patience`` seconds to come back; then it is sent its message again, since what a
+    client does depends on the message and on what it kept before that round. Messages sent again are appended to ``messages``, if that is
+    a list.
+    """
+    sent = messages if isinstance(messages, list) else list(messages)
+    if not sent:
+        return
+    if isinstance(grid, InProcessGrid):  # what is not answered at once will never be
+        yield from grid.send_and_receive(sent)
+    else:
+        yield from Mailbox(grid, sent, timeout, patience, at_once, called).replies()
+
+
+def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
+    """Fetch the replies that are there to the ``waiting`` messages, by the identities of these: each is one of the node that was asked.
+
+    Flower opens a reply in this process, from bytes that the client made, and raises whatever its parsers do; all that were asked for
+    together are lost then. Who sent a reply, and which message it answers, stands in these bytes, too. So each is pulled alone. One that
+    cannot be opened, or says that it is another node's, becomes an error of the node that was asked.
+
+    Raises:
+        grpc.RpcError: the SuperLink cannot be reached.
+    """
+    if isinstance(grid, InProcessGrid) or simulates(grid):  # whose replies were never bytes from another machine
+        yield from (reply for reply in grid.pull_messages(list(waiting)) if reply.metadata.reply_to_message_id in waiting)
+        return
+    for identity, message in waiting.items():
+        for reply in _opened(grid, identity, message):
+            yield answering(reply, identity)
+
+
+def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
+    """The reply to ``message``, or an error in its place; none where it is not there yet."""
+    try:
+        return [_checked(reply, identity, message) for reply in list(grid.pull_messages([identity]))[:1]]
+    except grpc.RpcError:
+        raise
+    except Exception as error:  # whatever Flower, protobuf, JSON or NumPy says of such bytes
+        return [_instead(message, f"its reply cannot be opened: {type(error).__name__}: {error}")]
+
+
+def _checked(reply: Message, identity: str, message: Message) -> Message:
+    """``reply``, if it answers ``message`` and is of the node that was asked; else an error."""
+    m = reply.metadata
+    if reply.has_error() == reply.has_content():
+        return _instead(message, "its reply has neither content nor an error")
+    if m.reply_to_message_id != identity:
+        return _instead(message, f"its reply says that it answers message {said(m.reply_to_message_id)}, which this is not")
+    if reply.has_error():  # Flower's own does not say of which node it is
+        return _instead(message, reply.error.reason or "", reply.error.code)
+    if m.src_node_id != message.metadata.dst_node_id:
+        return _instead(message, f"its reply says that it is node {said(m.src_node_id)}'s")
+    return reply
+
+
+def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:
+    return Message(Error(code, why), reply_to=message)
+
+
+def copy_of(message: Message, ttl: float | None = None, kind: str = "") -> Message:
+    """A message of its own identity with the same records; of the same ``kind`` unless another is given."""
+    m = message.metadata
+    return Message(RecordDict(dict(message.content.items())), m.dst_node_id, kind or m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
+
+
+@dataclass
+class _Lost:
+    message: Message
+    error: Message
+
+
+class Mailbox:
+    def __init__(self, grid: Grid, sent: list[Message], timeout: float, patience: float, at_once: int, called: ClientNames) -> None:
+        self.grid, self.sent, self.patience, self.at_once, self.called = grid, sent, patience, at_once or sys.maxsize, called
+        self.end = time.monotonic() + timeout
+        self.waiting: dict[str, Message] = {}
+        self.lost: list[_Lost] = []
+        self.until: dict[int, float] = {}  # by node
+        self.came, self.given, self.count = deque[Message](), 0, 0
+        self.looked, self.told, self.addressees = 0.0, time.monotonic(), len(sent)
+
+    def replies(self) -> Iterator[Message]:
+        self._push(self.sent)
+        while (self.waiting or self.lost) and time.monotonic() < self.end:
+            before = self.count
+            yield from self._pulled()
+            if self.count == before:
+                time.sleep(POLL)
+            if self.lost:
+                self._ask_again()
+            yield from self._given_out()
+            self._say()
+        if self.waiting:
+            yield from self._pulled()
+        for lost in self.lost:
+            yield lost.error
+
+    def _pulled(self) -> Iterator[Message]:
+        """What has come of all that is waited for, a few at a time."""
+        waiting = list(self.waiting)
+        for i in range(0, len(waiting), self.at_once):
+            self._pull(waiting[i : i + self.at_once])
+            yield from self._given_out()
+
+    def _given_out(self) -> Iterator[Message]:
+        while self.came:
+            self.given += 1
+            yield self.came.popleft()
+
+    def _push(self, messages: list[Message]) -> None:
+        self.waiting |= {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
+
+    def _pull(self, identities: list[str]) -> None:
+        came = list(pulled(self.grid, {identity: self.waiting[identity] for identity in identities if identity in self.waiting}))
+        self.count += len(came)
+        now = time.monotonic()
+        for reply in came:
+            if (message := self.waiting.pop(reply.metadata.reply_to_message_id, None)) is None:
+                continue  # answered twice: the first counts
+            node = message.metadata.dst_node_id
+            if reply.has_error() and reply.error.code == EXPIRED and now > self.end - NEAR:
+                continue  # no reply before the deadline
+            if reply.has_error() and reply.error.code in PASSING and now < self.until.setdefault(node, now + self.patience):
+                self.lost.append(_Lost(message, reply))
+                left = self.until[node] - now
+                why = f"code {reply.error.code}: {reason(reply.error.reason)}"
+                kind, who = message.metadata.message_type, self.called.node(node)
+                log(logging.WARNING, "%s: %s is lost (%s); it has %.0f s to come back", kind, who, why, left)
+            else:
+                self.came.append(reply)
+
+    def _ask_again(self) -> None:
+        now = time.monotonic()
+        if now - self.looked < LOOK:
+            return
+        self.looked, online = now, set(self.grid.get_node_ids())
+        lost, self.lost = self.lost, []
+        for one in lost:
+            node = one.message.metadata.dst_node_id
+            if node in online:
+                again = copy_of(one.message, ttl=max(1.0, self.end - now))
+                log(logging.INFO, "%s: %s is back, and is asked again", again.metadata.message_type, self.called.node(node))
+                self.sent.append(again)
+                self._push([again])
+            elif now < self.until[node]:
+                self.lost.append(one)
+            else:
+                self.came.append(one.error)
+
+    def _say(self) -> None:
+        now = time.monotonic()
+        if now - self.told >= SAY:
+            self.told, kind = now, self.sent[0].metadata.message_type
+            log(
+                logging.INFO,
+                "%s: %d of %d replies are here; the deadline is in %.0f s",
+                kind,
+                self.given,
+                self.addressees,
+                self.end - now,
+            )

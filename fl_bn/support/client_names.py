@@ -1,0 +1,49 @@
+"""Names of clients and of Flower's nodes for logs, errors and records: the names of their sites, or numbers where sites have none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a site's name, which becomes the name of files and folders
+
+
+@dataclass(frozen=True)
+class ClientNames:
+    """``names`` of the sites and Flower's ``nodes``, both by client index; empty where nobody has named them, as in a simulation."""
+
+    names: tuple[str, ...] = ()
+    nodes: tuple[int, ...] = ()
+
+    def site(self, index: int) -> str:
+        """The name alone; empty where it has none."""
+        return self.names[index] if 0 <= index < len(self.names) else ""
+
+    def client(self, index: int) -> str:
+        """
+        >>> ClientNames().client(2), ClientNames(("east", "west")).client(1)
+        ('client 2', 'site west')
+        """
+        return f"site {name}" if (name := self.site(index)) else f"client {index}"
+
+    def clients(self, indices: Iterable[int]) -> str:
+        """
+        >>> ClientNames().clients([0, 2]), ClientNames(("east", "west")).clients([0, 1])
+        ('clients 0, 2', 'sites east, west')
+        """
+        some = list(indices)
+        named = bool(some) and all(map(self.site, some))
+        what = f"{'site' if named else 'client'}{'s' * (len(some) != 1)}"
+        return f"{what} {', '.join(self.site(index) if named else str(index) for index in some)}"
+
+    def node(self, node: int) -> str:
+        """
+        >>> ClientNames(("east", "west"), (17, 4)).node(4), ClientNames().node(4)
+        ('site west', 'node 4')
+        """
+        name = self.site(self.nodes.index(node)) if node in self.nodes else ""
+        return f"site {name}" if name else f"node {node}"
+
+
+UNNAMED = ClientNames()

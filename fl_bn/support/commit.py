@@ -1,0 +1,29 @@
+"""The commit that this package comes from. It is known without git, too: in images, and at the sites of a deployment."""
+
+from __future__ import annotations
+
+import subprocess
+import tomllib
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]  # fl_bn
+COMMIT = "commit.toml"  # a file of the package that says it
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of the source tree in ``folder``, with ``+`` if it was changed; empty outside a checkout."""
+    git = ["git", "-C", str(folder)]
+    try:
+        commit = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return commit + ("+" if changed.strip() else "")
+
+
+def commit() -> str:
+    """The commit of this package: as the file ``COMMIT`` says, which lies in images and travels with runs; else the checkout's."""
+    told = PACKAGE / COMMIT
+    return str(tomllib.loads(told.read_text()).get("commit", "")) if told.exists() else commit_of(PACKAGE)

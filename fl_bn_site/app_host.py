@@ -1,0 +1,340 @@
+"""``python -P app_host.py --appio-api-address HOST:PORT``: runs a SuperNode's ClientApp, in place of ``flower-superexec``.
+
+Flower 1.25 starts a Python process for every message, which imports torch, unpacks the app and imports it. Here these imports happen once:
+
+* The *host* asks the SuperNode for work, every 0.1 s while there is some. It alone talks gRPC before a message is at work.
+* The *stock* has imported torch and Flower, and nothing of fl-bn's, whose version is the run's affair. It is forked at the start.
+* The *shelf* is forked from the stock, and has imported the app of the last run, from the folder where its first message unpacked it.
+* Every message has a process of its own, as in Flower: forked from the shelf, or from the stock where there is no such shelf yet. What a
+  message does to its process ends with it, and its memory is the system's again.
+
+A site's policy (``policy.py``) is checked in the message's process before any code of the run is loaded, by this program, which is the
+site's own. Run by its path, and so are ``compat`` and ``policy``: the package around them is what a run brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import random
+import resource
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).parent
+PACKAGE = HERE.parent / "fl_bn"  # beside this one
+PROGRAM = "flwr-clientapp"  # Flower's, whose place a message's process takes
+INSTALLED = "fl_bn.apps.client"  # what runs where the policy allows only code that is installed
+READY = b"1"
+BUSY, IDLE, QUIET = 0.1, 0.5, 60.0  # seconds: between questions for work; the same after so many seconds without any
+STOCK = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib")
+MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # torch's and NumPy's words
+
+find = runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["find"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One message to answer: the SuperNode's ``token`` for it, and the app that it is for."""
+
+    token: str
+    fab_id: str
+    fab_version: str
+    fab_hash: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the SuperNode listens, where apps are unpacked, the site's policy file (None: there is none), and the stock's process."""
+
+    address: str
+    home: Path
+    policy: Path | None = None
+    stock: int = 0
+
+    def app_folder(self, request: Request) -> Path:
+        """Where the request's app is, or will be, unpacked: the name that Flower gives it."""
+        publisher, _, name = request.fab_id.partition("/")
+        return self.home / "apps" / f"{publisher}.{name}.{request.fab_version}.{request.fab_hash[:8]}"
+
+
+def policy_module() -> ModuleType:
+    """``policy.py``, under a name of its own: a run may bring another."""
+    name = "policy_of_this_site"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, HERE / "policy.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+# The host
+
+
+def ask_for_work(site: Site, hand_over: Callable[[Request], None]) -> None:
+    """Hand over a request for every message that the SuperNode has, for ever."""
+    stub = _stub(site)
+    worked = -QUIET
+    while True:
+        if runs := stub.ListAppsToLaunch(find("ListAppsToLaunchRequest")()).run_ids:
+            if token := stub.RequestToken(find("RequestTokenRequest")(run_id=runs[0])).token:
+                run = find("run_from_proto")(stub.GetRun(find("GetRunRequest")(run_id=runs[0])).run)
+                hand_over(Request(token, run.fab_id, run.fab_version, run.fab_hash))
+            worked = time.monotonic()
+        time.sleep(BUSY if time.monotonic() - worked < QUIET else IDLE)
+
+
+# The stock, and the shelf
+
+
+def serve(lines: Iterable[str], site: Site) -> None:
+    """The stock: answers each request in ``lines`` (JSON) in a process of its own, until they end."""
+    for name in STOCK:
+        with suppress(ModuleNotFoundError):  # of an extra
+            importlib.import_module(name)
+    find("pull_clientappinputs")  # imports Flower
+    site, shelf = replace(site, stock=os.getpid()), None
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets them
+    for line in lines:
+        request = Request(**json.loads(line))
+        key = _shelf_key(site, request)
+        if shelf is not None and shelf.key != key:
+            shelf.close()
+            shelf = None
+        if shelf is None and key is not None:
+            shelf = Shelf(site, request, key)
+        if shelf is None or not shelf.answer(line):
+            forked(lambda request=request: answer(site, request, None))  # type: ignore[misc]
+    if shelf is not None:
+        shelf.close()
+
+
+class Shelf:
+    """A process that has imported the app of ``request``; ``key``: see ``_shelf_key``. It is of no use where the app cannot be imported."""
+
+    def __init__(self, site: Site, request: Request, key: tuple[str, int | None]) -> None:
+        self.key = key
+        out, self._lines = os.pipe()
+        told, ready = os.pipe()
+
+        def stay() -> None:
+            os.close(self._lines)
+            limit_memory(key[1])
+            sys.argv = [PROGRAM]  # an app may ask, when it is imported, whether it is deployed
+            app = load(site, request, key[0] == INSTALLED)
+            if len(os.listdir("/proc/self/task")) > 1:
+                raise RuntimeError("the app starts threads when it is imported: every message imports it anew")
+            os.write(ready, READY)
+            os.close(ready)
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            with os.fdopen(out) as lines:
+                for line in lines:
+                    one = Request(**json.loads(line))
+                    forked(lambda one=one: answer(site, one, app))  # type: ignore[misc]
+
+        forked(stay)
+        os.close(out)
+        os.close(ready)
+        self._usable = os.read(told, len(READY)) == READY  # else it has ended
+        os.close(told)
+
+    def answer(self, line: str) -> bool:
+        """Hand a request over; false where the shelf is of no use."""
+        try:
+            if self._usable:
+                os.write(self._lines, line.encode())
+        except BrokenPipeError:
+            self._usable = False
+        return self._usable
+
+    def close(self) -> None:
+        """Let it end; what it has forked goes on."""
+        os.close(self._lines)
+
+
+def _shelf_key(site: Site, request: Request) -> tuple[str, int | None] | None:
+    """What a shelf would hold for the request, and the memory it may take; None: its app is not unpacked yet, or the policy is broken."""
+    try:
+        policy = policy_module().Policy.read(site.policy)
+    except ValueError:
+        return None  # the message's process says so
+    if policy.allow_code == "installed":
+        return INSTALLED, policy.memory()
+    folder = site.app_folder(request)
+    return (folder.name, policy.memory()) if folder.is_dir() else None
+
+
+def forked(work: Callable[[], None]) -> int:
+    """The process id of a fork of this process that does ``work``, and ends."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        work()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+# One message
+
+
+def answer(site: Site, request: Request, app: Any) -> None:
+    """Answer one message with ``app``; None: load it first."""
+    find("start_parent_process_monitor")(site.stock)
+    sys.argv = [PROGRAM]
+    random.seed()  # forks would draw the same
+    with suppress(ImportError):
+        importlib.import_module("numpy").random.seed()
+    stub = _stub(site)
+    beat = find("HeartbeatSender")(find("make_app_heartbeat_fn_grpc")(stub, request.token))
+    beat.start()
+    message, context, run, fab = find("pull_clientappinputs")(stub=stub, token=request.token)
+    try:
+        policy = policy_module().Policy.read(site.policy)
+        policy.check_run(context.run_config)
+        policy.check_code(fab.content, PACKAGE)
+        limit_memory(policy.memory())
+        if app is None:
+            unpack(site, request, fab.content, policy.allow_code)
+            app = load(site, request, policy.allow_code == "installed")
+        given, context.node_config = context.node_config, policy.limits(context.node_config)
+        try:
+            reply = _within_memory(policy, lambda: app(message=message, context=context))
+        finally:
+            context.node_config = given
+        policy.check_reply(*_told(reply))
+    except Exception as error:
+        reply = _error(message, error)
+    find("push_clientappoutputs")(stub=stub, token=request.token, message=reply, context=context)
+    beat.stop()
+
+
+def unpack(site: Site, request: Request, fab: bytes, code: str) -> None:
+    """Unpack the app beside the others, whole or not at all."""
+    folder = site.app_folder(request)
+    if code == "installed" or folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as made:
+        find("install_from_fab")(fab, flwr_dir=Path(made), skip_prompt=True)
+        with suppress(OSError):  # another message was faster
+            shutil.move(str(Path(made) / "apps" / folder.name), folder)
+
+
+def load(site: Site, request: Request, installed: bool) -> Any:
+    """The ClientApp of the request: as unpacked, or that of fl-bn as installed here."""
+    if installed:
+        return importlib.import_module(INSTALLED).app
+    found = find("get_load_client_app_fn")(default_app_ref="", app_path=None, multi_app=True, flwr_dir=str(site.home))
+    return found(request.fab_id, request.fab_version, request.fab_hash)
+
+
+def limit_memory(most: int | None) -> None:
+    """Let this process, and what it forks, hold no more than ``most`` bytes of its own; None: no limit."""
+    if most is not None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most if hard == resource.RLIM_INFINITY else min(most, hard)))
+
+
+def _within_memory(policy: Any, work: Callable[[], Any]) -> Any:
+    """What ``work`` gives. An allocation that fails is put down to the policy, where it has a limit."""
+    try:
+        return work()
+    except (MemoryError, RuntimeError) as error:
+        words = str(error).lower()
+        if policy.max_memory is None or not (isinstance(error, MemoryError) or any(word in words for word in MEMORY)):
+            raise
+        raise policy_module().NotAllowed(f"this site's policy has max-memory = {policy.max_memory:g} GB, and the run needs more") from error
+
+
+def _told(reply: Any) -> tuple[int | None, dict[str, int]]:
+    """The samples that a reply summarises, if it says, and the values per channel behind each of its statistics."""
+    if reply.has_error():
+        return None, {}
+    samples = [record["samples"] for record in reply.content.metric_records.values() if "samples" in record]
+    moments = reply.content.array_records.get("moments", {})
+    counts = {name: int(array.numpy().max()) for name, array in moments.items() if name.endswith("count")}
+    return (int(samples[0]) if samples else None), counts
+
+
+def _error(message: Any, error: Exception) -> Any:
+    """The reply that Flower makes where a ClientApp raises."""
+    from flwr.app import Error, Message
+
+    print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    code = find("ErrorCode")
+    kind = code.LOAD_CLIENT_APP_EXCEPTION if type(error).__name__ == "LoadClientAppError" else code.CLIENT_APP_RAISED_EXCEPTION
+    return Message(Error(code=kind, reason=f"{type(error)}:<'{error}'>"), reply_to=message)
+
+
+def _stub(site: Site) -> Any:
+    stub = find("ClientAppIoStub")(find("create_channel")(server_address=site.address, insecure=True, root_certificates=None))
+    find("_wrap_stub")(stub, find("_make_simple_grpc_retry_invoker")())
+    return stub
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--appio-api-address", required=True, help="where the SuperNode listens")
+    made.add_argument("--policy", type=Path, help="the site's policy file")
+    made.add_argument("--health-server-address", help="where to answer health checks")
+    return made
+
+
+def main() -> None:
+    given = parser().parse_args()
+    try:
+        runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["check_deployed"]("fl-bn's host of ClientApps")
+        policy_module().Policy.read(given.policy)
+    except ValueError as error:
+        sys.exit(str(error))
+    home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr")).absolute()
+    site = Site(given.appio_api_address, home, given.policy)
+
+    requests, lines = os.pipe()
+
+    def stay() -> None:  # before gRPC is here, which does not survive a fork
+        os.close(lines)
+        with os.fdopen(requests) as stream:
+            serve(stream, site)
+
+    forked(stay)
+    os.close(requests)
+    signal.signal(signal.SIGCHLD, lambda number, frame: sys.exit("the process that starts those of the messages has ended"))
+
+    def hand_over(request: Request) -> None:
+        os.write(lines, (json.dumps(asdict(request)) + "\n").encode())
+
+    health = find("run_health_server_grpc_no_tls")(given.health_server_address) if given.health_server_address else None
+    ask_for_work(site, hand_over)
+    del health  # a gRPC server that nothing refers to stops
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Certificates and keys of a folder of the kit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from fl_bn.checks.guard import reason
+from fl_bn.support.finding import Finding
+from fl_bn_site.certificates import read_certificate, read_public
+from fl_bn_site.checks.tls import SOON, Clock, now
+from fl_bn_site.folders import ServerFolder
+from fl_bn_site.membership import ago
+from fl_bn_site.verify import verify
+
+
+def kit_files(folder: Path) -> Iterator[Finding]:
+    """What ``fl-bn kit verify`` finds: dates, names, signature, keys that belong together, modes."""
+    for check in verify(folder):
+        yield Finding("ok", "kit", check.subject) if check.ok else Finding("fail", "kit", f"not so: {check.subject}", check.remedy)
+
+
+def expiry(certificates: Iterable[Path], clock: Clock = now) -> Finding:
+    """The first of ``certificates`` to end, and whether that is soon."""
+    ends: dict[Path, float] = {}
+    for path in certificates:
+        try:
+            ends[path] = (read_certificate(path).not_valid_after_utc - clock()).total_seconds() / 86400
+        except (OSError, ValueError) as error:
+            return Finding("fail", "expiry", f"{path}: {reason(error)}", "put back the certificate of the kit")
+    first = min(ends, key=ends.__getitem__)
+    text = f"{first} is the first to expire, in {ends[first]:.0f} days"
+    if ends[first] <= 0:
+        return Finding("fail", "expiry", f"{first} expired {ago(math.floor(ends[first]))}", "have it renewed: nothing connects until then")
+    if ends[first] < SOON.days:
+        return Finding("warn", "expiry", text, "have it renewed before: nothing connects after that")
+    return Finding("ok", "expiry", text)
+
+
+def site_keys(server: ServerFolder) -> Finding:
+    """Whether every site has a public key here, and one of its own."""
+    owners: dict[bytes, str] = {}
+    for site in server.sites:
+        path = server.public_key(site)
+        try:
+            other = owners.setdefault(read_public(path), site)
+        except (OSError, ValueError) as error:
+            return Finding("fail", "site keys", f"{path}: {reason(error)}", f"have {site} send its site.pub, and put it there")
+        if other != site:
+            return Finding(
+                "fail",
+                "site keys",
+                f"{other} and {site} have the same public key, so Flower takes them for one",
+                "have one of them send the site.pub of its own folder",
+            )
+    return Finding("ok", "site keys", f"{len(owners)} public keys, all different: {', '.join(server.sites)}")

@@ -1,0 +1,164 @@
+"""Names, ports and time: what must be right before two machines can talk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from fl_bn.support.finding import Finding
+from fl_bn.support.loopback import EXCEPTIONS, excepted, is_loopback
+from fl_bn_site.folders import ServerFolder, host_port
+
+TIMEOUT = 5.0  # seconds
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC's, in its order, lower case only
+
+
+def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
+    """Whether this machine can listen on ``address``, of ``line`` in the TOML file; ``running``: this folder's programs do already."""
+    host, port = host_port(address)
+    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended are no hindrance
+        try:
+            probe.bind(place)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and running:
+                return Finding("ok", check, f"{address} ({line}) is in use while `fl-bn start` of this folder runs")
+            if error.errno == errno.EADDRINUSE:
+                taken = f"{address} ({line}) is taken by {holder(port) or 'another program'}"
+                return Finding("fail", check, taken, f"end that program, or write another port at {line}")
+            if error.errno == errno.EADDRNOTAVAIL:
+                none = f"{host} is no address of this machine, so nothing can listen on {address} ({line})"
+                return Finding("fail", check, none, f"write 127.0.0.1, 0.0.0.0 or an address of this machine at {line}")
+            return Finding("fail", check, f"{address} ({line}): {error.strerror}", f"write another address at {line} (ports from 1024 on)")
+    return Finding("ok", check, f"{address} ({line}) is free")
+
+
+def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) -> Finding:
+    """Whether this machine can listen on the ports ``first`` to ``last``, of which every run that is going on has one of its own."""
+    found = [port_free(check, f"0.0.0.0:{port}", lines, running=running) for port in range(first, last + 1)]
+    wrong = [finding for finding in found if finding.status != "ok"]
+    if not wrong:
+        used = sum("in use" in finding.text for finding in found)
+        shown = f"{first} to {last}" if last > first else f"{first}"
+        what = f"{used} of them in use while `fl-bn start` of this folder runs" if used else "free"
+        return Finding("ok", check, f"ports {shown} ({lines}), one for each run that is going on: {what}")
+    texts = "; ".join(finding.text for finding in wrong)
+    if len(wrong) == len(found):
+        return Finding("fail", check, f"no port is left for the exchange of a FedTAN run: {texts}", wrong[0].do)
+    most = f"{len(found) - len(wrong)} of {len(found)} ports are left: no more FedTAN runs than that at a time: {texts}"
+    return Finding("warn", check, most, wrong[0].do)
+
+
+def holder(port: int, proc: Path = Path("/proc")) -> str:
+    """Who listens on TCP ``port`` of this machine, as far as this user may know it; else empty."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port, proc)}
+    for process in proc.glob("[0-9]*"):
+        try:
+            if any(os.readlink(handle) in sockets for handle in (process / "fd").iterdir()):
+                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
+        except OSError:  # another user's, or ended
+            continue
+    return ""
+
+
+def _listening(port: int, proc: Path) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (proc / "net" / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:  # 0A: LISTEN
+                yield fields[9]
+
+
+def resolves(host: str, port: int) -> Finding:
+    """Whether ``host`` has an address."""
+    try:
+        found = sorted({str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
+    except socket.gaierror as error:
+        return Finding(
+            "fail",
+            "superlink name",
+            f"{host} has no address: {error.strerror}",
+            "correct the name, or have it added to DNS (or to /etc/hosts on every machine)",
+        )
+    return Finding("ok", "superlink name", host if found == [host] else f"{host} is {', '.join(found)}")
+
+
+def leads_here(host: str, port: int) -> Finding:
+    """On the server: whether ``host`` is this machine."""
+    found = resolves(host, port)
+    if found.status == "ok" and not any(_own(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
+        return Finding(
+            "warn",
+            found.check,
+            f"{found.text}, which is no address of this machine",
+            "fine behind a router that forwards the ports; else correct `superlink` in server.toml and the sites' site.toml",
+        )
+    return found
+
+
+def _own(address: object) -> bool:
+    family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((str(address).partition("%")[0], 0))
+        except OSError:
+            return False
+    return True
+
+
+def reachable(host: str, port: int) -> Finding:
+    """Whether anything answers at the SuperLink's port. Only that: what answers is the handshake's business."""
+    check = "superlink port"
+    try:
+        with socket.create_connection((host, port), TIMEOUT):
+            return Finding("ok", check, f"{host}:{port} accepts connections")
+    except ConnectionRefusedError:
+        return Finding(
+            "warn",
+            check,
+            f"{host}:{port} refuses connections: that machine is there, but nothing listens",
+            "start the server (`fl-bn start` there) and ask the doctor again; if it runs, a firewall may be in between",
+        )
+    except OSError as error:
+        what = f"no answer within {TIMEOUT:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        return Finding(
+            "fail",
+            check,
+            f"{host}:{port} cannot be reached: {what}",
+            f"see that the server is on, and that firewalls let TCP {port} out of here and into there",
+        )
+
+
+def proxy(host: str) -> Finding:
+    """gRPC would go through a proxy that these variables name, which Python's sockets, and so the other checks, do not."""
+    parts = [part.lstrip(".") for part in excepted(os.environ)]
+    named = [name for name in PROXIES if os.environ.get(name)]
+    if named and not is_loopback(host) and not any(part and (host == part or host.endswith(f".{part}")) for part in parts):
+        read = next((name for name in EXCEPTIONS if name in os.environ), EXCEPTIONS[-1])
+        return Finding(
+            "warn",
+            "proxy",
+            f"{named[0]} is set, so gRPC connects to {host} through {os.environ[named[0]].rpartition('@')[2]}",
+            f"unless that proxy passes gRPC on: export {read}={','.join([*excepted(os.environ), host])}",
+        )
+    return Finding("ok", "proxy", f"none between here and {host}" if not named else f"{host} is excepted from {named[0]}")
+
+
+def exposure(server: ServerFolder) -> Finding:
+    """Whether those who must reach an address of the server can, and nobody else."""
+    fleet, control, serverappio = (host_port(address)[0] for address in (server.fleet, server.control, server.serverappio))
+    if is_loopback(fleet) and not is_loopback(server.superlink):
+        what = f"fleet = {server.fleet} is this machine only, so no site reaches it"
+        return Finding("fail", "exposure", what, f"write 0.0.0.0:{host_port(server.fleet)[1]} at fleet in server.toml")
+    for line, host, risk in (("control", control, "start runs and register sites"), ("serverappio", serverappio, "read it in plaintext")):
+        if not is_loopback(host):
+            what = f"{line} listens on {host}: whoever reaches it may {risk}"
+            return Finding("warn", "exposure", what, f"write 127.0.0.1 at {line} in server.toml, or keep others out by a firewall")
+    return Finding("ok", "exposure", f"sites reach fleet ({server.fleet}); control and serverappio are this machine's only")

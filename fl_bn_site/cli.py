@@ -1,0 +1,403 @@
+"""``fl-bn kit``, ``start``, ``register`` and ``submit``: what people type. Imports are inside the commands, since torch takes seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.markup import escape
+
+from fl_bn.cli.refusal import refused
+
+if TYPE_CHECKING:
+    from fl_bn_site.folders import ServerFolder
+    from fl_bn_site.status import Status
+
+WATCH = 2.0  # seconds
+
+kit = typer.Typer(no_args_is_help=True, help="Certificates, keys and one folder per machine, for running on separate machines.")
+
+ServerArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="the server's folder of the kit: kit/server")]
+SiteArgument = Annotated[str, typer.Argument(metavar="NAME", help="the site's name")]
+PublicKeyOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="the site.pub that the site sent, of a key pair it made itself; default: make one here")
+]
+SiteFolderOption = Annotated[
+    Path | None, typer.Option("--output", metavar="FOLDER", help="the site's folder; default: sites/NAME beside FOLDER")
+]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="its name, or the id that `fl-bn runs` shows")]
+ControlOption = Annotated[str, typer.Option("--control", metavar="HOST:PORT", help="the SuperLink's Control API, if not as in server.toml")]
+
+
+@kit.command()
+def create(
+    superlink: Annotated[str, typer.Option(metavar="HOST", help="the name or address by which sites reach the server")],
+    sites: Annotated[str, typer.Option(metavar="A,B,C", help="names of the sites; the order gives each its partition-id")],
+    output: Annotated[Path, typer.Option(help="folder that is made; keys in it are never overwritten")] = Path("kit"),
+    exchange_host: Annotated[str, typer.Option(metavar="HOST", help="by which they reach FedTAN's exchange; default: the same")] = "",
+    also: Annotated[str, typer.Option(metavar="NAME,IP", help="further names and addresses for the server's certificate")] = "",
+    days: Annotated[int, typer.Option(help="validity of the server's certificate")] = 825,
+    fleet_port: Annotated[int, typer.Option(help="where sites connect")] = 9092,
+    exchange_port: Annotated[int, typer.Option(help="where FedTAN's exchange listens")] = 9095,
+) -> None:
+    """Makes a kit: an authority, the server's folder, and one folder per site."""
+    from fl_bn_site.kit import KitError, Plan
+    from fl_bn_site.kit import create as make
+
+    try:
+        make(Plan(superlink, _split(sites), exchange_host, _split(also), days, fleet_port, exchange_port), output)
+    except (KitError, OSError) as error:
+        raise refused(error) from error
+    typer.echo(
+        f"{output}: read {output / 'README.md'} first. Keys are in authority/, server/ and sites/*/: each belongs to one machine only."
+    )
+
+
+@kit.command("add-site")
+def add_site(
+    server: ServerArgument,
+    name: SiteArgument,
+    public_key: PublicKeyOption = None,
+    output: SiteFolderOption = None,
+) -> None:
+    """Lets another site take part, also while the server and a run go on: no other site notices."""
+    from fl_bn_site.membership import add_site as add
+
+    with _refusals():
+        folder = _server(server)
+        place = output or _beside(folder, name)
+        changed = add(folder, name, public_key, place)
+        typer.echo(f"{name} is in {changed.path / changed.file}; {_from_now_on(changed)}")
+        if public_key is None:
+            typer.echo(f"{place}: hand it to {name} over a channel that keeps it secret; its GUIDE.md says how to go on")
+        _tell(changed)
+
+
+@kit.command("remove-site")
+def remove_site(server: ServerArgument, name: SiteArgument) -> None:
+    """Shuts a site out at once: it gets no further message, also of a run that goes on."""
+    from fl_bn_site.membership import remove_site as remove
+
+    with _refusals():
+        changed = remove(_server(server), name)
+        typer.echo(f"{name} is no more in {changed.path / changed.file}; {_from_now_on(changed)}")
+        _tell(changed)
+
+
+@kit.command()
+def renew(
+    server: ServerArgument,
+    site: Annotated[str, typer.Option(metavar="NAME", help="this site's key, not the server's certificate")] = "",
+    public_key: PublicKeyOption = None,
+    output: SiteFolderOption = None,
+    authority: Annotated[
+        Path | None, typer.Option(help="the authority's folder of the kit, for the server's certificate; default: beside FOLDER")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="validity of the server's certificate")] = 825,
+) -> None:
+    """Makes the server's certificate anew, or a site's key; what it replaces stays in a folder `former`."""
+    from fl_bn_site.membership import days_left, renew_server, renew_site
+
+    with _refusals():
+        folder = _server(server)
+        if site:
+            place = output or _beside(folder, site)
+            renew_site(folder, site, public_key, place)
+            if public_key is None:
+                typer.echo(f"{place / 'site.key'}: hand it to {site} over a channel that keeps it secret; {site} starts again with it")
+            _tell(folder)
+        else:
+            former = renew_server(folder, authority or folder.path.parent / "authority", days)
+            typer.echo(f"{folder.certificate} is valid for {days_left(folder)[1]} days; the former one is in {former}")
+            typer.echo("end `fl-bn start` here and start it again: sites connect again by themselves, and their folders stay as they are")
+
+
+@kit.command()
+def verify(folder: Annotated[Path, typer.Argument(help="a kit, its server folder, or one of its sites")]) -> None:
+    """Whether certificates, keys, modes and TOML files fit together: one line per check; exit code 1 if one fails."""
+    from fl_bn_site.verify import verify as checks_of
+
+    checks = checks_of(folder.absolute())
+    for check in checks:
+        typer.echo(str(check))
+    failed = sum(not check.ok for check in checks)
+    typer.echo(f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed")
+    if failed:
+        raise typer.Exit(1)
+
+
+def start(
+    folder: Annotated[Path, typer.Argument(help="kit/server or kit/sites/NAME")],
+    show: Annotated[bool, typer.Option("--print", help="only show what would run")] = False,
+    only: Annotated[str, typer.Option(metavar="supernode|clientapp", help="of a site: one program, where each has a user of its own")] = "",
+) -> None:
+    """Runs this machine's part of the deployment, and keeps it running until Ctrl-C or SIGTERM."""
+    from fl_bn_site.commands import commands, prepare
+    from fl_bn_site.folders import FolderError, read_folder
+    from fl_bn_site.membership import check_expiry
+    from fl_bn_site.supervisor import AlreadyRunning, supervise
+
+    try:
+        read = read_folder(folder)
+        if show:
+            typer.echo("\n".join(str(command) for command in commands(read, only)))
+            return
+        if warning := check_expiry(read):
+            print(warning, file=sys.stderr, flush=True)
+        run = commands(read, only)
+        supervise(run, prepare(read, only))
+    except (FolderError, AlreadyRunning, OSError, ValueError) as error:
+        raise refused(error) from error
+
+
+def register(folder: ServerArgument, control: ControlOption = "") -> None:
+    """Tells a running SuperLink who takes part: it lets the sites of server.toml in, and nobody else. `fl-bn start` does it, too."""
+    from fl_bn_site.control import ControlError, register_sites
+    from fl_bn_site.folders import FolderError, ServerFolder
+
+    try:
+        for site, what in register_sites(ServerFolder.read(folder), control):
+            typer.echo(f"{site}: {what}")
+    except (FolderError, ControlError, OSError) as error:
+        raise refused(error, 1) from error
+
+
+def submit(
+    folder: ServerArgument,
+    run_config: Annotated[str, typer.Option("--run-config", help="keys to override: \"rounds=10 method='hbn'\"")] = "",
+    control: ControlOption = "",
+    parallel: Annotated[int, typer.Option(min=0, help="start beside others, up to so many runs at a time; 0: as server.toml says")] = 0,
+) -> None:
+    """Submits a run to the deployed sites, shows its log, and exits with 1 if it does not complete. It waits for runs before it."""
+    from fl_bn_site.submit import submit as run
+
+    _carried_out(lambda: run(_server(folder), run_config, control, _said, parallel))
+
+
+def resume(folder: Path, name: str, control: str) -> None:
+    """Goes on with a deployed run, as ``submit`` does with a new one."""
+    from fl_bn_site.submit import resume as run
+
+    _carried_out(lambda: run(_server(folder), name, control, _said))
+
+
+def _said(line: str) -> None:
+    print(line, flush=True)
+
+
+def _carried_out(run: Callable[[], bool]) -> None:
+    from fl_bn_site.control import ControlError
+    from fl_bn_site.queue import QueueError
+
+    try:
+        completed = run()
+    except ValueError as error:  # ConfigError, FolderError and NameTaken are
+        raise refused(error) from error
+    except (ControlError, QueueError, OSError) as error:
+        raise refused(error, 1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if not completed:
+        raise typer.Exit(1)
+
+
+def runs(
+    folder: ServerArgument,
+    control: ControlOption = "",
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Lists the runs of a server, those that wait first: id, name, state, round, start, seconds."""
+    from rich.table import Table
+
+    from fl_bn_site.runs import listed, to_json
+
+    with _refusals():
+        found = listed(_server(folder), control)
+    if as_json:
+        typer.echo(to_json(found))
+        return
+    table = Table(box=None)
+    for column in ("id", "name", "state", "round", "start", "seconds"):
+        table.add_column(column, overflow="fold")
+    for run in found:
+        seconds, start = "" if run.seconds is None else f"{run.seconds:.0f}", run.start[:19].replace("T", " ")
+        table.add_row(run.id, run.name, run.state, f"{run.round}/{run.rounds or '?'}", start, seconds)
+    Console().print(table)
+
+
+def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "") -> None:
+    """Ends a run at once, or takes it out of the queue. What it has done so far stays."""
+    from fl_bn_site.runs import abort as end
+
+    with _refusals():
+        typer.echo(end(_server(folder), run, control))
+
+
+def fetch(
+    folder: ServerArgument,
+    run: RunArgument,
+    destination: Annotated[Path | None, typer.Argument(metavar="[DEST]", help="folder to copy it into; none: only say where it is")] = None,
+    control: ControlOption = "",
+) -> None:
+    """Copies a run's folder, with all of its results, or says where it is."""
+    from fl_bn_site.runs import fetch as get
+
+    with _refusals():
+        typer.echo(get(_server(folder), run, destination, control))
+
+
+def queue(folder: ServerArgument, control: ControlOption = "") -> None:
+    """Starts the runs that wait, until Ctrl-C. `fl-bn start` of the server does it, too."""
+    from fl_bn_site.control import ControlError, control_of
+    from fl_bn_site.queue import Queue, QueueError
+
+    with _refusals(), control_of(_server(folder), control) as superlink:
+        runs, told = Queue(_server(folder)), ""
+        try:
+            while True:
+                said = ""
+                try:
+                    if runs.waiting():
+                        said = "; ".join(runs.dispatch(superlink).values())
+                except (ControlError, QueueError, ValueError, OSError) as error:
+                    said = f"{error}; trying again"
+                if said and said != told:
+                    typer.echo(said)
+                told = said
+                time.sleep(WATCH)
+        except KeyboardInterrupt:
+            return
+
+
+def status(
+    folder: ServerArgument,
+    control: ControlOption = "",
+    watch: Annotated[bool, typer.Option("--watch", help="again every two seconds, until Ctrl-C")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs; with --watch a line each time")] = False,
+    serve: Annotated[str, typer.Option(metavar="[HOST:]PORT", help="as metrics for Prometheus, until Ctrl-C; HOST: 127.0.0.1")] = "",
+) -> None:
+    """Shows which sites are online, when each was last seen, and how far each run is."""
+    if serve:
+        from fl_bn_site.metrics import serve as publish
+
+        with _refusals():
+            publish(_server(folder), serve, control, _said)
+        return
+    from rich.live import Live
+
+    with _refusals():
+        looks = _looks(folder, control)
+        found, wrong = next(looks)
+        if not watch:
+            if as_json:
+                typer.echo(found.to_json())
+            else:
+                Console().print(_shown(found))
+            return
+        try:
+            if as_json:
+                typer.echo(found.to_json().replace("\n", ""))
+                for found, wrong in looks:
+                    typer.echo(wrong or found.to_json().replace("\n", ""), err=bool(wrong))
+            with Live(_shown(found), auto_refresh=False) as live:
+                for found, wrong in looks:
+                    live.update(Group(_shown(found), escape(wrong)), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _looks(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
+    """The status every two seconds, and what is wrong where it is not that of now. What is wrong for long, or at first, is raised."""
+    from fl_bn_site.control import SILENCE, ControlError
+    from fl_bn_site.folders import FolderError
+    from fl_bn_site.queue import QueueError
+    from fl_bn_site.status import status as of
+
+    found, wrong, answered = of(_server(folder), control), "", time.monotonic()
+    while True:
+        yield found, wrong
+        time.sleep(WATCH)
+        try:
+            found, wrong, answered = of(_server(folder), control), "", time.monotonic()  # server.toml anew: sites come and go
+        except (FolderError, ControlError, QueueError, OSError) as error:
+            if time.monotonic() - answered > SILENCE:
+                raise
+            wrong = f"{error}; trying again"
+
+
+def _shown(found: Status) -> Group:
+    """The tables of ``fl-bn status``."""
+    from rich.table import Table
+
+    sites = Table("site", "state", "last seen", "node", title=f"{found.server}, {found.at}; certificate: {found.expires} days left")
+    for site in found.sites:
+        sites.add_row(site.name, site.state, site.seen or "never", str(site.node or ""))
+    runs = Table("run", "status", "round", "replies used", "loss", "metric", "s / round", "left", "not used", title="runs")
+    for run in found.runs:
+        runs.add_row(
+            run.name or str(run.id),
+            run.status,
+            f"{run.round} / {run.rounds}",
+            "" if run.accepted is None else f"{run.accepted} of {run.cohort}",
+            "" if run.loss is None else f"{run.loss:.4f}",
+            "" if run.value is None else f"{run.metric} {run.value:.4g}",
+            "" if run.seconds is None else f"{run.seconds:.1f}",
+            "" if run.left is None else f"{run.left:.0f} s",
+            "; ".join(f"{name}: {why}" for name, why in run.refused.items()),
+        )
+    return Group(sites, runs)
+
+
+def _server(folder: Path) -> ServerFolder:
+    from fl_bn_site.folders import ServerFolder
+
+    return ServerFolder.read(folder)
+
+
+def _beside(server: ServerFolder, name: str) -> Path:
+    return server.path.parent / "sites" / name
+
+
+def _from_now_on(server: ServerFolder) -> str:
+    return f"runs that are submitted from now on have {len(server.sites)} clients"
+
+
+def _tell(server: ServerFolder) -> None:
+    """Let a SuperLink that runs here know at once; one that does not learns it when it starts."""
+    from fl_bn_site.control import ControlError, register_sites
+
+    try:
+        for site, what in register_sites(server, wait=0.0):
+            typer.echo(f"{site}: {what}")
+    except ControlError as error:
+        typer.echo(f"the server here learns it when it starts, or by `fl-bn register {server.path}` ({error})")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    from fl_bn_site.control import ControlError
+    from fl_bn_site.folders import FolderError
+    from fl_bn_site.kit import KitError
+    from fl_bn_site.queue import QueueError
+
+    try:
+        yield
+    except (KitError, FolderError, ControlError, QueueError, OSError, ValueError) as error:
+        raise refused(error, 2) from error
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def add_to(app: typer.Typer, panel: str) -> None:
+    """Add the commands of a deployment to ``app``, in this ``panel`` of its help."""
+    for command in (start, register, submit, status, runs, abort, fetch, queue):
+        app.command(rich_help_panel=panel)(command)
+    app.add_typer(kit, name="kit", rich_help_panel=panel)

@@ -1,0 +1,279 @@
+"""The folders of a kit as values: ``server.toml`` and ``site.toml``, read, checked, and with absolute paths."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self, get_type_hints
+
+from fl_bn.support.client_names import SITE
+from fl_bn.support.names import unknown
+
+MOST_RUNS = 1024  # at a time
+EXCHANGE_PORTS = 4  # that the sites' firewalls let through, unless told otherwise
+ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]\"\\]+):([0-9]{1,5})")
+HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+")
+
+
+class FolderError(ValueError):
+    """A folder of the kit, or a line of its TOML file, is not what it should be; the message names the file and the line's key."""
+
+
+def host_port(address: str) -> tuple[str, int]:
+    """``("fl.example.org", 9092)`` from ``fl.example.org:9092``; IPv6 hosts stand in brackets, which are taken off. Raises ValueError."""
+    found = ADDRESS.fullmatch(address)
+    if not found or not 0 < int(found[2]) < 65536:
+        raise ValueError(f"must be HOST:PORT, e.g. fl.example.org:9092, but got {address!r}")
+    return found[1].strip("[]"), int(found[2])
+
+
+def site_name(name: str) -> str:
+    """``name``, which becomes the name of files and folders. Raises ValueError."""
+    if not SITE.fullmatch(name):
+        raise ValueError(f"a site's name must be letters, digits, '.', '_' and '-', but got {name!r}")
+    return name
+
+
+def _sites(names: tuple[str, ...]) -> None:
+    if not names or len({site_name(name).casefold() for name in names}) < len(names):
+        raise ValueError(f"must be at least one name, and no name twice (in capitals or not), but got {', '.join(names) or 'none'}")
+
+
+def _port(port: int) -> None:
+    if not 0 < port < 65536:
+        raise ValueError(f"must be 1..65535, but got {port}")
+
+
+def _nowhere_or_address(address: str) -> None:
+    if address:
+        host_port(address)
+
+
+def _hosts(text: str) -> None:
+    for name in filter(None, map(str.strip, text.split(","))):
+        if not HOST.fullmatch(name):
+            host_port(name)
+
+
+def _some(number: int) -> None:
+    if number < 1:
+        raise ValueError(f"must be at least 1, but got {number}")
+
+
+def _few(number: int) -> None:
+    if not 1 <= number <= MOST_RUNS:
+        raise ValueError(f"must be 1..{MOST_RUNS}, but got {number}")
+
+
+def _device(name: str) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):  # as the run config's device
+        raise ValueError(f"must be auto, cpu, cuda, cuda:1, ..., but got {name!r}")
+
+
+def _pace(seconds: float) -> None:
+    if not 0.1 <= seconds <= 60:
+        raise ValueError(f"must be 0.1..60, but got {seconds:g}")
+
+
+def _given(text: str) -> None:
+    if not text:
+        raise ValueError("must not be empty")
+
+
+def _line(text: str, default: Any = MISSING, check: Callable[[Any], object] = lambda value: None) -> Any:
+    """One line of a TOML file: its meaning (the comment beside it), its default (none: it must be there), and what raises ValueError."""
+    return field(default=default, metadata={"help": text, "check": check}, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder with a TOML file ``file``. Fields other than ``path`` are the file's lines, with paths made absolute."""
+
+    path: Path
+    file = ""
+    gone: ClassVar[Mapping[str, str]] = {}  # lines of earlier versions, and why they are not needed any more
+
+    @classmethod
+    def read(cls, path: Path | str) -> Self:
+        """Raises FolderError where the file is missing, no TOML, or a line is unknown, missing, of another type or out of range."""
+        folder = Path(path).absolute()
+        source = folder / cls.file
+        try:
+            values = tomllib.loads(source.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise FolderError(f"{folder} has no {cls.file}: expected a folder written by `fl-bn kit create`") from error
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise FolderError(f"{source} cannot be read: {error}") from error
+        known = {_kebab(spec): spec for spec in cls.lines()}
+        for name in values:
+            if name in cls.gone:
+                raise FolderError(f"{source}: delete the line {name}: {cls.gone[name]}")
+            if name not in known:
+                raise FolderError(f"{source}: {unknown('line', name, known)}")
+        types = get_type_hints(cls)
+        checked = {spec.name: _value(source, name, spec, types[spec.name], values) for name, spec in known.items()}
+        try:
+            return cls(folder, **checked)
+        except ValueError as error:
+            raise FolderError(f"{source}: {error}") from error
+
+    @classmethod
+    def lines(cls) -> list[Field[Any]]:
+        return [spec for spec in fields(cls) if spec.name != "path"]
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+
+@dataclass(frozen=True)
+class ServerFolder(Folder):
+    """``kit/server``: what the machine with the SuperLink needs."""
+
+    superlink: str = _line("the name by which sites reach this machine; it is in server.crt", check=_given)
+    fleet: str = _line("where sites connect", "0.0.0.0:9092", host_port)
+    control: str = _line(
+        "where runs are submitted: whoever reaches this may start runs and register sites, so this machine only",
+        "127.0.0.1:9093",
+        host_port,
+    )
+    serverappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9091", host_port)
+    exchange_host: str = _line(
+        "the layer-wise exchange listens in the ServerApp; sites reach it by this name, which is in server.crt", check=_given
+    )
+    exchange_port: int = _line("and at this port, or one of those after it", 9095, _port)
+    exchange_ports: int = _line("how many ports from there: every run that is going on has one of its own", EXCHANGE_PORTS, _some)
+    parallel: int = _line("runs at a time; others wait in the queue", 1, _few)
+    sites: tuple[str, ...] = _line("who takes part in runs; each has a key in sites/", check=_sites)
+    metrics: str = _line("where metrics for Prometheus are published: 127.0.0.1:9096, say; empty: nowhere", "", _nowhere_or_address)
+    state: Path = _line("the SuperLink's database and files; relative paths start at this folder", "state", _given)
+    results: Path = _line("each run makes a folder here", "results", _given)
+    allow_modules: str = _line("installed modules of which a run config may name a function, separated by commas", "")
+    app: Path | None = _line("folder of the fl-bn project that is submitted; empty: the one that is installed (editable)", "")
+
+    file = "server.toml"
+
+    def __post_init__(self) -> None:
+        if self.last_exchange_port > 65535:
+            raise ValueError(f"exchange-port and exchange-ports must stay below 65536, but the last would be {self.last_exchange_port}")
+
+    @property
+    def last_exchange_port(self) -> int:
+        return self.exchange_port + self.exchange_ports - 1
+
+    @property
+    def authority(self) -> Path:
+        return self.path / "ca.crt"
+
+    @property
+    def certificate(self) -> Path:
+        return self.path / "server.crt"
+
+    @property
+    def key(self) -> Path:
+        return self.path / "server.key"
+
+    def public_key(self, site: str) -> Path:
+        return self.path / "sites" / f"{site}.pub"
+
+
+@dataclass(frozen=True)
+class SiteFolder(Folder):
+    """``kit/sites/NAME``: what one site's machine needs. ``data_path`` is absolute unless a function reads it."""
+
+    site: str = _line("this site's name", check=site_name)
+    superlink: str = _line("where the server is", check=host_port)
+    root_certificates: Path = _line("who vouches for the server; relative paths start at this folder", "ca.crt", _given)
+    private_key: Path = _line("who this site is; never leaves it", "site.key", _given)
+    exchange_addresses: str = _line(
+        "where the layer-wise exchange may be: HOST or HOST:PORT, by commas; empty: on the server's machine, by the name above", "", _hosts
+    )
+    dataset: str = _line(
+        "this site's own data: npz, folder, a torchvision name, or package.module:function; empty: its share of the run's data (rehearsal)",
+        "",
+    )
+    data_path: str = _line("where they are; npz files are separated by commas", "")
+    allow_modules: str = _line("modules here, beside the app's own, of which a run config may name a function; by commas", "")
+    device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
+    state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)
+    clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)
+    poll_seconds: float = _line("between questions to the server while a run is on (3 s when there is none)", 0.5, _pace)
+    policy: Path = _line("what this site takes part in, if the file is there", "policy.toml", _given)
+
+    file = "site.toml"
+    gone = dict.fromkeys(("partition-id", "num-partitions"), "the server tells a site its place with every run")
+
+    def __post_init__(self) -> None:
+        if self.data_path and ":" not in self.dataset:
+            parts = [str(_within(self.path, part.strip())) for part in self.data_path.split(",")]
+            object.__setattr__(self, "data_path", ",".join(parts))
+
+    @property
+    def public_key(self) -> Path:
+        return self.path / "site.pub"
+
+    @property
+    def node_dir(self) -> Path:
+        """What the SuperNode keeps for itself: the apps of runs, as they came."""
+        return self.path / "node"
+
+
+def read_folder(path: Path | str) -> ServerFolder | SiteFolder:
+    """The folder at ``path``, whichever it is. Raises FolderError."""
+    for kind in (ServerFolder, SiteFolder):
+        if (Path(path) / kind.file).exists():
+            return kind.read(path)
+    raise FolderError(f"{path} is no folder of a kit: expected server.toml (kit/server) or site.toml (kit/sites/NAME) in it")
+
+
+def render(kind: type[Folder], **values: object) -> str:
+    """The text of a TOML file of that kind: ``values`` by the names of the fields, defaults for the others, meanings beside them."""
+    lines = []
+    for spec in kind.lines():
+        value = values.pop(spec.name, spec.default)
+        lines.append((f"{_kebab(spec)} = {_toml(value)}", spec.metadata["help"]))
+    if values:
+        raise TypeError(f"{kind.file} has no {', '.join(values)}")
+    width = min(40, max(len(line) for line, _ in lines))
+    return "".join(f"{line:<{width}}  # {text}\n" for line, text in lines)
+
+
+def _kebab(spec: Field[Any]) -> str:
+    return spec.name.replace("_", "-")
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, (int, float)):
+        return str(value)
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _within(folder: Path, path: str) -> Path:
+    return (folder / Path(path).expanduser()).absolute()
+
+
+def _value(source: Path, name: str, spec: Field[Any], wanted: Any, values: dict[str, Any]) -> Any:
+    if name not in values and spec.default is MISSING:
+        raise FolderError(f"{source}: the line {name} is missing: {spec.metadata['help']}")
+    value = values.get(name, spec.default)
+    kind: type = wanted if wanted in (int, float) else list if wanted == tuple[str, ...] else str
+    value = float(value) if kind is float and type(value) is int else value
+    texts: list[Any] = value if isinstance(value, list) else [value] if kind is str else []
+    if not (type(value) is kind and all(type(text) is str for text in texts)):
+        kinds = {int: "a whole number", float: "a number", str: "a text in quotes", list: "a list of texts in quotes"}
+        raise FolderError(f"{source}: {name} must be {kinds[kind]}, but got {value!r}")
+    if any(re.search(r"[\"\\\n\r]", text) for text in texts):
+        raise FolderError(f'{source}: {name} must not contain ", \\ or line breaks (Flower cannot be told of them), but got {value!r}')
+    value = tuple(texts) if kind is list else value
+    try:
+        spec.metadata["check"](value)
+    except ValueError as error:
+        raise FolderError(f"{source}: {name} {error}") from error
+    if wanted is Path or wanted == Path | None:
+        return _within(source.parent, texts[0]) if value else None
+    return value

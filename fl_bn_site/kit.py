@@ -1,0 +1,125 @@
+"""``fl-bn kit create``: everything that separate machines need to train together, one folder per machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_bn_site.certificates import alternative_name, make_authority, make_server, write_site_key
+from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
+from fl_bn_site.guides import kit_readme, server_guide, site_guide
+from fl_bn_site.policy import TEMPLATE
+
+LOCAL = ("localhost", "127.0.0.1", "::1")  # runs are submitted from the server's own machine
+START = """\
+#!/bin/sh
+# Starts this machine's part and keeps it running; Ctrl-C stops it. FL_BN: where fl-bn is, if its environment is not active.
+cd "$(dirname "$0")" && exec "${FL_BN:-fl-bn}" start . "$@"
+"""
+RUN = """\
+#!/bin/sh
+# Submits a run and shows its log: ./run.sh --run-config "method='hbn' rounds=40"
+cd "$(dirname "$0")" && exec "${FL_BN:-fl-bn}" submit . "$@"
+"""
+
+
+class KitError(ValueError):
+    """A kit cannot be made as asked."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kit is made from. ``superlink``, ``exchange_host`` (empty: the same) and ``also``: hosts without ports; ``days``: how long the
+    server's certificate is valid. Raises KitError."""
+
+    superlink: str
+    sites: Sequence[str]
+    exchange_host: str = ""
+    also: Sequence[str] = ()
+    days: int = 825
+    fleet_port: int = 9092
+    exchange_port: int = 9095
+
+    def __post_init__(self) -> None:
+        try:
+            for host in (self.superlink, self.exchange, *self.also):
+                alternative_name(host)
+            for site in self.sites:
+                site_name(site)
+        except ValueError as error:
+            raise KitError(str(error)) from error
+        if not self.sites or len({site.casefold() for site in self.sites}) < len(self.sites):
+            raise KitError(
+                f"a kit needs sites, each with a name of its own (in capitals or not), but got {', '.join(self.sites) or 'none'}"
+            )
+        ports = (self.fleet_port, self.exchange_port, self.exchange_port + EXCHANGE_PORTS - 1)
+        if self.days < 1 or not all(0 < port < 65536 for port in ports):
+            raise KitError(f"days must be at least 1 and ports 1..65535, but got {self.days}, {self.fleet_port}, {self.exchange_port}")
+
+    @property
+    def exchange(self) -> str:
+        return self.exchange_host or self.superlink
+
+    @property
+    def fleet(self) -> str:
+        """Where sites connect: HOST:PORT."""
+        return joined(self.superlink, self.fleet_port)
+
+
+def joined(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def create(plan: Plan, output: Path) -> None:
+    """Writes the kit. Raises KitError where ``output`` holds files already: a key is never overwritten."""
+    if output.is_file() or any(path.is_file() for path in output.rglob("*")):
+        raise KitError(f"{output} holds files already, and keys are never overwritten: give another --output, or move it away first")
+    authority_folder, server = output / "authority", output / "server"
+    for folder in (authority_folder, server, server / "sites", *(output / "sites" / site for site in plan.sites)):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    authority = make_authority("fl-bn federation", plan.days)
+    authority.write(authority_folder / "ca.crt", authority_folder / "ca.key")
+    ca = (authority_folder / "ca.crt").read_bytes()
+
+    make_server(authority, (plan.superlink, plan.exchange, *LOCAL, *plan.also), plan.days).write(
+        server / "server.crt", server / "server.key"
+    )
+    (server / "ca.crt").write_bytes(ca)
+    text = render(
+        ServerFolder,
+        superlink=plan.superlink,
+        fleet=f"0.0.0.0:{plan.fleet_port}",
+        exchange_host=plan.exchange,
+        exchange_port=plan.exchange_port,
+        sites=list(plan.sites),
+    )
+    (server / ServerFolder.file).write_text(text)
+    _script(server / "start.sh", START)
+    _script(server / "run.sh", RUN)
+    (server / "GUIDE.md").write_text(server_guide(plan.fleet_port, plan.exchange_port))
+
+    for name in plan.sites:
+        folder = output / "sites" / name
+        write_site(folder, name, plan.fleet, joined(plan.exchange, plan.exchange_port), ca)
+        (server / "sites" / f"{name}.pub").write_bytes((folder / "site.pub").read_bytes())
+    (output / "README.md").write_text(kit_readme(plan.sites))
+
+
+def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes) -> None:
+    """Fills the empty ``folder`` of a site: a key pair, who vouches for the server (``ca``, PEM), and where it is: HOST:PORT each."""
+    write_site_key(folder / "site.key", folder / "site.pub", name)
+    (folder / "ca.crt").write_bytes(ca)
+    server, exchange_host = (address.rpartition(":")[0] for address in (fleet, exchange))
+    other = "" if exchange_host == server else exchange_host
+    (folder / SiteFolder.file).write_text(render(SiteFolder, site=name, superlink=fleet, exchange_addresses=other))
+    (folder / "policy.toml").write_text(TEMPLATE)
+    _script(folder / "start.sh", START)
+    (folder / "GUIDE.md").write_text(site_guide(name, fleet, exchange))
+
+
+def _script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)

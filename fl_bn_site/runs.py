@@ -1,0 +1,164 @@
+"""``fl-bn runs``, ``abort`` and ``fetch``: the runs of a server, those that wait among them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fl_bn.support.flower_config import Scalar
+from fl_bn_site.control import Control, control_of
+from fl_bn_site.folders import ServerFolder
+from fl_bn_site.queue import Queue, run_name
+from fl_bn_site.registered import Submitted
+
+ACTIVE = ("pending", "starting", "running")
+
+
+class NoSuchRun(ValueError):
+    """No run has that name or number."""
+
+
+class NotHere(ValueError):
+    """A run's files are not on this machine."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One run. ``id``: Flower's, empty while it waits; ``state``: waiting, pending, starting, running, completed, failed, stopped;
+    ``round`` of ``rounds``; ``start``: ISO 8601, of its submission if it has not started; ``seconds``: since then, or how long it took."""
+
+    id: str
+    name: str
+    state: str
+    round: int
+    rounds: int
+    start: str
+    seconds: float | None
+
+
+def listed(server: ServerFolder, address: str = "") -> list[Listed]:
+    """All runs, the newest first. Raises ControlError, QueueError."""
+    with control_of(server, address) as control:
+        runs = control.runs()
+    waiting = [
+        Listed("", entry.name, entry.state, 0, rounds_of(server, entry.config), entry.submitted, None)
+        for entry in Queue(server).waiting()
+        if not any(entry.started_as(run) for run in runs)
+    ]
+    return [*reversed(waiting), *(_listed(server, run) for run in runs)]
+
+
+def abort(server: ServerFolder, name: str, address: str = "") -> str:
+    """End a run, by its name or Flower's id; what became of it. Raises NoSuchRun, ControlError, QueueError."""
+    queue = Queue(server)
+    for entry in queue.waiting():
+        if entry.name == name and queue.remove(entry):
+            return f"{name} is no more in the queue; it had not begun"
+    with control_of(server, address) as control:
+        run = _found(server, name, control)
+        if run.status.startswith("finished"):
+            return f"{name} had ended already: {run.status.removeprefix('finished:')}"
+        control.stop(str(run.id))
+    from fl_bn_site.submit import how_to_go_on  # imports torch, for which nobody should wait before the run is stopped
+
+    return f"{run_name(run) or name} is stopped; {how_to_go_on(server, run_name(run))}"
+
+
+def fetch(server: ServerFolder, name: str, destination: Path | None, address: str = "") -> str:
+    """Copy a run's folder to ``destination/NAME``; without one, say where it is.
+
+    Raises:
+        NoSuchRun: no run has that name or id.
+        NotHere: its files are on another machine; the message says where.
+        FileExistsError: there is something at the destination.
+        OSError: it could not be copied. Nothing of it is left at the destination.
+    """
+    source = server.results / name
+    if not (source / "config.toml").exists():
+        with control_of(server, address) as control:
+            run = _found(server, name, control)
+        source = folder_of(server, run.config, run_name(run))
+    if not (source / "config.toml").exists():
+        raise NotHere(f"{source} is not on this machine: on the server's, `fl-bn fetch` or e.g. scp -r copies it from there")
+    if destination is None:
+        return str(source)
+    target = destination / source.name
+    if target.exists():
+        raise FileExistsError(f"{target} exists already: give another folder, or remove it")
+    partial = destination / f".{source.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
+        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(".lock", ".unfinished-*"), copy_function=_copy_if_there)
+        partial.rename(target)
+    except shutil.Error as error:  # its text is a list of all files that could not be copied
+        file, _, why = error.args[0][0]
+        raise OSError(f"{file} could not be copied to {destination}: {why}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return str(target)
+
+
+def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Path:
+    """Where the run ``name`` has its results: here, also if it was submitted on another machine, else where it says."""
+    here = server.results / name
+    return here if here.exists() else Path(str(config.get("output", server.results))) / name
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's rounds.jsonl, which may be growing."""
+    file = folder / "rounds.jsonl"
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
+    """How many rounds a run is to have, as its config says, or the one in its folder; 0: unknown yet."""
+    if rounds := int(config.get("rounds", 0)):
+        return rounds
+    file = folder_of(server, config, str(config.get("resume") or config.get("name") or "")) / "config.toml"
+    return int(tomllib.loads(file.read_text(encoding="utf-8")).get("rounds", 0)) if file.exists() else 0
+
+
+def to_json(runs: list[Listed]) -> str:
+    return json.dumps([asdict(run) for run in runs], indent=1)
+
+
+def _copy_if_there(source: str, target: str) -> None:
+    """Copies a file, unless it has gone meanwhile, as the checkpoints do of a run that goes on."""
+    try:
+        shutil.copy2(source, target)
+    except FileNotFoundError:
+        if Path(source).exists():
+            raise
+
+
+def _listed(server: ServerFolder, run: Submitted) -> Listed:
+    name = run_name(run)
+    rows = rows_of(folder_of(server, run.config, name)) if name else []
+    start = run.started or run.submitted
+    end = run.ended or datetime.now().astimezone()
+    return Listed(
+        str(run.id),
+        name,
+        run.status.removeprefix("finished:"),
+        rows[-1]["round"] if rows else 0,
+        rounds_of(server, run.config),
+        start.astimezone().isoformat(timespec="seconds") if start else "",
+        round((end - start).total_seconds(), 1) if start else None,
+    )
+
+
+def _found(server: ServerFolder, name: str, control: Control) -> Submitted:
+    """The newest run of that name or id."""
+    runs = control.runs()
+    for run in runs:
+        if name and name in (str(run.id), run_name(run)):
+            return run
+    known = ", ".join(dict.fromkeys(filter(None, map(run_name, runs[:5]))))
+    raise NoSuchRun(f"{name} is no run of {server.path}: the last are {known or 'none'} (`fl-bn runs {server.path}`)")

@@ -1,0 +1,125 @@
+"""``fl-bn status``: who is here, by name, and how far the runs are; read from the SuperLink and from the runs' own files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from typing import Any
+
+from fl_bn.support.client_names import ClientNames
+from fl_bn_site.certificates import public_in
+from fl_bn_site.control import control_of, key_of
+from fl_bn_site.folders import ServerFolder
+from fl_bn_site.membership import days_left
+from fl_bn_site.queue import Entry, Queue, run_name
+from fl_bn_site.registered import Submitted
+from fl_bn_site.runs import folder_of, rounds_of, rows_of
+
+LAST = 5  # runs that are shown, beside those that have not ended
+
+
+@dataclass(frozen=True)
+class SiteStatus:
+    """``state``: online, offline, or not registered; ``seen``: when it was last here, in ISO 8601, empty: never."""
+
+    name: str
+    node: int | None
+    state: str
+    seen: str
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """``accepted``: replies of the last round that were used, of ``cohort``; ``metric`` has ``value``; ``left``: seconds to the end at the
+    pace of the last rounds; ``refused``: whose reply was not used in it, and why; ``received``, ``sent``: bytes from and to the sites.
+    ``id`` 0: it waits in the queue."""
+
+    id: int
+    name: str
+    status: str
+    round: int
+    rounds: int
+    accepted: int | None = None
+    cohort: int | None = None
+    loss: float | None = None
+    metric: str = "accuracy"
+    value: float | None = None
+    seconds: float | None = None
+    left: float | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    received: int = 0
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class Status:
+    """``expires``: days until the first certificate of the server ends."""
+
+    at: str
+    server: str
+    expires: int
+    sites: list[SiteStatus]
+    runs: list[RunStatus]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def status(server: ServerFolder, address: str = "") -> Status:
+    """As it is now. Raises ControlError where no SuperLink answers or a site has no key, QueueError where the queue cannot be read."""
+    with control_of(server, address) as control:
+        nodes, runs = control.all_nodes(), control.runs()
+    keys = {public_in(node.key): node for node in nodes}
+    sites = []
+    for name in server.sites:
+        node = keys.get(key_of(server.public_key(name)))
+        if node is None:
+            sites.append(SiteStatus(name, None, "not registered", ""))
+        else:
+            seen = node.seen.isoformat(timespec="seconds") if node.seen else ""
+            sites.append(SiteStatus(name, node.id, "online" if node.online else "offline", seen))
+    named = {site.node: site.name for site in sites if site.node is not None}
+    ended = [run for run in runs if run.status.startswith("finished")][:LAST]
+    shown = [run for run in runs if not run.status.startswith("finished") or run in ended]
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    waiting = [_waiting(server, entry) for entry in reversed(Queue(server).waiting()) if not any(map(entry.started_as, runs))]
+    return Status(now, control.address, days_left(server)[1], sites, [*waiting, *(_run(server, run, named) for run in shown)])
+
+
+def _waiting(server: ServerFolder, entry: Entry) -> RunStatus:
+    return RunStatus(0, entry.name, entry.state, 0, rounds_of(server, entry.config))
+
+
+def _run(server: ServerFolder, run: Submitted, named: Mapping[int, str]) -> RunStatus:
+    """``named``: the sites' names by node, for a run that was submitted without."""
+    name = run_name(run)
+    rows = rows_of(folder_of(server, run.config, name)) if name else []
+    rounds = rounds_of(server, run.config)
+    last: dict[str, Any] = rows[-1] if rows else {}
+    pace = [float(row["seconds"]) for row in rows[-5:]]
+    seconds = sum(pace) / len(pace) if pace else None
+    left = None if seconds is None or run.status.startswith("finished") else max(0, rounds - last["round"]) * seconds
+    names = [part for part in str(run.config.get("client-names", "")).split(",") if part]
+    nodes = [int(part) for part in str(run.config.get("client-nodes", "")).split(",") if part]
+    called = ClientNames(tuple(names or [named.get(node, "") for node in nodes]), tuple(nodes))
+    unused = [row for row in last.get("clients", ()) if row.get("refused")]
+    columns = list(last)
+    metric = columns[columns.index("loss") + 1] if "loss" in columns[:-1] else "accuracy"  # stands behind the loss, whatever the task
+    return RunStatus(
+        run.id,
+        name,
+        run.status,
+        last.get("round", 0),
+        rounds,
+        last.get("accepted"),
+        last.get("cohort"),
+        last.get("loss"),
+        metric,
+        last.get(metric),
+        seconds,
+        left,
+        {called.site(row["client"]) or called.client(row["client"]): str(row["refused"]) for row in unused},
+        *run.nbytes,
+    )

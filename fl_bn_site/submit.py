@@ -1,0 +1,205 @@
+"""``fl-bn submit``: a run on the deployed sites, its log, and an exit code that says how it ended."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+from fl_bn.run.checkpoints import FOLDER
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.overrides import parse_overrides
+from fl_bn.run.resume import config_to_resume
+from fl_bn.run.usage import Usage
+from fl_bn.support.flower_config import Scalar, flower_config
+from fl_bn_site.control import SILENCE, Control, ControlError, control_of
+from fl_bn_site.folders import FolderError, ServerFolder
+from fl_bn_site.membership import check_expiry
+from fl_bn_site.queue import REFUSED, STARTED, Entry, NoQueue, Queue, QueueError
+
+COMPLETED = "finished:completed"
+LOOK = 1.0  # seconds between looks at the queue
+OF_FOLDER = (
+    "output",
+    "client-nodes",
+    "exchange-host",
+    "exchange-port",
+    "exchange-certificate",
+    "exchange-key",
+    "exchange-authority",
+    "name",
+)
+Say = Callable[[str], None]
+
+
+def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
+    """The run config's keys that follow from the folder, and those that the user gave, which win. Raises ConfigError."""
+    return _checked(server, _own(server, parse_overrides(overrides)))
+
+
+def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
+    """Whether the run completed. It waits in the server's queue until it may start: ``parallel`` runs at a time, 0: as server.toml says.
+    Its log goes to ``say``, line by line.
+
+    Raises:
+        ConfigError, FolderError, ControlError, QueueError, NameTaken: it could not be submitted.
+    """
+    given = _own(server, parse_overrides(overrides))
+    checked = RunConfig.from_mapping(_checked(server, given))
+    fresh = not checked.name and not checked.resume
+    if fresh:
+        given["name"] = checked.name_at(datetime.now())  # so that the SuperLink, too, knows which folder is whose
+    return _carried_out(server, given, address, say, parallel, fresh)
+
+
+def resume(server: ServerFolder, name: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
+    """Go on with the run ``name``, or, where that is empty, with the one whose checkpoint is the newest, with the config in its folder.
+
+    Raises:
+        ConfigError: there is none that could go on.
+        As ``submit``.
+    """
+    name = name or _newest(server)
+    config = config_to_resume(server.results / name, deployed=True)
+    given = {key: value for key, value in config.to_mapping().items() if key not in OF_FOLDER}
+    if not given["client-names"]:
+        del given["client-names"]
+    return _carried_out(server, _own(server, given), address, say, parallel, False)
+
+
+def how_to_go_on(server: ServerFolder, name: str) -> str:
+    """What to type after a run ended early."""
+    run = server.results / name
+    rounds = sorted(int(path.stem.removeprefix("round-")) for path in (run / FOLDER).glob("round-*.safetensors"))
+    if rounds:
+        return f"go on with it from round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}"
+    where = f"server/logs/serverapp.log and {run} say why" if run.exists() else "server/logs/serverapp.log says why"
+    return f'it has no checkpoint to go on from ({where}); begin it anew: fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
+
+
+def _own(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return ``given`` with the default of every key that the folder would set and the run would ignore: an address of an exchange, say.
+
+    Raises:
+        ConfigError: A key of ``given`` has no effect, is unknown, or its value is out of range.
+    """
+    use = Usage()
+    use.config(Queue(server).completed(given), must=given)
+    keys = RunConfig.keys()
+    return {**given, **{key: keys[key].default for key in use.ignored}}
+
+
+def _checked(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    config = Queue(server).completed(given)
+    RunConfig.from_mapping(config)
+    try:
+        flower_config(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return config
+
+
+def _newest(server: ServerFolder) -> str:
+    runs = sorted(server.results.glob(f"*/{FOLDER}/round-*.safetensors"), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        raise ConfigError(f"no run in {server.results} has a checkpoint to go on from (checkpoint-every makes them)")
+    return runs[-1].parent.parent.name
+
+
+def _carried_out(server: ServerFolder, given: Mapping[str, Any], address: str, say: Say, parallel: int, rename: bool) -> bool:
+    name = str(given.get("resume") or given["name"])
+    if warning := check_expiry(server):
+        say(warning)
+    queue = Queue(server)
+    with control_of(server, address) as control:
+        control.runs()  # a SuperLink that is not there is said before anything waits for it
+        try:
+            entry = queue.add(given, parallel, rename)
+        except NoQueue:
+            say(f"{queue.folder} may not be written to: the run does not wait for others, but starts at once")
+            run = queue.submit(given, control)
+        else:
+            name, run = entry.name, _its_turn(queue, entry, control, say)
+            if not run:
+                return False
+        sites = ", ".join(queue.sites(queue.completed(given)))
+        say(f"run {run} is submitted to {control.address} as {name}{f', for sites {sites}' if sites else ''}")
+        try:
+            status = _follow(control, run, say)
+        except KeyboardInterrupt:
+            say(f"{name} goes on without this log. Submitting another one does not end it; this does:")
+            say(f"  fl-bn abort {shlex.quote(str(server.path))} {name}{f' --control {address}' if address else ''}")
+            raise
+    say(f"run {run}: {status}")
+    if status != COMPLETED:
+        say(how_to_go_on(server, name))
+    return status == COMPLETED
+
+
+def _its_turn(queue: Queue, entry: Entry, control: Control, say: Say) -> str:
+    """Flower's id of the run, once it was started; empty if it was taken out of the queue.
+
+    Raises:
+        ControlError: the SuperLink refused it.
+        ControlError, FolderError, QueueError, OSError: nobody could look for long, as ``Queue.dispatch`` says; the run stays in the queue.
+    """
+    told, answered = "", time.monotonic()
+    try:
+        while True:
+            now: Entry | None = entry
+            ahead: list[str] = []
+            try:
+                why = queue.dispatch(control).get(entry.number, "")
+                now, ahead = queue.find(entry.number), [other.name for other in queue.waiting() if other.number < entry.number]
+            except (ControlError, FolderError, QueueError, OSError) as error:
+                if time.monotonic() - answered > SILENCE:
+                    _say_that_it_stays(queue, entry, say)
+                    raise
+                why = f"{error}; trying again"
+            else:
+                answered = time.monotonic()
+            if now is None:
+                say(f"{entry.name} was taken out of the queue")
+                return ""
+            if now.state == STARTED:
+                return now.run
+            if now.state == REFUSED:
+                raise ControlError(f"{entry.name} was not started: {now.why}")
+            if why and why != told:
+                say(f"{entry.name} waits{f' behind {len(ahead)} others' if ahead else ''}: {why}")
+                told = why
+            time.sleep(LOOK)
+    except KeyboardInterrupt:
+        _say_that_it_stays(queue, entry, say)
+        raise
+
+
+def _say_that_it_stays(queue: Queue, entry: Entry, say: Say) -> None:
+    say(f"{entry.name} stays in the queue, and starts by itself as long as `fl-bn start` of the server runs. To take it out:")
+    say(f"  fl-bn abort {shlex.quote(str(queue.server.path))} {entry.name}")
+
+
+def _follow(control: Control, run: str, say: Say) -> str:
+    """The run's last status; says each line of its log once, through restarts of the SuperLink."""
+    rest, seen, answered, status = "", 0.0, time.monotonic(), ""
+    while True:
+        for text, time_of_it in control.log(run, seen):
+            seen = time_of_it
+            *lines, rest = (rest + text).split("\n")
+            for line in lines:
+                say(line.rstrip())
+        if status.startswith("finished"):
+            if rest.strip():
+                say(rest.rstrip())
+            return status
+        try:
+            status = control.status(run)
+        except ControlError as error:
+            if time.monotonic() - answered > SILENCE:
+                raise
+            say(f"{error}; trying again")
+        else:
+            answered = time.monotonic()
+        time.sleep(LOOK)

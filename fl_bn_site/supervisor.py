@@ -1,0 +1,248 @@
+"""Keeps programs running: starts them again when they end, keeps their output, and ends them when it ends, however it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from io import TextIOWrapper
+from logging import Formatter, Logger, LogRecord
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import IO
+
+from fl_bn.support.locks import hold
+from fl_bn_site.commands import UNREACHABLE, Command, environment
+
+TETHER = Path(__file__).with_name("tether.py")
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+DAY = 86400.0  # seconds after which a log file is put aside, however small it is
+TICK = 0.1  # seconds between looks at the programs
+
+
+class AlreadyRunning(RuntimeError):
+    """Another ``fl-bn start`` of the same folder is running."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds: ``first`` wait before a program is started again, doubled each time up to ``longest``, and again ``first`` after it ran for
+    ``steady``; ``grace`` between asking a program to end and killing it."""
+
+    first: float = 1.0
+    longest: float = 30.0
+    steady: float = 60.0
+    grace: float = 10.0
+
+    def delay(self, failures: int) -> float:
+        """Before the next start, after ``failures`` >= 1 in a row."""
+        return min(self.longest, self.first * 2.0 ** min(failures - 1, 30))
+
+
+class Daily(RotatingFileHandler):
+    """A log file that is put aside when it is large, or a day old."""
+
+    begun: float | None = None  # when the file's first line was written, in seconds of the clock
+
+    def shouldRollover(self, record: LogRecord) -> bool:  # noqa: N802, as logging names it
+        if self.begun is None:
+            self.begun = self._first(record.created)
+        return bool(super().shouldRollover(record)) or record.created - self.begun >= DAY
+
+    def doRollover(self) -> None:  # noqa: N802
+        super().doRollover()
+        self.begun = None
+
+    def _first(self, now: float) -> float:
+        with open(self.baseFilename, encoding="utf-8", errors="replace") as file:
+            stamp = file.readline(len("2026-11-22 23:59:59"))
+        try:
+            return datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").timestamp()
+        except ValueError:  # it is empty
+            return now
+
+
+class Output:
+    """Lines of all programs: to the terminal, after the program's name, and to ``logs/NAME.log`` with the time: the last 14 days, and
+    14 x 5 MB at most each."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs, self._files, self._lock, self._terminal = logs, dict[str, Logger](), threading.Lock(), True
+
+    def write(self, name: str, line: str) -> None:
+        line = COLOURS.sub("", line).rstrip()
+        with self._lock:
+            if name not in self._files:
+                handler = Daily(self._logs / f"{name}.log", maxBytes=5_000_000, backupCount=13, encoding="utf-8")
+                handler.setFormatter(Formatter("%(asctime)s %(message)s"))
+                self._files[name] = Logger(name)
+                self._files[name].addHandler(handler)
+            self._files[name].info("%s", line)
+            if self._terminal:
+                try:
+                    print(f"{name:<9} | {line}", flush=True)
+                except OSError:  # the terminal is gone; the programs are not to notice
+                    self._terminal = False
+
+    def close(self) -> None:
+        for log in self._files.values():
+            for handler in log.handlers:
+                handler.close()
+
+
+class Program:
+    """One command: running, waiting to be started again at ``due`` (monotonic seconds), or done."""
+
+    def __init__(self, command: Command, patience: Patience, output: Output) -> None:
+        self._command, self._patience, self._output = command, patience, output
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._failures, self._started, self._due = 0, 0.0, 0.0
+        self._hinted: set[str] = set()  # said once per start
+        self.done = False
+
+    def look(self, now: float) -> None:
+        """Starts it if it is due, and notices if it has ended."""
+        if self._process is None:
+            if not self.done and now >= self._due:
+                self._start(now)
+        elif (code := self._process.poll()) is not None:
+            self._reap()
+            if self._command.once and code == 0:
+                self.done = True
+                return
+            self._failures = 1 if now - self._started >= self._patience.steady else self._failures + 1
+            wait = self._patience.delay(self._failures)
+            self._due = now + wait
+            self._say(f"ended with {_code(code)}; it is started again in {wait:g} s")
+
+    def end(self) -> None:
+        """Asks it to end."""
+        self.done = True
+        if self._process is not None:
+            self._process.terminate()
+
+    def ended(self) -> bool:
+        if self._process is not None and self._process.poll() is not None:
+            self._reap()
+        return self._process is None
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._say("does not end, and is killed")
+            self._process.kill()
+            self._process.wait()
+            self._reap()
+
+    def _start(self, now: float) -> None:
+        argv = [sys.executable, "-I", "-S", str(TETHER), *self._command.argv]
+        self._process = subprocess.Popen(
+            argv,
+            cwd=self._command.cwd,
+            env=environment(self._command.env),
+            stdin=subprocess.PIPE,  # its end tells the tether of ours
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the terminal's Ctrl-C is for the supervisor
+        )
+        assert self._process.stdout is not None
+        self._started, self._hinted = now, set()
+        self._say(f"started, process {self._process.pid}")
+        self._reader = threading.Thread(target=self._copy, args=(self._process.stdout,), name=self._command.name, daemon=True)
+        self._reader.start()
+
+    def _copy(self, stream: IO[bytes]) -> None:
+        with stream:  # closed here, since closing waits for whoever reads, and what outlives the program may keep it open
+            for line in stream:
+                text = line.decode("utf-8", "replace")
+                self._output.write(self._command.name, text)
+                for words, hint in self._command.hints.items():
+                    general = words == UNREACHABLE and bool(self._hinted)  # what was said before says more
+                    if words in text and words not in self._hinted and not general and not self.done:
+                        self._hinted.add(words)
+                        self._say(f"said {words!r}: {hint}")
+
+    def _reap(self) -> None:
+        """After its end: what it had started goes, too, and would else hold its ports."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._reader is not None
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._reader.join(timeout=2)
+        self._process.stdin.close()
+        self._process = None
+
+    def _say(self, text: str) -> None:
+        self._output.write("fl-bn", f"{self._command.name} {text}")
+
+
+def supervise(commands: Sequence[Command], logs: Path, patience: Patience | None = None) -> None:
+    """Runs until SIGINT, SIGTERM or SIGHUP. Call it from the main thread, which is where signals arrive.
+
+    Raises:
+        AlreadyRunning: for the folder of ``logs``.
+    """
+    patience = patience or Patience()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a program may print what the terminal cannot show
+    with _alone(logs), _signals() as received:
+        output = Output(logs)
+        programs = [Program(command, patience, output) for command in commands]
+        try:
+            while not received:
+                for program in programs:
+                    program.look(time.monotonic())
+                time.sleep(TICK)
+            output.write("fl-bn", f"{signal.Signals(received[0]).name}: ending")
+        finally:
+            for program in programs:
+                program.end()
+            deadline = time.monotonic() + patience.grace
+            while not all(program.ended() for program in programs) and time.monotonic() < deadline:
+                time.sleep(TICK)
+            for program in programs:
+                program.kill()
+            output.write("fl-bn", "all ended")
+            output.close()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals received so far that ask to end."""
+    received: list[int] = []
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        wanted.append(signal.SIGHUP)
+    before = [signal.signal(number, lambda number, frame: received.append(number)) for number in wanted]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(wanted, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _alone(logs: Path) -> Iterator[None]:
+    with open(logs / ".lock", "w") as lock:
+        try:
+            hold(lock)
+        except BlockingIOError as error:
+            raise AlreadyRunning(
+                f"`fl-bn start` is running in {logs.parent} already: end that one first (Ctrl-C, or systemctl stop)"
+            ) from error
+        yield
+
+
+def _code(code: int) -> str:
+    """A program that a signal ended is reported as 128 + its number by the tether, as by a shell."""
+    killed = code - 128 if code > 128 else -code
+    return signal.Signals(killed).name if killed in set(signal.Signals) else f"exit code {code}"

@@ -1,0 +1,181 @@
+"""``fl-bn kit verify``: whether certificates, keys, modes and TOML files of a kit, or of one folder of it, fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+
+from fl_bn_site.certificates import is_for, key_in, names_in, public_half, read_certificate, read_public
+from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port
+from fl_bn_site.membership import SOON
+
+WILDCARDS = ("0.0.0.0", "::")
+NEW_KIT = "ask whoever made the kit for the right one"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at; ``remedy``: what to do where it is not ``ok``."""
+
+    ok: bool
+    subject: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"ok    {self.subject}" if self.ok else f"fail  {self.subject}: {self.remedy}"
+
+
+def verify(folder: Path) -> list[Check]:
+    """All checks of a kit, of its server's folder or of a site's. Never raises for what is in the folder: that is a failed check."""
+    if (folder / ServerFolder.file).exists():
+        return list(_server(folder))
+    if (folder / SiteFolder.file).exists():
+        return list(_site(folder))
+    if (folder / "authority").is_dir() or (folder / "server").is_dir():
+        return list(_kit(folder))
+    return [
+        Check(False, f"{folder} is a folder of a kit", "expected server.toml, site.toml, or a whole kit with authority, server and sites")
+    ]
+
+
+def _kit(folder: Path) -> Iterator[Check]:
+    authority, key = folder / "authority" / "ca.crt", folder / "authority" / "ca.key"
+    yield from _private(key)
+    yield _same(f"{key} belongs to {authority}", lambda: public_half(key), lambda: key_in(read_certificate(authority)), NEW_KIT)
+    yield from _server(folder / "server")
+    parts = [folder / "server"]
+    try:
+        server = ServerFolder.read(folder / "server")
+    except FolderError:
+        return  # said by _server
+    for name in server.sites:
+        own = folder / "sites" / name
+        parts.append(own)
+        yield from _site(own)
+        yield _same(
+            f"{server.public_key(name)} is {own / 'site.pub'}", server.public_key(name).read_bytes, (own / "site.pub").read_bytes, NEW_KIT
+        )
+        try:
+            site = SiteFolder.read(own)
+        except FolderError:
+            continue
+        port = host_port(server.fleet)[1]
+        yield _equal(
+            f"{own / site.file}: site",
+            site.site,
+            name,
+        )
+        yield _equal(f"{own / site.file}: superlink", host_port(site.superlink), (server.superlink, port))
+    for part in parts:
+        yield _same(f"{part / 'ca.crt'} is {authority}", (part / "ca.crt").read_bytes, authority.read_bytes, NEW_KIT)
+
+
+def _server(folder: Path) -> Iterator[Check]:
+    try:
+        server = ServerFolder.read(folder)
+    except FolderError as error:
+        yield Check(False, f"{folder / ServerFolder.file} is complete", str(error))
+        return
+    yield Check(True, f"{folder / server.file} is complete")
+    yield from _dates(server.authority)
+    yield from _dates(server.certificate)
+    yield from _signed(server)
+    yield from _private(server.key)
+    yield _same(
+        f"{server.key} belongs to {server.certificate}",
+        lambda: public_half(server.key),
+        lambda: key_in(read_certificate(server.certificate)),
+        "certificate and key of another kit got mixed",
+    )
+    for name in server.sites:
+        yield _readable(server.public_key(name))
+
+
+def _site(folder: Path) -> Iterator[Check]:
+    try:
+        site = SiteFolder.read(folder)
+    except FolderError as error:
+        yield Check(False, f"{folder / SiteFolder.file} is complete", str(error))
+        return
+    yield Check(True, f"{folder / site.file} is complete")
+    yield from _dates(site.root_certificates)
+    yield from _private(site.private_key)
+    yield _same(
+        f"{site.private_key} belongs to {site.public_key}",
+        lambda: public_half(site.private_key),
+        lambda: read_public(site.public_key),
+        "keys of two sites got mixed; the server knows this site by site.pub",
+    )
+
+
+def _dates(path: Path) -> Iterator[Check]:
+    try:
+        certificate = read_certificate(path)
+    except (OSError, ValueError) as error:
+        yield Check(False, f"{path} is a certificate", f"{_reason(error)}; {NEW_KIT}")
+        return
+    start, end, now = certificate.not_valid_before_utc, certificate.not_valid_after_utc, datetime.now(UTC)
+    subject = f"{path} is valid from {start:%Y-%m-%d} to {end:%Y-%m-%d}"
+    if start <= now <= end:
+        left = (end - now).days
+        yield Check(True, subject + (f": {left} days are left, renew it" if left < SOON else ""))
+    else:
+        yield Check(False, subject, f"it is {now:%Y-%m-%d %H:%M} UTC here; set the clock, or renew the certificate")
+
+
+def _signed(server: ServerFolder) -> Iterator[Check]:
+    try:
+        authority, certificate = read_certificate(server.authority), read_certificate(server.certificate)
+    except (OSError, ValueError):
+        return  # said by _dates
+    subject = f"{server.certificate} is signed by {server.authority}"
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (InvalidSignature, ValueError, TypeError):
+        yield Check(False, subject, f"another authority signed it, and sites would refuse this server; {NEW_KIT}")
+    else:
+        yield Check(True, subject)
+    named = ", ".join(str(name.value) for name in names_in(certificate)) or "nobody"
+    for line, host in (("superlink", server.superlink), ("exchange-host", server.exchange_host), ("control", host_port(server.control)[0])):
+        if host in WILDCARDS:
+            continue
+        try:
+            fits = is_for(certificate, host)
+        except ValueError:
+            fits = False
+        remedy = f"it is for {named}; make a kit with --superlink {host} or --also {host}, or correct {server.path / server.file}"
+        yield Check(fits, f"{server.certificate} is for {line} = {host}", remedy)
+
+
+def _private(path: Path) -> Iterator[Check]:
+    subject = f"{path} is readable by its owner only"
+    try:
+        mode = path.stat().st_mode & 0o777
+    except OSError as error:
+        yield Check(False, subject, f"{_reason(error)}; {NEW_KIT}")
+        return
+    yield Check(mode & 0o077 == 0, subject, f"its mode is {mode:04o}: chmod 600 {path}; if others could read it, make a new kit")
+
+
+def _readable(path: Path) -> Check:
+    return _same(f"{path} is a public key", lambda: bool(read_public(path)), lambda: True, NEW_KIT)
+
+
+def _same(subject: str, one: Callable[[], object], other: Callable[[], object], remedy: str) -> Check:
+    """``ok`` where both give equal values; what they cannot read is the remedy's business, too."""
+    try:
+        return Check(one() == other(), subject, remedy)
+    except (OSError, ValueError) as error:
+        return Check(False, subject, f"{_reason(error)}; {remedy}")
+
+
+def _equal(subject: str, got: object, expected: object) -> Check:
+    return Check(got == expected, f"{subject} as in server.toml", f"expected {expected}, but got {got}")
+
+
+def _reason(error: Exception) -> str:
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error) or type(error).__name__
