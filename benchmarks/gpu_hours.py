@@ -21,7 +21,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import alone, client_round
 from fl_bn.federation.values import Reply
-from fl_bn.federation.vectorised import ENGINES, SEQUENTIAL, CannotVectorise, vectorised_round
+from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, CannotVectorise, vectorised_round
 from fl_bn.methods import Method
 from fl_bn.models import build
 from fl_bn.run.config import RunConfig

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from fl_bn.federation.callbacks import Callback
     from fl_bn.federation.federation import Federation
     from fl_bn.federation.loaders import SeededBatches
-    from fl_bn.federation.own_loop import local_round
-    from fl_bn.federation.server import server_round, server_state
+    from fl_bn.federation.own_loop import local_round, server_round, server_state
     from fl_bn.kinds import register_batch_norm
     from fl_bn.roles import set_buffer_roles
     from fl_bn.task import Classification, MultiLabel, Regression, Segmentation, Task
@@ -50,8 +49,8 @@ _HOMES = {
     "Federation": "fl_bn.federation.federation",
     "SeededBatches": "fl_bn.federation.loaders",
     "register_batch_norm": "fl_bn.kinds",
-    "server_round": "fl_bn.federation.server",
-    "server_state": "fl_bn.federation.server",
+    "server_round": "fl_bn.federation.own_loop",
+    "server_state": "fl_bn.federation.own_loop",
     "set_buffer_roles": "fl_bn.roles",
     **dict.fromkeys(("Classification", "MultiLabel", "Regression", "Segmentation", "Task"), "fl_bn.task"),
 }

@@ -30,7 +30,7 @@ from fl_bn.support.extras import DEPLOYMENT, NotInstalled, lacking
 from fl_bn.support.imports import without_gc
 
 if TYPE_CHECKING:
-    from fl_bn.federation.workers import Workers
+    from fl_bn.federation.engines.workers import Workers
     from fl_bn.run.config import RunConfig
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -81,7 +81,7 @@ def _started(count: object) -> Iterator[Workers | None]:
     if count == 1 or type(count) is not int:
         yield None
         return
-    from fl_bn.federation.workers import MOST_WORKERS, Workers
+    from fl_bn.federation.engines.workers import MOST_WORKERS, Workers
 
     if not 0 <= count <= MOST_WORKERS:
         yield None

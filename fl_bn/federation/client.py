@@ -105,7 +105,7 @@ class LocalRound:
     @property
     def trains(self) -> bool:
         """Whether the instruction is to train; else statistics alone are measured."""
-        return self.phase is not Phase.MEASURE
+        return self.instruction.trains
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -209,7 +209,7 @@ class LocalRound:
 
     def adopt_observations(self, observed: dict[str, list[Moments]], batch: int) -> None:
         """Take over what the layers would have reported inside ``open``, and the size of the first batch: the model trained as one of a
-        stack (``federation.vectorised``)."""
+        stack (``federation.engines.vectorised``)."""
         self.passes.observed, self._batch = observed, batch
 
     @property
@@ -400,6 +400,12 @@ class LocalRound:
         if kept.sections:
             told["kept"] = self.kept.round
         return self._reply(client, self._sections(gradients, finish, moments), samples, told), kept
+
+    def sit_out(self, client: int, metrics: Mapping[str, float]) -> tuple[Reply, ClientState]:
+        """Leave the round, and the others' exchange, without having trained: the reply has no tensors, and the client keeps its state."""
+        if self._connect is not None:
+            self._connect(0).close()
+        return Reply(client, {}, 0, 0, dict(metrics), self.instruction.round, self.network.signature), self.kept
 
     def _reply(self, client: int, sections: Sections, samples: int, metrics: dict[str, float]) -> Reply:
         told = metrics | ({"measured": self.measured_samples} if self.measured_samples else {})  # what moments of a pass are of

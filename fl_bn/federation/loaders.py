@@ -11,7 +11,7 @@ import torch
 from fl_bn.data.batches import cuts, draw_batches
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import seeded
-from fl_bn.federation.training import BATCHES, IndexBatches
+from fl_bn.federation.sources import BATCHES, IndexBatches
 
 Loader = Iterable[Any]
 """Batches that can be gone through again and again: a DataLoader, a list; in a form that the task reads."""

@@ -43,19 +43,19 @@ def fewest(model: nn.Module, method: Method, phase: Phase) -> int:
 class Trainable:
     """The ``batches`` of a loader that ``round`` can train on, to be gone through inside ``round.open()``.
 
-    ``left_out`` counts the others, in all passes so far. ``drawn``: fl-bn draws the batches itself.
+    ``left_out`` counts the others, in all passes so far. ``drawn``: fl-bn draws the batches itself. ``all``: the batches as they were given.
     """
 
     def __init__(self, round: LocalRound, batches: Iterable[Any], task: Task = CLASSIFICATION, drawn: bool = False) -> None:
-        self._round, self._batches, self._task, self._drawn, self.left_out = round, batches, task, drawn, 0
+        self._round, self.all, self._task, self._drawn, self.left_out = round, batches, task, drawn, 0
         self._seen: dict[tuple[tuple[int, ...], ...], bool] = {}
 
     def __len__(self) -> int:
         """The number of batches of one pass, those that are left out included. TypeError where the loader does not know it."""
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self.all)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
+        for batch in self.all:
             if self._fits(batch):
                 yield batch
             else:

@@ -1,9 +1,9 @@
-"""Door 2: the client's half of a round around a training loop of the user's own."""
+"""Door 2: both halves of a round around training loops of the user's own."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,16 +13,25 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fl_bn.derived import copied
+from fl_bn.exchange.session import Session
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import Connect, LocalRound
 from fl_bn.federation.composition import check_composition
+from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.one_sample import advised
+from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.replies import checked
+from fl_bn.federation.rounds import Rounds, constant_rate
+from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.values import NOTHING, ClientState, Instruction
+from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.layers import in_backward, mixes_samples, observe
 from fl_bn.methods import MOMENTS, Method, Phase
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.roles import batch_norms
+from fl_bn.roles import batch_norms, buffers_in_words
 
 LOGGER = logging.getLogger("flwr")
 
@@ -254,3 +263,66 @@ def _sizes(value: Any) -> Iterator[int]:
         yield len(parts)
     for part in parts:
         yield from _sizes(part)
+
+
+def server_state(
+    model: nn.Module,
+    method: Method,
+    rounds: int,
+    *,
+    clients: int = 1,
+    optimizer: ServerOptimizer | None = None,
+    defence: Defence = NO_DEFENCE,
+    objective: Objective = PLAIN,
+    rate: Callable[[int, int], float] = constant_rate,
+) -> Server:
+    """Make the server's state before round 1, for ``server_round``.
+
+    >>> from fl_bn import methods, server_state
+    >>> state = server_state(nn.Linear(2, 1), methods.fedavg(), rounds=5)
+    >>> state.instruction().round
+    1
+
+    Args:
+        model: The unconverted network; its tensors are the start.
+        method: What is shared, and how statistics are combined.
+        rounds: How many rounds there will be.
+        clients: How many clients there are in all.
+        optimizer: Steps on the pseudo-gradient of the shared weights. Default: the average itself is the new model.
+        defence: Rules against Byzantine clients.
+        objective: The clients' objective.
+        rate: ``rate(round, rounds)``: the learning rate that clients are told; a loop of your own may ignore it.
+    """
+    settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
+    check_composition(method, settings, robust=defence.active)
+    policy = Rounds(clients=clients, rate=rate, auxiliary=auxiliary(settings))
+    server = Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
+    if buffers := buffers_in_words(server.model):
+        LOGGER.info("%s", buffers)
+    return server
+
+
+def server_round(state: Server, replies: Sequence[Reply], exchange: Session | None = None) -> tuple[Server, RoundRecord]:
+    """Combine the ``replies`` to ``state.instruction()``.
+
+    >>> from fl_bn import convert, local_round, methods, server_round, server_state
+    >>> net, method = nn.Linear(2, 1), methods.fedavg()
+    >>> state = server_state(net, method, rounds=1)
+    >>> with local_round(convert(net, method), method, state.instruction()) as round:
+    ...     pass  # your loop
+    >>> state, record = server_round(state, [round.reply(samples=10)[0]])
+    >>> record.aggregated
+    True
+
+    Args:
+        state: Before the round. It is not changed: the round is that of a copy.
+        replies: What ``round.reply`` returned first, of each client.
+        exchange: The session of FedTAN's layer-wise exchange.
+
+    Returns:
+        The state after the round, and the round's record, which names refused replies with the reason.
+    """
+    new = copied(state)
+    instruction = new.begin(state.round + 1)
+    new.conclude(checked(replies, new.expects(instruction.round, instruction.phase), new.policy.clients, exchange))
+    return new, new.record

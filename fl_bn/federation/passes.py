@@ -10,48 +10,30 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from fl_bn.exchange.session import Session, Traffic
 from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.defence import TooFew
 from fl_bn.federation.narrow import EXACT
 from fl_bn.federation.payload import Named, count_tensors
 from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, through, unreached
-from fl_bn.federation.record import ClientRecord, RoundRecord
+from fl_bn.federation.record import RoundRecord, with_clients
 from fl_bn.federation.rounds import AS_METHOD, UNTIL_STILL
 from fl_bn.federation.server import Server
-from fl_bn.federation.values import Instruction, Reply
+from fl_bn.federation.transport import Transport
+from fl_bn.federation.values import Instruction, RoundReplies
 from fl_bn.methods import INPUTS, NORMALISERS, Phase, Refresh
 
 LOGGER = logging.getLogger("flwr")
+MISSING = "{client}'s statistics are missing from the exchange: {reason}"
+Ask = Callable[[Instruction], RoundReplies | None]
+"""Has clients measure, and returns their replies; None where that did not come about."""
 
 
 class TooFewMeasured(Exception):
     """A run that measures statistics alone has too few clients to do so."""
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """One statistics-only exchange, which has changed the server's statistics, or left them where too few clients could be used.
-
-    ``asked``: clients, in order; ``parts``: what came; ``refused``: why another client's is missing; ``clients``: that count.
-    ``session``: of one that went layer by layer, with its ``carrier``.
-    """
-
-    asked: Sequence[int]
-    parts: Sequence[Reply]
-    refused: dict[int, str]
-    clients: int
-    session: Session | None = None
-    carrier: str = ""
-
-
-Exchange = Callable[[Instruction], Exchanged]
-"""Asks everyone to measure, and stores what all measured in the server."""
-LayerByLayer = Callable[[Instruction], Exchanged | None]
-"""The same, all layers exactly; None where that did not come about, with the reason in the log."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +47,16 @@ class Measured:
 
 
 class Passes:
-    """The exchanges of one run. ``private``: each costs privacy, so none is made that nobody asked for. ``layer_by_layer``: takes the place
-    of passes that make all layers exact."""
+    """The statistics-only exchanges of one run.
 
-    def __init__(
-        self, server: Server, exchange: Exchange, private: bool = False, layer_by_layer: LayerByLayer = lambda asked: None
-    ) -> None:
-        self.server, self._exchange, self.private, self._layer_by_layer = server, exchange, private, layer_by_layer
+    Args:
+        server: Whose statistics they change.
+        transport: To the clients.
+        private: Each exchange costs privacy, so none is made that nobody asked for.
+    """
+
+    def __init__(self, server: Server, transport: Transport, private: bool = False) -> None:
+        self.server, self._transport, self.private = server, transport, private
         self.outcomes: list[Pass] = []
 
     def calibration(self, rounds: int) -> int:
@@ -144,12 +129,12 @@ class Passes:
         most = layers if most == UNTIL_STILL and self.private else most  # what moves may be noise, and each costs privacy
         whole = measured == INPUTS and (most == UNTIL_STILL or most >= layers)
         if whole and layers > 1:
-            made = self._pass(1, round, tensors, tolerance, measured, self._layer_by_layer)
+            made = self._pass(1, round, tensors, tolerance, measured, self._transport.measure_layer_by_layer)
             if made is not None:
                 yield replace(made, last=True)
                 return
         for number in count(1) if (layers if most == UNTIL_STILL else most) else ():
-            made = self._pass(number, round, tensors, tolerance, measured, self._exchange, whole)
+            made = self._pass(number, round, tensors, tolerance, measured, self._transport.measure, whole)
             assert made is not None
             last = made.outcome.settled or number == most or (most == UNTIL_STILL and through(layers, made.outcome))
             yield replace(made, last=last)
@@ -158,38 +143,34 @@ class Passes:
             tensors = made.tensors
 
     def _pass(
-        self, number: int, round: int, tensors: Named, tolerance: float, measured: str, exchange: LayerByLayer, from_below: bool = False
+        self, number: int, round: int, tensors: Named, tolerance: float, measured: str, ask: Ask, from_below: bool = False
     ) -> Measured | None:
-        begin, shared = time.perf_counter(), self.server.shared
+        begin, shared, policy = time.perf_counter(), self.server.shared, self.server.policy
         shared.load(tensors)
-        before, asked = shared.statistics(), shared.instruction(round, Phase.MEASURE, measured=measured)
-        done = exchange(asked)
-        if done is None:
+        before, instruction = shared.statistics(), shared.instruction(round, Phase.MEASURE, measured=measured)
+        if (replies := ask(instruction)) is None:
             return None
-        for index, reason in done.refused.items():
-            LOGGER.warning("%s's statistics are missing from the exchange: %s", self.server.policy.called.client(index), reason)
-        after = shared.statistics()
-        exchanges = 0 if done.session is None else done.session.exchanges
-        left = unreached(list(before), number) if from_below else ()
-        outcome = Pass.between(number, done.clients, before, after, epsilons(shared.model), tolerance, exchanges, left)
-        shared.store({name: before[name] for name in left})
-        bytes_down = EXACT.nbytes(asked.sections)
-        record = RoundRecord(number, Phase.MEASURE.value, 0.0, tensors_down=count_tensors(asked.sections), bytes_down=bytes_down)
-        record.exchanges, record.carrier = exchanges, done.carrier
-        down, parts = sum(bytes_down.values()), {part.client: part for part in done.parts}
-        traffic = {} if done.session is None else done.session.traffic
-        for client in done.asked:
-            layers = traffic.get(client, Traffic())
-            if (part := parts.get(client)) is None:
-                record.clients.append(ClientRecord(client, bytes_down=down, refused=done.refused[client]))
-                continue
-            record.bytes_up, record.tensors_up = EXACT.nbytes(part.sections), count_tensors(part.sections)
-            up = sum(record.bytes_up.values()) + layers.up
-            one = ClientRecord(client, part.samples, bytes_down=down + layers.down, bytes_up=up, exchanges=layers.exchanges)
-            record.clients.append(one)
-        if traffic:
-            record.bytes_down |= {"exchange": max(t.down for t in traffic.values())}
-            record.bytes_up |= {"exchange": max(t.up for t in traffic.values())}
-        record.aggregated, record.drift = done.clients > 0, Drift.between(before, shared.statistics())
-        record.seconds = time.perf_counter() - begin
+        clients = 0
+        try:
+            replies = self._transport.store(instruction, replies)
+            clients = len(replies.parts)
+        except TooFew as error:
+            LOGGER.warning("the statistics stay as they are, since %s", error)
+        after, exchanges = shared.statistics(), 0 if replies.exchange is None else replies.exchange.exchanges
+        wrong = unreached(list(before), number) if from_below else ()
+        outcome = Pass.between(number, clients, before, after, epsilons(shared.model), tolerance, exchanges, wrong)
+        shared.store({name: before[name] for name in wrong})
+        sent = RoundRecord(
+            number,
+            Phase.MEASURE.value,
+            0.0,
+            tensors_down=count_tensors(instruction.sections),
+            bytes_down=EXACT.nbytes(instruction.sections),
+        )
+        record = replace(
+            with_clients(sent, replies, replies.parts, replies.refused, called=policy.called, warning=MISSING),
+            aggregated=clients > 0,
+            drift=Drift.between(before, shared.statistics()),
+            seconds=time.perf_counter() - begin,
+        )
         return Measured(shared.tensors(), outcome, record)

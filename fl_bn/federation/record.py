@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import TYPE_CHECKING
 
+from fl_bn.exchange.session import Traffic
 from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.narrow import EXACT, PayloadDtype
+from fl_bn.federation.payload import count_tensors
 from fl_bn.robust.view import FAR
+from fl_bn.support.client_names import UNNAMED, ClientNames
+
+if TYPE_CHECKING:
+    from fl_bn.federation.values import Reply, RoundReplies
+
+LOGGER = logging.getLogger("flwr")
 
 
 @dataclass(frozen=True, slots=True)  # a run keeps those of all rounds
@@ -48,39 +59,50 @@ class Disclosure:
     values: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class RoundRecord:
     """One training round.
 
-    ``carrier``: of its layer-wise exchanges, if any. ``disclosures``: what left the clients, statistics-only exchanges
-    included. ``evaluation``: metrics by name, empty where none was made; ``seconds`` of wall clock.
+    Attributes:
+        round: From 1; 0 before the first.
+        phase: Of the method's calendar, by name.
+        learning_rate: Of the clients in this round.
+        clients: All of the cohort, in client order.
+        drift: How far the statistics moved; None where none are shared.
+        tensors_down: Tensors that each client was sent.
+        tensors_up: Tensors of a usable reply.
+        bytes_down: Bytes of arrays that each client was sent, by section.
+        bytes_up: Bytes of arrays of a usable reply, by section.
+        exchanges: Layer-wise exchanges of the round.
+        carrier: What carried them, if any.
+        aggregated: Whether the round changed the model.
+        seconds: Wall clock.
+        evaluation: Metrics by name; empty where there was no evaluation.
+        client_evaluation: Metrics of single clients, by client.
+        disclosures: All content that left the clients, statistics-only exchanges included.
     """
 
     round: int
     phase: str
     learning_rate: float
-    clients: list[ClientRecord] = field(default_factory=list)
+    clients: Sequence[ClientRecord] = ()
     drift: Drift | None = None
     tensors_down: int = 0
     tensors_up: int = 0
-    bytes_down: dict[str, int] = field(default_factory=dict)
-    bytes_up: dict[str, int] = field(default_factory=dict)
+    bytes_down: Mapping[str, int] = field(default_factory=dict)
+    bytes_up: Mapping[str, int] = field(default_factory=dict)
     exchanges: int = 0
     carrier: str = ""
     aggregated: bool = False
     seconds: float = 0.0
-    evaluation: dict[str, float] = field(default_factory=dict)
-    client_evaluation: dict[int, dict[str, float]] = field(default_factory=dict)
-    disclosures: list[Disclosure] = field(default_factory=list)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    client_evaluation: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    disclosures: Sequence[Disclosure] = ()
 
     @property
     def accepted(self) -> list[ClientRecord]:
+        """The clients whose replies were used."""
         return [c for c in self.clients if not c.refused]
-
-    def measure(self, distances: Sequence[float]) -> None:
-        """Note the accepted clients' distances, in their order; none is noted if there are none."""
-        left = iter(distances)
-        self.clients = [c if c.refused else replace(c, distance=next(left, math.nan)) for c in self.clients]
 
     @property
     def far(self) -> list[int]:
@@ -94,6 +116,60 @@ class RoundRecord:
         """Mean training loss, weighted by samples."""
         total = sum(c.samples for c in self.accepted)
         return sum(c.samples * c.loss for c in self.accepted) / total if total else float("nan")
+
+
+def with_clients(
+    record: RoundRecord,
+    replies: RoundReplies,
+    parts: Sequence[Reply],
+    refused: Mapping[int, str],
+    rounding: PayloadDtype = EXACT,
+    called: ClientNames = UNNAMED,
+    distances: Sequence[float] = (),
+    warning: str = "round {round}: {client}'s reply is not used: {reason}",
+) -> RoundRecord:
+    """Add every client of a cohort to ``record``, and the bytes of the round; warn of each refused reply.
+
+    Args:
+        record: Of the round, with the bytes of one instruction.
+        replies: Of the cohort.
+        parts: The replies that were used.
+        refused: Why another client's reply was not, by client.
+        rounding: The type in which weights travel.
+        called: The names of the clients, for the log.
+        distances: Of the updates to the robust one, in the order of ``parts``; empty where there are none.
+        warning: About one refused reply.
+    """
+    exchange, down = replies.exchange, record.bytes_down
+    traffic = {} if exchange is None else exchange.traffic
+    if exchange is not None:
+        down = {section: count * replies.messages for section, count in down.items()}
+    usable, known = {part.client: part for part in parts}, dict(zip((part.client for part in parts), distances, strict=False))
+    clients, up, tensors_up = [], dict[str, int](), 0
+    for client in replies.cohort:
+        layers = traffic.get(client, Traffic())
+        sent = sum(down.values()) + layers.down
+        if (part := usable.get(client)) is None:
+            LOGGER.warning("%s", warning.format(round=record.round, client=called.client(client), reason=refused[client]))
+            clients.append(ClientRecord(client, bytes_down=sent, exchanges=layers.exchanges, refused=refused[client]))
+            continue
+        up, tensors_up = rounding.nbytes(part.sections), count_tensors(part.sections)
+        back, waited = sum(up.values()) + layers.up, part.metrics.get("waited", 0.0)
+        distance = known.get(client, math.nan)
+        one = ClientRecord(client, part.samples, part.steps, part.loss, sent, back, layers.exchanges, waited, distance)
+        clients.append(one)
+    if traffic:
+        down = {**down, "exchange": max(t.down for t in traffic.values())}
+        up = {**up, "exchange": max(t.up for t in traffic.values())}
+    return replace(
+        record,
+        clients=clients,
+        bytes_down=down,
+        bytes_up=up,
+        tensors_up=tensors_up,
+        exchanges=0 if exchange is None else exchange.exchanges,
+        carrier="" if exchange is None else replies.carrier,
+    )
 
 
 def batches_trained(records: Iterable[RoundRecord]) -> int:

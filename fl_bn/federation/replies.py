@@ -6,14 +6,16 @@ header says which round and which model they answer (``flower.replies``); their 
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor, strided
 
+from fl_bn.exchange.session import Session
 from fl_bn.federation.blocks import extremes, views
 from fl_bn.federation.bounds import WIDEST_WEIGHT
 from fl_bn.federation.fields import LARGEST, Form, Values, number, whole
@@ -21,9 +23,10 @@ from fl_bn.federation.fields import measured as a_number
 from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.rounds import unbounded
 from fl_bn.federation.schema import Schema
-from fl_bn.federation.values import Reply
-from fl_bn.support.wire import WireError, check_samples, reason, said, shown
+from fl_bn.federation.values import Reply, RoundReplies
+from fl_bn.support.wire import Absent, WireError, check_samples, reason, said, shown
 
+LOGGER = logging.getLogger("flwr")
 REPLIED = Form("metrics", {"samples": whole(), "measured": whole(default=None)})  # samples 0: the client sat out, and says no more
 TRAINED = REPLIED.and_also(
     Form(
@@ -166,3 +169,49 @@ def arrays_of(sections: Any) -> Payload:
         except RuntimeError as error:
             raise WireError(section, "", f"its tensors cannot be read: {reason(str(error))}") from error
     return payload
+
+
+def checked(
+    replies: Sequence[Reply], expected: Expected, clients: int, exchange: Session | None = None, cohort: Sequence[int] | None = None
+) -> RoundReplies:
+    """Check the ``replies`` of clients in this process, and say why some are not used.
+
+    Of several usable replies of the same client's number, none counts. A reply of no client is named in the log.
+
+    Args:
+        replies: To one instruction.
+        expected: What each of them must be.
+        clients: How many clients there are.
+        exchange: The session of their layer-wise exchange, if there was one.
+        cohort: The clients that were asked. Default: all that replied.
+    """
+    parts, refused, wrong = dict[int, list[Reply]](), dict[int, str](), set[int]()
+    expected = replace(expected, form=LOOPED) if expected.form is TRAINED else expected
+    for reply in replies:
+        if (problem := _stranger(reply, clients)) is not None:
+            LOGGER.warning("round %s: a reply is not used: %s", expected.round, problem)
+            continue
+        try:
+            usable = expected.check(reply)
+            parts.setdefault(reply.client, []).append(usable)
+        except WireError as error:
+            refused[reply.client] = str(error)
+            wrong |= set() if isinstance(error, Absent) else {reply.client}
+    for client in [client for client, several in parts.items() if len(several) > 1]:
+        number = len(parts.pop(client))
+        refused[client] = f"{number} replies call themselves its own: number the clients, round.reply(samples, client=...)"
+        wrong.add(client)
+    refused = {client: why for client, why in refused.items() if client not in parts}
+    used = [parts[client][0] for client in sorted(parts)]
+    everyone = sorted(parts.keys() | refused.keys()) if cohort is None else cohort
+    return RoundReplies(everyone, used, refused, wrong - parts.keys(), exchange, "" if exchange is None else "local")
+
+
+def _stranger(reply: Reply, clients: int) -> str | None:
+    """Return why ``reply`` is no client's; None where it is one's."""
+    if not isinstance(reply, Reply):
+        return f"expected what round.reply(...) returns first, but got a {type(reply).__name__}"
+    if type(reply.client) is not int or not 0 <= reply.client < clients:
+        known = f"expected one of client 0..{clients - 1}, as many as the server was told of"
+        return f"{known}, but it calls itself client {said(reply.client)}"
+    return None

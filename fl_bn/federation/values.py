@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.payload import Sections
 from fl_bn.methods import INPUTS, Phase
+
+if TYPE_CHECKING:
+    from fl_bn.exchange.session import Session
+    from fl_bn.federation.intake import PartialAverage
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,11 @@ class Instruction:
     signature: str = ""
     memory: int = 0
     rate_share: float = 1.0
+
+    @property
+    def trains(self) -> bool:
+        """Whether clients are to train; else they measure statistics alone."""
+        return self.phase is not Phase.MEASURE
 
 
 @dataclass(frozen=True)
@@ -91,3 +101,32 @@ class Reply:
         if "drift" not in m or not 0 <= (layer := int(m.get("drift-layer", -1))) < len(layers):
             return None
         return Drift(m["drift"], layers[layer], m.get("min-var", math.nan), m.get("growth", math.nan))
+
+
+@dataclass(frozen=True)
+class RoundReplies:
+    """All that became of one instruction: the usable replies, and why the others are not used.
+
+    Attributes:
+        cohort: The clients that were asked, in order.
+        parts: The usable replies, in client order.
+        refused: Why the reply of another client is not used, by client.
+        wrong: Clients whose reply no correct client would have sent.
+        exchange: The session of the layer-wise exchange (FedTAN), if there was one.
+        carrier: What carried that exchange.
+        messages: How many messages each client was sent.
+        partial: The part of the average that was made as replies came in.
+    """
+
+    cohort: Sequence[int]
+    parts: Sequence[Reply]
+    refused: Mapping[int, str] = field(default_factory=dict)
+    wrong: Collection[int] = ()
+    exchange: Session | None = None
+    carrier: str = ""
+    messages: int = 1
+    partial: PartialAverage | None = None
+
+    def only(self, parts: Sequence[Reply], refused: Mapping[int, str]) -> RoundReplies:
+        """Return the same with ``parts`` as the replies that count, and why the others do not."""
+        return replace(self, parts=parts, refused=refused)

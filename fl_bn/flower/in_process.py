@@ -25,9 +25,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.exchange.local import Turns, ended
-from fl_bn.federation.cohort import VmapRendezvous
-from fl_bn.federation.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback
-from fl_bn.federation.workers import Workers
+from fl_bn.federation.engines.rendezvous import VmapRendezvous
+from fl_bn.federation.engines.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback
+from fl_bn.federation.engines.workers import Workers
 from fl_bn.flower.compat import address, identify
 from fl_bn.flower.log import log
 from fl_bn.support.user_code import OWN

@@ -25,7 +25,7 @@ from fl_bn.exchange.local import LocalExchange
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.federation import schema
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.cohort import cohort_round
+from fl_bn.federation.engines.rendezvous import cohort_round
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.narrow import AS_THE_MODEL, Overflow, PayloadDtype

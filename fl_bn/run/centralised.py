@@ -20,7 +20,8 @@ from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.training import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, drawn, train
+from fl_bn.federation.client_round import train
+from fl_bn.federation.sources import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, drawn
 from fl_bn.flower.population import round_half_up, sample_cohort
 from fl_bn.methods import MOMENTS, Method, Phase, Refresh
 from fl_bn.roles import inputs_like

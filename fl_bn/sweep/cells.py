@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from fl_bn.federation.workers import cores
+from fl_bn.federation.engines.workers import cores
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.log import LOGGER
 from fl_bn.options import Value

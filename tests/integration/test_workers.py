@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fl_bn.federation.workers import WorkerDied, Workers
+from fl_bn.federation.engines.workers import WorkerDied, Workers
 from fl_bn.flower import run_in_process
 from fl_bn.support.wire import WireError
 from tests.integration.runs import TINY, own
@@ -191,7 +191,7 @@ def has_loaded(module: str) -> bool:
 def test_the_command_s_workers_start_before_torch_is_loaded(tmp_path: Path) -> None:
     code = """
 import sys
-from fl_bn.federation.workers import Workers
+from fl_bn.federation.engines.workers import Workers
 load = Workers.load
 def told(workers, module):
     print("workers", workers.count, "torch" in sys.modules)

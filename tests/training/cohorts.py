@@ -17,7 +17,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import alone, client_round
 from fl_bn.federation.values import ClientState, Reply
-from fl_bn.federation.vectorised import vectorised_round
+from fl_bn.federation.engines.vectorised import vectorised_round
 from fl_bn.methods import Method, Phase
 from fl_bn.roles import roles
 from tests.federation import random_samples

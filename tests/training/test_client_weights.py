@@ -11,7 +11,7 @@ from torch import nn
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import alone, client_round
-from fl_bn.federation.vectorised import vectorised_round
+from fl_bn.federation.engines.vectorised import vectorised_round
 from fl_bn.methods import METHODS
 from fl_bn.run.config import ConfigError, RunConfig
 

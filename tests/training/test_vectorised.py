@@ -20,7 +20,7 @@ from fl_bn.federation.auxiliary import has_auxiliary
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import client_round, drawn
-from fl_bn.federation.vectorised import CannotVectorise, vectorised_round
+from fl_bn.federation.engines.vectorised import CannotVectorise, vectorised_round
 from fl_bn.methods import METHODS, NORMALISERS, Method, Phase, fbn, fedavg, fedavg_alg2, fedbn, fedtan, freeze, hbn
 from fl_bn.objectives import FedProx, FedSAM, Moon, Scaffold
 from tests.federation import random_samples

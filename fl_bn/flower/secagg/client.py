@@ -23,7 +23,7 @@ from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
-from fl_bn.federation.training import BATCHES
+from fl_bn.federation.sources import BATCHES
 from fl_bn.federation.values import ClientState
 from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, share_keys_plaintext_separate
 from fl_bn.flower.log import log

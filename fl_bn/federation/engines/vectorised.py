@@ -1,6 +1,6 @@
 """The clients of a cohort as one batched program: ``client_round`` for all of them at once, with equal numbers up to the order of sums.
 
-Their networks are stacked (``federation.stack``); forward and backward passes, the optimiser's steps and statistics passes are single calls
+Their networks are stacked (``federation.engines.stack``); forward and backward passes, the optimiser's steps and statistics passes are single calls
 for all. Batches of different sizes in one step are grouped by size, which is exact for every layer, where masks would need masked moments
 in each; a client that has no batch left stays as it is while the others go on. On the CPU it saves little, on a GPU the many small kernels.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,13 @@ from fl_bn.federation import eager
 from fl_bn.federation.centring import centring
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.clipping import clip_rows, norm_in_round
-from fl_bn.federation.local import Samples, pieces
+from fl_bn.federation.local import Samples
 from fl_bn.federation.measuring import measuring
 from fl_bn.federation.momentum import SECTIONS, buffers_of, restart
-from fl_bn.federation.stack import Seen, Stack, groups
-from fl_bn.federation.training import IndexBatches, Trained, drawn, how_measured, loss_of
-from fl_bn.federation.values import ClientState, Reply
+from fl_bn.federation.engines.stack import Seen, Stack, groups
+from fl_bn.federation.client_round import Member, Result, Trained, loss_of
+from fl_bn.federation.one_sample import Trainable
+from fl_bn.federation.sources import IndexBatches
 from fl_bn.layers import observe, pooled
 from fl_bn.methods import Phase, Report
 from fl_bn.methods.fedtan import OneProgram, exchanging
@@ -51,8 +52,8 @@ OBJECTIVES = (Objective, FedProx)
 ELEMENTWISE = (SGD, Adam, eager.SGD, eager.Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
 """Optimisers whose step of one number depends on this number's history alone."""
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-MakeScheduler = Callable[[Optimizer], LRScheduler]
+MakeOptimizer = Callable[[LocalRound], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler | None]
 Tensors = dict[str, Tensor]
 
 
@@ -60,55 +61,52 @@ class CannotVectorise(ValueError):
     """This cohort cannot train as one program; the message says why. Its rounds are as they were: let each train by itself."""
 
 
-def vectorised_round(
-    rounds: Sequence[LocalRound],
-    samples: Sequence[Samples],
-    seed: int,
-    clients: Sequence[int],
-    task: Task = CLASSIFICATION,
-    tells_drift: bool = False,
-    device: torch.device | None = None,
-) -> list[tuple[Reply, ClientState]]:
-    """What ``client_round`` returns for each of ``clients``, on the same batches.
+class Drawing(Protocol):
+    """A source that draws its batches from ``samples`` in memory."""
 
-    ``rounds``: each with a model of its own. ``device``: where the stack is, by default where these are; models on the CPU and a stack on a
-    GPU save copies.
+    samples: Samples
 
-    Raises:
-        CannotVectorise: see ``check_cohort``; or torch cannot batch what the network, the task or one of its layers does.
+
+class AsOneProgram:
+    """The engine of ``client_rounds`` that computes all members at once.
+
+    Args:
+        device: Where the stack is. Default: where the members' models are. Models on the CPU and a stack on a GPU save copies.
+
+    Raises (in use):
+        CannotVectorise: See ``check_cohort``; or torch cannot batch what the network, the task or one of its layers does.
     """
-    everyone = list(zip(rounds, samples, clients, strict=True))
-    if not rounds:
-        return []
-    check_cohort(rounds, samples, task)
-    first = rounds[0]
-    if not first.trains or first.method.reports(first.phase) is Report.PASS:
-        measure_together(rounds, [_pass_inputs(*one, seed) for one in everyone], device=device)
-    if not first.trains:
-        return [round.reply(len(own), client=client) for round, own, client in everyone]
-    batches = [drawn(round, own, seed, client) for round, own, client in everyone]
-    trained = train_together(rounds, batches, task, device=device)
-    return [
-        reply_of(round, round.settings.weight(int(own.seen.sum()), len(own.samples)), one.loss, client, tells_drift)
-        for round, own, one, client in zip(rounds, batches, trained, clients, strict=True)
-    ]
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+
+    def measure(self, members: Sequence[Member]) -> None:
+        """Make every member's statistics pass."""
+        self._check(members)
+        inputs = [source.pass_inputs(round) for round, source in members]
+        measure_together([round for round, _ in members], inputs, members[0].source.task.forward, self._device)
+
+    def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
+        """Train every member on its own ``batches``."""
+        self._check(members)
+        rounds, source = [round for round, _ in members], members[0].source
+        own = [cast(IndexBatches, part.all if isinstance(part, Trainable) else part) for part in batches]
+        trained = train_together(rounds, own, source.task, source.optimizer, source.scheduler, self._device)
+        return [[one] for one in trained]
+
+    def reply(self, member: Member, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
+        """Make one member's reply; after an exchange a client's weight is its first batch, as nobody else counted it."""
+        round, source = member
+        reply, kept = source.reply(round, batches, trained)
+        return (replace(reply, weight=int(round.batch)) if round.trains and round.phase is Phase.EXCHANGE else reply), kept
+
+    def _check(self, members: Sequence[Member]) -> None:
+        check_cohort([round for round, _ in members], [cast(Drawing, source).samples for _, source in members], members[0].source.task)
 
 
 def unneeded(batch: int) -> Exchange:
-    """``LocalRound``'s ``connect`` for clients that train as one program: what others exchange is in it."""
+    """Refuse to exchange: clients that train as one program have the exchange within it (``LocalRound``'s ``connect``)."""
     raise ExchangeFailed("clients of one program exchange nothing")
-
-
-def reply_of(round: LocalRound, samples: int, loss: float, client: int, tells_drift: bool = False) -> tuple[Reply, ClientState]:
-    """``round.reply``; after an exchange a client's weight is its first batch."""
-    reply, kept = round.reply(samples, loss, client=client, tells_drift=tells_drift)
-    return (replace(reply, weight=int(round.batch)) if round.phase is Phase.EXCHANGE else reply), kept
-
-
-def _pass_inputs(round: LocalRound, samples: Samples, client: int, seed: int) -> Iterator[Tensor]:
-    rng, size = how_measured(round, len(samples), seed, client)
-    dtype = inputs_like(round.model).dtype
-    return (to_input(samples.rows(index)[0], dtype) for index in pieces(len(samples), round.asked, rng, size))
 
 
 class Fallback:
@@ -193,14 +191,14 @@ def measure_together(
 def train_together(
     rounds: Sequence[LocalRound],
     batches: Sequence[IndexBatches],
-    task: Task = CLASSIFICATION,
-    optimizer: MakeOptimizer | None = None,
-    scheduler: MakeScheduler | None = None,
+    task: Task,
+    optimizer: MakeOptimizer,
+    scheduler: MakeScheduler,
     device: torch.device | None = None,
 ) -> list[Trained]:
     """``train`` for all of ``rounds``, each on its own ``batches``, inside their ``open``; maintained momentum is loaded and kept.
 
-    ``optimizer``, ``scheduler``: make one of each, for the stacked parameters; by default as the settings say.
+    ``optimizer`` makes that of one round, which then steps the stacked parameters; ``scheduler`` the rate's, if there is one.
 
     Raises:
         CannotVectorise: torch cannot batch what the network or the task does, or the optimiser mixes numbers of several clients.
@@ -227,8 +225,8 @@ class _Training:
         rounds: Sequence[LocalRound],
         batches: Sequence[IndexBatches],
         task: Task,
-        optimizer: MakeOptimizer | None,
-        scheduler: MakeScheduler | None,
+        optimizer: MakeOptimizer,
+        scheduler: MakeScheduler,
         device: torch.device | None,
     ) -> None:
         first = self.first = rounds[0]
@@ -239,7 +237,7 @@ class _Training:
         self.stack = Stack([round.model for round in rounds], template)
         self.trained = {name: self.stack.parameters[name] for name in first.parameters}
         rate, self.like = first.instruction.learning_rate, inputs_like(template)
-        self.optimizer = (optimizer or partial(self.settings.make_optimizer, learning_rate=rate))(first.parameters.values())
+        self.optimizer = optimizer(first)
         stacked = {id(own): self.trained[name] for name, own in first.parameters.items()}
         for group in self.optimizer.param_groups:  # made of one client's, so that groups by shape are as they should be
             group["params"] = [stacked[id(own)] for own in group["params"]]
@@ -248,7 +246,7 @@ class _Training:
             raise CannotVectorise(
                 f"optimizer {type(self.optimizer).__name__} may mix the numbers of several clients: it is none of {names}"
             )
-        self.scheduler = scheduler(self.optimizer) if scheduler else None
+        self.scheduler = scheduler(self.optimizer)
         self._load_momentum()
         shared = frozenset(name for name in self.trained if first.method.shares(first.network.role[name]))
         self.objective = self.settings.objective.begin(Start(template, self.trained, shared))

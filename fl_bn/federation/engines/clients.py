@@ -1,0 +1,176 @@
+"""The clients of a federation in this process: what they have in common, and the loader of each as a source of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fl_bn.derived import from_pickle, to_pickle
+from fl_bn.exchange.local import LocalExchange
+from fl_bn.federation.client import LocalRound
+from fl_bn.federation.client_round import Result, Trained, client_round
+from fl_bn.federation.loaders import Loader, SeededBatches
+from fl_bn.federation.local import Samples, torch_seed
+from fl_bn.federation.network import Copy, Network
+from fl_bn.federation.one_sample import Trainable
+from fl_bn.federation.settings import LocalTraining, seeded
+from fl_bn.federation.sources import DROPOUT, SUBSET
+from fl_bn.federation.values import ClientState, Instruction
+from fl_bn.methods import Method
+from fl_bn.task import Task
+
+Connect = Callable[[int], LocalExchange]
+LEFT_OUT = "left-out"  # of a reply's metrics: batches of one sample that the client did not train on
+
+
+@dataclass
+class Clients:
+    """What all clients of a federation have in common, and each one's loader.
+
+    Attributes:
+        model: Converted for ``method``; not changed.
+        method: What is shared.
+        device: Where they train.
+        loaders: One a client.
+        settings: Of local training.
+        task: Reads a batch and computes its loss.
+        make_optimizer: Makes an optimiser of parameters, at the rate of round 1.
+        make_scheduler: Makes what changes the rate within a round, if anything does.
+        schedule: ``schedule(round, rounds)``: the factor of the rate.
+        seed: Of the run.
+    """
+
+    model: nn.Module
+    method: Method
+    device: torch.device
+    loaders: Sequence[Loader]
+    settings: LocalTraining
+    task: Task
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    make_scheduler: Callable[[Optimizer], LRScheduler] | None
+    schedule: Callable[[int, int], float]
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.network = Network(self.model, self.method, self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "network"} | {"model": to_pickle(self.model)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.model = from_pickle(self.model)
+        self.__post_init__()
+
+    def round(
+        self, model: Copy, instruction: Instruction, kept: ClientState, connect: Callable[[int], Any] | None = None
+    ) -> LocalRound:
+        """Open the round of one client on ``model``, a copy of the network."""
+        settings = self.settings if instruction.trains else None
+        return LocalRound(model, self.method, instruction, kept, settings, connect)
+
+    def compute(
+        self, instruction: Instruction, rounds: int, client: int, kept: ClientState, connect: Connect | None = None
+    ) -> Result:
+        """Carry out one client's round of training, or its part in a statistics-only exchange, by itself."""
+        with self.network.lend() as lent:
+            return client_round(self.round(lent, instruction, kept, connect), LoaderSource(self, client, rounds))
+
+
+@dataclass(frozen=True)
+class LoaderSource:
+    """The loader of one client, from which a round takes its batches.
+
+    Attributes:
+        clients: What all have in common.
+        client: Its number.
+        rounds: Of the run.
+    """
+
+    clients: Clients
+    client: int
+    rounds: int
+
+    @property
+    def task(self) -> Task:
+        """The task of all clients."""
+        return self.clients.task
+
+    @property
+    def loader(self) -> Loader:
+        """The client's own batches."""
+        return self.clients.loaders[self.client]
+
+    @property
+    def samples(self) -> Samples:
+        """The samples that ``SeededBatches`` draw from."""
+        assert isinstance(self.loader, SeededBatches)
+        return self.loader.samples
+
+    @property
+    def passes(self) -> int:
+        """How often the batches of a round are gone through: those of ``SeededBatches`` are of all epochs."""
+        return 1 if isinstance(self.loader, SeededBatches) else self.clients.settings.epochs
+
+    def batches(self, round: LocalRound) -> Trainable:
+        """Return the batches that the round can train on; the others are left out and counted."""
+        own, drawn = self.loader, isinstance(self.loader, SeededBatches)
+        if isinstance(own, SeededBatches):
+            own = own.epochs(self.clients.seed, self.client, round.instruction.round, self.clients.settings.epochs)
+        return Trainable(round, own, self.task, drawn)
+
+    def measure(self, round: LocalRound) -> None:
+        """Make the statistics pass over the loader."""
+        with self._seeded(round, SUBSET):
+            round.measure(self.loader, self.task)
+
+    def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
+        """Yield the inputs of the statistics pass."""
+        return round.inputs(self.loader, self.task)
+
+    def optimizer(self, round: LocalRound) -> Optimizer:
+        """Make a fresh optimiser, at the learning rate of the round."""
+        optimizer = self.clients.make_optimizer(round.parameters.values())
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * self.clients.schedule(round.instruction.round, self.rounds)
+            if round.instruction.rate_share != 1:
+                group["lr"] = group["lr"] * round.instruction.rate_share
+        return optimizer
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Make what changes the rate within the round, if anything does."""
+        return None if self.clients.make_scheduler is None else self.clients.make_scheduler(optimizer)
+
+    @contextmanager
+    def training(self, round: LocalRound, optimizer: Optimizer) -> Iterator[None]:
+        """Let a shuffled loader, dropout and the like draw from client and round alone, and note the rates of the steps."""
+        handle = optimizer.register_step_post_hook(lambda optimizer, args, named: round.optimizer_stepped(optimizer))
+        with self._seeded(round, DROPOUT):
+            yield
+        handle.remove()
+
+    def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
+        """Return None: a loader may not be gone through once more."""
+        return None
+
+    def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
+        """Make the reply. A client whose loader had no batch sits the round out, and the others' exchange."""
+        if not round.trains:
+            return round.reply(round.measured_samples, client=self.client)
+        assert isinstance(batches, Trainable)
+        metrics = {LEFT_OUT: float(batches.left_out)} if batches.left_out else {}
+        if (count := sum(part.samples for part in trained)) == 0:
+            return round.sit_out(self.client, metrics)
+        loss = sum(part.loss * part.samples for part in trained) / count
+        return round.reply(count // self.clients.settings.epochs, loss, client=self.client, metrics=metrics)
+
+    def _seeded(self, round: LocalRound, purpose: int) -> Any:
+        own = seeded(self.clients.seed, self.client, round.instruction.round, purpose)
+        return torch_seed(int(own.integers(2**62)), self.clients.device)

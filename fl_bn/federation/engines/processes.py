@@ -1,0 +1,102 @@
+"""Clients of a federation that compute in worker processes."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from joblib import wrap_non_picklable_objects
+from torch import Tensor
+
+from fl_bn.federation.client_round import Result
+from fl_bn.federation.engines.clients import Clients
+from fl_bn.federation.engines.workers import Workers
+from fl_bn.federation.loaders import generators
+from fl_bn.federation.payload import to_numpy, to_tensors
+from fl_bn.federation.values import ClientState, Instruction, Reply
+
+Value = TypeVar("Value", Instruction, ClientState, Reply)
+
+
+class InWorkers:
+    """Clients in worker processes: written to ``folder`` once, read by each worker once."""
+
+    def __init__(self, clients: Clients, workers: Workers, folder: Path) -> None:
+        self._clients, self._workers, self._path = clients, workers, folder / "clients"
+        self._path.write_bytes(pickle.dumps(wrap_non_picklable_objects(clients, keep_wrapper=False)))
+
+    def work(self, instruction: Instruction, rounds: int, clients: Sequence[int], kept: Sequence[ClientState]) -> list[Result]:
+        """Compute the rounds of ``clients``, and return each one's reply and new state in order.
+
+        Args:
+            instruction: To all of them.
+            rounds: Of the run.
+            clients: By number.
+            kept: What each of them keeps.
+
+        Raises:
+            Exception: That of the first client that failed.
+        """
+        packed, same = _packed(instruction), (torch.get_num_threads(), torch.get_default_dtype())
+        states = [[one.get_state().numpy() for one in generators(self._clients.loaders[client])] for client in clients]
+        tasks = [(str(self._path), same, packed, rounds, *one) for one in zip(clients, map(_packed, kept), states, strict=True)]
+        results = []
+        for client, done in zip(clients, list(self._workers.run(_work, tasks)), strict=True):
+            if done.error is not None:
+                done.error.add_note(f"in the worker process of client {client}")
+                raise done.error
+            reply, keeps, after = done.value
+            for one, state in zip(generators(self._clients.loaders[client]), after, strict=True):
+                one.set_state(torch.from_numpy(state))
+            results.append((_unpacked(reply), _unpacked(keeps)))
+        return results
+
+
+@contextmanager
+def in_workers(clients: Clients, count: int) -> Iterator[InWorkers]:
+    """Start ``count`` processes for the block, see ``Workers``."""
+    workers = Workers(count)
+    try:
+        with tempfile.TemporaryDirectory(prefix="fl-bn-") as folder:
+            yield InWorkers(clients, workers, Path(folder))
+    finally:
+        workers.close()
+
+
+def _work(
+    path: str, same: tuple[int, torch.dtype], packed: Instruction, rounds: int, client: int, kept: ClientState, states: Sequence[Any]
+) -> Any:
+    """Compute one round in a worker, with as many threads as the parent has: sums of several threads are made in another order."""
+    threads, dtype = same
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    clients = _read(path)
+    for one, state in zip(own := generators(clients.loaders[client]), states, strict=True):
+        one.set_state(torch.from_numpy(state.copy()))
+    reply, keeps = clients.compute(_unpacked(packed), rounds, client, _unpacked(kept))
+    return _packed(reply), _packed(keeps), [one.get_state().numpy() for one in own]
+
+
+@lru_cache(maxsize=1)
+def _read(path: str) -> Clients:
+    clients: Clients = pickle.loads(Path(path).read_bytes())
+    return clients
+
+
+def _packed(value: Value) -> Value:
+    """Return ``value`` with NumPy arrays in place of tensors; large ones lie in memory that processes share."""
+    sections: Any = {section: to_numpy(tensors) for section, tensors in value.sections.items()}
+    return replace(value, sections=sections)
+
+
+def _unpacked(value: Value) -> Value:
+    sections: Any = value.sections
+    tensors: dict[str, dict[str, Tensor]] = {section: to_tensors(arrays) for section, arrays in sections.items()}
+    return replace(value, sections=tensors)

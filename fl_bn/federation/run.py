@@ -1,0 +1,92 @@
+"""The calendar of a run: calibrate, then round by round train, refresh the statistics, evaluate.
+
+``Federation`` and Flower's strategies run through this page; they differ in their ``Transport``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from fl_bn.federation.passes import Measured, Passes
+from fl_bn.federation.payload import Named
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.server import Server
+from fl_bn.federation.transport import Transport
+from fl_bn.methods import Phase, Refresh
+
+
+class Diverged(RuntimeError):
+    """Several rounds in a row too few replies could be used."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins. ``round``: its first one, above 1 where it goes on from a checkpoint; ``failed``: failed rounds just before."""
+
+    round: int = 1
+    failed: int = 0
+
+
+FROM_THE_START = Start()
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round that is over. ``tensors``: everything shared after it; ``evaluated``: the same as it was evaluated; ``failed``: failed
+    rounds in a row, this one included."""
+
+    record: RoundRecord
+    tensors: Named
+    evaluated: Named
+    failed: int
+
+
+def run(
+    server: Server,
+    transport: Transport,
+    rounds: int,
+    passes: Passes | None = None,
+    start: Start = FROM_THE_START,
+    show: Callable[[Measured], None] = lambda measured: None,
+) -> Iterator[Round]:
+    """Train for ``rounds`` rounds, and yield each one when it is over.
+
+    A generator: a round runs when it is asked for.
+
+    Args:
+        server: With the shared tensors that the run starts from.
+        transport: To the clients.
+        rounds: In all; 0: the statistics alone are measured.
+        passes: Makes the statistics-only exchanges. Default: those over ``transport``.
+        start: The first round.
+        show: Is told of each statistics-only exchange of a run of 0 rounds.
+
+    Raises:
+        Diverged: ``max_failed`` rounds in a row too few replies could be used.
+        TooFewMeasured: A run of 0 rounds lacks clients.
+    """
+    passes, policy, failed = passes or Passes(server, transport), server.policy, start.failed
+    server.rounds = rounds
+    tensors: Named = server.shared.tensors()
+    if start.round == 1 and server.shared.statistics():
+        tensors = passes.calibrated(tensors, rounds, show)
+    for number in range(start.round, rounds + 1):
+        begin = time.perf_counter()
+        server.shared.load(tensors)
+        changed = transport.round(number)
+        failed = 0 if changed else failed + 1
+        tensors = evaluated = server.shared.tensors()
+        evaluation: dict[str, float] = {}
+        if (number == rounds or number % policy.evaluate_every == 0) and failed < policy.max_failed:
+            if server.method.refresh is not Refresh.NOTHING and server.record.phase != Phase.FROZEN.value:
+                evaluated = passes.refreshed(number, tensors)
+            evaluation = transport.evaluate(number, evaluated)
+        transport.finish_round(number, changed)
+        server.record = replace(server.record, evaluation=evaluation, seconds=time.perf_counter() - begin)
+        yield Round(server.record, tensors, evaluated, failed)
+        if failed >= policy.max_failed:
+            why = next((client.refused for client in server.record.clients if client.refused), "")
+            lower = ". Training diverged: lower the learning rate" if "finite" in why else ""
+            raise Diverged(f"{failed} rounds in a row too few replies could be used. The first reason: {why}{lower}")

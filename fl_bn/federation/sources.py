@@ -1,0 +1,188 @@
+"""Batches of samples in memory, drawn by seed: the application's source of a client's round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fl_bn.data.augment import Augment, augmenter
+from fl_bn.data.dataset import to_input
+from fl_bn.federation import schema
+from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.federation.client import Connect, LocalRound
+from fl_bn.federation.client_round import Result, Trained, loss_of
+from fl_bn.federation.local import PASS_BATCH, Samples, pieces, statistics_pass, torch_seed
+from fl_bn.federation.one_sample import fewest
+from fl_bn.federation.settings import LocalTraining, seeded
+from fl_bn.federation.unrecorded import Draws, unrecorded
+from fl_bn.federation.values import NOTHING, ClientState, Instruction
+from fl_bn.methods import NORMALISERS, Method, Phase
+from fl_bn.roles import inputs_like
+from fl_bn.task import CLASSIFICATION, Task
+
+BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # the purpose of a seeded generator
+
+
+@dataclass
+class IndexBatches:
+    """Batches of ``samples`` by index arrays, as inputs and targets on the device, and in the dtype, of ``like``.
+
+    Attributes:
+        samples: Of one client.
+        indices: One array a batch.
+        like: A tensor whose device and dtype the inputs get.
+        augment: Changes every batch.
+        seen: Which samples were drawn so far.
+    """
+
+    samples: Samples
+    indices: list[np.ndarray]
+    like: Tensor
+    augment: Augment | None = None
+    seen: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = np.zeros(len(self.samples), dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in self.rows():
+            yield to_input(x.to(self.like.device), self.like.dtype), y.to(self.like.device)
+
+    def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches as they lie in memory: not yet scaled, not yet on a device."""
+        for index in self.indices:
+            self.seen[index] = True
+            yield self.samples.rows(index, self.augment)
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """The samples of one client, from which a round draws as its settings say.
+
+    All random numbers depend on ``seed``, ``client`` and the round alone.
+
+    Attributes:
+        samples: Of the client.
+        seed: Of the run.
+        client: Its number.
+        task: Computes the loss.
+        tells_drift: The reply tells how far statistics that stay at home moved.
+    """
+
+    samples: Samples
+    seed: int
+    client: int
+    task: Task = CLASSIFICATION
+    tells_drift: bool = False
+    passes = 1
+
+    def batches(self, round: LocalRound) -> IndexBatches:
+        """Draw the training batches. Raises ClientTooSmall where there are too few samples for one."""
+        return drawn(round, self.samples, self.seed, self.client)
+
+    def measure(self, round: LocalRound) -> None:
+        """Make the statistics pass over (a seeded subset of) the samples."""
+        rng, size = how_measured(round, len(self.samples), self.seed, self.client)
+        round.moments = statistics_pass(round.model, self.samples, round.asked, rng, size, measure=round.measured)
+
+    def optimizer(self, round: LocalRound) -> Optimizer:
+        """Make the optimiser that the settings name."""
+        return round.settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return None: the rate changes between rounds alone."""
+        return None
+
+    def pass_inputs(self, round: LocalRound) -> Iterator[Tensor]:
+        """Yield the inputs of the statistics pass, on the CPU."""
+        rng, size = how_measured(round, len(self.samples), self.seed, self.client)
+        dtype = inputs_like(round.model).dtype
+        return (to_input(self.samples.rows(index)[0], dtype) for index in pieces(len(self.samples), round.asked, rng, size))
+
+    def training(self, round: LocalRound, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Let dropout draw from seed, client and round."""
+        seed = int(seeded(self.seed, self.client, round.instruction.round, DROPOUT).integers(2**62))
+        return torch_seed(seed, inputs_like(round.model).device)
+
+    def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]]:
+        """Return what computes the gradient over all samples."""
+        return full_gradient(round, self.samples, self.task)
+
+    def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
+        """Make the reply; its samples are the different ones that the batches had."""
+        n = len(self.samples)
+        if not round.trains:
+            return round.reply(n, client=self.client)
+        assert isinstance(batches, IndexBatches)
+        samples = round.settings.weight(int(batches.seen.sum()), n)
+        return round.reply(samples, trained[0].loss, client=self.client, tells_drift=self.tells_drift)
+
+
+def how_measured(round: LocalRound, n: int, seed: int, client: int) -> tuple[np.random.Generator, int]:
+    """Return the generator of the round's statistics pass over ``n`` samples, and the size of its batches.
+
+    The round notes how many samples the pass takes.
+    """
+    round.measured_samples = min(round.asked.samples or n, n)
+    size = round.settings.batch_size if round.asked.measured == NORMALISERS else PASS_BATCH
+    return seeded(seed, client, round.instruction.round, SUBSET, not round.trains), size
+
+
+def drawn(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
+    """Draw the training batches of ``round``, as its settings say. Raises ClientTooSmall where there are too few samples for one."""
+    settings, number = round.settings, round.instruction.round
+    least = fewest(round.network.original, round.method, round.phase)
+    indices = settings.draw(len(samples), seeded(seed, client, number, BATCHES), least)
+    changes = settings.augment != "none"  # else nothing is drawn, and making a generator takes as long as a layer
+    augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT)) if changes else None
+    return IndexBatches(samples, indices, inputs_like(round.model), augment)
+
+
+def alone(
+    model: nn.Module,
+    method: Method,
+    settings: LocalTraining,
+    learning_rate: float,
+    phase: Phase = Phase.TRAIN,
+    kept: ClientState = NOTHING,
+    connect: Connect | None = None,
+    number: int = 0,
+) -> LocalRound:
+    """Return the round ``number`` of ``model`` by itself, from the tensors that it has."""
+    state, expected = model.state_dict(), schema.instruction(model, method, auxiliary(settings)).sections
+    sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
+    return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), kept, settings, connect)
+
+
+def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATION) -> Callable[[], dict[str, Tensor]]:
+    """Return what computes the gradient of the mean loss over ``samples``, weight decay included.
+
+    It goes through batches of about the batch size, in the mode that the model is in, and changes nothing.
+    """
+    model, settings, trained = round.model, round.settings, round.parameters
+
+    def compute() -> dict[str, Tensor]:
+        draws, mean = Draws.now(inputs_like(model).device), {name: torch.zeros_like(p) for name, p in trained.items()}
+        for index in np.array_split(np.arange(len(samples)), max(1, len(samples) // settings.batch_size)):
+            model.zero_grad()
+            with unrecorded(model):
+                loss_of(model, task, settings, *samples.batch(index, inputs_like(model))).backward()
+            for name, p in trained.items():
+                if p.grad is not None:
+                    mean[name].add_(p.grad, alpha=len(index) / len(samples))
+        model.zero_grad()
+        draws.again()
+        return {name: gradient.add_(trained[name].detach(), alpha=settings.weight_decay) for name, gradient in mean.items()}
+
+    return compute
