@@ -31,12 +31,13 @@ from experiments.evidence import HOURS, RESULTS
 from fl_bn import Federation, SeededBatches
 from fl_bn.conversion import convert
 from fl_bn.derived import copied
+from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.eager import SGD
+from fl_bn.federation.engines.stack import Stack
+from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, VECTORISED
 from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.engines.stack import Stack
-from fl_bn.federation.training import alone, loss_of
-from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, VECTORISED
+from fl_bn.federation.sources import alone
 from fl_bn.methods import METHODS, Method
 from fl_bn.models import build
 from fl_bn.task import CLASSIFICATION

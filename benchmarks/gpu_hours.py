@@ -17,11 +17,12 @@ from rich.console import Console
 from torch import nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.client_round import Member, client_round, client_rounds
+from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, AsOneProgram, CannotVectorise
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.training import alone, client_round
+from fl_bn.federation.sources import SampleSource, alone
 from fl_bn.federation.values import Reply
-from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, CannotVectorise, vectorised_round
 from fl_bn.methods import Method
 from fl_bn.models import build
 from fl_bn.run.config import RunConfig
@@ -87,8 +88,9 @@ def prepared(
     home = device if engine == SEQUENTIAL else torch.device("cpu")
     rounds = [alone(copy.deepcopy(model).to(home), method, settings, 0.01) for _ in clients]
     if engine == SEQUENTIAL:
-        return lambda: [client_round(round, samples[i], 0, i)[0] for i, round in zip(clients, rounds, strict=True)]
-    return lambda: [reply for reply, _ in vectorised_round(rounds, samples, 0, clients, device=device)]
+        return lambda: [client_round(round, SampleSource(samples[i], 0, i))[0] for i, round in zip(clients, rounds, strict=True)]
+    members = [Member(round, SampleSource(own, 0, i)) for i, round, own in zip(clients, rounds, samples, strict=True)]
+    return lambda: [reply for reply, _ in client_rounds(members, AsOneProgram(device))]
 
 
 def timed(prepare: Callable[[], Callable[[], object]], times: int, device: torch.device) -> float:

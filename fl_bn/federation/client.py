@@ -18,15 +18,23 @@ from torch.optim import SGD, Optimizer
 
 from fl_bn.exchange.call import Exchange
 from fl_bn.federation import schema
-from fl_bn.federation.aggregation import Drift, running_statistics
+from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.centring import centring
 from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
 from fl_bn.federation.measuring import measured
-from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, restart, to_kept
+from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, restart
 from fl_bn.federation.network import Copy
-from fl_bn.federation.payload import Named, Sections, encode_moments, to_numpy
+from fl_bn.federation.outgoing import (
+    complete_moments,
+    ema_gradients,
+    home_drift,
+    sections_to_send,
+    state_to_keep,
+    step_at_home,
+)
+from fl_bn.federation.payload import Named, Sections, to_numpy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
@@ -36,7 +44,7 @@ from fl_bn.methods import Method, Phase, Report, StatisticsPass
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.modes import frozen_affine, train_mode
 from fl_bn.moments import Moments, Running
-from fl_bn.objectives import CONTROL, PLAIN, Finish, Objective, Start, Step
+from fl_bn.objectives import CONTROL, PLAIN, Objective, Start, Step
 from fl_bn.roles import Role, batch_norms, inputs_like, roles
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
@@ -373,33 +381,36 @@ class LocalRound:
         metrics: Mapping[str, float] | None = None,
         tells_drift: bool = False,
     ) -> tuple[Reply, ClientState]:
-        """Return the message to the server, and what the client keeps for its next round.
+        """Make the message to the server, and the state that the client keeps for its next round.
 
-        ``samples``: different ones that it trained on, the client's weight in averages. ``loss``: mean over the batches. ``metrics``: of
-        one's own, for the record. ``tells_drift``: how far statistics that stay at home moved is told.
+        Args:
+            samples: Different ones that it trained on: the client's weight in averages.
+            loss: The mean over the training batches.
+            client: Its number.
+            metrics: Of one's own, for the record.
+            tells_drift: The reply tells how far statistics that stay at home moved.
         """
-        samples, client = index(samples), index(client)
+        samples, client, reports = index(samples), index(client), self.method.reports(self.phase)
         if not self.trains:
-            return self._reply(client, {"moments": self._complete(self.moments or {})}, samples, {}), self.kept
-        if self.method.reports(self.phase) is Report.FIRST and self.batch > samples:
+            return self._reply(client, {"moments": complete_moments(self, self.moments or {})}, samples, {}), self.kept
+        if reports is Report.FIRST and self.batch > samples:
             raise ValueError(
                 f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this "
                 "round trained on, and leave out passes that are no training (in evaluation mode, say)"
             )
-        gradients = self._ema_gradients() if self.settings.update == "gradients" else {}
+        gradients = ema_gradients(self) if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self._learning_rate())
         if gradients:
-            self._step_local(gradients)
-        moments, reports = self.report(), self.method.reports(self.phase)
+            step_at_home(self, gradients)
         if reports is Report.PASS and self.moments is None:
             raise ValueError(f"{self.method.name} reports moments of a pass before training: call round.measure(batches) first")
-        told: dict[str, float] = {**(metrics or {}), "loss": float(loss), "steps": self.steps, "waited": self.waited}
-        told |= self._local_drift() if tells_drift else {}
-        told |= {"batch": int(self.batch)} if reports is Report.FIRST else {}
-        kept = self._finite(self._to_keep(gradients, finish), client)
+        numbers: dict[str, float] = {**(metrics or {}), "loss": float(loss), "steps": self.steps, "waited": self.waited}
+        numbers |= home_drift(self, self._before) if tells_drift else {}
+        numbers |= {"batch": int(self.batch)} if reports is Report.FIRST else {}
+        kept = state_to_keep(self, gradients, finish, client)
         if kept.sections:
-            told["kept"] = self.kept.round
-        return self._reply(client, self._sections(gradients, finish, moments), samples, told), kept
+            numbers["kept"] = self.kept.round
+        return self._reply(client, sections_to_send(self, gradients, finish, self.report()), samples, numbers), kept
 
     def sit_out(self, client: int, metrics: Mapping[str, float]) -> tuple[Reply, ClientState]:
         """Leave the round, and the others' exchange, without having trained: the reply has no tensors, and the client keeps its state."""
@@ -408,85 +419,18 @@ class LocalRound:
         return Reply(client, {}, 0, 0, dict(metrics), self.instruction.round, self.network.signature), self.kept
 
     def _reply(self, client: int, sections: Sections, samples: int, metrics: dict[str, float]) -> Reply:
-        told = metrics | ({"measured": self.measured_samples} if self.measured_samples else {})  # what moments of a pass are of
-        return Reply(client, sections, samples, samples, told, self.instruction.round, self.network.signature)
+        measured = {"measured": self.measured_samples} if self.measured_samples else {}  # behind the moments of a pass
+        return Reply(client, sections, samples, samples, metrics | measured, self.instruction.round, self.network.signature)
 
     def _learning_rate(self) -> float:
-        """Mean over the optimiser's steps, where these were seen."""
+        """Return the mean over the optimiser's steps, where these were seen."""
         seen = set(self.rates) or {self.instruction.learning_rate}
         return seen.pop() if len(seen) == 1 else sum(self.rates) / len(self.rates)
 
-    def _complete(self, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
-        """Return the moments of every layer, with count 0 for a layer that did not run."""
-        unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(self.model).items()}
-        complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
-        return encode_moments(complete, inputs_like(self.model).dtype)
-
-    def _sections(self, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
-        """Return the tensors that travel, by section. What this round did not train goes back as it came; a control variate stays."""
-        state, settings = self._copy.state, self.settings
-        expected = self.network.reply(self.phase, settings.update, self.auxiliary).sections
-        sources: dict[str, Named] = {"weights": state, "statistics": state, "gradients": gradients}
-        if settings.objective.travels:
-            sources[CONTROL] = {n: torch.zeros_like(state[n]) for n in expected[CONTROL]} | dict(finish.sent)
-        if settings.maintain == "global":
-            for key, section in SECTIONS[settings.optimizer].items():
-                new = {n: t.to(state[n].dtype) for n, t in self.buffers.get(key, {}).items()}
-                sources[section] = self.instruction.sections[section] | new
-        own = partial(Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format)
-        sections = {k: {n: own(sources[k][n].detach()) for n in expected[k]} for k in expected if k != "moments"}
-        return sections | ({"moments": self._complete(moments)} if "moments" in expected else {})
-
-    def _to_keep(self, gradients: Named, finish: Finish) -> ClientState:
-        state, settings = self._copy.state, self.settings
-        local = {name: state[name].clone() for name, role in self.network.role.items() if self.method.keeps(role)}
-        sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
-        if gradients and settings.momentum > 0:
-            sections["momentum"] = dict(gradients)
-        if finish.kept:
-            sections["objective"] = dict(finish.kept)
-        buffers = self.buffers
-        if settings.maintain == "global":
-            buffers = {k: {n: t for n, t in of.items() if not self.method.shares(self.network.role[n])} for k, of in buffers.items()}
-        if maintained := to_kept(buffers):
-            sections["optimizer"] = maintained
-        return ClientState(self.instruction.round, sections)
-
-    def _finite(self, new: ClientState, client: int) -> ClientState:
-        """Return ``new``, or the state kept before where a tensor of ``new`` is not finite: one bad round then spoils no later one."""
-        for section, tensors in new.sections.items():
-            for name, tensor in tensors.items():
-                if not bool(tensor.isfinite().all()):
-                    what = f"what was kept after round {self.kept.round} stays" if self.kept.sections else "nothing is kept yet"
-                    LOGGER.warning("client %s: %s/%s is not finite after round %s: %s", client, section, name, new.round, what)
-                    return self.kept
-        return new
-
-    def _local_drift(self) -> dict[str, float]:
-        if self.method.shares(Role.STATISTIC):
-            return {}
-        after = running_statistics(self.model)
-        if (drift := Drift.between(self._before, after)) is None:
-            return {}
-        return {"drift": drift.largest, "drift-layer": list(after).index(drift.layer), "min-var": drift.min_var, "growth": drift.growth}
-
-    def _ema_gradients(self) -> dict[str, Tensor]:
-        """``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, Table 2)."""
-        settings, momentum, gradients = self.settings, self.kept.get("momentum"), dict[str, Tensor]()
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-                gradient = gradient + settings.weight_decay * parameter.detach()
-                before = momentum.get(name, torch.zeros_like(gradient)).to(gradient)
-                gradients[name] = settings.momentum * before + (1 - settings.momentum) * gradient
-        return gradients
-
-    @torch.no_grad()
-    def _step_local(self, gradients: Named) -> None:
-        """The server never steps what stays home, so the client does."""
-        for name, parameter in self.model.named_parameters():
-            if name in gradients and not self.method.shares(self.network.role[name]):
-                parameter.sub_(gradients[name], alpha=self.instruction.learning_rate)
+    @property
+    def state(self) -> Named:
+        """The tensors of the model, by name."""
+        return self._copy.state
 
 
 def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:

@@ -41,17 +41,22 @@ class Trained:
 
 
 class Source(Protocol):
-    """The data of one client, and how batches are drawn from them.
+    """The data of one client, and how batches are drawn from them."""
 
-    Attributes:
-        client: Its number.
-        task: What reads a batch.
-        passes: How often the batches of a round are gone through.
-    """
+    @property
+    def client(self) -> int:
+        """The client's number."""
+        ...
 
-    client: int
-    task: Task
-    passes: int
+    @property
+    def task(self) -> Task:
+        """The task, which reads a batch."""
+        ...
+
+    @property
+    def passes(self) -> int:
+        """How often the batches of a round are gone through."""
+        ...
 
     def batches(self, round: LocalRound) -> Iterable[Any]:
         """Draw the training batches of ``round``. Raises ClientTooSmall where there are too few samples."""

@@ -43,7 +43,7 @@ def fewest(model: nn.Module, method: Method, phase: Phase) -> int:
 class Trainable:
     """The ``batches`` of a loader that ``round`` can train on, to be gone through inside ``round.open()``.
 
-    ``left_out`` counts the others, in all passes so far. ``drawn``: fl-bn draws the batches itself. ``all``: the batches as they were given.
+    ``left_out`` counts the others, in all passes so far. ``drawn``: fl-bn draws the batches itself. ``all``: the batches before that.
     """
 
     def __init__(self, round: LocalRound, batches: Iterable[Any], task: Task = CLASSIFICATION, drawn: bool = False) -> None:

@@ -51,12 +51,11 @@ class Passes:
 
     Args:
         server: Whose statistics they change.
-        transport: To the clients.
         private: Each exchange costs privacy, so none is made that nobody asked for.
     """
 
-    def __init__(self, server: Server, transport: Transport, private: bool = False) -> None:
-        self.server, self._transport, self.private = server, transport, private
+    def __init__(self, server: Server, private: bool = False) -> None:
+        self.server, self.private = server, private
         self.outcomes: list[Pass] = []
 
     def calibration(self, rounds: int) -> int:
@@ -70,7 +69,9 @@ class Passes:
         policy = self.server.policy
         return policy.unit_scale and rounds > 0 and self.calibration(rounds) != 0 and self.server.method.uses_shared(rounds)
 
-    def calibrated(self, tensors: Named, rounds: int, show: Callable[[Measured], None] = lambda measured: None) -> Named:
+    def calibrated(
+        self, transport: Transport, tensors: Named, rounds: int, show: Callable[[Measured], None] = lambda measured: None
+    ) -> Named:
         """``tensors`` as round 1 of ``rounds`` starts from: after the exchanges before it, which ``outcomes`` has then, and on unit scale
         where training starts with shared statistics.
 
@@ -86,7 +87,7 @@ class Passes:
         if rounds == 0:
             show(Measured(tensors, Pass(0, (), 0, False), RoundRecord(0, Phase.MEASURE.value, 0.0)))
             least = max(1, policy.min_cohort, math.ceil(policy.min_replies * policy.clients))
-        for measured in self._passes(0, tensors, most, tolerance):
+        for measured in self._passes(transport, 0, tensors, most, tolerance):
             if measured.outcome.clients < least:
                 raise TooFewMeasured(
                     f"pass {measured.outcome.number}: the statistics of {measured.outcome.clients} clients could be used, but {least} are "
@@ -102,7 +103,7 @@ class Passes:
             tensors = shared.tensors()
         return tensors
 
-    def refreshed(self, round: int, tensors: Named) -> Named:
+    def refreshed(self, transport: Transport, round: int, tensors: Named) -> Named:
         """``tensors`` with statistics of its weights, as the method wants them evaluated: exact, as training normalises, or as the round's
         clients reported them."""
         method, shared = self.server.method, self.server.shared
@@ -112,13 +113,15 @@ class Passes:
             shared.store(shared.reported)
             return shared.tensors()
         most, what = (1, NORMALISERS) if refresh is Refresh.HYBRID else (UNTIL_STILL, INPUTS)
-        for measured in self._passes(round, tensors, most, measured=what):
+        for measured in self._passes(transport, round, tensors, most, measured=what):
             tensors, made = measured.tensors, measured.record.exchanges or measured.outcome.number
         said = "round %s: statistics for the evaluation: %s, by %d exchange%s with %s"
         LOGGER.info(said, round, refresh.value, made, "s" * (made != 1), "the cohort" if method.measures_cohort(round) else "all clients")
         return tensors
 
-    def _passes(self, round: int, tensors: Named, most: int, tolerance: float = 0.0, measured: str = INPUTS) -> Iterator[Measured]:
+    def _passes(
+        self, transport: Transport, round: int, tensors: Named, most: int, tolerance: float = 0.0, measured: str = INPUTS
+    ) -> Iterator[Measured]:
         """``most`` exchanges, or UNTIL_STILL; fewer where one moves nothing by more than ``tolerance``: with 0 not a bit, so that more
         would not, either.
 
@@ -129,12 +132,12 @@ class Passes:
         most = layers if most == UNTIL_STILL and self.private else most  # what moves may be noise, and each costs privacy
         whole = measured == INPUTS and (most == UNTIL_STILL or most >= layers)
         if whole and layers > 1:
-            made = self._pass(1, round, tensors, tolerance, measured, self._transport.measure_layer_by_layer)
+            made = self._pass(transport, transport.measure_layer_by_layer, 1, round, tensors, tolerance, measured)
             if made is not None:
                 yield replace(made, last=True)
                 return
         for number in count(1) if (layers if most == UNTIL_STILL else most) else ():
-            made = self._pass(number, round, tensors, tolerance, measured, self._transport.measure, whole)
+            made = self._pass(transport, transport.measure, number, round, tensors, tolerance, measured, whole)
             assert made is not None
             last = made.outcome.settled or number == most or (most == UNTIL_STILL and through(layers, made.outcome))
             yield replace(made, last=last)
@@ -143,7 +146,15 @@ class Passes:
             tensors = made.tensors
 
     def _pass(
-        self, number: int, round: int, tensors: Named, tolerance: float, measured: str, ask: Ask, from_below: bool = False
+        self,
+        transport: Transport,
+        ask: Ask,
+        number: int,
+        round: int,
+        tensors: Named,
+        tolerance: float,
+        measured: str,
+        from_below: bool = False,
     ) -> Measured | None:
         begin, shared, policy = time.perf_counter(), self.server.shared, self.server.policy
         shared.load(tensors)
@@ -152,7 +163,7 @@ class Passes:
             return None
         clients = 0
         try:
-            replies = self._transport.store(instruction, replies)
+            replies = transport.store(instruction, replies)
             clients = len(replies.parts)
         except TooFew as error:
             LOGGER.warning("the statistics stay as they are, since %s", error)

@@ -77,7 +77,7 @@ class RoundRecord:
         carrier: What carried them, if any.
         aggregated: Whether the round changed the model.
         seconds: Wall clock.
-        evaluation: Metrics by name; empty where there was no evaluation.
+        evaluation: Metrics by name; empty where there was no evaluation. A callback's ``on_evaluation`` may add others.
         client_evaluation: Metrics of single clients, by client.
         disclosures: All content that left the clients, statistics-only exchanges included.
     """
@@ -95,7 +95,7 @@ class RoundRecord:
     carrier: str = ""
     aggregated: bool = False
     seconds: float = 0.0
-    evaluation: Mapping[str, float] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
     client_evaluation: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     disclosures: Sequence[Disclosure] = ()
 

@@ -59,7 +59,7 @@ def run(
         server: With the shared tensors that the run starts from.
         transport: To the clients.
         rounds: In all; 0: the statistics alone are measured.
-        passes: Makes the statistics-only exchanges. Default: those over ``transport``.
+        passes: Makes the statistics-only exchanges, and keeps what became of them. Default: fresh ones.
         start: The first round.
         show: Is told of each statistics-only exchange of a run of 0 rounds.
 
@@ -67,21 +67,22 @@ def run(
         Diverged: ``max_failed`` rounds in a row too few replies could be used.
         TooFewMeasured: A run of 0 rounds lacks clients.
     """
-    passes, policy, failed = passes or Passes(server, transport), server.policy, start.failed
+    passes, policy, failed = passes or Passes(server), server.policy, start.failed
     server.rounds = rounds
     tensors: Named = server.shared.tensors()
     if start.round == 1 and server.shared.statistics():
-        tensors = passes.calibrated(tensors, rounds, show)
+        tensors = passes.calibrated(transport, tensors, rounds, show)
     for number in range(start.round, rounds + 1):
         begin = time.perf_counter()
         server.shared.load(tensors)
         changed = transport.round(number)
         failed = 0 if changed else failed + 1
-        tensors = evaluated = server.shared.tensors()
+        tensors = server.shared.tensors()
+        evaluated: Named = tensors
         evaluation: dict[str, float] = {}
         if (number == rounds or number % policy.evaluate_every == 0) and failed < policy.max_failed:
             if server.method.refresh is not Refresh.NOTHING and server.record.phase != Phase.FROZEN.value:
-                evaluated = passes.refreshed(number, tensors)
+                evaluated = passes.refreshed(transport, number, tensors)
             evaluation = transport.evaluate(number, evaluated)
         transport.finish_round(number, changed)
         server.record = replace(server.record, evaluation=evaluation, seconds=time.perf_counter() - begin)

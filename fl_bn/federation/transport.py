@@ -45,3 +45,4 @@ class Transport(ABC):
 
     def finish_round(self, number: int, changed: bool) -> None:
         """Do what follows round ``number`` before its record is complete; nothing by default."""
+        return

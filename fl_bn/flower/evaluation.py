@@ -10,7 +10,6 @@ from flwr.app import ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fl_bn.federation.metrics import fits, over_clients
-from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.app.client_app import SAVE
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
@@ -45,16 +44,20 @@ class EvaluationsAtClients:
     def __init__(self, task: Task, called: ClientNames) -> None:
         self.task, self._called, self._say = task, called, SaidOnce("%s did not evaluate: %s", called)
 
-    def in_the_clear(self, record: RoundRecord, replies: Iterable[Message], reading: Reading) -> MetricRecord | None:
-        """Return what ``over_clients`` makes of the clients' metrics; each one's own loss and metric go into ``record``."""
+    def in_the_clear(self, replies: Iterable[Message], reading: Reading) -> tuple[MetricRecord | None, dict[int, dict[str, float]]]:
+        """Put the ``replies`` together.
+
+        Returns:
+            What ``over_clients`` makes of the clients' metrics, None where there are none; and each client's own loss and metric.
+        """
         came, refused, _ = read_replies(replies, reading)
         self._say(refused)
         metric = self.task.metric
         measured = {reply.client: reply.metrics for reply in came if fits(self.task, metric, reply.metrics[metric])}  # NaN: no label
         if not measured:
-            return None
-        record.client_evaluation = {index: {k: m[k] for k in ("loss", metric)} for index, m in measured.items()}
-        return MetricRecord({**over_clients(self.task, [dict(m) for m in measured.values()])})
+            return None, {}
+        own = {index: {k: m[k] for k in ("loss", metric)} for index, m in measured.items()}
+        return MetricRecord({**over_clients(self.task, [dict(m) for m in measured.values()])}), own
 
     def as_a_sum(
         self, secure: SecureRounds, grid: Grid, instructions: Sequence[Message], clients: Sequence[Client], timeout: float, send: Send

@@ -25,13 +25,14 @@ from fl_bn.exchange.local import LocalExchange
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.federation import schema
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.engines.rendezvous import cohort_round
 from fl_bn.federation.composition import check_composition
+from fl_bn.federation.engines.rendezvous import cohort_round
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.narrow import AS_THE_MODEL, Overflow, PayloadDtype
 from fl_bn.federation.network import Network
 from fl_bn.federation.payload import Payload, to_numpy, to_tensors
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.sources import SampleSource
 from fl_bn.federation.values import ClientState, Instruction
 from fl_bn.flower.app.client_state import FileState, MemoryState, StateStore
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, SiteExchange
@@ -136,7 +137,8 @@ class BatchNormClient(NumPyClient):
         try:
             with self.network.lend() as lent:
                 round = LocalRound(lent, self.method, asked, kept, self.settings, joins)
-                reply, keeps = cohort_round(round, self.site.train, self.seed, self.site.client, self.task, self.shares_drift)
+                source = SampleSource(self.site.train, self.seed, self.site.client, self.task, self.shares_drift)
+                reply, keeps = cohort_round(round, source)
         except Unanswered as pending:
             arrays, layout = flatten(request_payload(pending.request))
             return arrays, 0, {"layout": layout, "batch": pending.batch, "count": pending.request.count}

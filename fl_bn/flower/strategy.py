@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,36 +15,35 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fl_bn.federation.callbacks import Callback, Callbacks
-from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
+from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import EXACT, Overflow
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.passes import Exchanged, Measured, Passes, TooFewMeasured
+from fl_bn.federation.passes import Measured, Passes, TooFewMeasured
 from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.replies import Expected
 from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.run import Diverged, Start, run
 from fl_bn.federation.schema import Schema
-from fl_bn.federation.server import RoundReplies, Server
-from fl_bn.federation.values import Instruction, Reply
+from fl_bn.federation.server import Server
+from fl_bn.federation.values import Instruction, Reply, RoundReplies
 from fl_bn.flower.app.adversary import corrupt
 from fl_bn.flower.app.checkpoint import Checkpoint
-from fl_bn.flower.app.client_app import STATISTICS
 from fl_bn.flower.app.disclosure import DisclosureReport
 from fl_bn.flower.app.normalisation import describe_round, in_short, say_layers, watch
 from fl_bn.flower.app.recovery import Recovery
-from fl_bn.flower.app.unseen import average_kept
 from fl_bn.flower.compat import simulated
 from fl_bn.flower.evaluation import EvaluationsAtClients
-from fl_bn.flower.layerwise.exchanges import BY_PASSES, Exchanges
+from fl_bn.flower.grid_transport import EvaluateFn, GridTransport
+from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.flower.log import log, say_round
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of, to_records
 from fl_bn.flower.wire.messages import evaluated
-from fl_bn.flower.wire.messaging import receive, send_and_receive
 from fl_bn.flower.wire.replies import Reading, read_replies, with_header
 from fl_bn.flower.wire.versions import here
-from fl_bn.methods import Method, Phase, Refresh
+from fl_bn.methods import Method, Phase
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -55,7 +52,6 @@ if TYPE_CHECKING:
 
 WHY = "the warnings above say why (values that are not finite mean that training diverged: lower the learning rate)"
 NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or to a number of passes"
-EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class BatchNormStrategy(Strategy):
@@ -93,8 +89,8 @@ class BatchNormStrategy(Strategy):
         self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
         self.task = task
         self.population: Population | None = None
-        self._evaluating, self._evaluations = list[Client](), EvaluationsAtClients(task, rounds.called)
-        self._sent, self._down, self._timeout = list[Message](), Payload(), rounds.timeout
+        self.evaluating, self.evaluations = list[Client](), EvaluationsAtClients(task, rounds.called)
+        self._sent, self._down = list[Message](), Payload()
         self._batches = 0  # that a client trained on
         self._rounding = EXACT  # of the messages sent last
         self.defence, self.at_clients = defence, self.shared.personal or rounds.at_clients
@@ -103,7 +99,7 @@ class BatchNormStrategy(Strategy):
         self.secure = None if secure is None else self._secure_rounds(secure)
         accountant = None if self.secure is None else self.secure.accountant
         self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint, accountant, rounds.called)
-        self.statistics = Passes(self.server, self._measured, accountant is not None, self._measured_layer_by_layer)
+        self.statistics = Passes(self.server, accountant is not None)
 
     @property
     def record(self) -> RoundRecord:
@@ -116,13 +112,13 @@ class BatchNormStrategy(Strategy):
         """One train message per client of the cohort, in client order."""
         self.shared.load(tensors_of(arrays))
         asked = self.server.begin(server_round)
-        self._clients(grid).wait_for(self.rounds.min_cohort, server_round)
-        self.cohort = self._clients(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round, self.rounds.min_cohort)
+        self.clients_of(grid).wait_for(self.rounds.min_cohort, server_round)
+        self.cohort = self.clients_of(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round, self.rounds.min_cohort)
         if owing := self.exchanges.owing(grid):
             who = self.rounds.called.clients(sorted(owing))
             log(logging.WARNING, "round %s: left out until an earlier round is answered: %s", server_round, who)
             self.cohort = [client for client in self.cohort if client.index not in owing]
-        messages = self._messages("train", asked, self.cohort, self._train_config(config, asked))
+        messages = self.messages("train", asked, self.cohort, self._train_config(config, asked))
         return self.recovery.tell(messages, self.cohort)
 
     def _train_config(self, config: Mapping[str, Any], asked: Instruction) -> dict[str, Any]:
@@ -136,35 +132,37 @@ class BatchNormStrategy(Strategy):
         expected = self.server.expects(server_round, phase, {client.index: client.samples for client in self.cohort})
         header = header_for(self.shared, server_round, phase, self.rounds.payload)
         reading = Reading(self.cohort, with_header(header, expected, self.server.rounding), self._sent)
-        came = self._taken_in(self._overheard(replies), reading)
-        if phase is Phase.EXCHANGE:
-            came.exchange, came.messages = self.exchanges.session, self.exchanges.messages
-        done = self.server.conclude(came)
-        counted = [part for part in came.parts if part.client in {c.client for c in self.record.accepted}]
+        round_replies = self._taken_in(self.overheard(replies), reading)
+        changed = self.server.conclude(round_replies)
+        accepted = {client.client for client in self.record.accepted}
+        counted = [part for part in round_replies.parts if part.client in accepted]
         self.recovery.check(server_round, counted)
-        if not done:
+        if not changed:
             return None, None
         self.recovery.count(server_round, counted)
         samples = sum(client.samples for client in self.record.accepted)
         return arrays_of(self.shared.tensors()), MetricRecord({"loss": self.record.loss, "samples": samples})
 
     def _taken_in(self, replies: Iterable[Message], reading: Reading) -> RoundReplies:
-        """Replies to train messages, read; where they are not needed all at once, each is added to the average as it comes, and freed."""
+        """Read the replies to train messages. Where they are not needed all at once, add each to the average at once, and free it."""
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake({client.index: client.samples for client in self.cohort})) is None:
             parts, refused, wrong = read_replies(replies, reading)
-            return RoundReplies(who, parts, refused, wrong, carrier=self.exchanges.carrier)
+            if Phase(self.record.phase) is not Phase.EXCHANGE:
+                return RoundReplies(who, parts, refused, wrong)
+            exchanges = self.exchanges
+            return RoundReplies(who, parts, refused, wrong, exchanges.session, exchanges.carrier, exchanges.messages)
         for message in replies:
-            found = reading.read(message)
+            reply = reading.read(message)
             del message  # while the next one is waited for
-            if isinstance(found, Reply):
-                intake.take(found)
-            elif found is not None:
-                intake.leave_out(found)
-            del found
+            if isinstance(reply, Reply):
+                intake.take(reply)
+            elif reply is not None:
+                intake.leave_out(reply)
+            del reply
         reading.end()
-        parts, folded = intake.end()
-        return RoundReplies(who, parts, reading.refused, reading.wrong, folded=folded)
+        parts, partial = intake.end()
+        return RoundReplies(who, parts, reading.refused, reading.wrong, partial=partial)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """One evaluate message per client, where clients have models, or test data, of their own; none otherwise.
@@ -176,14 +174,14 @@ class BatchNormStrategy(Strategy):
         self.shared.load(tensors_of(arrays))
         save = self.save_clients if server_round == self.server.rounds and self.shared.personal else ""
         asked = self.shared.instruction(server_round, Phase.TRAIN)
-        everyone = self._clients(grid).everyone()
-        self._evaluating = self._trained(everyone)
-        if len(self._evaluating) < len(everyone):
+        everyone = self.clients_of(grid).everyone()
+        self.evaluating = self.with_models(everyone)
+        if len(self.evaluating) < len(everyone):
             said = "round %s: %d of %d clients have trained so far, and evaluate models of their own"
-            log(logging.INFO, said, server_round, len(self._evaluating), len(everyone))
-        return self._messages("evaluate", asked, everyone if save else self._evaluating, {**config, "save": save})
+            log(logging.INFO, said, server_round, len(self.evaluating), len(everyone))
+        return self.messages("evaluate", asked, everyone if save else self.evaluating, {**config, "save": save})
 
-    def _trained(self, clients: list[Client]) -> list[Client]:
+    def with_models(self, clients: list[Client]) -> list[Client]:
         """Those of ``clients`` that have models of their own; all where nobody has one."""
         return [client for client in clients if self.method.personal and self.recovery.keeps(client.index)] or clients
 
@@ -193,8 +191,10 @@ class BatchNormStrategy(Strategy):
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
         expected = Expected(header.round, header.signature, Schema({}), evaluated(self.task))
-        reading = Reading(self._evaluating, with_header(header, expected), self._sent)
-        return self._evaluations.in_the_clear(self.record, replies, reading)
+        reading = Reading(self.evaluating, with_header(header, expected), self._sent)
+        metrics, by_client = self.evaluations.in_the_clear(replies, reading)
+        self.server.record = replace(self.record, client_evaluation=by_client)
+        return metrics
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
         from fl_bn.flower.secagg.rounds import SecureRounds  # only now: a plain run does without SecAgg+
@@ -225,13 +225,13 @@ class BatchNormStrategy(Strategy):
     ) -> Result:
         """Run ``num_rounds`` rounds from ``initial_arrays`` (default: the model's own tensors), or those after the one of ``resume``.
 
-        The result's arrays are what was evaluated last. Flower's own loop (``Strategy.start``) runs with this strategy, too, but knows
+        The result's arrays are those of the last evaluation. Flower's own loop (``Strategy.start``) runs with this strategy, too, but knows
         neither the length of a run, on which calendars and schedules depend, nor the exchange before an evaluation: use this one.
 
         With 0 rounds the statistics alone are measured, as ``rounds.calibrate`` says.
 
         Raises:
-            RunFailed: clients are missing at the start, too many rounds in a row failed, or there is nothing to measure.
+            RunFailed: Clients are missing at the start, too many rounds in a row failed, or there is nothing to measure.
         """
         if simulated():
             from fl_bn.flower.app import lost_actors  # imports Ray
@@ -240,104 +240,55 @@ class BatchNormStrategy(Strategy):
         self.server.rounds, self.population = num_rounds, None
         if num_rounds == 0 and (reason := why_not(self.shared.model, self.method) or ("" if self.statistics.calibration(0) else NOTHING)):
             raise RunFailed(reason)
-        timeout = self.rounds.timeout if timeout is None else timeout
-        arrays = arrays_of(self.shared.tensors()) if initial_arrays is None else initial_arrays
         self.summary()
         if resume is not None:
             self.recovery.go_back(resume, num_rounds, self.shared, self.server.optimizer)
             if self.shared.statistics() and self.statistics.rescales(num_rounds):
                 self.shared.was_at_unit_scale()
-            arrays = arrays_of(self.shared.tensors())
+        elif initial_arrays is not None:
+            self.shared.load(tensors_of(initial_arrays))
+        begin = Start() if resume is None else Start(resume.round + 1, resume.failed)
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        transport = GridTransport(self, grid, self.rounds.timeout if timeout is None else timeout, *configs, evaluate_fn)
         try:
-            result = self._rounds(grid, arrays, timeout, *configs, evaluate_fn, resume)
+            self._run(transport, num_rounds, begin)
         except BaseException as error:
             self.exchanges.stop()
             self.callbacks.on_end(error)
             raise
         self.exchanges.stop()
         self.callbacks.on_end(None)
-        return result
+        return transport.result
 
-    def _rounds(
-        self,
-        grid: Grid,
-        arrays: ArrayRecord,
-        timeout: float,
-        train_config: ConfigRecord,
-        evaluate_config: ConfigRecord,
-        evaluate_fn: EvaluateFn | None,
-        resume: Checkpoint | None,
-    ) -> Result:
-        result, failed = Result(), 0 if resume is None else resume.failed
+    def _run(self, transport: GridTransport, rounds: int, begin: Start) -> None:
+        """Go through the calendar, and tell of every round when it is over."""
+        server, result, failed = self.server, transport.result, begin.failed
 
         def show(measured: Measured) -> None:
-            """Of a run of no rounds: its passes are evaluated and told of as rounds are."""
-            self.server.record, result.arrays, number = measured.record, arrays_of(measured.tensors), measured.record.round
+            """Evaluate and tell of a pass of a run of no rounds, as of a round."""
+            server.record, result.arrays, number = measured.record, arrays_of(measured.tensors), measured.record.round
             if measured.last or number % self.rounds.evaluate_every == 0:
-                self._evaluate(number, result, evaluate_config, evaluate_fn, grid, timeout)
-            self._tell()
+                evaluation = transport.evaluate(number, measured.tensors)
+                server.record = replace(server.record, evaluation=evaluation)
+            self._tell(server.record)
 
-        self._clients(grid)
-        self._timeout = timeout
-        if self.shared.statistics() and resume is None:
-            try:
-                arrays = arrays_of(self.statistics.calibrated(tensors_of(arrays), self.server.rounds, show))
-            except TooFewMeasured as error:
-                raise RunFailed(str(error)) from error
-        for server_round in range(1 if resume is None else resume.round + 1, self.server.rounds + 1):
-            begin = time.perf_counter()
-            messages = self.configure_train(server_round, arrays, train_config, grid)
-            if self.secure is not None:
-                new, metrics = self._securely(grid, messages, timeout)
-            elif Phase(self.record.phase) is Phase.EXCHANGE:
-                new, metrics = self.aggregate_train(server_round, self.exchanges.round(grid, self.cohort, messages, timeout))
-            else:
-                replies = receive(grid, messages, timeout, self.rounds.retry, called=self.rounds.called)
-                new, metrics = self.aggregate_train(server_round, replies)
-            if new is not None and metrics is not None:
-                arrays, failed, result.train_metrics_clientapp[server_round] = new, 0, metrics
-            else:
-                failed += 1
-            result.arrays = arrays
-            if self._due(server_round) and failed < self.rounds.max_failed:
-                if self.method.refresh is not Refresh.NOTHING and Phase(self.record.phase) is not Phase.FROZEN:
-                    result.arrays = arrays_of(self.statistics.refreshed(server_round, tensors_of(result.arrays)))
-                self._evaluate(server_round, result, evaluate_config, evaluate_fn, grid, timeout)
-            if self.rounds.unseen and self.method.personal and server_round == self.server.rounds:
-                clients, run_id = self._clients(grid), self.recovery.run_id
-                who = self._trained(clients.everyone())
-                self.unseen = average_kept(clients.grid, who, self.shared, server_round, self.rounds, run_id, self._overheard)
-            self.record.seconds = time.perf_counter() - begin
-            self._tell()
-            self.recovery.after_round(server_round, self.server.rounds, arrays, self.shared, self.server.optimizer, failed)
-            if failed >= self.rounds.max_failed:
-                raise RunFailed(f"{failed} rounds in a row had too few usable replies; {WHY}")
-        if 0 < self.server.rounds == failed:
+        self.clients_of(transport.grid)
+        result.arrays = arrays_of(self.shared.tensors())
+        try:
+            for one in run(server, transport, rounds, self.statistics, begin, show):
+                result.arrays, failed = arrays_of(one.evaluated), one.failed
+                self._tell(one.record)
+                state = arrays_of(one.tensors)
+                self.recovery.after_round(one.record.round, rounds, state, self.shared, server.optimizer, failed)
+        except TooFewMeasured as error:
+            raise RunFailed(str(error)) from error
+        except Diverged as error:
+            raise RunFailed(f"{failed} rounds in a row had too few usable replies; {WHY}") from error
+        if 0 < rounds == failed:
             raise RunFailed(f"none of the {failed} rounds had enough usable replies, so nothing was trained; {WHY}")
-        return result
 
-    def _evaluate(
-        self, server_round: int, result: Result, config: ConfigRecord, evaluate_fn: EvaluateFn | None, grid: Grid, timeout: float
-    ) -> None:
-        arrays = result.arrays
-        asked = self.configure_evaluate(server_round, arrays, config, grid)
-        send = partial(send_and_receive, grid, timeout=timeout, patience=self.rounds.retry, called=self.rounds.called)
-        if self.secure is not None:
-            at_clients = self._evaluations.as_a_sum(self.secure, grid, list(asked), self._evaluating, timeout, send)
-        else:
-            at_clients = self.aggregate_evaluate(server_round, self.disclosures.evaluations(send(asked), self._everyone()))
-        if at_clients is not None:
-            result.evaluate_metrics_clientapp[server_round] = at_clients
-            self.record.evaluation = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
-        elif self.evaluate is not None and not self.at_clients:
-            self.shared.load(tensors_of(arrays))
-            self.record.evaluation = self.evaluate(self.shared.model)
-            result.evaluate_metrics_serverapp[server_round] = MetricRecord(dict(self.record.evaluation))
-        if evaluate_fn is not None and (here := evaluate_fn(server_round, arrays)) is not None:
-            result.evaluate_metrics_serverapp[server_round] = here
-
-    def _clients(self, grid: Grid) -> Population:
+    def clients_of(self, grid: Grid) -> Population:
+        """Return who is there; the first call waits for the clients that the run starts with."""
         if self.population is None:
             self.population = self._population(grid)
             self.population.gather()
@@ -349,90 +300,35 @@ class BatchNormStrategy(Strategy):
     def _due(self, server_round: int) -> bool:
         return self.server.rounds in (0, server_round) or server_round % self.rounds.evaluate_every == 0
 
-    def _measured(self, asked: Instruction) -> Exchanged:
-        """A statistics-only exchange with everyone who is there, or with the round's cohort, as the method wants it."""
-        grid, everyone = self._to_measure(asked)
-        sent = self._messages(STATISTICS, asked, everyone, {"measured": asked.measured})
-        who = [client.index for client in everyone]
-        if self.secure is not None:
-            parts, refused = self.secure.measure(grid, sent, everyone, self._timeout)
-            return Exchanged(who, parts, refused, len(parts))
-        replies = self._overheard(send_and_receive(grid, sent, self._timeout, self.rounds.retry, self.rounds.called))
-        return self._stored(asked, who, *self._reports(replies, asked, everyone, sent))
-
-    def _measured_layer_by_layer(self, asked: Instruction) -> Exchanged | None:
-        """The same by one message and an exchange per layer; None where not everyone who has data took part to the end."""
-        if self.secure is not None or self.method.adversary is not None or self.rounds.recalibration == "passes":
-            return None
-        exchanges, (grid, everyone) = self.exchanges, self._to_measure(asked)
-        clients = [client for client in everyone if client.samples > 0]
-        sent = self._messages(STATISTICS, asked, clients, {"measured": asked.measured}, steps=1 + len(self.shared.layers))
-        tries = self.rounds.recalibration == "exchange"
-        replies, carrier = exchanges.measure(grid, clients, sent, self._timeout, self.rounds.memory, tries)
-        if not carrier:
-            return None
-        parts, refused, wrong = self._reports(self._overheard(replies, without_training=True), asked, clients, sent)
-        missing = refused | {c.index: "it sat the exchange out" for c in clients if c.index not in exchanges.session.taking_part}
-        if missing:
-            index, reason = next(iter(sorted(missing.items())))
-            log(logging.WARNING, "the exchange layer by layer went without %s: %s. %s", self.rounds.called.client(index), reason, BY_PASSES)
-            return None
-        empty = {client.index: "it has no samples" for client in everyone if client not in clients}
-        done = self._stored(asked, [client.index for client in everyone], parts, empty, wrong)
-        return replace(done, session=exchanges.session, carrier=carrier)
-
-    def _to_measure(self, asked: Instruction) -> tuple[Grid, list[Client]]:
-        assert self.population is not None
-        return self.population.grid, self.cohort if self.method.measures_cohort(asked.round) else self.population.everyone()
-
-    def _reports(
-        self, replies: Iterable[Message], asked: Instruction, clients: Sequence[Client], sent: Sequence[Message]
-    ) -> tuple[list[Reply], dict[int, str], set[int]]:
-        expected = self.server.expects(asked.round, asked.phase, {client.index: client.samples for client in clients})
-        header = header_for(self.shared, asked.round, asked.phase)
-        return read_replies(replies, Reading(clients, with_header(header, expected), sent))
-
-    def _stored(self, asked: Instruction, who: Sequence[int], parts: list[Reply], refused: dict[int, str], wrong: set[int]) -> Exchanged:
-        """After the statistics of ``parts`` were stored, or too few came."""
-        try:
-            parts, overflowing = self.server.measured(parts, len(wrong), asked.measured)
-        except TooFew as error:
-            log(logging.WARNING, "the statistics stay as they are, since %s", error)
-            return Exchanged(who, parts, refused, 0)
-        return Exchanged(who, parts, refused | overflowing, len(parts))
-
-    def _securely(self, grid: Grid, messages: Iterable[Message], timeout: float) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """A round of which the server sees the sum alone."""
-        assert self.secure is not None
-        done, parts = self.secure.train(grid, messages, self.cohort, timeout)
-        self.recovery.check(self.record.round, parts)
-        if not done:
-            return None, None
-        samples = sum(part.samples for part in parts)
-        return arrays_of(self.shared.tensors()), MetricRecord({"loss": parts[0].loss, "samples": samples})
-
-    def _messages(
-        self, kind: str, asked: Instruction, clients: Sequence[Client], config: Mapping[str, Any], steps: int = 1
+    def messages(
+        self, kind: str, instruction: Instruction, clients: Sequence[Client], config: Mapping[str, Any], steps: int = 1
     ) -> list[Message]:
-        """One per client. ``steps``: parts of the answer, each of which has the round's timeout.
+        """Make one message per client.
+
+        Args:
+            kind: Flower's message type.
+            instruction: To all of them.
+            clients: Whom it goes to.
+            config: Further values of the message's config.
+            steps: Parts of the answer, each of which has the round's timeout.
 
         Raises:
-            RunFailed: the weights do not fit the type in which they are to travel.
+            RunFailed: The weights do not fit the type in which they are to travel.
         """
         self._rounding = self.server.rounding if kind == "train" else EXACT
         try:
-            self._down = self._rounding.narrow({section: to_numpy(tensors) for section, tensors in asked.sections.items()})
+            self._down = self._rounding.narrow({section: to_numpy(tensors) for section, tensors in instruction.sections.items()})
         except Overflow as error:
             raise RunFailed(str(error)) from error
-        content = to_records(self._down, header_for(self.shared, asked.round, asked.phase, self._rounding.dtype))
+        content = to_records(self._down, header_for(self.shared, instruction.round, instruction.phase, self._rounding.dtype))
         content["config"] = ConfigRecord({**config, "version": here(), **self.recovery.run_id.to_config()})
-        group, ttl = str(asked.round), self.rounds.timeout * steps
+        group, ttl = str(instruction.round), self.rounds.timeout * steps
         self._sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
         return self._sent
 
-    def _overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Message]:
-        """The replies, noted, and then rewritten where the method's adversary has Byzantine clients, which know all the others'."""
-        clients = self._everyone()
+    def overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Message]:
+        """Note the replies, and rewrite them where the method's adversary has Byzantine clients, which know all the others'."""
+        clients = self.everyone()
         noted = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)
         if self.method.adversary is None or self.method.adversary.flips_labels:
             return noted
@@ -440,14 +336,16 @@ class BatchNormStrategy(Strategy):
         corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
         return replies
 
-    def _everyone(self) -> list[Client]:
+    def everyone(self) -> list[Client]:
+        """Return all clients that are there."""
         return self.cohort if self.population is None else self.population.everyone()
 
-    def _tell(self) -> None:
-        self._batches += batches_trained([self.record])
-        said = self.record, self.server.rounds, self.task
-        called = self.rounds.called
-        say_round(in_short(*said, called), describe_round(*said, self.method, self.shared.model, called))
-        for warning in watch(self.record):
+    def _tell(self, record: RoundRecord) -> None:
+        """Log what became of a round, and call the callbacks."""
+        self._batches += batches_trained([record])
+        rounds, called = self.server.rounds, self.rounds.called
+        long = describe_round(record, rounds, self.task, self.method, self.shared.model, called)
+        say_round(in_short(record, rounds, self.task, called), long)
+        for warning in watch(record):
             log(logging.WARNING, "%s", warning)
-        self.callbacks.on_round(self.disclosures.enter(self.record), self.server.rounds)
+        self.callbacks.on_round(self.disclosures.enter(record), rounds)

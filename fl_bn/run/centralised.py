@@ -16,11 +16,11 @@ from fl_bn.data.batches import draw_batches
 from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callbacks
 from fl_bn.federation.client import LocalRound
+from fl_bn.federation.client_round import train
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.client_round import train
 from fl_bn.federation.sources import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, drawn
 from fl_bn.flower.population import round_half_up, sample_cohort
 from fl_bn.methods import MOMENTS, Method, Phase, Refresh
@@ -76,11 +76,11 @@ def run_centralised(config: RunConfig) -> RunDirectory:
                     group["lr"], group["params"] = rate, list(local.parameters.values())
                 with torch_seed(int(seeded(config.seed, 0, round, DROPOUT).integers(2**62)), target), local.open():
                     trained = train(local, batches, of, optimizer)
-                record = RoundRecord(round, phase.value, rate, aggregated=True)
-                record.clients.append(ClientRecord(0, sum(int(own.seen.sum()) for own in samples), local.steps, trained.loss))
-                if round % config.evaluate_every == 0 or round == config.rounds:
-                    record.evaluation = test_metrics(config, model, target)
-                record.seconds = time.perf_counter() - begin
+                one = ClientRecord(0, sum(int(own.seen.sum()) for own in samples), local.steps, trained.loss)
+                due = round % config.evaluate_every == 0 or round == config.rounds
+                evaluation = test_metrics(config, model, target) if due else {}
+                seconds = time.perf_counter() - begin
+                record = RoundRecord(round, phase.value, rate, [one], aggregated=True, evaluation=evaluation, seconds=seconds)
                 callbacks.on_round(record, config.rounds)
     finally:
         torch.set_num_threads(threads)

@@ -20,11 +20,11 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.clipping import FROZEN, chosen
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import Defence
+from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.federation.narrow import check_payload
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
 from fl_bn.federation.rounds import AS_METHOD, Rounds
 from fl_bn.federation.settings import ALL_SAMPLES, LocalTraining, learning_rate, milestones_of
-from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.flower.population import round_half_up
 from fl_bn.flower.wire.run_id import FOLDER
 from fl_bn.methods import METHODS, Method, attacked, freeze

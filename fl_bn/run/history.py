@@ -118,26 +118,38 @@ def _series(task: Task) -> dict[str, str]:
 
 def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecord:
     """The record behind a line of rounds.jsonl, as far as pictures and summaries need it; also of one from before mean IoU was kept."""
-    record = RoundRecord(row["round"], row["phase"], row["learning-rate"], aggregated=row["aggregated"], seconds=row["seconds"])
-    record.exchanges, record.carrier = row["exchanges"], row["carrier"] or ""
-    record.bytes_down, record.bytes_up = ({s: n for s in SECTIONS if (n := row[f"bytes-{way}-{s}"])} for way in ("down", "up"))
-    if row["drift-layer"] is not None:
-        record.drift = Drift(_number(row["drift"]), row["drift-layer"], _number(row["min-var"]), math.nan)
+    down, up = ({s: n for s in SECTIONS if (n := row[f"bytes-{way}-{s}"])} for way in ("down", "up"))
+    moved = row["drift-layer"] is not None
     names = {**{name: name for name in metric_columns(task)}, "test-loss": "loss"}
-    record.evaluation = {name: row[column] for column, name in names.items() if row.get(column) is not None}
+    evaluation = {name: row[column] for column, name in names.items() if row.get(column) is not None}
     for stem, key in _series(task).items():
-        record.evaluation |= named_series(stem, [_number(value) for value in row.get(key) or ()])
-    record.evaluation |= named_per_domain({name: _number(value) for name, value in (row.get("per-domain") or {}).items()}, task)
-    record.disclosures = [Disclosure(*disclosure) for disclosure in row.get("disclosures") or ()]
+        evaluation |= named_series(stem, [_number(value) for value in row.get(key) or ()])
+    evaluation |= named_per_domain({name: _number(value) for name, value in (row.get("per-domain") or {}).items()}, task)
+    clients, own = [], dict[int, dict[str, float]]()
     for client in row["clients"]:
         if "samples" in client:
             keys = ("client", "samples", "steps", "bytes-down", "bytes-up", "exchanges", "waited", "refused")
             values: dict[str, Any] = {key.replace("-", "_"): client[key] for key in keys}
             values |= {key: _number(client[key]) for key in ("loss", "distance")}
-            record.clients.append(ClientRecord(**values))
+            clients.append(ClientRecord(**values))
         if task.metric in client:
-            record.client_evaluation[client["client"]] = {task.metric: client[task.metric], "loss": _number(client["test-loss"])}
-    return record
+            own[client["client"]] = {task.metric: client[task.metric], "loss": _number(client["test-loss"])}
+    return RoundRecord(
+        row["round"],
+        row["phase"],
+        row["learning-rate"],
+        clients,
+        Drift(_number(row["drift"]), row["drift-layer"], _number(row["min-var"]), math.nan) if moved else None,
+        bytes_down=down,
+        bytes_up=up,
+        exchanges=row["exchanges"],
+        carrier=row["carrier"] or "",
+        aggregated=row["aggregated"],
+        seconds=row["seconds"],
+        evaluation=evaluation,
+        client_evaluation=own,
+        disclosures=[Disclosure(*disclosure) for disclosure in row.get("disclosures") or ()],
+    )
 
 
 def per_domain(metrics: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:

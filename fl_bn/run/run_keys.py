@@ -15,13 +15,13 @@ from fl_bn.data.record import SPLITS, TEST
 from fl_bn.exchange.session import POLICIES
 from fl_bn.exchange.settings import CARRIERS
 from fl_bn.federation.clipping import CLIPS, FROZEN, PATH
+from fl_bn.federation.engines.vectorised import ENGINES
+from fl_bn.federation.engines.workers import MOST_THREADS, MOST_WORKERS
 from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
 from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.federation.settings import ALL_SAMPLES, OPTIMIZERS, PRECISIONS, SCHEDULES, UPDATES
-from fl_bn.federation.engines.vectorised import ENGINES
-from fl_bn.federation.engines.workers import MOST_THREADS, MOST_WORKERS
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import option
 from fl_bn.robust.attacks import ATTACKS, ON

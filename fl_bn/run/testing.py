@@ -44,4 +44,4 @@ def note_domains(config: RunConfig, record: RoundRecord) -> None:
     found: dict[str, list[float]] = {name: [] for name in names}
     for client, metrics in record.client_evaluation.items():
         found[names[client % len(names)]].append(metrics[of.metric])
-    record.evaluation |= named_per_domain({name: sum(values) / len(values) for name, values in found.items() if values}, of)
+    record.evaluation.update(named_per_domain({name: sum(values) / len(values) for name, values in found.items() if values}, of))

@@ -17,7 +17,7 @@ from fl_bn.data.batches import draw_batches
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.training import BATCHES, DROPOUT
+from fl_bn.federation.sources import BATCHES, DROPOUT
 from fl_bn.methods import METHODS, attacked
 from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run, sections
 from tests.networks import seeded_network

@@ -13,11 +13,12 @@ from torch import nn
 
 from fl_bn.conversion import convert
 from fl_bn.federation.client import LocalRound
+from fl_bn.federation.client_round import Member, client_round, client_rounds
+from fl_bn.federation.engines.vectorised import AsOneProgram
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.training import alone, client_round
+from fl_bn.federation.sources import SampleSource, alone
 from fl_bn.federation.values import ClientState, Reply
-from fl_bn.federation.engines.vectorised import vectorised_round
 from fl_bn.methods import Method, Phase
 from fl_bn.roles import roles
 from tests.federation import random_samples
@@ -63,10 +64,18 @@ class Cohort:
 
     def one_by_one(self) -> Results:
         rounds = zip(self.rounds(), self.samples(), self.clients, strict=True)
-        return [client_round(round, own, self.seed, client, tells_drift=True) for round, own, client in rounds]
+        return [client_round(round, SampleSource(own, self.seed, client, tells_drift=True)) for round, own, client in rounds]
 
     def together(self) -> Results:
-        return vectorised_round(self.rounds(), self.samples(), self.seed, self.clients, tells_drift=True)
+        return as_one_program(self.rounds(), self.samples(), self.seed, self.clients, tells_drift=True)
+
+
+def as_one_program(
+    rounds: Sequence[LocalRound], samples: Sequence[Samples], seed: int, clients: Sequence[int], tells_drift: bool = False
+) -> Results:
+    """Compute the rounds of all clients at once."""
+    sources = [SampleSource(own, seed, client, tells_drift=tells_drift) for own, client in zip(samples, clients, strict=True)]
+    return client_rounds([Member(round, source) for round, source in zip(rounds, sources, strict=True)], AsOneProgram())
 
 
 def off(a: Results, b: Results) -> float:

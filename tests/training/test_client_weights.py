@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from fl_bn.federation.client_round import client_round
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.training import alone, client_round
-from fl_bn.federation.engines.vectorised import vectorised_round
+from fl_bn.federation.sources import SampleSource, alone
 from fl_bn.methods import METHODS
 from fl_bn.run.config import ConfigError, RunConfig
+from tests.training.cohorts import as_one_program
 
 DRAWN = LocalTraining(batch_size=4, steps=2)
 
@@ -31,7 +32,7 @@ def network() -> nn.Module:
 def test_a_client_counts_for_what_it_drew_or_for_all_it_has(together: bool) -> None:
     for settings, expected in ((DRAWN, 8), (replace(DRAWN, weigh_all=True), 20)):
         rounds = [alone(network(), METHODS["fedavg"](), settings, 0.1)]
-        done = vectorised_round(rounds, [samples(20)], 0, [0]) if together else [client_round(rounds[0], samples(20), 0, 0)]
+        done = as_one_program(rounds, [samples(20)], 0, [0]) if together else [client_round(rounds[0], SampleSource(samples(20), 0, 0))]
         assert done[0][0].samples == done[0][0].weight == settings.planned(20) == expected
 
 

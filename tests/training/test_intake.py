@@ -18,8 +18,8 @@ from fl_bn.federation.blocks import BLOCK, WeightedSum, extremes, fits
 from fl_bn.federation.intake import PartialAverage, StreamingAverage
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.rounds import Rounds
-from fl_bn.federation.server import RoundReplies, Server
-from fl_bn.federation.values import Reply
+from fl_bn.federation.server import Server
+from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.methods import METHODS
 from tests.networks import seeded_network
 

@@ -17,15 +17,16 @@ from torch.optim.lr_scheduler import StepLR
 from fl_bn import Federation, SeededBatches
 from fl_bn.conversion import convert
 from fl_bn.federation.auxiliary import has_auxiliary
+from fl_bn.federation.client_round import client_round
 from fl_bn.federation.defence import Defence
+from fl_bn.federation.engines.vectorised import CannotVectorise
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.training import client_round, drawn
-from fl_bn.federation.engines.vectorised import CannotVectorise, vectorised_round
+from fl_bn.federation.sources import SampleSource, drawn
 from fl_bn.methods import METHODS, NORMALISERS, Method, Phase, fbn, fedavg, fedavg_alg2, fedbn, fedtan, freeze, hbn
 from fl_bn.objectives import FedProx, FedSAM, Moon, Scaffold
 from tests.federation import random_samples
 from tests.networks import Block, SmallCNN
-from tests.training.cohorts import STEPS, Cohort, off
+from tests.training.cohorts import STEPS, Cohort, as_one_program, off
 
 EQUAL, DIFFERENT = 1e-10, 1e-6
 UNEQUAL = (12, 9, 14)  # in batches of 6: 6 6, 6 3, 6 6 2
@@ -211,8 +212,9 @@ def test_statistics_alone(measured: str) -> None:
     rounds = {name: cohort.rounds() for name in ("alone", "together")}
     for round in (*rounds["alone"], *rounds["together"]):
         object.__setattr__(round.instruction, "measured", measured)
-    alone = [client_round(round, own, 0, i) for i, (round, own) in enumerate(zip(rounds["alone"], cohort.samples(), strict=True))]
-    assert off(vectorised_round(rounds["together"], cohort.samples(), 0, range(3)), alone) < EQUAL
+    singles = zip(rounds["alone"], cohort.samples(), strict=True)
+    alone = [client_round(round, SampleSource(own, 0, i)) for i, (round, own) in enumerate(singles)]
+    assert off(as_one_program(rounds["together"], cohort.samples(), 0, range(3)), alone) < EQUAL
     assert off(alone[1:] + alone[:1], alone) > DIFFERENT
 
 
@@ -256,7 +258,7 @@ def test_what_is_refused(case: str) -> None:
     rounds = cohort.rounds()
     before = [{name: tensor.clone() for name, tensor in round.model.state_dict().items()} for round in rounds]
     with pytest.raises(CannotVectorise, match=reason):
-        vectorised_round(rounds, cohort.samples(), 0, cohort.clients)
+        as_one_program(rounds, cohort.samples(), 0, cohort.clients)
     for round, state in zip(rounds, before, strict=True):
         assert all(torch.equal(tensor, state[name]) for name, tensor in round.model.state_dict().items())
 
@@ -265,13 +267,13 @@ def test_clients_that_differ_are_refused() -> None:
     one, other = Cohort(fedavg()), Cohort(fedavg(), replace(STEPS, momentum=0.0))
     rounds = [*one.rounds()[:2], other.rounds()[2]]
     with pytest.raises(CannotVectorise, match="same network, method, phase and settings"):
-        vectorised_round(rounds, one.samples(), 0, one.clients)
+        as_one_program(rounds, one.samples(), 0, one.clients)
     with pytest.raises(CannotVectorise, match="one shape and dtype"):
-        vectorised_round(one.rounds()[:2], [random_samples(12), random_samples(12, size=16)], 0, [0, 1])
+        as_one_program(one.rounds()[:2], [random_samples(12), random_samples(12, size=16)], 0, [0, 1])
 
 
 def test_no_clients() -> None:
-    assert vectorised_round([], [], 0, []) == []
+    assert as_one_program([], [], 0, []) == []
 
 
 def through_federation(method: Method, engine: str, sizes: Sequence[int] = (16, 14, 20), **options: Any) -> list[float]:

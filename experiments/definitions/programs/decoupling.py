@@ -27,12 +27,13 @@ from fl_bn.data.dataset import to_input
 from fl_bn.derived import copied, load_tensors
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.client import LocalRound
+from fl_bn.federation.client_round import client_round
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.rounds import Rounds
-from fl_bn.federation.server import RoundReplies, Server
+from fl_bn.federation.server import Server
 from fl_bn.federation.settings import seeded
-from fl_bn.federation.training import client_round
-from fl_bn.federation.values import NOTHING, Reply
+from fl_bn.federation.sources import SampleSource
+from fl_bn.federation.values import NOTHING, Reply, RoundReplies
 from fl_bn.methods import Phase
 from fl_bn.moments import Moments, Running, plain_average
 from fl_bn.roles import inputs_like
@@ -84,7 +85,8 @@ def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
             update_statistics(server, models, clients, config, number)
         asked, replies = server.begin(number), list[Reply]()
         for client, (model, own) in enumerate(zip(models, clients, strict=True)):
-            reply, kept[client] = client_round(LocalRound(model, method, asked, kept[client], settings), own, config.seed, client)
+            round = LocalRound(model, method, asked, kept[client], settings)
+            reply, kept[client] = client_round(round, SampleSource(own, config.seed, client))
             replies.append(reply)
         server.conclude(RoundReplies(range(len(clients)), replies))
         if number % config.evaluate_every == 0 or number == config.rounds:

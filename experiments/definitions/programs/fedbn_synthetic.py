@@ -27,12 +27,13 @@ import torch
 from torch import nn
 
 from fl_bn.federation.client import LocalRound
+from fl_bn.federation.client_round import client_round
 from fl_bn.federation.local import Samples
 from fl_bn.federation.rounds import Rounds
-from fl_bn.federation.server import RoundReplies, Server
+from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.training import client_round
-from fl_bn.federation.values import NOTHING, Reply
+from fl_bn.federation.sources import SampleSource
+from fl_bn.federation.values import NOTHING, Reply, RoundReplies
 from fl_bn.methods import METHODS
 from fl_bn.run.palette import STYLE
 from fl_bn.task import CLASSIFICATION, Regression, Task
@@ -130,7 +131,7 @@ def losses(name: str, clients: Sequence[Samples], setting: Setting, seed: int) -
         asked, replies = server.begin(step), list[Reply]()
         for client, (model, own) in enumerate(zip(models, clients, strict=True)):
             round = LocalRound(model, method, asked, kept[client], settings)
-            reply, kept[client] = client_round(round, own, seed, client, setting.task)
+            reply, kept[client] = client_round(round, SampleSource(own, seed, client, setting.task))
             replies.append(reply)
         server.conclude(RoundReplies(range(len(clients)), replies))
         for model in models:

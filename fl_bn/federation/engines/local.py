@@ -106,7 +106,7 @@ class LocalTransport(Transport):
         return {} if self._test is None else self.evaluate_on(self._test, self.model(tensors))
 
     def evaluate_on(self, batches: Loader, model: nn.Module) -> dict[str, float]:
-        """Compute loss and metrics of ``model`` on ``batches``; where clients have models of their own, the mean over those that trained."""
+        """Compute loss and metrics of ``model`` on ``batches``; of clients with models of their own, the mean over those that trained."""
         task, device = self.clients.task, self.clients.device
         trained = [client for client, kept in enumerate(self.kept) if kept.get("local")]
         if not (self.server.shared.personal and trained):
@@ -213,7 +213,8 @@ class LocalTransport(Transport):
             rounds = [
                 self.clients.round(one, instruction, self.kept[client], connect) for one, client in zip(lent, clients, strict=True)
             ]
-            return client_rounds(list(map(Member, rounds, sources)), AsOneProgram(self.clients.device))
+            members = [Member(round, source) for round, source in zip(rounds, sources, strict=True)]
+            return client_rounds(members, AsOneProgram(self.clients.device))
 
     def _exchange(self, instruction: Instruction, clients: Sequence[int]) -> tuple[list[Reply], Session]:
         """Compute the replies of ``clients``, who exchange layer by layer, and return the session in which they met."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from fl_bn.exchange.local import Turns
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Member, Result, client_round, client_rounds
-from fl_bn.federation.sources import SampleSource
 from fl_bn.federation.engines.vectorised import AsOneProgram, CannotVectorise, Fallback
+from fl_bn.federation.sources import SampleSource
 
 T = TypeVar("T")
 
@@ -72,8 +72,8 @@ class VmapRendezvous:
         members = list(self._members.values())
         results: Sequence[Result | Exception | None]
         try:
-            common = [(one.source.seed, one.source.task, one.source.tells_drift) for one in members]
-            if any(one != common[0] for one in common):
+            sources = [cast(SampleSource, member.source) for member in members]
+            if any((one.seed, one.task, one.tells_drift) != (sources[0].seed, sources[0].task, sources[0].tells_drift) for one in sources):
                 raise CannotVectorise("all clients of a cohort need the same seed and task, but theirs differ")
             results = client_rounds(members, AsOneProgram())
         except CannotVectorise as reason:
@@ -85,7 +85,7 @@ class VmapRendezvous:
 
 
 def cohort_round(round: LocalRound, source: SampleSource) -> Result:
-    """Carry out ``round`` as one program with the rest of the cohort, where there is one. Raises ClientTooSmall as ``client_round`` does."""
+    """Carry out ``round`` as one program with the rest of the cohort, where there is one. Raises ClientTooSmall."""
     cohort = VmapRendezvous.current()
     if cohort is None or (round.trains and len(source.samples) < round.settings.fewest(2)):
         return client_round(round, source)

@@ -1,8 +1,9 @@
 """The clients of a cohort as one batched program: ``client_round`` for all of them at once, with equal numbers up to the order of sums.
 
-Their networks are stacked (``federation.engines.stack``); forward and backward passes, the optimiser's steps and statistics passes are single calls
-for all. Batches of different sizes in one step are grouped by size, which is exact for every layer, where masks would need masked moments
-in each; a client that has no batch left stays as it is while the others go on. On the CPU it saves little, on a GPU the many small kernels.
+Their networks are stacked (``federation.engines.stack``). Forward and backward passes, the optimiser's steps and statistics passes are
+single calls for all. Batches of different sizes in one step are grouped by size, which is exact for every layer; masks would need masked
+moments in each. A client that has no batch left stays as it is while the others go on. On the CPU this saves little, on a GPU the many
+small kernels.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from fl_bn.exchange.call import Exchange, ExchangeFailed
 from fl_bn.federation import eager
 from fl_bn.federation.centring import centring
 from fl_bn.federation.client import LocalRound
+from fl_bn.federation.client_round import Member, Result, Trained, loss_of
 from fl_bn.federation.clipping import clip_rows, norm_in_round
+from fl_bn.federation.engines.stack import Seen, Stack, groups
 from fl_bn.federation.local import Samples
 from fl_bn.federation.measuring import measuring
 from fl_bn.federation.momentum import SECTIONS, buffers_of, restart
-from fl_bn.federation.engines.stack import Seen, Stack, groups
-from fl_bn.federation.client_round import Member, Result, Trained, loss_of
 from fl_bn.federation.one_sample import Trainable
 from fl_bn.federation.sources import IndexBatches
 from fl_bn.layers import observe, pooled

@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
@@ -124,9 +125,9 @@ class DisclosureReport:
             self._add([Disclosure(part.client, "masked", what, 1, nbytes(part.sections))])
 
     def enter(self, record: RoundRecord) -> RoundRecord:
-        """``record``, with all that left since the last one."""
-        record.disclosures, self._new = [*record.disclosures, *self._new], []
-        return record
+        """Return ``record`` with all disclosures since the last one."""
+        new, self._new = self._new, []
+        return replace(record, disclosures=[*record.disclosures, *new])
 
     def _add(self, disclosures: Iterable[Disclosure]) -> None:
         self._new += [d for d in disclosures if d.tensors or d.nbytes]

@@ -75,8 +75,9 @@ class _Rounds(BatchNormStrategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         done, record = super().aggregate_train(server_round, replies), self.record
         if self._started:
-            record.bytes_down |= {START: max(self._started.values())}
-            record.clients = [replace(c, bytes_down=c.bytes_down + self._started.get(c.client, 0)) for c in record.clients]
+            down = {**record.bytes_down, START: max(self._started.values())}
+            clients = [replace(c, bytes_down=c.bytes_down + self._started.get(c.client, 0)) for c in record.clients]
+            self.server.record = replace(record, bytes_down=down, clients=clients)
         return done
 
     def _train_config(self, config: Mapping[str, Any], asked: Instruction) -> dict[str, Any]:
@@ -96,7 +97,7 @@ class _Rounds(BatchNormStrategy):
             return None
         found = evaluation_of_own_app(
             replies,
-            self._evaluating,
+            self.evaluating,
             self._sent,
             self.ranges,
             say=self._say,

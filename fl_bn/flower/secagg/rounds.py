@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.payload import Sections, tensor_name, to_tensors
+from fl_bn.federation.record import with_clients
 from fl_bn.federation.rounds import Rounds, unbounded
-from fl_bn.federation.server import Server, enter
+from fl_bn.federation.server import Server
 from fl_bn.federation.shared_model import NotFinite, ServerStep
-from fl_bn.federation.values import Reply
+from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.secagg import evaluation as secure_evaluation
@@ -134,13 +136,15 @@ class SecureRounds:
         except (SumFailed, WireError) as error:
             self._say(error)
             refused = getattr(error, "refused", {})
-            enter(record, who, [], {index: refused.get(index, str(error)) for index in who}, called=self.rounds.called)
+            reasons = {index: refused.get(index, str(error)) for index in who}
+            server.record = with_clients(record, RoundReplies(who, [], reasons), [], reasons, called=self.rounds.called)
             log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
             return False, []
         limit = self.settings.clipping_range
         loss = float(average["loss"]["loss"][0]) * LOSS_RANGE / limit if "loss" in average else float("nan")
         parts = [_entry(part, loss, total.mean.size) for part in total.parts]
-        enter(record, who, parts, total.refused, called=self.rounds.called)
+        record = with_clients(record, RoundReplies(who, parts, total.refused), parts, total.refused, called=self.rounds.called)
+        server.record = record
         self._report_cut(record.round, total, average)
         before, after = shared.statistics(), self._combined(total, moments, server.pace())
         sent, _ = from_records(messages[0].content)
@@ -151,8 +155,7 @@ class SecureRounds:
         except NotFinite as error:
             log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
             return False, parts
-        record.aggregated = True
-        record.drift = Drift.between(before, after)
+        server.record = replace(record, aggregated=True, drift=Drift.between(before, after))
         self._state()
         return True, parts
 

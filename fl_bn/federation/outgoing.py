@@ -1,0 +1,107 @@
+"""What leaves a client's round: the tensors of the reply, the state that it keeps, the numbers of its own statistics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fl_bn.federation.aggregation import Drift, running_statistics
+from fl_bn.federation.momentum import SECTIONS, to_kept
+from fl_bn.federation.payload import Named, Sections, encode_moments
+from fl_bn.federation.values import ClientState
+from fl_bn.moments import Moments, Running
+from fl_bn.objectives import CONTROL, Finish
+from fl_bn.roles import Role, inputs_like
+
+if TYPE_CHECKING:
+    from fl_bn.federation.client import LocalRound
+
+LOGGER = logging.getLogger("flwr")
+
+
+def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
+    """Encode the moments of every layer, with count 0 for a layer that did not run."""
+    unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(round.model).items()}
+    complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
+    return encode_moments(complete, inputs_like(round.model).dtype)
+
+
+def sections_to_send(round: LocalRound, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
+    """Return the tensors that travel, by section.
+
+    A tensor that this round did not train goes back as it was sent; so does a control variate.
+    """
+    state, settings = round.state, round.settings
+    expected = round.network.reply(round.phase, settings.update, round.auxiliary).sections
+    sources: dict[str, Named] = {"weights": state, "statistics": state, "gradients": gradients}
+    if settings.objective.travels:
+        sources[CONTROL] = {n: torch.zeros_like(state[n]) for n in expected[CONTROL]} | dict(finish.sent)
+    if settings.maintain == "global":
+        for key, section in SECTIONS[settings.optimizer].items():
+            new = {n: t.to(state[n].dtype) for n, t in round.buffers.get(key, {}).items()}
+            sources[section] = round.instruction.sections[section] | new
+    own = partial(Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format)
+    sections = {k: {n: own(sources[k][n].detach()) for n in expected[k]} for k in expected if k != "moments"}
+    return sections | ({"moments": complete_moments(round, moments)} if "moments" in expected else {})
+
+
+def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: int) -> ClientState:
+    """Return the state that the client keeps: its own layers, and the memory of its optimiser and objective.
+
+    Where a tensor is not finite, the state before the round stays: one bad round then spoils no later one.
+    """
+    state, settings, method, role = round.state, round.settings, round.method, round.network.role
+    local = {name: state[name].clone() for name in role if method.keeps(role[name])}
+    sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
+    if gradients and settings.momentum > 0:
+        sections["momentum"] = dict(gradients)
+    if finish.kept:
+        sections["objective"] = dict(finish.kept)
+    buffers = round.buffers
+    if settings.maintain == "global":
+        buffers = {k: {n: t for n, t in of.items() if not method.shares(role[n])} for k, of in buffers.items()}
+    if maintained := to_kept(buffers):
+        sections["optimizer"] = maintained
+    for section, tensors in sections.items():
+        for name, tensor in tensors.items():
+            if not bool(tensor.isfinite().all()):
+                number, kept = round.instruction.round, round.kept
+                stays = f"the state kept after round {kept.round} stays" if kept.sections else "nothing is kept yet"
+                LOGGER.warning("client %s: %s/%s is not finite after round %s: %s", client, section, name, number, stays)
+                return kept
+    return ClientState(round.instruction.round, sections)
+
+
+def home_drift(round: LocalRound, before: Mapping[str, Running]) -> dict[str, float]:
+    """Return how far statistics that stay at home moved from ``before``, as numbers of the reply; none where they are shared."""
+    if round.method.shares(Role.STATISTIC):
+        return {}
+    after = running_statistics(round.model)
+    if (drift := Drift.between(before, after)) is None:
+        return {}
+    return {"drift": drift.largest, "drift-layer": list(after).index(drift.layer), "min-var": drift.min_var, "growth": drift.growth}
+
+
+def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
+    """Compute ``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, Table 2)."""
+    settings, momentum, gradients = round.settings, round.kept.get("momentum"), dict[str, Tensor]()
+    for name, parameter in round.model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+            gradient = gradient + settings.weight_decay * parameter.detach()
+            before = momentum.get(name, torch.zeros_like(gradient)).to(gradient)
+            gradients[name] = settings.momentum * before + (1 - settings.momentum) * gradient
+    return gradients
+
+
+@torch.no_grad()
+def step_at_home(round: LocalRound, gradients: Named) -> None:
+    """Step the parameters that stay home along ``gradients``: the server never does."""
+    for name, parameter in round.model.named_parameters():
+        if name in gradients and not round.method.shares(round.network.role[name]):
+            parameter.sub_(gradients[name], alpha=round.instruction.learning_rate)

@@ -1,0 +1,173 @@
+"""The transport over a Flower grid: messages out, replies in, with the strategy's own hooks between."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from fl_bn.federation.payload import Named
+from fl_bn.federation.transport import Transport
+from fl_bn.federation.values import Instruction, Reply, RoundReplies
+from fl_bn.flower.app.client_app import STATISTICS
+from fl_bn.flower.app.unseen import average_kept
+from fl_bn.flower.layerwise.exchanges import BY_PASSES
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Client
+from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of
+from fl_bn.flower.wire.messaging import receive, send_and_receive
+from fl_bn.flower.wire.replies import Reading, read_replies, with_header
+from fl_bn.methods import Phase
+
+if TYPE_CHECKING:
+    from fl_bn.flower.strategy import BatchNormStrategy
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class GridTransport(Transport):
+    """One run of a strategy over a grid.
+
+    Args:
+        strategy: Makes the messages, and reads the replies.
+        grid: Flower's.
+        timeout: Seconds that the replies of a round have.
+        train_config: Values of every train message.
+        evaluate_config: Values of every evaluate message.
+        evaluate_fn: Evaluates at the server, too: ``evaluate_fn(round, arrays)``.
+    """
+
+    def __init__(
+        self,
+        strategy: BatchNormStrategy,
+        grid: Grid,
+        timeout: float,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> None:
+        self.strategy, self.server, self.grid, self.timeout = strategy, strategy.server, grid, timeout
+        self._train_config, self._evaluate_config, self._evaluate_fn = train_config, evaluate_config, evaluate_fn
+        self.result = Result()
+
+    def round(self, number: int) -> bool:
+        """Carry out a round by the strategy's hooks: ``configure_train``, then ``aggregate_train``."""
+        strategy, shared = self.strategy, self.server.shared
+        before = shared.tensors()
+        messages = strategy.configure_train(number, arrays_of(before), self._train_config, self.grid)
+        if strategy.secure is not None:
+            arrays, metrics = self._secure_round(messages)
+        elif Phase(self.server.record.phase) is Phase.EXCHANGE:
+            replies: Iterable[Message] = strategy.exchanges.round(self.grid, strategy.cohort, messages, self.timeout)
+            arrays, metrics = strategy.aggregate_train(number, replies)
+        else:
+            replies = receive(self.grid, messages, self.timeout, strategy.rounds.retry, called=strategy.rounds.called)
+            arrays, metrics = strategy.aggregate_train(number, replies)
+        if arrays is None or metrics is None:
+            shared.load(before)
+            return False
+        shared.load(tensors_of(arrays))
+        self.result.train_metrics_clientapp[number] = metrics
+        return True
+
+    def train(self, instruction: Instruction) -> RoundReplies:
+        """Raise NotImplementedError: a strategy concludes its rounds itself, in ``aggregate_train``."""
+        raise NotImplementedError
+
+    def measure(self, instruction: Instruction) -> RoundReplies:
+        """Have everyone who is there measure, or the round's cohort, as the method wants it."""
+        strategy, everyone = self.strategy, self._measuring(instruction)
+        sent = strategy.messages(STATISTICS, instruction, everyone, {"measured": instruction.measured})
+        who = [client.index for client in everyone]
+        if strategy.secure is not None:
+            return RoundReplies(who, *strategy.secure.measure(self.grid, sent, everyone, self.timeout))
+        replies = send_and_receive(self.grid, sent, self.timeout, strategy.rounds.retry, strategy.rounds.called)
+        return RoundReplies(who, *self._read(strategy.overheard(replies), instruction, everyone, sent))
+
+    def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
+        """Have clients measure by one message and an exchange per layer; None where not everyone with data took part to the end."""
+        strategy = self.strategy
+        policy, exchanges = strategy.rounds, strategy.exchanges
+        if strategy.secure is not None or strategy.method.adversary is not None or policy.recalibration == "passes":
+            return None
+        everyone = self._measuring(instruction)
+        clients, steps = [client for client in everyone if client.samples > 0], 1 + len(strategy.shared.layers)
+        sent = strategy.messages(STATISTICS, instruction, clients, {"measured": instruction.measured}, steps=steps)
+        tries = policy.recalibration == "exchange"
+        replies, carrier = exchanges.measure(self.grid, clients, sent, self.timeout, policy.memory, tries)
+        if not carrier:
+            return None
+        parts, refused, wrong = self._read(strategy.overheard(replies, without_training=True), instruction, clients, sent)
+        missing = refused | {c.index: "it sat the exchange out" for c in clients if c.index not in exchanges.session.taking_part}
+        if missing:
+            index, reason = next(iter(sorted(missing.items())))
+            log(logging.WARNING, "the exchange layer by layer went without %s: %s. %s", policy.called.client(index), reason, BY_PASSES)
+            return None
+        empty = {client.index: "it has no samples" for client in everyone if client not in clients}
+        return RoundReplies([client.index for client in everyone], parts, empty, wrong, exchanges.session, carrier)
+
+    def store(self, instruction: Instruction, replies: RoundReplies) -> RoundReplies:
+        """Store the statistics; those of a secure sum are stored already."""
+        return replies if self.strategy.secure is not None else super().store(instruction, replies)
+
+    def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
+        """Evaluate at the clients by the strategy's hooks, or at the server, and note both in the result."""
+        strategy, arrays, metrics = self.strategy, arrays_of(tensors), dict[str, float]()
+        messages = strategy.configure_evaluate(number, arrays, self._evaluate_config, self.grid)
+        send = partial(
+            send_and_receive, self.grid, timeout=self.timeout, patience=strategy.rounds.retry, called=strategy.rounds.called
+        )
+        if strategy.secure is not None:
+            as_a_sum = strategy.evaluations.as_a_sum
+            at_clients = as_a_sum(strategy.secure, self.grid, list(messages), strategy.evaluating, self.timeout, send)
+        else:
+            replies = strategy.disclosures.evaluations(send(messages), strategy.everyone())
+            at_clients = strategy.aggregate_evaluate(number, replies)
+        if at_clients is not None:
+            self.result.evaluate_metrics_clientapp[number] = at_clients
+            metrics = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
+        elif strategy.evaluate is not None and not strategy.at_clients:
+            strategy.shared.load(tensors)
+            metrics = strategy.evaluate(strategy.shared.model)
+            self.result.evaluate_metrics_serverapp[number] = MetricRecord({**metrics})
+        if self._evaluate_fn is not None and (here := self._evaluate_fn(number, arrays)) is not None:
+            self.result.evaluate_metrics_serverapp[number] = here
+        return metrics
+
+    def finish_round(self, number: int, changed: bool) -> None:
+        """After the last round, ask clients for the layers that they keep, where unseen clients are to get their average."""
+        strategy = self.strategy
+        if not (strategy.rounds.unseen and strategy.method.personal and number == self.server.rounds):
+            return
+        population, run_id = strategy.clients_of(self.grid), strategy.recovery.run_id
+        who = strategy.with_models(population.everyone())
+        overheard = strategy.overheard
+        strategy.unseen = average_kept(population.grid, who, strategy.shared, number, strategy.rounds, run_id, overheard)
+
+    def _secure_round(self, messages: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Carry out a round of which the server sees the sum alone."""
+        strategy = self.strategy
+        assert strategy.secure is not None
+        changed, parts = strategy.secure.train(self.grid, messages, strategy.cohort, self.timeout)
+        strategy.recovery.check(self.server.record.round, parts)
+        if not changed:
+            return None, None
+        samples = sum(part.samples for part in parts)
+        return arrays_of(self.server.shared.tensors()), MetricRecord({"loss": parts[0].loss, "samples": samples})
+
+    def _measuring(self, instruction: Instruction) -> list[Client]:
+        strategy = self.strategy
+        by_cohort = strategy.method.measures_cohort(instruction.round)
+        return strategy.cohort if by_cohort else strategy.clients_of(self.grid).everyone()
+
+    def _read(
+        self, replies: Iterable[Message], instruction: Instruction, clients: Sequence[Client], sent: Sequence[Message]
+    ) -> tuple[list[Reply], dict[int, str], set[int]]:
+        expected = self.server.expects(instruction.round, instruction.phase, {client.index: client.samples for client in clients})
+        header = header_for(self.strategy.shared, instruction.round, instruction.phase)
+        return read_replies(replies, Reading(clients, with_header(header, expected), sent))
