@@ -262,7 +262,7 @@ def test_a_moon_round_that_raises_leaves_no_hook(breaks: int) -> None:
     fed = Federation(net, methods.fixbn(), [Breaks([batch, batch], breaks)], objective=Moon(), progress=False)
     with nullcontext() if not breaks else pytest.raises(OSError, match="the disk is gone"):
         list(fed.run(2))
-    network = fed._clients.network
+    network = fed._transport.clients.network
     ((lent, _),) = network._back
     assert [len(module._forward_pre_hooks) for module in lent.model.modules()] == [0] * 5
     assert [record.aggregated for record in fed.run(2)] == [True, True]
@@ -279,4 +279,4 @@ def test_copies_of_a_measurement_of_all_clients_are_let_go(fraction: float, most
     fed = Federation(deep, methods.fbn(), clients, fraction=fraction, progress=False)
     (record,) = fed.run(1)
     assert record.aggregated
-    assert len(fed._clients.network._back) == most
+    assert len(fed._transport.clients.network._back) == most

@@ -75,7 +75,7 @@ def through_federation(method: str) -> Models:
     loaders = [SeededBatches(client.x, client.y, SIZE) for client in clients]
     fed = Federation(pretrained(), METHODS[method](), loaders, optimizer=partial(SGD, lr=RATE, momentum=0.9), progress=False)
     for record in fed.run(ROUNDS):
-        found |= {(i, record.round): dict(fed._kept[i].get("local")) for i in range(len(clients))}
+        found |= {(i, record.round): dict(fed._transport.kept[i].get("local")) for i in range(len(clients))}
     return found
 
 

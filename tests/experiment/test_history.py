@@ -102,14 +102,20 @@ def rich() -> list[RoundRecord]:
     exchange = RoundRecord(
         4, "exchange", 0.02, [ClientRecord(0, 5, 2, 0.3, 100, 60, 4, 0.123456, 1.5), ClientRecord(1, 5, 2, 0.4, 100, 60, 4, 0.2, 30.0)]
     )
-    exchange.carrier, exchange.exchanges, exchange.aggregated, exchange.seconds = "grpc", 4, True, 1.25
-    exchange.bytes_up = {"weights": 10, "exchange": 20}
-    exchange.drift = Drift(0.25, "norm", 0.5, 1.0)
-    exchange.evaluation = {"accuracy": 0.75, "loss": 0.5}
+    exchange = replace(
+        exchange,
+        carrier="grpc",
+        exchanges=4,
+        aggregated=True,
+        seconds=1.25,
+        bytes_up={"weights": 10, "exchange": 20},
+        drift=Drift(0.25, "norm", 0.5, 1.0),
+        evaluation={"accuracy": 0.75, "loss": 0.5},
+    )
     diverged = RoundRecord(
         5, "train", 0.02, [ClientRecord(0, 5, 2, math.inf)], Drift(math.inf, "norm", math.nan, math.inf), aggregated=True
     )
-    diverged.evaluation = {"accuracy": 0.1, "loss": math.nan}
+    diverged = replace(diverged, evaluation={"accuracy": 0.1, "loss": math.nan})
     return [*records(), exchange, diverged, RoundRecord(6, "train", 0.001)]
 
 
@@ -252,9 +258,8 @@ def test_a_disk_that_fails_to_sync_writes_no_line_twice(tmp_path: Path, monkeypa
 
 
 def segmented() -> RoundRecord:
-    record = RoundRecord(1, "train", 0.1, aggregated=True)
-    record.evaluation = {"accuracy": 0.75, "loss": 1.0, "mean-iou": 0.5, **named_series(CLASS, [1.0, math.nan, 0.25])}
-    return record
+    evaluation = {"accuracy": 0.75, "loss": 1.0, "mean-iou": 0.5, **named_series(CLASS, [1.0, math.nan, 0.25])}
+    return RoundRecord(1, "train", 0.1, aggregated=True, evaluation=evaluation)
 
 
 def test_mean_iou_and_accuracies_per_class_are_in_the_lines_and_read_back() -> None:

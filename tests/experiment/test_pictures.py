@@ -7,6 +7,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -80,8 +81,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Figure]]:
 
 def record(round: int, rate: float, phase: str = "train") -> RoundRecord:
     made = RoundRecord(round, phase, rate, [ClientRecord(0, 10, 2, 1.0 / round)], Drift(0.5 / round, "norm", 0.1, 1.0), aggregated=True)
-    made.evaluation = {"accuracy": 0.1 * round}
-    return made
+    return replace(made, evaluation={"accuracy": 0.1 * round})
 
 
 def texts(axes: Axes) -> list[str]:

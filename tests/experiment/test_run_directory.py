@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ def records() -> list[RoundRecord]:
     first = RoundRecord(
         1, "train", 0.1, [ClientRecord(0, 10, 2, 1.0, 100, 60), ClientRecord(2, 30, 2, 2.0, 100, 60)], Drift(0.5, "norm", 0.01, 1.0)
     )
-    first.aggregated, first.bytes_down, first.bytes_up, first.seconds = True, {"weights": 80, "statistics": 20}, {"weights": 60}, 0.25
+    first = replace(first, aggregated=True, bytes_down={"weights": 80, "statistics": 20}, bytes_up={"weights": 60}, seconds=0.25)
     failed = RoundRecord(2, "train", 0.1, [ClientRecord(0, bytes_down=100, refused="no reply, before the deadline")])
     last = RoundRecord(3, "frozen", 0.01, [ClientRecord(1, 10, 2, 0.5, 100, 60)], Drift(math.nan, "", math.inf, 1.0), aggregated=True)
-    last.evaluation = {"accuracy": 0.5, "accuracy-std": 0.1, "accuracy-min": 0.4, "loss": 1.5}
-    last.client_evaluation = {0: {"accuracy": 0.4, "loss": 1.0}, 1: {"accuracy": 0.6, "loss": math.inf}}
+    together = {"accuracy": 0.5, "accuracy-std": 0.1, "accuracy-min": 0.4, "loss": 1.5}
+    own = {0: {"accuracy": 0.4, "loss": 1.0}, 1: {"accuracy": 0.6, "loss": math.inf}}
+    last = replace(last, evaluation=together, client_evaluation=own)
     return [first, failed, last]
 
 

@@ -37,8 +37,8 @@ def test_accuracy_per_domain_is_that_on_the_domains_images() -> None:
 
 def test_a_domains_accuracy_is_the_mean_over_its_clients() -> None:
     config = RunConfig(**{**SHIFTED.__dict__, "clients": 5})
-    record = RoundRecord(1, "train", 0.1)
-    record.client_evaluation = {i: {"accuracy": a, "loss": 1.0} for i, a in enumerate((0.1, 0.5, 0.9, 0.3, 0.7))}
+    own = {i: {"accuracy": a, "loss": 1.0} for i, a in enumerate((0.1, 0.5, 0.9, 0.3, 0.7))}
+    record = RoundRecord(1, "train", 0.1, client_evaluation=own)
     note_domains(config, record)
     assert per_domain(record.evaluation) == {"none": pytest.approx(0.2), "invert": pytest.approx(0.6), "noise": pytest.approx(0.9)}
     assert per_domain(record_of(round_line(record)).evaluation) == per_domain(record.evaluation)

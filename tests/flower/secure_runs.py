@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from flwr.app import Error, Message
+from flwr.app import ConfigRecord, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
@@ -13,6 +13,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.flower import BatchNormStrategy, Rounds
+from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.methods import INPUTS, Method
 from fl_bn.secure.settings import SecureAggregation
 from tests.in_process import WatchedGrid, client_app
@@ -55,8 +56,9 @@ def measured(
     grid = grid or WatchedGrid(client_app(method, clients), len(clients))
     server = strategy(method, clients, secure)
     tensors = server.shared.tensors() | to_tensors(start or {})
-    server._clients(grid)
-    (made,) = server.statistics._passes(0, tensors, 1, measured=what)
+    transport = GridTransport(server, grid, 60.0, ConfigRecord(), ConfigRecord())
+    server.clients_of(grid)
+    (made,) = server.statistics._passes(transport, 0, tensors, 1, measured=what)
     return to_numpy(made.tensors), grid
 
 

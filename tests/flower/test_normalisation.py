@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from torch import nn
@@ -25,8 +26,7 @@ def record(drift: Drift | None = None, round: int = 2, loss: float = 0.5) -> Rou
     made = RoundRecord(
         round, "train", 0.05, [ClientRecord(0, 10, 2, loss)], drift, 12, 15, {"weights": 2048}, {"weights": 2048, "moments": 1024}
     )
-    made.aggregated, made.evaluation = True, {"accuracy": 0.512}
-    return made
+    return replace(made, aggregated=True, evaluation={"accuracy": 0.512})
 
 
 def test_the_line_of_a_round_says_what_was_done() -> None:
@@ -42,10 +42,9 @@ def test_the_line_of_a_round_says_what_was_done() -> None:
 
 
 def test_the_short_line_of_a_round() -> None:
-    made = record()
-    made.seconds = 1.23
+    made = replace(record(), seconds=1.23)
     assert in_short(made, 60) == "[round 2/60] 1/1 clients  loss 0.5000  accuracy 51.2%  1.2 s"
-    made.evaluation |= {"accuracy-std": 0.1, "accuracy-min": 0.4}
+    made = replace(made, evaluation=made.evaluation | {"accuracy-std": 0.1, "accuracy-min": 0.4})
     assert in_short(made, 60) == "[round 2/60] 1/1 clients  loss 0.5000  accuracy 51.2%  min 40.0%  1.2 s"
     failed = RoundRecord(3, "train", 0.05, [ClientRecord(0, refused="late")])
     assert in_short(failed, 60) == "[round 3/60] 0/1 clients  loss nan  nothing changed  0.0 s"

@@ -172,7 +172,7 @@ def concluded(made: Server, came: Sequence[Reply], at_once: bool = False) -> boo
     for reply in came:
         intake.take(reply)
     parts, folded = intake.end()
-    return made.conclude(RoundReplies(range(4), parts, folded=folded))
+    return made.conclude(RoundReplies(range(4), parts, partial=folded))
 
 
 def spoilt(reply: Reply, size: float) -> Reply:
