@@ -85,7 +85,7 @@ class RoundRecord:
     round: int
     phase: str
     learning_rate: float
-    clients: Sequence[ClientRecord] = ()
+    clients: Sequence[ClientRecord] = field(default_factory=list)
     drift: Drift | None = None
     tensors_down: int = 0
     tensors_up: int = 0
@@ -97,7 +97,7 @@ class RoundRecord:
     seconds: float = 0.0
     evaluation: dict[str, float] = field(default_factory=dict)
     client_evaluation: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    disclosures: Sequence[Disclosure] = ()
+    disclosures: Sequence[Disclosure] = field(default_factory=list)
 
     @property
     def accepted(self) -> list[ClientRecord]:

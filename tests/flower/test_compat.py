@@ -119,7 +119,7 @@ for name in theirs:
     del sys.modules[name]
 from fl_bn.flower import run_in_process
 run_in_process(json.loads(sys.argv[1]))
-ours = {f"fl_bn.flower.{name}" for name in ("secure", "secure_client", "secure_rounds", "secure_stages", "masks")}
+ours = {f"fl_bn.flower.secagg.{name}" for name in ("workflow", "client", "rounds", "stages", "masks")}
 found = [name for name in sys.modules if "secure_aggregation" in name or name in ours]
 print(json.dumps([theirs, found]))
 """

@@ -17,8 +17,7 @@ from fl_bn.federation.defence import Defence
 from fl_bn.federation.intake import TOGETHER
 from fl_bn.federation.local import Samples
 from fl_bn.federation.server import Server
-from fl_bn.flower import InProcessGrid
-from fl_bn.flower import strategy as strategy_module
+from fl_bn.flower import InProcessGrid, grid_transport
 from fl_bn.flower.wire import messaging
 from fl_bn.flower.wire.messaging import FEW, receive
 from fl_bn.methods import METHODS
@@ -69,7 +68,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, order: Callable[[list[Message]], li
     gc.collect()
     gc.disable()
     counting = Counting(order)
-    monkeypatch.setattr(strategy_module, "receive", counting)
+    monkeypatch.setattr(grid_transport, "receive", counting)
     method = METHODS[options.pop("method", "fedavg")]()
     grid = Plain(client_app(method, people(CLIENTS)), CLIENTS)
     try:

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
-import fl_bn.flower
+import fl_bn_site
 from fl_bn.flower.compat import find
 
-SCRIPT = Path(fl_bn.flower.__file__).with_name("superlink.py")
+SCRIPT = Path(fl_bn_site.__file__).with_name("superlink.py")
 
 
 @pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
