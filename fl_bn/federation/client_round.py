@@ -104,6 +104,10 @@ Result = tuple[Reply, ClientState]
 class Engine(Protocol):
     """How the clients of a cohort compute: each alone, or all as one program."""
 
+    def check(self, members: Sequence[Member]) -> None:
+        """Raise an error of the engine's where it cannot compute these."""
+        ...
+
     def measure(self, members: Sequence[Member]) -> None:
         """Make every member's statistics pass."""
         ...
@@ -118,6 +122,9 @@ class Engine(Protocol):
 
 
 class _OneByOne:
+    def check(self, members: Sequence[Member]) -> None:
+        pass
+
     def measure(self, members: Sequence[Member]) -> None:
         for round, source in members:
             source.measure(round)
@@ -157,6 +164,7 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
     if not members:
         return []
     first = members[0].round
+    engine.check(members)
     if not first.trains:
         engine.measure(members)
         return [engine.reply(member, (), ()) for member in members]

@@ -19,6 +19,7 @@ from fl_bn.exchange.call import Local, Quantity, Request
 from fl_bn.exchange.session import Deliver, Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.defence import Defence
+from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.values import Reply
 from fl_bn.methods import METHODS, Method
@@ -202,13 +203,13 @@ def test_steps_that_nobody_asked_for_weigh_no_more_than_the_others() -> None:
 @pytest.mark.parametrize("name", ["fbn", "hbn"])
 def test_in_federation_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose clients are in this process: one of them counts otherwise."""
-    honest = Federation._client
+    honest = LocalTransport._compute
 
-    def lie(self: Federation, asked: Any, client: int, *connect: Any) -> Reply:
+    def lie(self: LocalTransport, asked: Any, client: int, *connect: Any) -> Reply:
         reply = honest(self, asked, client, *connect)
         return claiming(reply, HUGE) if client == LIAR and "moments" in reply.sections else reply
 
-    monkeypatch.setattr(Federation, "_client", lie)
+    monkeypatch.setattr(LocalTransport, "_compute", lie)
     loaders = [[(drawn(client, 8, 4), torch.zeros(8, dtype=torch.long))] for client in range(5)]
     records = list(Federation(own_app.net(), METHODS[name](), loaders, progress=False, calibrate=1).run(2))
     check(records)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_bn import server_state
 from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Quantity
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.layer_by_layer import LayerOrder, layer_by_layer
 from fl_bn.federation.measuring import measured
-from fl_bn.federation.server import server_state
 from fl_bn.methods import INPUTS, METHODS, Phase, StatisticsPass
 from fl_bn.moments import Moments
 from fl_bn.roles import batch_norms

@@ -81,15 +81,17 @@ class AsOneProgram:
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
 
+    def check(self, members: Sequence[Member]) -> None:
+        """Raise CannotVectorise with the reason why ``members`` cannot be one program, as far as it is known before."""
+        check_cohort([round for round, _ in members], [cast(Drawing, source).samples for _, source in members], members[0].source.task)
+
     def measure(self, members: Sequence[Member]) -> None:
         """Make every member's statistics pass."""
-        self._check(members)
         inputs = [source.pass_inputs(round) for round, source in members]
         measure_together([round for round, _ in members], inputs, members[0].source.task.forward, self._device)
 
     def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
         """Train every member on its own ``batches``."""
-        self._check(members)
         rounds, source = [round for round, _ in members], members[0].source
         own = [cast(IndexBatches, part.all if isinstance(part, Trainable) else part) for part in batches]
         trained = train_together(rounds, own, source.task, source.optimizer, source.scheduler, self._device)
@@ -100,9 +102,6 @@ class AsOneProgram:
         round, source = member
         reply, kept = source.reply(round, batches, trained)
         return (replace(reply, weight=int(round.batch)) if round.trains and round.phase is Phase.EXCHANGE else reply), kept
-
-    def _check(self, members: Sequence[Member]) -> None:
-        check_cohort([round for round, _ in members], [cast(Drawing, source).samples for _, source in members], members[0].source.task)
 
 
 def unneeded(batch: int) -> Exchange:
