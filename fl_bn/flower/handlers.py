@@ -132,14 +132,10 @@ def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDt
     Raises:
         Overflow: a weight does not fit that type.
     """
-    content = to_records(arrays_of(reply, rounding), header)
+    arrays = {section: to_numpy(tensors) for section, tensors in reply.sections.items()}
+    content = to_records(rounding.narrow(arrays), header)
     content["metrics"] = MetricRecord({"samples": reply.samples, **metrics_of(reply)})
     return Message(content, reply_to=message)
-
-
-def arrays_of(reply: Reply, rounding: PayloadDtype) -> Payload:
-    """Return the arrays of ``reply`` as they travel. Raises Overflow where a weight does not fit the type of ``rounding``."""
-    return rounding.narrow({section: to_numpy(tensors) for section, tensors in reply.sections.items()})
 
 
 def metrics_of(reply: Reply) -> Mapping[str, int | float]:

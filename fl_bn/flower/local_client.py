@@ -19,14 +19,14 @@ from fl_bn.data.batches import ClientTooSmall
 from fl_bn.derived import plain_names
 from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation import schema
-from fl_bn.federation.client import Connect, LocalRound
+from fl_bn.federation.client import LocalRound
 from fl_bn.federation.cohort import cohort_round
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.narrow import Overflow
 from fl_bn.federation.network import Network
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.values import ClientState, Instruction, Reply
+from fl_bn.federation.values import ClientState, Reply
 from fl_bn.flower.app.client_state import StateStore, store_of
 from fl_bn.flower.handlers import Request
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
@@ -64,20 +64,8 @@ class Site:
 class LocalClient:
     """Trains, measures and evaluates one model as its method says.
 
-    All that is drawn at random depends on ``seed``, the client and the round alone.
-
-    Args:
-        model: converted already and pristine; it is copied, never changed. Clients of one process may share a ``Network``, and train one
-            copy by turns.
-        method: of the run.
-        settings: of local training.
-        site: the client's data and device.
-        state: Flower's ``context.state``.
-        seed: of the run.
-        tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
-        shares_drift: whether it tells how far statistics that stay at home moved in a round; one of these numbers is an element of its
-            own statistics.
-        task: what the model learns.
+    It takes what a message asks (``Request``) and returns a ``Reply``; it knows neither messages nor lists. The arguments are those of
+    ``BatchNormClient``.
     """
 
     def __init__(
@@ -128,7 +116,9 @@ class LocalClient:
         instruction, store = request.instruction, self.store(request.config)
         kept, joins = request.kept(store), request.connect(self.site.exchange)
         try:
-            reply, keeps = self.round(instruction, kept, joins)
+            with self.network.lend() as lent:
+                round = LocalRound(lent, self.method, instruction, kept, self.settings, joins)
+                reply, keeps = cohort_round(round, self.site.train, self.seed, self.site.client, self.task, self.shares_drift)
         except Unanswered as pending:
             return pack(question(pending, self.site.client))
         except ClientTooSmall as reason:
@@ -142,17 +132,6 @@ class LocalClient:
         if request.trains and (sections := to_write(keeps, kept, instruction.round)) is not None:
             store.write(instruction.round, sections)
         return packed
-
-    def round(self, instruction: Instruction, kept: ClientState, joins: Connect | None = None) -> tuple[Reply, ClientState]:
-        """Compute one round, from what the client ``kept``; return its reply, and what it keeps now.
-
-        Raises:
-            ClientTooSmall: this client has too few samples to take part.
-            Unanswered: the exchange goes by replay, and the next answer is not in the transcript.
-        """
-        with self.network.lend() as lent:
-            round = LocalRound(lent, self.method, instruction, kept, self.settings, joins)
-            return cohort_round(round, self.site.train, self.seed, self.site.client, self.task, self.shares_drift)
 
     def _sits_out(self, round: int, reason: Exception) -> Reply:
         log(logging.WARNING, "client %s sits round %s out: %s", self.site.client, round, reason)

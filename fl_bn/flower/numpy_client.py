@@ -11,7 +11,7 @@ from flwr.client import NumPyClient
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.values import Reply
-from fl_bn.flower.handlers import Request, arrays_of, metrics_of, request_of
+from fl_bn.flower.handlers import Request, metrics_of, request_of
 from fl_bn.flower.local_client import LocalClient
 from fl_bn.flower.wire.codec import FORMAT, flatten, header_from, unflatten
 from fl_bn.flower.wire.fields import Form
@@ -24,7 +24,22 @@ class BatchNormClient(LocalClient, NumPyClient):
 
     A list of arrays has no names, so a config has them: its field ``layout`` is the JSON that ``codec.flatten`` makes. The other fields of
     a config are those of the message's header and config. ``make_client_app`` speaks to the client by values, and makes no list: override
-    ``compute``, not ``fit``, to change what it does. The arguments are those of ``LocalClient``.
+    ``compute``, not ``fit``, to change what it does.
+
+    All that is drawn at random depends on ``seed``, the client and the round alone.
+
+    Args:
+        model: converted already and pristine; it is copied, never changed. Clients of one process may share a ``Network``, and train one
+            copy by turns.
+        method: of the run.
+        settings: of local training.
+        site: the client's data and device.
+        state: Flower's ``context.state``.
+        seed: of the run.
+        tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
+        shares_drift: whether it tells how far statistics that stay at home moved in a round. One of these numbers is an element of its own
+            statistics.
+        task: what the model learns.
     """
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +67,7 @@ class BatchNormClient(LocalClient, NumPyClient):
         request = self._request(parameters, config, TO_MEASURE if config["phase"] == Phase.MEASURE.value else TO_TRAIN)
 
         def listed(reply: Reply) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-            arrays, layout = flatten(arrays_of(reply, request.rounding))
+            arrays, layout = flatten(request.rounding.narrow({section: to_numpy(named) for section, named in reply.sections.items()}))
             return arrays, reply.samples, {"layout": layout, **metrics_of(reply)}
 
         return self.compute(request, listed)

@@ -33,7 +33,11 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
     """
     app = ClientApp(mods=[Gate()])
 
-    def fit(message: Message, context: Context) -> Message:
+    def work(message: Message, context: Context) -> Message:
+        if RECORD_KEY_CONFIGS in message.content:  # of a train message; the gate refuses it in all others
+            from fl_bn.flower.secagg.client import secured  # only now: a plain run does without SecAgg+
+
+            return secured(build)(message, context)
         client = build(context)
         request = read(message, client.network)
         return client.compute(request, lambda reply: reply_to(message, request.header, reply, request.rounding))
@@ -56,22 +60,15 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
 
     def hello(message: Message, context: Context) -> Message:
         told = {**build(context).introduce(), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
-        return Message(RecordDict({"hello": ConfigRecord(told)}), reply_to=message)
+        return Message(RecordDict({"hello": ConfigRecord({**told})}), reply_to=message)
 
     def rendezvous(message: Message, context: Context) -> Message:
         build(context).meet(TO_MEET.of_configs(message.content))
         return Message(RecordDict(), reply_to=message)
 
-    def train(message: Message, context: Context) -> Message:
-        if RECORD_KEY_CONFIGS not in message.content:
-            return fit(message, context)
-        from fl_bn.flower.secagg.client import secured  # only now: a plain run does without SecAgg+
-
-        return secured(build)(message, context)
-
-    app.train()(_within_its_time(train))
+    app.train()(_within_its_time(work))
     app.evaluate()(_within_its_time(evaluate))
-    app.query("statistics")(_within_its_time(fit))
+    app.query("statistics")(_within_its_time(work))
     app.query("hello")(_within_its_time(hello))
     app.query(KEPT)(_within_its_time(kept))
     app.query("rendezvous")(_within_its_time(rendezvous))

@@ -95,7 +95,7 @@ class _Rounds(BatchNormStrategy):
         if not self.evaluates:
             return None
         found = evaluation_of_own_app(
-            replies,
+            self.disclosures.evaluations(replies, self._everyone()),
             self._evaluating,
             self._sent,
             self.ranges,
