@@ -44,7 +44,7 @@ from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of, to_records
 from fl_bn.flower.wire.messages import evaluated
 from fl_bn.flower.wire.messaging import receive, send_and_receive
-from fl_bn.flower.wire.replies import Reading, read_replies, with_header
+from fl_bn.flower.wire.replies import Decoded, Reading, read_replies, with_header
 from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.secure.settings import SecureAggregation
@@ -148,15 +148,15 @@ class BatchNormStrategy(Strategy):
         samples = sum(client.samples for client in self.record.accepted)
         return arrays_of(self.shared.tensors()), MetricRecord({"loss": self.record.loss, "samples": samples})
 
-    def _taken_in(self, replies: Iterable[Message], reading: Reading) -> RoundReplies:
+    def _taken_in(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
         """Replies to train messages, read; where they are not needed all at once, each is added to the average as it comes, and freed."""
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake({client.index: client.samples for client in self.cohort})) is None:
             parts, refused, wrong = read_replies(replies, reading)
             return RoundReplies(who, parts, refused, wrong, carrier=self.exchanges.carrier)
-        for message in replies:
-            found = reading.read(message)
-            del message  # while the next one is waited for
+        for reply in replies:
+            found = reading.read(reply)
+            del reply  # while the next one is waited for
             if isinstance(found, Reply):
                 intake.take(found)
             elif found is not None:
@@ -194,7 +194,8 @@ class BatchNormStrategy(Strategy):
         header = header_for(self.shared, server_round, Phase.TRAIN)
         expected = Expected(header.round, header.signature, Schema({}), evaluated(self.task))
         reading = Reading(self._evaluating, with_header(header, expected), self._sent)
-        return self._evaluations.in_the_clear(self.record, replies, reading)
+        noted = self.disclosures.evaluations(replies, self._everyone())
+        return self._evaluations.in_the_clear(self.record, noted, reading)
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
         from fl_bn.flower.secagg.rounds import SecureRounds  # only now: a plain run does without SecAgg+
@@ -326,7 +327,7 @@ class BatchNormStrategy(Strategy):
         if self.secure is not None:
             at_clients = self._evaluations.as_a_sum(self.secure, grid, list(asked), self._evaluating, timeout, send)
         else:
-            at_clients = self.aggregate_evaluate(server_round, self.disclosures.evaluations(send(asked), self._everyone()))
+            at_clients = self.aggregate_evaluate(server_round, send(asked))
         if at_clients is not None:
             result.evaluate_metrics_clientapp[server_round] = at_clients
             self.record.evaluation = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
@@ -386,7 +387,7 @@ class BatchNormStrategy(Strategy):
         return self.population.grid, self.cohort if self.method.measures_cohort(asked.round) else self.population.everyone()
 
     def _reports(
-        self, replies: Iterable[Message], asked: Instruction, clients: Sequence[Client], sent: Sequence[Message]
+        self, replies: Iterable[Decoded], asked: Instruction, clients: Sequence[Client], sent: Sequence[Message]
     ) -> tuple[list[Reply], dict[int, str], set[int]]:
         expected = self.server.expects(asked.round, asked.phase, {client.index: client.samples for client in clients})
         header = header_for(self.shared, asked.round, asked.phase)
@@ -430,15 +431,13 @@ class BatchNormStrategy(Strategy):
         self._sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
         return self._sent
 
-    def _overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Message]:
-        """The replies, noted, and then rewritten where the method's adversary has Byzantine clients, which know all the others'."""
+    def _overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Decoded]:
+        """The replies, decoded and noted, and then rewritten where the method's adversary has Byzantine clients, which know all others'."""
         clients = self._everyone()
         noted = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)
         if self.method.adversary is None or self.method.adversary.flips_labels:
             return noted
-        replies = list(noted)
-        corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
-        return replies
+        return corrupt(list(noted), clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
 
     def _everyone(self) -> list[Client]:
         return self.cohort if self.population is None else self.population.everyone()
