@@ -8,15 +8,15 @@ messages to the round's record. Counted are the files of fl_bn that the round en
 for one client:
 
 * decodings of a header: of the instruction at the client, and of the reply at the server,
-* returns of the reply: how often a function or generator of fl_bn hands it to its caller, in any form. Forms are the ``Reply``, Flower's
-  message and its records, named arrays, a list of arrays, and a collection that holds one of these.
+* returns of the reply: how often a function or generator of fl_bn hands it to its caller. First as a value, which is a ``Reply`` or what
+  the server decoded; then in any form, which is also Flower's message, its records, named arrays and lists of arrays.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Annotated, Any
@@ -38,6 +38,7 @@ from fl_bn.methods import METHODS
 PACKAGE = Path(str(fl_bn.__file__)).parent
 CLIENTS, ROUNDS = 3, 2
 DECODED = "Decoded"  # the name of a decoded reply that is not yet checked, where there is such a value
+PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # of a function, and none themselves
 HEADER = "header_from"  # every decoding of a header ends in it
 
 
@@ -46,13 +47,13 @@ class Walk:
 
     Attributes:
         entered: how often each function of fl_bn was called.
-        returns: where a client's reply was returned, as ``(side, function)``, in order; of all clients.
+        returns: where a reply was returned, as ``(side, function, whether as a value)``, in order; of all clients.
         headers: decodings of a header by side, of all clients.
     """
 
     def __init__(self) -> None:
         self.entered, self.headers = Counter[CodeType](), Counter[str]()
-        self.returns: list[tuple[str, str]] = []
+        self.returns: list[tuple[str, str, bool]] = []
         self._side, self._replied, self._checked = "server", False, False
 
     def begin(self) -> None:
@@ -72,10 +73,12 @@ class Walk:
             if code.co_name == HEADER:
                 self.headers[self._side] += 1
             return
-        if any(isinstance(one, Reply) for one in (value if isinstance(value, tuple) else (value,))):
+        values = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(one, Reply) for one in values):
             self._replied, self._checked = True, self._side == "server"
-        if self._replied and not code.co_name.startswith("<") and carries(value, records=not self._checked):
-            self.returns.append((self._side, name_of(code)))
+        if self._replied and code.co_name not in PARTS and carries(value, records=not self._checked):
+            as_value = any(isinstance(one, Reply) or type(one).__name__ == DECODED for one in values)
+            self.returns.append((self._side, name_of(code), as_value))
         if code.co_name == "_answer":
             self._side = "server"
 
@@ -169,18 +172,15 @@ def main(
     total = [sum(numbers[column] for numbers in files.values()) for column in range(3)]
     print(f"| {len(files)} files | {' | '.join(map(str, total))} |\n")
     print(f"code between configure_train and the end of aggregate_train, {method}, {CLIENTS} clients")
-    for what, count in (("decodings of a header", per_client(walk.headers.get)), ("returns of the reply", per_client(sides(walk).get))):
-        print(f"{what}, per client: {count('client'):g} at the client, {count('server'):g} at the server")
+    anyhow, values = Counter(side for side, _, _ in walk.returns), Counter(side for side, _, as_value in walk.returns if as_value)
+    for what, counts in (
+        ("decodings of a header", walk.headers),
+        ("returns of the reply, as a value", values),
+        ("returns of the reply, in any form", anyhow),
+    ):
+        print(f"{what}, per client: {counts['client'] / CLIENTS:.3g} at the client, {counts['server'] / CLIENTS:.3g} at the server")
     if detail:
-        print("\n".join(f"{side} {function}" for side, function in walk.returns[: len(walk.returns) // CLIENTS + 1]))
-
-
-def sides(walk: Walk) -> Counter[str]:
-    return Counter(side for side, _ in walk.returns)
-
-
-def per_client(count: Callable[[str, int], int]) -> Callable[[str], float]:
-    return lambda side: count(side, 0) / CLIENTS
+        print("\n".join(f"{side} {function}" for side, function, _ in walk.returns[: len(walk.returns) // CLIENTS + 1]))
 
 
 if __name__ == "__main__":

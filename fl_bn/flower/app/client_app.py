@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Callable
+from functools import partial
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -40,7 +41,7 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
             return secured(build)(message, context)
         client = build(context)
         request = read(message, client.network)
-        return client.compute(request, lambda reply: reply_to(message, request.header, reply, request.rounding))
+        return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding))
 
     def evaluate(message: Message, context: Context) -> Message:
         client = build(context)
