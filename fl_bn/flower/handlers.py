@@ -99,10 +99,10 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
         WireError: they are for another phase, model or method, or an array has another type than the header says.
     """
     phase, form = Phase(header.phase), config.form
-    for what, wrong in ((TO_TRAIN, phase is Phase.MEASURE), (TO_MEASURE, phase is not Phase.MEASURE)):
-        if form is what and wrong:
-            wanted = "a phase that trains" if form is TO_TRAIN else repr(Phase.MEASURE.value)
-            raise WireError("header", "phase", f"expected {wanted}, but got {header.phase!r}")
+    if form is TO_TRAIN and phase is Phase.MEASURE:
+        raise WireError("header", "phase", f"expected a phase that trains, but got {header.phase!r}")
+    if form is TO_MEASURE and phase is not Phase.MEASURE:
+        raise WireError("header", "phase", f"expected {Phase.MEASURE.value!r}, but got {header.phase!r}")
     transcript = detach(payload, config) if form is TO_TRAIN and phase is Phase.EXCHANGE else []
     mine = Header(network.method.name, header.phase, header.round, network.signature, payload=header.payload)
     check_header(mine, header, network.instruction(), payload)
