@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +19,14 @@ from fl_bn.conversion import convert
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.values import Reply
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, InProcessGrid, Rounds, RunFailed, Site, make_client_app
+from fl_bn.flower.handlers import Request
 from fl_bn.methods import Method
 from tests.kept import Kept
 from tests.networks import seeded_network
 
+T = TypeVar("T")
 TWO_STEPS = LocalTraining(batch_size=4, steps=2, momentum=0.9)
 FULL_BATCH = LocalTraining(batch_size=64, epochs=1)
 CPU = torch.device("cpu")
@@ -41,13 +44,13 @@ def client_app(
     shares_drift: bool = False,
     tells: bool = False,
 ) -> ClientApp:
-    """``disturb(client, what)`` is called before each fit and may raise; ``counted``: the number of clients that each believes in."""
+    """``disturb(client, what)`` is called before each client's round, and may raise. ``counted``: clients that each believes in."""
     converted = convert(model or seeded_network("cnn"), method)
 
     class Disturbed(BatchNormClient):
-        def fit(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-            disturb(self.site.client, f"{config['phase']} {config['round']}")
-            return super().fit(parameters, config)
+        def compute(self, request: Request, pack: Callable[[Reply], T]) -> T:
+            disturb(self.site.client, f"{request.header.phase} {request.header.round}")
+            return super().compute(request, pack)
 
     def build(context: Context) -> BatchNormClient:
         index = int(context.node_config["partition-id"])

@@ -14,7 +14,7 @@ from fl_bn.flower.app.client_app import SAVE
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.messaging import copy_of
-from fl_bn.flower.wire.replies import Reading, read_replies
+from fl_bn.flower.wire.replies import Decoded, Reading, read_replies
 from fl_bn.support.client_names import ClientNames
 from fl_bn.support.wire import reason
 from fl_bn.task import Task
@@ -44,7 +44,7 @@ class EvaluationsAtClients:
     def __init__(self, task: Task, called: ClientNames) -> None:
         self.task, self._called, self._say = task, called, SaidOnce("%s did not evaluate: %s", called)
 
-    def in_the_clear(self, replies: Iterable[Message], reading: Reading) -> tuple[MetricRecord | None, dict[int, dict[str, float]]]:
+    def in_the_clear(self, replies: Iterable[Decoded], reading: Reading) -> tuple[MetricRecord | None, dict[int, dict[str, float]]]:
         """Put the ``replies`` together.
 
         Returns:

@@ -21,7 +21,7 @@ from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of
 from fl_bn.flower.wire.messaging import receive, send_and_receive
-from fl_bn.flower.wire.replies import Reading, read_replies, with_header
+from fl_bn.flower.wire.replies import Decoded, Reading, read_replies, with_header
 from fl_bn.methods import Phase
 
 if TYPE_CHECKING:
@@ -126,8 +126,7 @@ class GridTransport(Transport):
             as_a_sum = strategy.evaluations.as_a_sum
             at_clients = as_a_sum(strategy.secure, self.grid, list(messages), strategy.evaluating, self.timeout, send)
         else:
-            replies = strategy.disclosures.evaluations(send(messages), strategy.everyone())
-            at_clients = strategy.aggregate_evaluate(number, replies)
+            at_clients = strategy.aggregate_evaluate(number, send(messages))
         if at_clients is not None:
             self.result.evaluate_metrics_clientapp[number] = at_clients
             metrics = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
@@ -166,7 +165,7 @@ class GridTransport(Transport):
         return strategy.cohort if by_cohort else strategy.clients_of(self.grid).everyone()
 
     def _read(
-        self, replies: Iterable[Message], instruction: Instruction, clients: Sequence[Client], sent: Sequence[Message]
+        self, replies: Iterable[Decoded], instruction: Instruction, clients: Sequence[Client], sent: Sequence[Message]
     ) -> tuple[list[Reply], dict[int, str], set[int]]:
         expected = self.server.expects(instruction.round, instruction.phase, {client.index: client.samples for client in clients})
         header = header_for(self.strategy.shared, instruction.round, instruction.phase)

@@ -41,7 +41,7 @@ from fl_bn.flower.log import log, say_round
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of, to_records
 from fl_bn.flower.wire.messages import evaluated
-from fl_bn.flower.wire.replies import Reading, read_replies, with_header
+from fl_bn.flower.wire.replies import Decoded, Reading, read_replies, with_header
 from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Method, Phase
 from fl_bn.secure.settings import SecureAggregation
@@ -143,7 +143,7 @@ class BatchNormStrategy(Strategy):
         samples = sum(client.samples for client in self.record.accepted)
         return arrays_of(self.shared.tensors()), MetricRecord({"loss": self.record.loss, "samples": samples})
 
-    def _taken_in(self, replies: Iterable[Message], reading: Reading) -> RoundReplies:
+    def _taken_in(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
         """Read the replies to train messages. Where they are not needed all at once, add each to the average at once, and free it."""
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake({client.index: client.samples for client in self.cohort})) is None:
@@ -152,9 +152,9 @@ class BatchNormStrategy(Strategy):
                 return RoundReplies(who, parts, refused, wrong)
             exchanges = self.exchanges
             return RoundReplies(who, parts, refused, wrong, exchanges.session, exchanges.carrier, exchanges.messages)
-        for message in replies:
-            reply = reading.read(message)
-            del message  # while the next one is waited for
+        for decoded in replies:
+            reply = reading.read(decoded)
+            del decoded  # while the next one is waited for
             if isinstance(reply, Reply):
                 intake.take(reply)
             elif reply is not None:
@@ -192,7 +192,8 @@ class BatchNormStrategy(Strategy):
         header = header_for(self.shared, server_round, Phase.TRAIN)
         expected = Expected(header.round, header.signature, Schema({}), evaluated(self.task))
         reading = Reading(self.evaluating, with_header(header, expected), self._sent)
-        metrics, by_client = self.evaluations.in_the_clear(replies, reading)
+        noted = self.disclosures.evaluations(replies, self.everyone())
+        metrics, by_client = self.evaluations.in_the_clear(noted, reading)
         self.server.record = replace(self.record, client_evaluation=by_client)
         return metrics
 
@@ -326,15 +327,13 @@ class BatchNormStrategy(Strategy):
         self._sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
         return self._sent
 
-    def overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Message]:
-        """Note the replies, and rewrite them where the method's adversary has Byzantine clients, which know all the others'."""
+    def overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Decoded]:
+        """Decode and note the replies, and rewrite them where the method's adversary has Byzantine clients, which know all the others'."""
         clients = self.everyone()
         noted = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)
         if self.method.adversary is None or self.method.adversary.flips_labels:
             return noted
-        replies = list(noted)
-        corrupt(replies, clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
-        return replies
+        return corrupt(list(noted), clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
 
     def everyone(self) -> list[Client]:
         """Return all clients that are there."""

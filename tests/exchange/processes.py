@@ -27,7 +27,7 @@ from fl_bn.exchange.call import Answer, Key, Quantity
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import InProcessGrid
-from fl_bn.flower import numpy_client as flower_client
+from fl_bn.flower.layerwise import exchange_address
 from fl_bn.flower.layerwise.exchange_address import SiteExchange
 from fl_bn.methods.fedtan import fedtan
 from tests.federation import random_samples
@@ -93,7 +93,7 @@ def serve(pipe: Connection, sizes: Sequence[int], settings: LocalTraining) -> No
         if module.training:
             agenda.reach("step")
 
-    flower_client.SiteExchange = StruckExchange
+    exchange_address.SiteExchange = StruckExchange
     model = network()
     model.register_forward_pre_hook(step_begins)
     here = InProcessGrid(client_app(fedtan(), federation(sizes), settings, model=model), len(sizes), {})

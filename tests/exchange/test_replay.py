@@ -19,8 +19,8 @@ from fl_bn.exchange.call import Answer, Exchange, ExchangeFailed, Join, Key, Lay
 from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.exchange.session import Session
-from fl_bn.federation.payload import Payload
-from fl_bn.flower.layerwise.transcript import attach, detach, read_request, request_payload
+from fl_bn.federation.payload import Payload, to_numpy
+from fl_bn.flower.layerwise.transcript import attach, detach, question, read_request
 from fl_bn.flower.wire.codec import Header, flatten, from_records, to_records, unflatten
 from fl_bn.support.wire import WireError
 
@@ -245,7 +245,9 @@ def test_a_request_travels_in_a_reply(
     layer: str, quantity: Quantity, call: int, values: list[float], dtype: torch.dtype, count: int
 ) -> None:
     request = Local(Key(layer, quantity, call), torch.tensor(values, dtype=dtype), count)
-    came = read_request(reply(request_payload(request), batch=5, count=count), HEADER)
+    asked = question(Unanswered(request, 5))
+    payload = {section: to_numpy(tensors) for section, tensors in asked.sections.items()}
+    came = read_request(reply(payload, **asked.metrics), HEADER)
     assert came is not None
     batch, read = came
     assert (batch, read.key, read.count) == (5, request.key, count)

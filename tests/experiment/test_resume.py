@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.values import Reply
 from fl_bn.flower import BatchNormClient
 from fl_bn.flower.app.checkpoint import Checkpoint
+from fl_bn.flower.handlers import Request
 from fl_bn.methods import METHODS
 from fl_bn.run.checkpoints import Checkpoints
 from tests.experiment.resuming import ROUNDS, Stopped, Values, in_pieces, results, run, small_run, stopped
@@ -97,15 +99,15 @@ def test_wherever_it_stops(case: str, tmp_path: Path, whole: Whole) -> None:
 
 def test_a_run_that_stops_in_the_middle_of_a_round(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three clients have trained and kept what they keep; the third is where it ends."""
-    values, fit = small_run(tmp_path / "pieces", method="fedbn"), BatchNormClient.fit
+    values, compute = small_run(tmp_path / "pieces", method="fedbn"), BatchNormClient.compute
 
-    def stop(self: BatchNormClient, parameters: list, config: dict) -> object:  # type: ignore[type-arg]
-        if self.site.client == 2 and config["round"] == 4:
+    def stop(self: BatchNormClient, request: Request, pack: Callable[[Reply], object]) -> object:
+        if self.site.client == 2 and request.header.round == 4:
             raise Stopped
-        return fit(self, parameters, config)
+        return compute(self, request, pack)
 
     with monkeypatch.context() as patch:
-        patch.setattr(BatchNormClient, "fit", stop)
+        patch.setattr(BatchNormClient, "compute", stop)
         with pytest.raises(Stopped):
             run(values)
     kept = {path.parent.name: path.name for path in sorted((tmp_path / "pieces" / "run").glob("state-*/client-*/round-*"))}

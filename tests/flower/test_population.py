@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import pytest
 from flwr.app import Message
@@ -350,20 +349,20 @@ def test_a_node_that_could_not_say_who_it_is_is_asked_again_once_it_was_offline(
     clients: list[Samples], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     """Restarted with the wrong path to its data, then with the right one."""
-    grid, properties = ComingAndGoing(clients, monkeypatch), BatchNormClient.get_properties
+    grid, introduce = ComingAndGoing(clients, monkeypatch), BatchNormClient.introduce
     wrong: list[int] = []
 
-    def hello(self: BatchNormClient, config: Mapping[str, Any]) -> dict[str, Any]:
+    def hello(self: BatchNormClient) -> dict[str, int | str]:
         if self.site.client in wrong:
             raise FileNotFoundError("no such data")
-        return properties(self, config)
+        return introduce(self)
 
     def rate(round: int, rounds: int) -> float:
         grid.gone = {2: {2}, 5: {2}}.get(round, set())
         wrong[:] = [1] if round in (3, 4) else []
         return 0.1
 
-    monkeypatch.setattr(BatchNormClient, "get_properties", hello)
+    monkeypatch.setattr(BatchNormClient, "introduce", hello)
     ran = run(FBN, clients, 7, grid=grid, policy={"rate": rate})
     assert accepted(ran) == [[0, 1, 2], [0, 2], [0, 2], [0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
     assert log.text.count("node 2 refused: FileNotFoundError: no such data") == 1  # and not in every round

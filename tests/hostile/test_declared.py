@@ -28,22 +28,22 @@ FORMS |= {f"evaluated, {name}": messages.evaluated(task()) for name, task in TAS
 
 # who may touch records as they came, and why; every other file of the package gets ``Values``
 READERS = {
-    "fields.py": "the forms themselves",
-    "codec.py": "arrays, and whether there is a header",
-    "disclosure.py": "counts what left clients before anything is checked",
-    "client_state.py": "a client's own state",
-    "secure.py": "adds to messages of its own",
-    "secure_stages.py": "messages that this side makes; replies through forms",
-    "secure_client.py": "the stage, before its form is chosen; this side's own reply",
-    "secure_rounds.py": "adds to messages of its own",
-    "carriers.py": "adds to messages of its own",
-    "instruction_digest.py": "hashes an instruction as it came",
-    "transcript.py": "adds to messages of its own",
-    "evaluation.py": "adds to messages of its own",
-    "gate.py": "this side's own replies; the kind of a message, before its form is chosen",
-    "recovery.py": "adds to messages of its own",
-    "app_host.py": "this side's own reply, against the site's policy",
-    "in_process.py": "the engine: whether a message of this process is one of the local exchange",
+    "fl_bn/flower/wire/fields.py": "the forms themselves",
+    "fl_bn/flower/wire/codec.py": "arrays, and whether there is a header",
+    "fl_bn/flower/wire/replies.py": "decodes a reply; the disclosure report counts it before anything is checked",
+    "fl_bn/flower/wire/gate.py": "this side's own replies; the kind of a message, before its form is chosen",
+    "fl_bn/flower/app/client_state.py": "a client's own state",
+    "fl_bn/flower/app/recovery.py": "adds to messages of its own",
+    "fl_bn/flower/evaluation.py": "adds to messages of its own",
+    "fl_bn/flower/in_process.py": "the engine: whether a message of this process is one of the local exchange",
+    "fl_bn/flower/layerwise/carriers.py": "adds to messages of its own",
+    "fl_bn/flower/layerwise/transcript.py": "adds to messages of its own",
+    "fl_bn/flower/secagg/workflow.py": "adds to messages of its own",
+    "fl_bn/flower/secagg/stages.py": "messages that this side makes; replies through forms",
+    "fl_bn/flower/secagg/client.py": "the stage, before its form is chosen; arrays that are decoded; this side's own state",
+    "fl_bn/flower/secagg/rounds.py": "adds to messages of its own",
+    "fl_bn/flower/secagg/instruction_digest.py": "hashes an instruction as it came",
+    "fl_bn_site/app_host.py": "this side's own reply, against the site's policy",
 }
 
 
@@ -53,8 +53,8 @@ def reads_records(source: str) -> bool:
 
 
 def test_records_as_they_came_are_read_in_few_places() -> None:
-    found = {path.name for path in (ROOT / "fl_bn").rglob("*.py") if reads_records(path.read_text())}
-    assert found == set(READERS)
+    files = [path for house in ("fl_bn", "fl_bn_site") for path in (ROOT / house).rglob("*.py")]
+    assert {path.relative_to(ROOT).as_posix() for path in files if reads_records(path.read_text())} == set(READERS)
     assert reads_records("x = reply.content.metric_records['metrics']")  # control
 
 

@@ -6,17 +6,17 @@ Only what came is rewritten, before anything is checked: what the server refuses
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
-from flwr.app import Message
 
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.narrow import EXACT, PayloadDtype
 from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.flower.population import Client
-from fl_bn.flower.wire.codec import from_records, to_record
+from fl_bn.flower.wire.replies import Decoded
 from fl_bn.moments import Moments, plain_average, pool
 from fl_bn.robust.attacks import Adversary, Damage
 from fl_bn.support.wire import WireError
@@ -25,40 +25,49 @@ VARIANCES = {"statistics": ("running_mean", "running_var"), "moments": ("mean", 
 
 
 def corrupt(
-    replies: Sequence[Message],
+    replies: Sequence[Decoded],
     cohort: Sequence[Client],
     population: int,
     adversary: Adversary,
     defence: Defence,
     sent: Payload,
     rounding: PayloadDtype = EXACT,
-) -> None:
-    """Rewrite the Byzantine clients' replies in place, as ``adversary`` says. ``sent``: what all clients got; ``rounding``: how both
-    carry weights and gradients.
+) -> list[Decoded]:
+    """Return the ``replies`` with those of the Byzantine clients rewritten, as ``adversary`` says.
 
     The Byzantine ones are the last ``adversary.f`` of ``population`` clients. An error, or a reply that cannot be read, stays. Honest
     replies that are not finite will be refused, so no lie follows from them; with no other, the lies stay as they came.
+
+    Args:
+        replies: of all clients.
+        cohort: the clients.
+        population: how many clients there are.
+        adversary: the attack.
+        defence: which the attackers know.
+        sent: what all clients got.
+        rounding: how both carry weights and gradients.
     """
     if adversary.flips_labels:
-        return
+        return list(replies)
     index, sent = {client.node: client.index for client in cohort}, rounding.widen(sent)
-    honest: list[tuple[int, Message, Payload]] = []
-    liars: list[tuple[int, Message, Payload]] = []
-    for reply in replies:
-        if (client := index.get(reply.metadata.src_node_id)) is None or reply.has_error():
+    honest: list[tuple[int, int, Payload]] = []  # client, place among the replies, arrays
+    liars: list[tuple[int, int, Payload]] = []
+    for place, reply in enumerate(replies):
+        if (client := index.get(reply.node)) is None or reply.problem is not None:
             continue
         try:
-            payload = rounding.widen(from_records(reply.content)[0])
+            payload = {section: dict(arrays) for section, arrays in rounding.widen(reply.payload).items()}
         except WireError:
             continue
         if not payload:
             continue
         if client >= population - adversary.f:
-            liars.append((client, reply, payload))
+            liars.append((client, place, payload))
         elif _finite(payload):
-            honest.append((client, reply, payload))
+            honest.append((client, place, payload))
+    rewritten = list(replies)
     if not honest or not liars:
-        return
+        return rewritten
     honest.sort(key=lambda entry: entry[0])
     liars.sort(key=lambda entry: entry[0])
     truths, lies = [payload for _, _, payload in honest], [payload for _, _, payload in liars]
@@ -69,8 +78,10 @@ def corrupt(
             _statistics(section, truths, lies, adversary, defence)
         else:
             continue
-        for (_, reply, _), lie in zip(liars, lies, strict=True):
-            reply.content[section] = to_record(rounding.narrow({section: lie[section]}, overflows=True)[section])
+        for (_, place, _), lie in zip(liars, lies, strict=True):
+            true = rewritten[place]
+            rewritten[place] = replace(true, payload=true.payload | rounding.narrow({section: lie[section]}, overflows=True))
+    return rewritten
 
 
 def _finite(payload: Payload) -> bool:

@@ -1,23 +1,23 @@
-"""The ClientApp: Flower's message handlers in front of a ``BatchNormClient``."""
+"""The ClientApp: Flower's message handlers in front of a ``LocalClient``."""
 
 from __future__ import annotations
 
 import faulthandler
 from collections.abc import Callable
+from functools import partial
 
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fl_bn.federation.fields import Values
-from fl_bn.federation.schema import KEPT, kept_layers
+from fl_bn.federation.schema import KEPT
+from fl_bn.federation.values import Reply
+from fl_bn.flower.handlers import read, reply_to
 from fl_bn.flower.layerwise.exchange_address import deployed
-from fl_bn.flower.numpy_client import BatchNormClient
-from fl_bn.flower.wire.codec import Header, flatten, from_records, header_of, to_records, unflatten
-from fl_bn.flower.wire.fields import Form
-from fl_bn.flower.wire.gate import Gate, Handler, Limits, enough
-from fl_bn.flower.wire.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_SAVE, TO_TELL, TO_TRAIN
+from fl_bn.flower.local_client import LocalClient
+from fl_bn.flower.wire.codec import header_of
+from fl_bn.flower.wire.gate import Gate, Handler, Limits
+from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS, TO_EVALUATE, TO_MEET, TO_SAVE, TO_TELL
 from fl_bn.flower.wire.versions import here
-from fl_bn.methods import Phase
 
 HELLO = "query.hello"
 STATISTICS = "query.statistics"
@@ -25,63 +25,51 @@ RENDEZVOUS = "query.rendezvous"
 SAVE = "query.save"
 
 
-def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
-    """A ClientApp that builds its client from Flower's context and answers train, evaluate, and the queries
-    ``statistics``, ``kept``, ``hello``, ``rendezvous`` and ``save``, all through the ``Gate``."""
+def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
+    """Make a ClientApp that answers train, evaluate, and the queries ``statistics``, ``kept``, ``hello``, ``rendezvous`` and ``save``, all
+    through the ``Gate``.
+
+    Args:
+        build: makes the client, a ``BatchNormClient`` say, from Flower's context of a message.
+    """
     app = ClientApp(mods=[Gate()])
 
-    def fit(message: Message, context: Context) -> Message:
-        payload, header = from_records(message.content)
-        arrays, layout = flatten(payload)
-        form = TO_MEASURE if header.phase == Phase.MEASURE.value else TO_TRAIN
-        out, samples, metrics = build(context).fit(arrays, _call(message, form, header, layout))
-        content = to_records(unflatten(out, metrics.pop("layout")), header)
-        content["metrics"] = MetricRecord({"samples": samples, **metrics})
-        return Message(content, reply_to=message)
+    def work(message: Message, context: Context) -> Message:
+        if RECORD_KEY_CONFIGS in message.content:  # of a train message; the gate refuses it in all others
+            from fl_bn.flower.secagg.client import secured  # only now: a plain run does without SecAgg+
+
+            return secured(build)(message, context)
+        client = build(context)
+        request = read(message, client.network)
+        return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding))
 
     def evaluate(message: Message, context: Context) -> Message:
-        payload, header = from_records(message.content)
-        arrays, layout = flatten(payload)
         client = build(context)
-        loss, samples, metrics = client.evaluate(arrays, _call(message, TO_EVALUATE, header, layout))
-        behind = client.task.samples_behind(client.site.test.y)
-        metrics, fewest = enough(metrics, samples, behind, Limits.of(context).min_samples)
-        content = to_records({}, header)
-        content["metrics"] = MetricRecord({"samples": samples, "loss": loss, "fewest": fewest, **metrics})
-        return Message(content, reply_to=message)
+        request = read(message, client.network, TO_EVALUATE)
+        return reply_to(message, request.header, client.evaluation(request, Limits.of(context).min_samples))
 
     def save(message: Message, context: Context) -> Message:
-        payload, header = from_records(message.content)
-        arrays, layout = flatten(payload)
-        build(context).save(arrays, _call(message, TO_SAVE, header, layout))
+        client = build(context)
+        client.save(read(message, client.network, TO_SAVE))
         return Message(RecordDict(), reply_to=message)
 
     def kept(message: Message, context: Context) -> Message:
         client, header = build(context), header_of(message.content)
-        arrays = client.get_parameters(_call(message, TO_TELL, header))
-        named = dict(zip(kept_layers(client.model, client.method).sections[KEPT], arrays, strict=True))
-        content = to_records({KEPT: named}, header)
-        content["metrics"] = MetricRecord({"samples": len(client.site.train)})
-        return Message(content, reply_to=message)
+        config = TO_TELL.of_configs(message.content) if TO_TELL.record in message.content else TO_TELL.read({})
+        samples, layers = len(client.site.train), client.kept_layers(config, header.round)
+        return reply_to(message, header, Reply(client.site.client, {KEPT: layers}, samples, samples))
 
     def hello(message: Message, context: Context) -> Message:
-        told = {**build(context).get_properties({}), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
-        return Message(RecordDict({"hello": ConfigRecord(told)}), reply_to=message)
+        told = {**build(context).introduce(), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
+        return Message(RecordDict({"hello": ConfigRecord({**told})}), reply_to=message)
 
     def rendezvous(message: Message, context: Context) -> Message:
         build(context).meet(TO_MEET.of_configs(message.content))
         return Message(RecordDict(), reply_to=message)
 
-    def train(message: Message, context: Context) -> Message:
-        if RECORD_KEY_CONFIGS not in message.content:
-            return fit(message, context)
-        from fl_bn.flower.secagg.client import secured  # only now: a plain run does without SecAgg+
-
-        return secured(fit, evaluate, build)(message, context)
-
-    app.train()(_within_its_time(train))
+    app.train()(_within_its_time(work))
     app.evaluate()(_within_its_time(evaluate))
-    app.query("statistics")(_within_its_time(fit))
+    app.query("statistics")(_within_its_time(work))
     app.query("hello")(_within_its_time(hello))
     app.query(KEPT)(_within_its_time(kept))
     app.query("rendezvous")(_within_its_time(rendezvous))
@@ -105,9 +93,3 @@ def _within_its_time(handle: Handler) -> Handler:
             faulthandler.cancel_dump_traceback_later()
 
     return within
-
-
-def _call(message: Message, form: Form, header: Header, layout: str = "") -> Values:
-    """What a ``NumPyClient`` takes as its config: the message's, checked, with the header and the arrays' ``layout``."""
-    values = form.of_configs(message.content) if form.record in message.content else form.read({})
-    return Values(form.and_also(HEADER, LAYOUT), {**values, **header.values(), "layout": layout})

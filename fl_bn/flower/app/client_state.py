@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from flwr.app import ConfigRecord, RecordDict
 from torch import Tensor
@@ -127,3 +127,19 @@ class FileState:
             section, _, key = name.partition("/")
             sections.setdefault(section, {})[key] = tensor
         return sections
+
+
+def store_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], client: int, signature: str) -> StateStore:
+    """Return where a client keeps its tensors between rounds.
+
+    Args:
+        state: Flower's ``context.state``, which has them where there is no ``folder``, or no run to name files by.
+        folder: for files.
+        config: of a message, which names the run.
+        client: its number.
+        signature: of model and method; tensors of another are not used.
+    """
+    run_id = RunId.of(config)
+    if folder is None or not run_id.run:
+        return MemoryState(state, signature)
+    return FileState(folder, run_id, client, signature)

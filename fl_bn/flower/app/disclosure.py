@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import Message
 from torch import nn
 
 from fl_bn.exchange.session import Session
@@ -29,13 +29,12 @@ from fl_bn.federation.record import Disclosure, RoundRecord
 from fl_bn.federation.values import Reply
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
-from fl_bn.flower.wire.codec import decoded, header_of
-from fl_bn.flower.wire.fields import records_of
+from fl_bn.flower.wire.replies import Decoded, decode
 from fl_bn.methods import NORMALISERS, Method, Phase, Refresh, Report
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.roles import batch_norms
 from fl_bn.support.client_names import UNNAMED, ClientNames
-from fl_bn.support.wire import WireError, shown
+from fl_bn.support.wire import shown
 
 FEW = 8
 """Fewer samples than that behind one statistic are warned of.
@@ -73,11 +72,15 @@ class DisclosureReport:
 
     def note(
         self, replies: Iterable[Message], clients: Iterable[Client], session: Session, round: int, without_training: bool = False
-    ) -> Iterator[Message]:
-        """The ``replies``, each noted as it passes; what was noted counts when all have passed.
+    ) -> Iterator[Decoded]:
+        """Decode the ``replies``, and note each as it passes; what was noted counts when all have passed.
 
-        ``clients``: all who may have replied; ``session``: of the last layer-wise exchange, if any, which may have been one
-        ``without_training``; ``round`` for the log.
+        Args:
+            replies: to train messages, or of a statistics-only exchange.
+            clients: all who may have replied.
+            session: of the last layer-wise exchange, if any.
+            round: for the log.
+            without_training: whether that exchange was of statistics alone.
         """
         if session is not self._session:
             self._session = session
@@ -86,9 +89,11 @@ class DisclosureReport:
                 self._add([Disclosure(index, "exchange", what, traffic.exchanges, traffic.up, behind.get(index, 0))])
         by_node = {client.node: client for client in clients}
         found: list[Disclosure] = []
-        for reply in replies:
-            if (client := by_node.get(reply.metadata.src_node_id)) is not None:
+        for message in replies:
+            reply = decode(message)
+            if (client := by_node.get(reply.node)) is not None:
                 found += self._of_reply(reply, client)
+            del message
             yield reply
             del reply  # while the next one is waited for
         for disclosure in sorted(found, key=lambda d: d.client):
@@ -108,12 +113,12 @@ class DisclosureReport:
             what = f"summaries of fewer than {FEW} samples left {others} other clients, too, {when_of(round)}"
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
-    def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Message]:
-        """The ``replies`` to evaluate messages, each noted as it passes, used or not; what was noted counts when all have passed."""
+    def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Decoded]:
+        """Decode the ``replies`` to evaluate messages, and note each as it passes; what was noted counts when all have passed."""
         by_node = {client.node: client.index for client in clients}
         found: list[Disclosure] = []
-        for reply in replies:
-            if (index := by_node.get(reply.metadata.src_node_id)) is not None and not reply.has_error():
+        for reply in map(decode, replies):
+            if (index := by_node.get(reply.node)) is not None:
                 found += _of_evaluation(reply, index)
             yield reply
         self._add(sorted(found, key=lambda d: d.client))
@@ -132,15 +137,10 @@ class DisclosureReport:
     def _add(self, disclosures: Iterable[Disclosure]) -> None:
         self._new += [d for d in disclosures if d.tensors or d.nbytes]
 
-    def _of_reply(self, reply: Message, client: Client) -> Iterable[Disclosure]:
-        if reply.has_error():
+    def _of_reply(self, reply: Decoded, client: Client) -> Iterable[Disclosure]:
+        if (header := reply.header) is None:
             return
-        try:
-            header = header_of(reply.content)
-            phase = Phase(header.phase)
-        except (WireError, ValueError):
-            return
-        metrics, sections = records_of(reply.content, MetricRecord).get("metrics", MetricRecord()), records_of(reply.content, ArrayRecord)
+        phase, metrics, sections = Phase(header.phase), reply.metrics or {}, reply.payload
         samples, steps = (_whole(metrics.get(name)) for name in ("samples", "steps"))
         for section, arrays in list(sections.items())[:MOST_SECTIONS]:
             values = _least_count(arrays) if section == "moments" else 0
@@ -149,11 +149,10 @@ class DisclosureReport:
             else:
                 what, behind = self._said(section, phase, samples, steps)
             behind = min(behind, values) if values else behind
-            yield Disclosure(client.index, shown(section), what, len(arrays), sum(map(_nbytes, arrays.values())), behind, values)
+            yield Disclosure(client.index, shown(section), what, *_size(reply, [section]), behind, values)
         if len(sections) > MOST_SECTIONS:
-            rest = list(sections.values())[MOST_SECTIONS:]
-            nbytes = sum(_nbytes(array) for arrays in rest for array in arrays.values())
-            yield Disclosure(client.index, "others", f"{len(rest)} sections that nobody asked for", sum(map(len, rest)), nbytes)
+            rest = list(sections)[MOST_SECTIONS:]
+            yield Disclosure(client.index, "others", f"{len(rest)} sections that nobody asked for", *_size(reply, rest))
         drifts = [name for name in DRIFT if name in metrics]
         if drifts:
             yield Disclosure(client.index, "drift", f"of statistics that stay at home: {', '.join(drifts)}", 0, 8 * len(drifts))
@@ -162,7 +161,7 @@ class DisclosureReport:
             told = ", ".join(map(shown, numbers[:MOST_SECTIONS])) + (" ..." if len(numbers) > MOST_SECTIONS else "")
             yield Disclosure(client.index, "metrics", f"numbers: {told}", 0, 8 * len(numbers))
 
-    def _said_of_moments(self, phase: Phase, round: int, client: Client, metrics: MetricRecord) -> tuple[str, int]:
+    def _said_of_moments(self, phase: Phase, round: int, client: Client, metrics: Mapping[str, Any]) -> tuple[str, int]:
         """What the moments of a reply of ``round`` are, in words, and how many samples are behind them."""
         samples, steps, batch = (_whole(metrics.get(name)) for name in ("samples", "steps", "batch"))
         report = self._method.reports(phase)
@@ -202,9 +201,9 @@ class DisclosureReport:
         return f"{name} after {batches}" if steps else name, 0
 
 
-def _of_evaluation(reply: Message, client: int) -> Iterable[Disclosure]:
+def _of_evaluation(reply: Decoded, client: int) -> Iterable[Disclosure]:
     """The numbers of one evaluation. ``samples``: the fewest behind one of them, as far as the client says."""
-    metrics = records_of(reply.content, MetricRecord).get("metrics", MetricRecord())
+    metrics = reply.metrics or {}
     numbers = [name for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
         series = sorted({f"{stem}*" if (stem := name.rstrip("0123456789")) != name else name for name in numbers})
@@ -238,20 +237,15 @@ def _whole(value: object) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def _nbytes(array: Array) -> int:
-    """Of the array itself, without NumPy's head; of bytes that are no array, all that came."""
-    try:
-        return decoded(array, "").nbytes
-    except WireError:
-        return len(array.data)
+def _size(reply: Decoded, sections: Iterable[str]) -> tuple[int, int]:
+    """Return how many arrays these sections have, and their bytes without NumPy's heads; of an array that cannot be read, all its bytes."""
+    read = [array.nbytes for section in sections for array in reply.payload[section].values()]
+    others = [size for section in sections for size in reply.unreadable.get(section, {}).values()]
+    return len(read) + len(others), sum(read) + sum(others)
 
 
-def _least_count(arrays: ArrayRecord) -> int:
-    """The fewest activations per channel of a layer that ran; 0 if unknown."""
-    counts = []
-    for name, array in arrays.items():
-        if name.rpartition(".")[2] == "count" and tuple(array.shape) == (1,) and str(array.dtype) == "int64":
-            with suppress(WireError):
-                found = decoded(array, "")
-                counts += [int(count) for count in found.reshape(-1)[:1] if found.dtype == np.int64]
-    return min((count for count in counts if count > 0), default=0)
+def _least_count(arrays: Mapping[str, np.ndarray]) -> int:
+    """Return the fewest activations per channel of a layer that ran; 0 if unknown."""
+    counts = [array for name, array in arrays.items() if name.rpartition(".")[2] == "count"]
+    found = [int(count[0]) for count in counts if count.shape == (1,) and count.dtype == np.int64]
+    return min((count for count in found if count > 0), default=0)

@@ -21,7 +21,7 @@ from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.codec import header_for, to_records
 from fl_bn.flower.wire.messaging import send_and_receive
-from fl_bn.flower.wire.replies import Reading, read_replies, with_header
+from fl_bn.flower.wire.replies import Decoded, Reading, read_replies, with_header
 from fl_bn.flower.wire.run_id import RunId
 from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Phase
@@ -34,7 +34,7 @@ def average_kept(
     round: int,
     rounds: Rounds,
     run_id: RunId,
-    overheard: Callable[[Iterable[Message]], Iterable[Message]],
+    overheard: Callable[[Iterable[Message]], Iterable[Decoded]],
 ) -> dict[str, Tensor]:
     """The uniform average of what ``clients``, those that have trained, keep, by state_dict name; empty if nobody answered."""
     header = header_for(shared, round, Phase.MEASURE)

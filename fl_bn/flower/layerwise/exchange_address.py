@@ -8,17 +8,20 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fl_bn.exchange.call import Answer, ExchangeFailed, Request
+from fl_bn.exchange.call import Answer, Exchange, ExchangeFailed, Key, Request
 from fl_bn.exchange.grpc.client import GrpcExchange
+from fl_bn.exchange.local import LocalExchange
+from fl_bn.exchange.replay import ReplayExchange
 from fl_bn.flower.log import log
 from fl_bn.support.loopback import is_loopback
+from fl_bn.support.wire import WireError
 
 KEY = "exchange-addresses"  # of the node config
 DEPLOYED = "flwr-clientapp"  # Flower's program that runs a ClientApp for one message
@@ -26,6 +29,7 @@ HOST = r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)"
 ADDRESS = rf"{HOST}:[0-9]{{1,5}}"
 NOT_ALLOWED = f"this client does not connect to the address of the exchange: its node config ({KEY}) does not allow it"
 FAILED = "the exchange failed at this client, whose own log says why"
+GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exchange-timeout", "exchange-patience")
 
 
 @dataclass(frozen=True)
@@ -82,3 +86,31 @@ class SiteExchange(GrpcExchange):
         except ExchangeFailed as error:
             log(logging.WARNING, "%s", error)
             raise ExchangeFailed(FAILED) from error
+
+
+def connect(addresses: ExchangeAddresses, config: Mapping[str, Any], transcript: Sequence[tuple[Key, Answer]], batch: int) -> Exchange:
+    """Join the layer-wise exchange that a message names.
+
+    Args:
+        addresses: to which this client connects.
+        config: of the message, checked.
+        transcript: the answers so far, of an exchange by replay.
+        batch: samples in this client's batch.
+
+    Raises:
+        ExchangeFailed: the address is none of ``addresses``, or the exchange cannot be joined. The error tells nothing of this client's
+            network.
+        WireError: the message lacks a field that this carrier needs.
+    """
+    carrier = config.get("exchange")
+    if carrier == "replay":
+        return ReplayExchange(transcript, batch)
+    for field in ("exchange-token",) if carrier == "local" else GRPC_FIELDS:
+        if field not in config:
+            raise WireError("config", field, f"expected one beside exchange={carrier!r}, but it is missing")
+    token = str(config["exchange-token"])
+    if carrier == "local":
+        return LocalExchange(token, batch)
+    timeout, patience = float(config["exchange-timeout"]), float(config["exchange-patience"])
+    addresses.check(address := str(config["exchange-address"]))
+    return SiteExchange(address, token, batch, bytes(config["exchange-authority"]), timeout, patience)

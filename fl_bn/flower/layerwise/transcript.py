@@ -12,8 +12,10 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.exchange.call import Answer, Key, Local, Quantity
+from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.fields import NAME
 from fl_bn.federation.payload import Payload
+from fl_bn.federation.values import Reply
 from fl_bn.flower.wire.codec import Header, from_records, to_record
 from fl_bn.flower.wire.messages import REQUESTED
 from fl_bn.support.wire import WireError, reason, said
@@ -56,9 +58,11 @@ def _key_of(layer: object, quantity: object, call: object, count: object, batch:
     return Key(layer, Quantity(quantity), call), count, batch
 
 
-def request_payload(request: Local) -> Payload:
-    key = request.key
-    return {REQUEST: {f"{key.quantity.value}/{key.call}/{key.layer}": request.values.numpy()}}
+def question(pending: Unanswered, client: int = 0) -> Reply:
+    """Return the reply of a client whose round needs one more answer of the server's."""
+    request, key = pending.request, pending.request.key
+    sections = {REQUEST: {f"{key.quantity.value}/{key.call}/{key.layer}": request.values}}
+    return Reply(client, sections, 0, 0, {"batch": pending.batch, "count": request.count})
 
 
 def read_request(reply: Message, header: Header) -> tuple[int, Local] | None:

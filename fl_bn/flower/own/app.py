@@ -20,33 +20,31 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
 from fl_bn.conversion import convert
 from fl_bn.exchange.replay import Unanswered
-from fl_bn.federation import schema
-from fl_bn.federation.client import Connect, LocalRound
+from fl_bn.federation.client import LocalRound
 from fl_bn.federation.local import torch_seed
-from fl_bn.federation.narrow import PayloadDtype
+from fl_bn.federation.network import Network
 from fl_bn.federation.own_loop import local_round
-from fl_bn.federation.payload import signature, to_numpy, to_tensors
-from fl_bn.federation.values import Instruction
+from fl_bn.federation.payload import signature
 from fl_bn.flower.app.client_app import HELLO, RENDEZVOUS, STATISTICS
-from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses
-from fl_bn.flower.layerwise.transcript import detach, request_payload
-from fl_bn.flower.numpy_client import connect, state_of
-from fl_bn.flower.wire.codec import Header, check_header, from_records, to_records
+from fl_bn.flower.app.client_state import StateStore, store_of
+from fl_bn.flower.handlers import Request, read, reply_to
+from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
+from fl_bn.flower.layerwise.transcript import question
+from fl_bn.flower.wire.fields import Form
 from fl_bn.flower.wire.gate import Gate, admit_own
 from fl_bn.flower.wire.messages import TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
 from fl_bn.flower.wire.versions import here
-from fl_bn.methods import INPUTS, Method, Phase, Report
+from fl_bn.methods import Method, Phase, Report
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
@@ -56,15 +54,21 @@ Batches = Callable[[Context], Iterable[Any]]
 
 
 class OwnRound:
-    """What ``training`` yields. ``model`` is what the loop trains; ``message`` makes the reply, after the block."""
+    """What ``training`` yields. ``model`` is what the loop trains; ``message`` makes the reply, after the block.
 
-    def __init__(self, message: Message, local: LocalRound | None, keep: Callable[[LocalRound, Any], None]) -> None:
-        self._message, self._local, self._keep = message, local, keep
+    Args:
+        message: the server's.
+        request: what it asks.
+        local: the client's half of the round.
+        store: where the client keeps its tensors between rounds.
+    """
+
+    def __init__(self, message: Message, request: Request, local: LocalRound, store: StateStore) -> None:
+        self._message, self._request, self._local, self._store = message, request, local, store
 
     @property
     def local(self) -> LocalRound:
         """The client's half of the round in plain torch: ``backward``, ``measure``, ``steps``."""
-        assert self._local is not None
         return self._local
 
     @property
@@ -82,21 +86,17 @@ class OwnRound:
 
     def message(self, samples: int, loss: float = 0.0) -> Message:
         """The reply of a round over ``samples`` different samples, whose mean training loss was ``loss``."""
-        payload, header = from_records(self._message.content)
         reply, kept = self.local.reply(samples, float(loss))
-        rounding = PayloadDtype.of(header.payload, self.local.model)
-        content = to_records(rounding.narrow({section: to_numpy(tensors) for section, tensors in reply.sections.items()}), header)
-        whole = {"steps", "batch", "measured", "kept"}
-        metrics: dict[str, Any] = {key: int(value) if key in whole else value for key, value in reply.metrics.items()}
-        content["metrics"] = MetricRecord({"samples": reply.samples, **metrics})
-        self._keep(self.local, kept)
-        return Message(content, reply_to=self._message)
+        made = reply_to(self._message, self._request.header, reply, self._request.rounding)
+        if kept.sections and kept.round == reply.round:  # else the state before stays
+            self._store.write(kept.round, kept.sections)
+        return made
 
 
 class RoundGoesOn(Exception):
     """FedTAN's exchange by replay needs an answer of the server's before the round can go on; ``replayed`` sends the question."""
 
-    def __init__(self, question: RecordDict) -> None:
+    def __init__(self, question: Message) -> None:
         self.question = question
         super().__init__("the exchange goes by replay: write @app.train(mods=[fl_bn.flower.replayed]) in client_app.py")
 
@@ -109,7 +109,7 @@ def replayed(message: Message, context: Context, handler: Callable[[Message, Con
     try:
         return handler(message, context)
     except RoundGoesOn as pending:
-        return Message(pending.question, reply_to=message)
+        return pending.question
 
 
 @contextmanager
@@ -151,43 +151,29 @@ def training(
         ValueError: the server's message is for another model or method, or ``batches`` are missing.
     """
     converted = convert(model, method)
-    asked, values = _read(message, context, converted, method, TO_TRAIN)
-    state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
-    kept = state.read(before=asked.round)
-    kept = replace(kept, counted=int(values.get("counted", kept.round)) >= kept.round)
-    transcript = detach(from_records(message.content)[0], values) if asked.phase is Phase.EXCHANGE else []
-    addresses = ExchangeAddresses.of(context.node_config)
-    joins: Connect | None = partial(connect, addresses, values, transcript) if asked.phase is Phase.EXCHANGE else None
-    if method.reports(asked.phase) is Report.PASS and batches is None:
+    request = _read(message, context, converted, method, TO_TRAIN)
+    instruction, store = request.instruction, _store(context, request, converted, method)
+    if method.reports(instruction.phase) is Report.PASS and batches is None:
         raise ValueError(f"{method.name} measures the training data before training: give training(..., batches=trainloader)")
-
-    def keep(local: LocalRound, kept: Any) -> None:
-        if kept.sections and kept.round == asked.round:  # else the state before stays
-            state.write(asked.round, kept.sections)
-
-    own, repeatable = OwnRound(message, None, keep), ExitStack()
-    if asked.phase is Phase.EXCHANGE:
-        seed = int(np.random.default_rng([context.run_id, _index(context), asked.round]).integers(2**62))
-        repeatable.enter_context(_repeatable(seed, converted, values["exchange"] == "replay"))
+    kept, joins = request.kept(store), request.connect(ExchangeAddresses.of(context.node_config))
+    repeatable = ExitStack()
+    if instruction.phase is Phase.EXCHANGE:
+        seed = int(np.random.default_rng([context.run_id, _index(context), instruction.round]).integers(2**62))
+        repeatable.enter_context(_repeatable(seed, converted, request.config["exchange"] == "replay"))
     try:
-        with repeatable, local_round(converted, method, asked, kept, objective=objective, connect=joins) as local:
-            own._local = local
-            if batches is not None and method.reports(asked.phase) is Report.PASS:
+        with repeatable, local_round(converted, method, instruction, kept, objective=objective, connect=joins) as local:
+            if batches is not None and method.reports(instruction.phase) is Report.PASS:
                 local.measure(batches, task)
-            yield own
+            yield OwnRound(message, request, local, store)
     except Unanswered as pending:
-        _, header = from_records(message.content)
-        content = to_records(request_payload(pending.request), header)
-        content["metrics"] = MetricRecord({"samples": 0, "batch": pending.batch, "count": pending.request.count})
-        raise RoundGoesOn(content) from pending
+        raise RoundGoesOn(reply_to(message, request.header, question(pending))) from pending
 
 
 def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
     """The network that an evaluate handler of your own tests: converted, with what the server sent and what this client kept."""
     converted = convert(model, method)
-    asked, values = _read(message, context, converted, method, TO_EVALUATE)
-    state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
-    LocalRound(converted, method, replace(asked, phase=Phase.MEASURE), state.read(before=asked.round + 1))
+    request = _read(message, context, converted, method, TO_EVALUATE)
+    LocalRound(converted, method, request.instruction, request.kept(_store(context, request, converted, method)))
     return converted.eval()
 
 
@@ -215,17 +201,13 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
 
     @app.query(STATISTICS.removeprefix("query."), mods=[gate])
     def statistics(message: Message, context: Context) -> Message:
-        converted, (_, header) = convert(model(), method), from_records(message.content)
-        asked, values = _read(message, context, converted, method, TO_MEASURE)
-        state = state_of(context.state, _folder(context), values, _index(context), signature(converted, method))
-        addresses = ExchangeAddresses.of(context.node_config)
-        joins: Connect | None = partial(connect, addresses, values, []) if values.get("exchange") else None
-        with local_round(converted, method, asked, state.read(before=asked.round + 1), connect=joins) as local:
+        converted = convert(model(), method)
+        request = _read(message, context, converted, method, TO_MEASURE)
+        kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))
+        with local_round(converted, method, request.instruction, kept, connect=joins) as local:
             local.measure(batches(context), task)
         reply, _ = local.reply(local.measured_samples)
-        content = to_records({section: to_numpy(tensors) for section, tensors in reply.sections.items()}, header)
-        content["metrics"] = MetricRecord({"samples": reply.samples})
-        return Message(content, reply_to=message)
+        return reply_to(message, request.header, replace(reply, metrics={}))  # its samples are those measured
 
     @app.query(RENDEZVOUS.removeprefix("query."), mods=[gate])
     def rendezvous(message: Message, context: Context) -> Message:
@@ -233,27 +215,20 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
         return Message(RecordDict(), reply_to=message)
 
 
-def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Any) -> tuple[Instruction, Any]:
-    """The instruction in a message, and the checked values of its config."""
+def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Form) -> Request:
+    """Let ``message`` in, and read what it asks. ``form``: of its config."""
     admit_own(message, context, evaluates=form is TO_EVALUATE)
     if "header" not in message.content:
         raise ValueError(
             "this message is of another strategy: in server_app.py start one of fl_bn.flower's (FixBN, FedBN, HBN, FBN, FedTAN, ...)"
         )
-    payload, header = from_records(message.content)
-    values = form.of_configs(message.content)
-    phase = Phase(header.phase)
-    if phase is Phase.EXCHANGE:
-        payload.pop("transcript", None)
-    expected = Header(method.name, header.phase, header.round, signature(converted, method), payload=header.payload)
-    check_header(expected, header, schema.instruction(converted, method), payload)
-    payload = PayloadDtype.of(header.payload, converted).widen(payload)
-    sections = {section: to_tensors(arrays) for section, arrays in payload.items()}
-    if phase is Phase.MEASURE:
-        memory = int(values.get("exchange-memory", 0)) if form is TO_MEASURE else 0
-        return Instruction(header.round, phase, sections, measured=str(values.get("measured", INPUTS)), memory=memory), values
-    rate, share = (float(values["learning-rate"]), float(values["rate-share"])) if form is TO_TRAIN else (0.0, 1.0)
-    return Instruction(header.round, phase, sections, rate, rate_share=share), values
+    return read(message, Network(converted, method), form)
+
+
+def _store(context: Context, request: Request, converted: nn.Module, method: Method) -> StateStore:
+    """Return where this client keeps its tensors between rounds."""
+    folder = Path(str(context.node_config["state-dir"])) if "state-dir" in context.node_config else None
+    return store_of(context.state, folder, request.config, _index(context), signature(converted, method))
 
 
 def _needed(context: Context, key: str) -> Any:
@@ -264,10 +239,6 @@ def _needed(context: Context, key: str) -> Any:
 
 def _index(context: Context) -> int:
     return int(_needed(context, "partition-id"))
-
-
-def _folder(context: Context) -> Path | None:
-    return Path(str(context.node_config["state-dir"])) if "state-dir" in context.node_config else None
 
 
 def _count(loader: Iterable[Any], task: Task) -> int:

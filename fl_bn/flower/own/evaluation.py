@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 
 from fl_bn.federation.fields import number
 from fl_bn.federation.values import Reply
@@ -17,7 +17,7 @@ from fl_bn.flower.evaluation import SaidOnce
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.messages import OWN_METRICS
-from fl_bn.flower.wire.replies import Reading, read_replies
+from fl_bn.flower.wire.replies import Decoded, Reading, read_replies
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, said, shown
 
@@ -28,7 +28,7 @@ NOT_COUNTED = "%s's evaluation is not counted: %s"  # for ``SaidOnce``
 
 
 def evaluation_of_own_app(
-    replies: Iterable[Message],
+    replies: Iterable[Decoded],
     clients: Sequence[Client],
     sent: Iterable[Message],
     ranges: Ranges = RANGES,
@@ -69,9 +69,9 @@ def evaluation_of_own_app(
     return {name: sum(weight / total * part.metrics[name] for weight, part in zip(weights, counted, strict=True)) for name in names}
 
 
-def _read(ranges: Ranges, content: RecordDict, client: Client) -> Reply:
-    """Read one evaluation. An app of one's own repeats no header: which message it answers is Flower's word."""
-    metrics = OWN_METRICS.of_metrics(content)
+def _read(ranges: Ranges, reply: Decoded, client: Client) -> Reply:
+    """Check one evaluation. An app of one's own repeats no header: which message it answers is Flower's word."""
+    metrics = OWN_METRICS.read(reply.metrics)
     examples: int = metrics.pop("num-examples")
     if len(metrics) > MOST_NAMES:
         raise WireError("metrics", "", f"expected at most {MOST_NAMES} metrics, but got {len(metrics)}")

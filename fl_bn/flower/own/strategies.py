@@ -96,7 +96,7 @@ class _Rounds(BatchNormStrategy):
         if not self.evaluates:
             return None
         found = evaluation_of_own_app(
-            replies,
+            self.disclosures.evaluations(replies, self.everyone()),
             self.evaluating,
             self._sent,
             self.ranges,

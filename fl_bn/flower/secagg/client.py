@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 from cryptography.fernet import InvalidToken
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 
 from fl_bn.data.batches import ClientTooSmall
@@ -24,10 +25,11 @@ from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.sources import BATCHES
-from fl_bn.federation.values import ClientState
+from fl_bn.federation.values import ClientState, Reply
 from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, share_keys_plaintext_separate
+from fl_bn.flower.handlers import read
+from fl_bn.flower.local_client import LocalClient
 from fl_bn.flower.log import log
-from fl_bn.flower.numpy_client import BatchNormClient
 from fl_bn.flower.secagg import evaluation as secure_evaluation
 from fl_bn.flower.secagg.instruction_digest import instruction_digest, training_digest
 from fl_bn.flower.secagg.masks import client_half, secagg_mod
@@ -45,7 +47,7 @@ from fl_bn.flower.secagg.sums import (
     to_vector,
 )
 from fl_bn.flower.secagg.told import from_config, history_of, problem, telling, to_config
-from fl_bn.flower.wire.codec import from_records, header_of
+from fl_bn.flower.wire.codec import Header, arrays_in, header_of
 from fl_bn.flower.wire.fields import records_of
 from fl_bn.flower.wire.gate import Handler, Insecure, Limits, evaluations_left, sums_evaluations
 from fl_bn.flower.wire.messages import (
@@ -58,6 +60,7 @@ from fl_bn.flower.wire.messages import (
     SECURE,
     SET_UP,
     SHARE_KEYS,
+    TO_EVALUATE,
     TO_MEASURE,
     UNMASK,
     WEIGHED,
@@ -72,29 +75,25 @@ from fl_bn.support.wire import said
 ROUNDING = 100  # purpose of a seeded generator, beside those in client.py
 
 
-def secured(handle: Handler, evaluate: Handler, build: Callable[[Context], BatchNormClient]) -> Handler:
-    """``handle``, which trains and measures, and ``evaluate``, which answer in the clear, behind SecAgg+.
+def secured(build: Callable[[Context], LocalClient]) -> Handler:
+    """Return the handler of train messages with a record of SecAgg+, which the ``Gate`` has let in: a stage of a secure sum.
 
-    The ``Gate`` has let the message in: it carries a record of SecAgg+, and is one that Flower's mod masks the reply to.
+    Args:
+        build: makes the client from Flower's context of a message.
 
     Raises (in the handler):
         Insecure: the protocol's parameters, or the shares asked for, would undo the masks.
     """
 
-    def summand(message: Message, context: Context, digest: bytes) -> Message:
-        if sums_evaluations(message):
-            return _evaluated(message, context, evaluate, build, digest)
-        return _summand(message, context, handle, build, digest)
-
     def secure(message: Message, context: Context) -> Message:
         content = message.content
-        stage, plan, digest = str(content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE)), Plan(0, 0, 0), b""
+        stage, plan, digest, summand = str(content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE)), Plan(0, 0, 0), b"", _no_vector
         _check_order(stage, context)
         if stage == Stage.SETUP:
             setup = SET_UP.of_configs(content)
             check_setup(setup, context.node_id)
-            plan = plan_of(build(context), message, context)
-            kept = kept_in(build(context), message)
+            client, header = build(context), header_of(content)
+            plan, kept = plan_of(client, message, header, context), kept_in(client, message, header)
         elif stage == Stage.SHARE_KEYS:
             check_keys(SHARE_KEYS.of_configs(content), _state(context), context.node_id)
         elif stage == Stage.COLLECT_MASKED_VECTORS:
@@ -102,14 +101,16 @@ def secured(handle: Handler, evaluate: Handler, build: Callable[[Context], Batch
                 del context.state[RECORD_KEY_STATE]
                 return Message(RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({"unreadable": unreadable})}), reply_to=message)
             history = from_config(_config(message), ALL_TOLD)
-            if why := problem(kept_in(build(context), message), history, Limits.of(context).unknown_rounds):
+            client, header = build(context), header_of(content)
+            if why := problem(kept_in(client, message, header), history, Limits.of(context).unknown_rounds):
                 raise Insecure(why)
             digest = instruction_digest(message, context.run_config, _state(context))
+            summand = partial(_evaluated if sums_evaluations(message) else _summand, client, header, digest)
         else:
             check_unmask(UNMASK.of_configs(content), _state(context), context.node_id)
         before = np.random.get_state()  # noqa: NPY002
         try:
-            reply = secagg_mod(message, context, lambda m, c: summand(m, c, digest), digest)
+            reply = secagg_mod(message, context, summand, digest)
         finally:
             np.random.set_state(before)  # noqa: NPY002
         if stage == Stage.SETUP:
@@ -124,8 +125,12 @@ def secured(handle: Handler, evaluate: Handler, build: Callable[[Context], Batch
     return secure
 
 
-def plan_of(client: BatchNormClient, message: Message, context: Context) -> Plan:
-    """What this client will do in the round of ``message``: the batches are drawn from the run's seed, so they can be counted before.
+def _no_vector(message: Message, context: Context) -> Message:
+    raise Insecure("expected this stage of SecAgg+ to need no vector of this client")
+
+
+def plan_of(client: LocalClient, message: Message, header: Header, context: Context) -> Plan:
+    """Return what this client will do in the round of ``message``. Its batches are drawn from the run's seed, so they are counted before.
 
     Of an evaluation the test samples: none where they are too few, or where this site's evaluations are spent.
     """
@@ -135,7 +140,6 @@ def plan_of(client: BatchNormClient, message: Message, context: Context) -> Plan
             return Plan(tested, 0, 0)
         log(logging.WARNING, "client %s has no part in the evaluation: %d test samples, %s", client.site.client, tested, limits)
         return Plan(0, 0, 0)
-    header = header_of(message.content)
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
         asked = client.asked(TO_MEASURE.of_configs(message.content))
@@ -151,10 +155,9 @@ def plan_of(client: BatchNormClient, message: Message, context: Context) -> Plan
     return Plan(len(np.unique(np.concatenate(batches))), passes, len(batches))
 
 
-def kept_in(client: BatchNormClient, message: Message) -> ClientState:
+def kept_in(client: LocalClient, message: Message, header: Header) -> ClientState:
     """Return the state from which this client computes its part of the sum of ``message``; an evaluation, and statistics, are of the state
     after the round."""
-    header = header_of(message.content)
     after = sums_evaluations(message) or header.phase == Phase.MEASURE.value
     return client.kept(RUN.of_configs(message.content), header.round + after)
 
@@ -256,65 +259,66 @@ def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, lev
             )
 
 
-def _summand(message: Message, context: Context, handle: Handler, build: Callable[[Context], BatchNormClient], digest: bytes) -> Message:
-    """The plain reply as Flower's mod wants it: one vector, weight 1, and the counts.
+def _summand(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
+    """Return the reply as Flower's mod wants it: one vector, weight 1, and the counts.
 
     Raises:
         WireError: the instruction has no weights for the sum, or noise without its clips.
     """
-    client, plan = build(context), plan_of(build(context), message, context)
-    received, header = from_records(message.content)
+    plan = plan_of(client, message, header, context)
     if header.payload != AS_THE_MODEL:
         raise Insecure(f"SecAgg+ masks whole numbers of full length, but the server asks for weights as {header.payload}")
-    reference = references(to_tensors(received.pop(REFERENCE, received.get("statistics", {}))))
-    message.content.pop(REFERENCE, None)  # not for the handler: the model keeps the statistics that came with its weights
-    phase, weights = Phase(header.phase), WEIGHTS.of_configs(message.content)
+    about = records_of(message.content, ArrayRecord).get(REFERENCE)
+    message.content.pop(REFERENCE, None)  # no part of the instruction: the model keeps the statistics that came with its weights
+    request = read(message, client.network, header=header)
+    sent = request.instruction.sections
+    reference = references(sent.get("statistics", {}) if about is None else to_tensors(arrays_in(about, REFERENCE)))
+    phase, weights = request.instruction.phase, WEIGHTS.of_configs(message.content)
     noise = NOISE.of_configs(message.content) if "dp-noise" in SECURE.of_configs(message.content) else None
     with telling(training_digest(message, context.run_config)):
-        plain = handle(message, context)
-    payload, repeated = from_records(plain.content)
-    reply = {section: to_tensors(arrays) for section, arrays in payload.items()}
-    metrics = plain.content.metric_records["metrics"]
-    if (came := (metrics.get("samples"), metrics.get("steps", 0))) != (plan.samples, plan.steps):
-        raise ValueError(f"client {client.site.client} planned {plan.samples} samples and {plan.steps} steps, but did {came}")
+        reply = client.compute(request, _as_it_is)
+    if (did := (reply.samples, reply.steps)) != (plan.samples, plan.steps):
+        raise ValueError(f"client {client.site.client} planned {plan.samples} samples and {plan.steps} steps, but did {did}")
     trained, private = phase is not Phase.MEASURE, noise is not None
     shapes = layout(schema.reply(client.model, client.method, phase, client.settings.update), loss=trained and not private, cut=not private)
     weighting = Weighting(*(weights[name] for name in WEIGHED))
-    per_sample = activations(reply, plan)
+    per_sample = activations(reply.sections, plan)
     state = context.state.config_records[RECORD_KEY_STATE]
     check_weights(weighting, shapes, plan, int(state[Key.TARGET_RANGE]))  # type: ignore[arg-type]
     limit = float(state[Key.CLIPPING_RANGE])  # type: ignore[arg-type]
-    parts, cut = additive(reply, to_tensors(received.get("weights", {})), reference, limit)
+    parts, cut = additive(reply.sections, sent.get("weights", {}), reference, limit)
     parts = {s: {k: t * weighting.of(s, plan) for k, t in part.items()} for s, part in parts.items() if s in shapes}
     if noise is not None:
         parts = _private(parts, noise, int(state[Key.THRESHOLD]))  # type: ignore[arg-type]
     beyond_range = {f"{s}/{k}": n for s, part in parts.items() for k, n in beyond(part, limit).items()}
     _warn(client, header.round, {k: n for k, n in cut.items() if n}, beyond_range, limit)
-    loss = float(metrics.get("loss", 0.0))  # type: ignore[arg-type]
+    loss = float(reply.metrics.get("loss", 0.0))
     parts |= flags(loss, weighting.of("loss", plan), any(cut.values()), bool(beyond_range), limit)
     counts: dict[str, Any] = {**asdict(plan), "activations": dump(per_sample), "digest": digest.hex()}
     if not private:
         _seed_rounding(client, header.round, 0 if trained else 1)
-    return _vector_reply(message, to_vector(parts, shapes), counts | asdict(repeated))
+    return _vector_reply(message, to_vector(parts, shapes), counts | header.values())
 
 
-def _evaluated(
-    message: Message, context: Context, evaluate: Handler, build: Callable[[Context], BatchNormClient], digest: bytes
-) -> Message:
-    """The evaluation as Flower's mod wants it: one vector, weight 1, and the counts."""
-    client, plan = build(context), plan_of(build(context), message, context)
+def _as_it_is(reply: Reply) -> Reply:
+    """Return a reply that does not travel: in this process it becomes a vector."""
+    return reply
+
+
+def _evaluated(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
+    """Return the evaluation as Flower's mod wants it: one vector, weight 1, and the counts."""
+    plan = plan_of(client, message, header, context)
     if not plan.samples:
         raise Insecure("this client's evaluations are spent, or its test samples too few, since the sum began")
-    plain = evaluate(message, context)
+    reply = client.evaluation(read(message, client.network, TO_EVALUATE, header), Limits.of(context).min_samples)
     limit = float(context.state.config_records[RECORD_KEY_STATE][Key.CLIPPING_RANGE])  # type: ignore[arg-type]
-    numbers = {name: float(value) for name, value in plain.content.metric_records["metrics"].items() if isinstance(value, float)}
+    numbers = {name: value for name, value in reply.metrics.items() if isinstance(value, float)}
     vector = to_vector(secure_evaluation.parts_of(numbers, client.task, limit), secure_evaluation.layout(client.task))
-    header = header_of(plain.content)
     _seed_rounding(client, header.round, 2)
-    return _vector_reply(message, vector, {**asdict(plan), "activations": dump({}), "digest": digest.hex(), **asdict(header)})
+    return _vector_reply(message, vector, {**asdict(plan), "activations": dump({}), "digest": digest.hex(), **header.values()})
 
 
-def _seed_rounding(client: BatchNormClient, round: int, purpose: int) -> None:
+def _seed_rounding(client: LocalClient, round: int, purpose: int) -> None:
     """Let the quantiser round by the run's seed: sums of integers are exact, so that a run is reproducible, bit for bit."""
     rng = seeded(client.seed, client.site.client, round, ROUNDING, purpose)
     np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
@@ -338,7 +342,7 @@ def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> S
     return done
 
 
-def _warn(client: BatchNormClient, round: int, statistics: Mapping[str, int], values: Mapping[str, int], limit: float) -> None:
+def _warn(client: LocalClient, round: int, statistics: Mapping[str, int], values: Mapping[str, int], limit: float) -> None:
     """Say here what is cut off: the server sees the sum alone, and in it how many clients cut anything."""
     who = f"client {client.site.client}, round {round}"
     for layer, count in statistics.items():

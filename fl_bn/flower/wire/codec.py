@@ -129,12 +129,17 @@ def from_records(content: RecordDict) -> tuple[Payload, Header]:
         WireError: the header or an array cannot be read.
     """
     header = header_of(content)
-    payload: Payload = {}
-    for section, arrays in records_of(content, ArrayRecord).items():
-        payload[section] = {}
-        for name, array in arrays.items():
-            payload[section][name] = decoded(array, section, name)
-    return payload, header
+    return payload_of(content), header
+
+
+def payload_of(content: RecordDict) -> Payload:
+    """Return the arrays of a message, by section and name. Raises WireError for the first that cannot be read."""
+    return {section: arrays_in(record, section) for section, record in records_of(content, ArrayRecord).items()}
+
+
+def arrays_in(record: ArrayRecord, section: str) -> dict[str, np.ndarray]:
+    """Return the arrays of one ``section`` by name. Raises WireError for the first that cannot be read."""
+    return {name: decoded(array, section, name) for name, array in record.items()}
 
 
 def header_of(content: RecordDict) -> Header:

@@ -38,7 +38,7 @@ def send_and_receive(
 def receive(
     grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, at_once: int = FEW, called: ClientNames = UNNAMED
 ) -> Iterator[Message]:
-    """The replies that come within ``timeout`` seconds, as they come, in no particular order.
+    """Return the replies that come within ``timeout`` seconds, as they come, in no particular order.
 
     Of those that have come, no more than ``at_once`` are fetched before they are given out; 0: all of them. ``called``: what the log
     calls the nodes.
@@ -49,11 +49,10 @@ def receive(
     """
     sent = messages if isinstance(messages, list) else list(messages)
     if not sent:
-        return
+        return iter(())
     if isinstance(grid, InProcessGrid):  # what is not answered at once will never be
-        yield from grid.send_and_receive(sent)
-    else:
-        yield from Mailbox(grid, sent, timeout, patience, at_once, called).replies()
+        return grid.send_and_receive(sent)
+    return Mailbox(grid, sent, timeout, patience, at_once, called).replies()
 
 
 def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:

@@ -1,22 +1,78 @@
-"""From Flower's replies to checked contributions in client order; what is wrong is named and left out."""
+"""From Flower's replies to checked contributions in client order: each is decoded once, and what is wrong is named and left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from flwr.app import Message, RecordDict
+from flwr.app import ArrayRecord, Message
 
 from fl_bn.federation.narrow import EXACT, PayloadDtype
+from fl_bn.federation.payload import Payload
 from fl_bn.federation.replies import Expected
 from fl_bn.federation.values import Reply
 from fl_bn.flower.population import Client
-from fl_bn.flower.wire.codec import Header, from_records
-from fl_bn.flower.wire.fields import metrics_of
+from fl_bn.flower.wire.codec import Header, decoded, header_of
+from fl_bn.flower.wire.fields import metrics_of, records_of
 from fl_bn.support.wire import Absent, WireError, reason
 
-Read = Callable[[RecordDict, Client], Reply]
-"""Make the checked reply of a client from what its message holds. Raises WireError."""
+
+@dataclass(frozen=True)
+class Decoded:
+    """A reply as it came: decoded, and not yet checked.
+
+    Attributes:
+        node: that sent it.
+        answers: the identity of the message that it answers.
+        failed: the error in its place, in words; empty where it has content.
+        header: None where it has none that can be read. Its arrays are then not decoded.
+        payload: its arrays as they travel, by section and name, each in the message's own bytes.
+        unreadable: bytes of the arrays that cannot be read, by section and name.
+        metrics: its record of numbers; None where it has none.
+        problem: why header or arrays cannot be read, the first reason. It is copied to be raised: an error that was raised refers to
+            whoever had the reply's arrays, and keeps them in memory.
+    """
+
+    node: int
+    answers: str
+    failed: str = ""
+    header: Header | None = None
+    payload: Payload = field(default_factory=dict)
+    unreadable: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    metrics: Mapping[str, Any] | None = None
+    problem: WireError | None = None
+
+
+def decode(message: Message) -> Decoded:
+    """Decode a reply, whatever it holds: all that is wrong is in the value."""
+    node, answers = message.metadata.src_node_id, message.metadata.reply_to_message_id
+    if message.has_error():
+        return Decoded(node, answers, failed=f"code {message.error.code}: {reason(message.error.reason)}")
+    content = message.content
+    metrics = metrics_of(content)
+    try:
+        header = header_of(content)
+    except WireError as error:
+        return Decoded(node, answers, metrics=metrics, problem=copy(error))
+    payload: Payload = {}
+    unreadable: dict[str, dict[str, int]] = {}
+    problem: WireError | None = None
+    for section, arrays in records_of(content, ArrayRecord).items():
+        payload[section] = {}
+        for name, array in arrays.items():
+            try:
+                payload[section][name] = decoded(array, section, name)
+            except WireError as error:
+                unreadable.setdefault(section, {})[name] = len(array.data)
+                problem = problem or copy(error)
+    return Decoded(node, answers, "", header, payload, unreadable, metrics, problem)
+
+
+Read = Callable[[Decoded, Client], Reply]
+"""Make the checked reply of a client. Raises WireError."""
 
 
 def with_header(header: Header, expected: Expected, rounding: PayloadDtype = EXACT) -> Read:
@@ -24,42 +80,46 @@ def with_header(header: Header, expected: Expected, rounding: PayloadDtype = EXA
     return partial(_read, header, expected, rounding)
 
 
-def _read(header: Header, expected: Expected, rounding: PayloadDtype, content: RecordDict, client: Client) -> Reply:
-    payload, came = from_records(content)
-    header.check(came)
-    values = expected.numbers(client.index, metrics_of(content))
-    return expected.reply(client.index, values, rounding.widen(payload))
+def _read(header: Header, expected: Expected, rounding: PayloadDtype, reply: Decoded, client: Client) -> Reply:
+    if reply.problem is not None:
+        raise copy(reply.problem)
+    assert reply.header is not None
+    header.check(reply.header)
+    values = expected.numbers(client.index, reply.metrics)
+    return expected.reply(client.index, values, rounding.widen(reply.payload))
 
 
 class Reading:
-    """Reads a round's replies, message by message. ``refused``: why a client's is not usable, by index; ``wrong``: those among the refused
+    """Checks a round's replies, one by one. ``refused``: why a client's is not usable, by index; ``wrong``: those among the refused
     whose reply no correct client would have sent.
 
     Replies with samples 0 (a client that sat out), errors, and late or missing ones count as refused, with the reason.
-    ``read``: what a message holds. ``sent``: the messages replied to, since Flower itself answers for a node that is gone, and does not say
-    for which.
+
+    Args:
+        cohort: who was asked; each client's first reply counts.
+        read: checks one reply.
+        sent: the messages replied to, since Flower itself answers for a node that is gone, and does not say for which.
     """
 
     def __init__(self, cohort: Sequence[Client], read: Read, sent: Iterable[Message] = ()) -> None:
-        self._cohort, self._content = cohort, read
+        self._cohort, self._check = cohort, read
         self._by_node, self._sent, self._read = {client.node: client for client in cohort}, sent, set[int]()
         self.refused: dict[int, str] = {}
         self.wrong: set[int] = set()
 
-    def read(self, message: Message) -> int | Reply | None:
-        """The reply, or the index of a client whose reply is refused; None where nothing was asked, or not again."""
-        node = message.metadata.src_node_id
-        if node not in self._by_node and message.has_error():
-            asked = message.metadata.reply_to_message_id
-            node = next((m.metadata.dst_node_id for m in self._sent if m.metadata.message_id == asked), node)
+    def read(self, reply: Decoded) -> int | Reply | None:
+        """Return the checked reply, or the index of a client whose reply is refused; None where nothing was asked, or not again."""
+        node = reply.node
+        if node not in self._by_node and reply.failed:
+            node = next((m.metadata.dst_node_id for m in self._sent if m.metadata.message_id == reply.answers), node)
         client = self._by_node.get(node)
         if client is None or client.index in self._read:
             return None
         self._read.add(client.index)
         try:
-            if message.has_error():
-                raise Absent("error", "", f"code {message.error.code}: {reason(message.error.reason)}")
-            return self._content(message.content, client)
+            if reply.failed:
+                raise Absent("error", "", reply.failed)
+            return self._check(reply, client)
         except Absent as error:
             self.refused[client.index] = str(error)
         except WireError as error:
@@ -72,8 +132,9 @@ class Reading:
         self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self._read}
 
 
-def read_replies(replies: Iterable[Message], reading: Reading) -> tuple[list[Reply], dict[int, str], set[int]]:
-    """``(contributions in client order, reason by client index, who was wrong)``: every client of the cohort is in one of the first two."""
-    found = [reply for message in replies if isinstance(reply := reading.read(message), Reply)]
+def read_replies(replies: Iterable[Decoded], reading: Reading) -> tuple[list[Reply], dict[int, str], set[int]]:
+    """Return ``(contributions in client order, reason by client index, who was wrong)``: every client of the cohort is in one of the first
+    two."""
+    found = [checked for reply in replies if isinstance(checked := reading.read(reply), Reply)]
     reading.end()
     return sorted(found, key=lambda reply: reply.client), reading.refused, reading.wrong

@@ -1,0 +1,187 @@
+"""The walk through one round: the code that a FedAvg round on Flower enters, and how often a client's reply changes hands.
+
+    python benchmarks/walk.py
+    PYTHONPATH=CHECKOUT python benchmarks/walk.py          # of another checkout of fl-bn: the public names used here are older than 0.1
+
+A run of two rounds in this process, with three clients of a small network. ``sys.setprofile`` watches its second round, from the train
+messages to the round's record. Counted are the files of fl_bn that the round enters, the lines of the functions that it calls there, and
+for one client:
+
+* decodings of a header: of the instruction at the client, and of the reply at the server,
+* returns of the reply: how often a function or generator of fl_bn hands it to its caller. First as a value, which is a ``Reply`` or what
+  the server decoded; then in any form, which is also Flower's message, its records, named arrays and lists of arrays.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from flwr.app import Context, Message, RecordDict
+from torch import Tensor, nn
+
+import fl_bn
+from fl_bn.conversion import convert
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.values import Reply
+from fl_bn.flower import BatchNormClient, BatchNormStrategy, InProcessGrid, Rounds, Site, make_client_app
+from fl_bn.methods import METHODS
+
+PACKAGE = Path(str(fl_bn.__file__)).parent
+CLIENTS, ROUNDS = 3, 2
+DECODED = "Decoded"  # the name of a decoded reply that is not yet checked, where there is such a value
+PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # of a function, and none themselves
+HEADER = "header_from"  # every decoding of a header ends in it
+
+
+class Walk:
+    """Watches the code between ``begin`` and ``end``.
+
+    Attributes:
+        entered: how often each function of fl_bn was called.
+        returns: where a reply was returned, as ``(side, function, whether as a value)``, in order; of all clients.
+        headers: decodings of a header by side, of all clients.
+    """
+
+    def __init__(self) -> None:
+        self.entered, self.headers = Counter[CodeType](), Counter[str]()
+        self.returns: list[tuple[str, str, bool]] = []
+        self._side, self._replied, self._checked = "server", False, False
+
+    def begin(self) -> None:
+        sys.setprofile(self._seen)
+
+    def end(self) -> None:
+        sys.setprofile(None)
+
+    def _seen(self, frame: FrameType, event: str, value: Any) -> None:
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        if event == "call":
+            self.entered[code] += 1
+            if code.co_name == "_answer":  # of the grid: from here on the next client works
+                self._side, self._replied, self._checked = "client", False, False
+            if code.co_name == HEADER:
+                self.headers[self._side] += 1
+            return
+        values = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(one, Reply) for one in values):
+            self._replied, self._checked = True, self._side == "server"
+        if self._replied and code.co_name not in PARTS and carries(value, records=not self._checked):
+            as_value = any(isinstance(one, Reply) or type(one).__name__ == DECODED for one in values)
+            self.returns.append((self._side, name_of(code), as_value))
+        if code.co_name == "_answer":
+            self._side = "server"
+
+    def files(self) -> dict[str, tuple[int, int, int]]:
+        """Return by file: functions that the round calls, their lines, and the lines of the whole file."""
+        found: dict[str, set[CodeType]] = {}
+        for code in self.entered:
+            found.setdefault(code.co_filename, set()).add(code)
+        names = {file: str(Path(file).relative_to(PACKAGE)) for file in found}
+        return {names[file]: (len(codes), *lines(Path(file), codes)) for file, codes in sorted(found.items(), key=lambda entry: entry[0])}
+
+
+def carries(value: Any, records: bool) -> bool:
+    """Tell whether ``value`` is a reply, in any of its forms, or a collection of replies.
+
+    Args:
+        value: what a function returned.
+        records: whether named arrays are a reply's. Once a reply is checked, they are the model's.
+    """
+    if isinstance(value, Message):
+        return bool(value.metadata.reply_to_message_id)
+    if isinstance(value, Reply) or type(value).__name__ == DECODED:
+        return True
+    if isinstance(value, RecordDict):
+        return records and "weights" in value
+    if type(value) is dict:
+        weights = value.get("weights")
+        return records and isinstance(weights, Mapping) and all(isinstance(t, np.ndarray | Tensor) for t in weights.values())
+    if isinstance(value, list) and value and all(isinstance(one, np.ndarray) for one in value):
+        return records
+    return isinstance(value, tuple | list) and any(carries(one, records) for one in value if not isinstance(one, tuple | list))
+
+
+def name_of(code: CodeType) -> str:
+    return f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_firstlineno} {code.co_qualname}"
+
+
+def lines(file: Path, codes: set[CodeType]) -> tuple[int, int]:
+    """Return the lines of these functions, each line once, and of the file."""
+    own: set[int] = set()
+    for code in codes:
+        numbers = [line for _, _, line in code.co_lines() if line is not None]
+        own |= set(range(code.co_firstlineno, max(numbers, default=code.co_firstlineno) + 1))
+    return len(own), len(file.read_text().splitlines())
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def walked(method: str) -> Walk:
+    """Run the rounds, and watch the last."""
+    walk, how, draw = Walk(), METHODS[method](), torch.Generator().manual_seed(1)
+    clients = [Samples(torch.randn(24, 6, generator=draw), torch.randint(3, (24,), generator=draw)) for _ in range(CLIENTS)]
+    converted, settings = convert(network(), how), LocalTraining(batch_size=8, steps=2)
+
+    def build(context: Context) -> BatchNormClient:
+        index = int(context.node_config["partition-id"])
+        site = Site(index, CLIENTS, clients[index], clients[index], torch.device("cpu"))
+        return BatchNormClient(converted, how, settings, site, context.state)
+
+    class Watched(BatchNormStrategy):
+        def configure_train(self, server_round: int, *args: Any) -> Any:
+            if server_round == ROUNDS:
+                walk.begin()
+            return super().configure_train(server_round, *args)
+
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            try:
+                return super().aggregate_train(server_round, replies)
+            finally:
+                walk.end()
+
+    rounds = Rounds(clients=CLIENTS, wait=0.0, calibrate=0, unit_scale=False)
+    strategy = Watched(network(), how, rounds)
+    strategy.start(InProcessGrid(make_client_app(build), CLIENTS, {}), num_rounds=ROUNDS)
+    assert len(strategy.record.accepted) == CLIENTS
+    return walk
+
+
+def main(
+    method: Annotated[str, typer.Option(help="of the round")] = "fedavg",
+    detail: Annotated[bool, typer.Option(help="also print every return of one client's reply, in order")] = False,
+) -> None:
+    walk = walked(method)
+    files = walk.files()
+    print("| file | functions | their lines | lines of the file |\n|---|---:|---:|---:|")
+    for file, numbers in sorted(files.items(), key=lambda entry: -entry[1][1]):
+        print(f"| {file} | {' | '.join(map(str, numbers))} |")
+    total = [sum(numbers[column] for numbers in files.values()) for column in range(3)]
+    print(f"| {len(files)} files | {' | '.join(map(str, total))} |\n")
+    print(f"code between configure_train and the end of aggregate_train, {method}, {CLIENTS} clients")
+    anyhow, values = Counter(side for side, _, _ in walk.returns), Counter(side for side, _, as_value in walk.returns if as_value)
+    for what, counts in (
+        ("decodings of a header", walk.headers),
+        ("returns of the reply, as a value", values),
+        ("returns of the reply, in any form", anyhow),
+    ):
+        print(f"{what}, per client: {counts['client'] / CLIENTS:.3g} at the client, {counts['server'] / CLIENTS:.3g} at the server")
+    if detail:
+        print("\n".join(f"{side} {function}" for side, function, _ in walk.returns[: len(walk.returns) // CLIENTS + 1]))
+
+
+if __name__ == "__main__":
+    typer.run(main)

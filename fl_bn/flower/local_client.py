@@ -1,0 +1,203 @@
+"""One client of fl-bn's application: it trains, measures and evaluates, by the values of a round."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from flwr.app import RecordDict
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fl_bn.data.batches import ClientTooSmall
+from fl_bn.derived import plain_names
+from fl_bn.exchange.replay import Unanswered
+from fl_bn.federation import schema
+from fl_bn.federation.client import LocalRound
+from fl_bn.federation.composition import check_composition
+from fl_bn.federation.engines.rendezvous import cohort_round
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.narrow import Overflow
+from fl_bn.federation.network import Network
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.sources import SampleSource
+from fl_bn.federation.values import ClientState, Reply
+from fl_bn.flower.app.client_state import StateStore, store_of
+from fl_bn.flower.handlers import Request
+from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
+from fl_bn.flower.layerwise.transcript import question
+from fl_bn.flower.log import log
+from fl_bn.flower.secagg.told import to_write
+from fl_bn.flower.wire.gate import enough
+from fl_bn.flower.wire.messages import TO_SAVE
+from fl_bn.methods import INPUTS, Method, StatisticsPass
+from fl_bn.task import CLASSIFICATION, Task
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Site:
+    """What one client has: its index among ``clients``, its data, its device.
+
+    ``folder``: for the model that it saves at the end. ``state``: for what it keeps between rounds, below a folder of the run's name;
+    without one that is in Flower's ``context.state``, as long as the simulation or the SuperNode lives. ``exchange``: the addresses of a
+    layer-wise exchange that it connects to.
+    """
+
+    client: int
+    clients: int
+    train: Samples
+    test: Samples
+    device: torch.device
+    folder: Path | None = None
+    label_counts: tuple[int, ...] | None = None
+    state: Path | None = None
+    exchange: ExchangeAddresses = ExchangeAddresses()
+
+
+class LocalClient:
+    """Trains, measures and evaluates one model as its method says.
+
+    It takes what a message asks (``Request``) and returns a ``Reply``; it knows neither messages nor lists. The arguments are those of
+    ``BatchNormClient``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Network,
+        method: Method,
+        settings: LocalTraining,
+        site: Site,
+        state: RecordDict,
+        seed: int = 0,
+        tells: bool = False,
+        shares_drift: bool = False,
+        task: Task = CLASSIFICATION,
+    ) -> None:
+        check_composition(method, settings)
+        self.method, self.settings, self.site, self.seed, self.task = method, settings, site, seed, task
+        self.network = model if isinstance(model, Network) else Network(model, method, site.device)
+        self.signature, self.tells, self.shares_drift = self.network.signature, tells, shares_drift
+        self._context_state = state
+
+    @property
+    def model(self) -> nn.Module:
+        """The pristine network. Do not change it."""
+        return self.network.original
+
+    def introduce(self) -> dict[str, int | str]:
+        """Say who this client is; the server asks once, when it first sees the client."""
+        return {
+            "client": self.site.client,
+            "clients": self.site.clients,
+            "samples": len(self.site.train),
+            "signature": self.signature,
+            "label-counts": json.dumps(self.site.label_counts or []),
+        }
+
+    def compute(self, request: Request, pack: Callable[[Reply], T]) -> T:
+        """Train or measure as ``request`` says, and keep what the method keeps.
+
+        Args:
+            request: what a message asks.
+            pack: makes of the reply what is sent. Only after that is anything kept: a client whose weights do not fit the type in which
+                they travel (``Overflow``) sits the round out.
+
+        Returns:
+            What ``pack`` makes of the reply. The reply has no samples where the client sits out, or where its round needs an answer first
+            (an exchange by replay).
+        """
+        instruction, store = request.instruction, self.store(request.config)
+        kept, joins = request.kept(store), request.connect(self.site.exchange)
+        try:
+            with self.network.lend() as lent:
+                round = LocalRound(lent, self.method, instruction, kept, self.settings, joins)
+                source = SampleSource(self.site.train, self.seed, self.site.client, self.task, self.shares_drift)
+                reply, keeps = cohort_round(round, source)
+        except Unanswered as pending:
+            return pack(question(pending, self.site.client))
+        except ClientTooSmall as reason:
+            if joins is not None:
+                joins(0).close()
+            return pack(self._sits_out(instruction.round, reason))
+        try:
+            packed = pack(reply)
+        except Overflow as reason:
+            return pack(self._sits_out(instruction.round, reason))
+        if request.trains and (sections := to_write(keeps, kept, instruction.round)) is not None:
+            store.write(instruction.round, sections)
+        return packed
+
+    def _sits_out(self, round: int, reason: Exception) -> Reply:
+        log(logging.WARNING, "client %s sits round %s out: %s", self.site.client, round, reason)
+        return Reply(self.site.client, {}, 0, 0)
+
+    def test(self, request: Request) -> dict[str, float]:
+        """Return the loss and other metrics on this client's test data, with its own local tensors; save the model if it is asked for."""
+        with self._own_model(request) as model:
+            metrics = evaluate(model, self.site.test, task=self.task).result()
+            self._save(model, str(request.config["save"]))
+        return metrics
+
+    def evaluation(self, request: Request, least: int = 0) -> Reply:
+        """Return the metrics of ``test`` as a reply. Numbers behind which there are fewer than ``least`` samples are withheld."""
+        metrics, samples = self.test(request), len(self.site.test)
+        loss = metrics.pop("loss")
+        metrics, fewest = enough(metrics, samples, self.task.samples_behind(self.site.test.y), least)
+        return Reply(self.site.client, {}, samples, samples, {"loss": loss, "fewest": fewest, **metrics})
+
+    def save(self, request: Request) -> None:
+        """Save the model that ``test`` would evaluate under the site's folder, as ``save`` of the message's config names it."""
+        with self._own_model(request) as model:
+            self._save(model, str(request.config["save"]))
+
+    @contextmanager
+    def _own_model(self, request: Request) -> Iterator[nn.Module]:
+        """Return what the server sent with this client's own local tensors."""
+        kept = request.kept(self.store(request.config))
+        with self.network.lend() as lent:
+            yield LocalRound(lent, self.method, request.instruction, kept).model
+
+    def _save(self, model: nn.Module, name: str) -> None:
+        if not name or self.site.folder is None:
+            return
+        TO_SAVE.read({"save": name})  # a folder's name, and no way out of this client's own
+        path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        names = plain_names(model)
+        save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
+
+    def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
+        """Return scale, shift and statistics that this client keeps after ``round``, for the average that unseen clients get.
+
+        Raises:
+            PermissionError: this client does not tell.
+        """
+        if not self.tells:
+            raise PermissionError("this client tells nothing of the layers that it keeps: unseen-client is off in its run config")
+        kept, state = self.kept(config, round + 1).get("local"), self.model.state_dict()
+        names = schema.kept_layers(self.model, self.method).sections[schema.KEPT]
+        return {name: kept.get(name, state[name]) for name in names}
+
+    def asked(self, config: Mapping[str, Any]) -> StatisticsPass:
+        """Return the pass that the message of a statistics-only exchange asks for."""
+        return StatisticsPass.asked(str(config.get("measured", INPUTS)), self.method.statistics_pass.samples)
+
+    def meet(self, config: Mapping[str, Any]) -> None:
+        """Join the exchange and leave it again: the server wants to know whether all of a cohort can be there at once."""
+        connect(self.site.exchange, config, [], 1).close()
+
+    def kept(self, config: Mapping[str, Any], before: int) -> ClientState:
+        """Return what this client keeps from the rounds before ``before``, of the run that ``config`` names."""
+        return self.store(config).read(before)
+
+    def store(self, config: Mapping[str, Any]) -> StateStore:
+        """Return where this client keeps its tensors between the rounds of the run that ``config`` names."""
+        return store_of(self._context_state, self.site.state, config, self.site.client, self.signature)
