@@ -198,7 +198,7 @@ def test_a_folder_that_is_no_runs(runs: Path, tmp_path: Path) -> None:
     (run / "model.safetensors").write_bytes(b"half a file")
     assert "is no safetensors file" in said(command("--model", run))
     (run / "model.safetensors").unlink()
-    assert "there is no" in said(result := command("--model", run))
+    assert "model.safetensors is missing" in said(result := command("--model", run))
     assert result.exit_code == 2
 
 
