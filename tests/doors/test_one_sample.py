@@ -248,13 +248,13 @@ ONCE: dict[str, Callable[[], Iterable[Any]]] = {
 
 @pytest.mark.parametrize("kind", ONCE)
 def test_an_iterator_is_refused_as_a_client_by_its_number(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"client 1: expected batches that can be gone through again, but got a {kind}"):
+    with pytest.raises(ValueError, match=f"client 1: expected batches that can be iterated over again, but got a {kind}"):
         Federation(linear(), methods.fedavg(), [batches(5), ONCE[kind]()], progress=False)
-    with pytest.raises(ValueError, match=f"test: expected batches that can be gone through again, but got a {kind}"):
+    with pytest.raises(ValueError, match=f"test: expected batches that can be iterated over again, but got a {kind}"):
         Federation(linear(), methods.fedavg(), [batches(5)], test=ONCE[kind](), progress=False)
     fed = Federation(linear(), methods.fedavg(), [batches(5)], test=batches(4), progress=False)
     assert fed.evaluate(ONCE[kind]()) == fed.evaluate(batches(5))  # control: once is enough there
-    with pytest.raises(ValueError, match="gone through again"):
+    with pytest.raises(ValueError, match="iterated over again"):
         Federation(linear(), methods.fedbn(), [batches(5)], progress=False).evaluate(ONCE[kind]())
 
 
@@ -274,7 +274,7 @@ def test_a_generator_is_refused_where_it_is_measured_before_training() -> None:
 
 
 class Exhausted:
-    """Says that it can be gone through again, and cannot."""
+    """Says that it can be iterated over again, and cannot."""
 
     def __init__(self) -> None:
         self._once = iter(batches(5))

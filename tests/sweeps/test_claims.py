@@ -122,7 +122,7 @@ def test_a_wrong_register_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="several entries have the same id.*: X-1"):
         parse_register({"claims": tables["claims"] * 2})
     own = {"id": "own-x", "explains": "X-2", "asks": "?", "compare": [PLACE]}
-    with pytest.raises(ConfigError, match="explains 'X-2', which is no claim"):
+    with pytest.raises(ConfigError, match="explains 'X-2', but there is no claim"):
         parse_register({**tables, "own": [own]})
     with pytest.raises(ConfigError, match="an id of ours begins with own-"):
         parse_register({**tables, "own": [{**own, "id": "x", "explains": "X-1"}]})
