@@ -61,12 +61,12 @@ class Known:
     Attributes:
         shared: The server's tensors.
         clients: Name of a known client -> its whole model, if clients keep tensors and their models are at hand.
-        told: The clients' average of the tensors that they keep, if the average alone is known.
+        average: The clients' average of the tensors that they keep, if the average alone is known.
     """
 
     shared: Named
     clients: Mapping[str, Named] = field(default_factory=dict)
-    told: Named = field(default_factory=dict)
+    average: Named = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ class Adaptation:
         names = [name for part in self._kept.values() for name in part]
         for client, state in known.clients.items():
             _check(client, state, converted, names)
-        _check("the clients' average", known.told, converted, [name for name in names if name in known.told])
+        _check("the clients' average", known.average, converted, [name for name in names if name in known.average])
         if known.clients and names:
             states = [{name: state[name] for name in names} for state in known.clients.values()]
             self._average: Named = average(states, [1.0] * len(states))
         else:
-            self._average = {name: known.told[name] for name in names if name in known.told}
+            self._average = {name: known.average[name] for name in names if name in known.average}
 
     def before(self) -> nn.Module | None:
         """Return the model for an unknown client: shared tensors, and the known clients' average of those they keep.
@@ -176,7 +176,7 @@ class Adaptation:
     def _distances(self, x: Tensor) -> dict[str, float]:
         model = self._with({})
         name, eps = first_layer(model, x)
-        own = measured(model, x)[name]
+        own = input_statistics(model, x)[name]
         mean, var = (f"{name}.{key}" if name else key for key in ("running_mean", "running_var"))
         return {
             client: divergence(own, Running(state[mean].double(), state[var].double()), eps) for client, state in self.known.clients.items()
@@ -191,11 +191,11 @@ def recompute_statistics(model: nn.Module, x: Tensor) -> None:
     Raises:
         NotAdaptable: A layer sees fewer than two values per channel.
     """
-    measured(model, x)
+    input_statistics(model, x)
     recalibrate(model, [_unlabelled(x)])
 
 
-def measured(model: nn.Module, x: Tensor) -> dict[str, Running]:
+def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
     """Measure the statistics of each BatchNorm layer's input over ``x`` (N, ...), in evaluation mode; ``model`` stays.
 
     Raises:

@@ -105,7 +105,7 @@ class Cell:
             return self.last(metric)
         return (min if self.lower_is_better(metric) else max)(curve.items(), key=lambda point: point[1])
 
-    def measured(self, metric: str, at: str) -> tuple[int, float] | None:
+    def measurement(self, metric: str, at: str) -> tuple[int, float] | None:
         """Return round and value of the best (``at="best"``) or else the last measurement."""
         return self.best(metric) if at == "best" else self.last(metric)
 

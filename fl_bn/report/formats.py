@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fl_bn.report.cells import Cell
-from fl_bn.report.layout import Entry, Problem, Table, shown
+from fl_bn.report.layout import Entry, Problem, Table, as_text
 from fl_bn.report.settings import SEED, label
 
 LATEX = {
@@ -99,10 +99,10 @@ def number(table: Table, entry: Entry) -> tuple[str, str, str]:
     if not entry.values:
         return entry.instead, "", ""
     metric = table.layout.metric
-    spread = f"({shown(entry.std, metric)})" if math.isfinite(entry.std) else ""
+    spread = f"({as_text(entry.std, metric)})" if math.isfinite(entry.std) else ""
     whole = len(entry.values) == entry.runs
     count = "" if whole and entry.runs == table.seeds else f"n={entry.runs}" if whole else f"{len(entry.values)} of {entry.runs}"
-    return shown(entry.mean, metric), spread, count
+    return as_text(entry.mean, metric), spread, count
 
 
 def latex(text: str) -> str:

@@ -109,7 +109,7 @@ class Layout:
 
     def entry(self, cells: Sequence[Cell]) -> Entry:
         """Summarise ``cells``, which differ in the seed alone, as one entry."""
-        values = [point[1] for cell in cells if cell.finished and (point := cell.measured(self.metric, self.settings.at)) is not None]
+        values = [point[1] for cell in cells if cell.finished and (point := cell.measurement(self.metric, self.settings.at)) is not None]
         kept = tuple(value for value in values if math.isfinite(value))
         instead = "not finite" if values else "not measured" if any(c.finished for c in cells) else cells[0].status if cells else NOT_RUN
         return Entry(kept, len(cells), instead)
@@ -246,7 +246,7 @@ def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
     return Table(layout, entries, frozenset(best), problems, elsewhere, corner)
 
 
-def shown(value: float, metric: str) -> str:
+def as_text(value: float, metric: str) -> str:
     """Format a number for the table."""
     if not math.isfinite(value):
         return "–"
@@ -258,7 +258,7 @@ def shown(value: float, metric: str) -> str:
 def _wrong(cell: Cell, metric: str, at: str) -> str:
     if not cell.finished:
         return cell.error or f"{cell.status} after {len(cell.rows)} of {cell.config.get('rounds', '?')} rounds"
-    point = cell.measured(metric, at)
+    point = cell.measurement(metric, at)
     if point is None:
         return f"{metric} was not measured"
     return "" if math.isfinite(point[1]) else f"{metric} was not a finite number in round {point[0]}"
@@ -269,8 +269,8 @@ def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layou
     means = {row: of[column].mean for row, of in entries.items() if of[column].values and row not in layout.settings.apart}
     if len(means) < 2:
         return []
-    top = shown((min if layout.lower_is_better else max)(means.values()), layout.metric)
-    return [row for row, mean in means.items() if shown(mean, layout.metric) == top]
+    top = as_text((min if layout.lower_is_better else max)(means.values()), layout.metric)
+    return [row for row, mean in means.items() if as_text(mean, layout.metric) == top]
 
 
 def _values(axis: str, cells: Sequence[Cell], settings: Settings) -> list[str]:

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from fl_bn.report.cells import scale, title
 from fl_bn.report.curves import Series, series
-from fl_bn.report.layout import Entry, Layout, shown
+from fl_bn.report.layout import Entry, Layout, as_text
 from fl_bn.report.pictures import (
     Picture,
     columns_of,
@@ -56,7 +56,7 @@ def curves(layout: Layout, available: Sequence[Series], x: str) -> Picture | Non
     def draw() -> Figure:
         return _panels_of(layout, {layout.metric: available}, x)
 
-    words = in_words({f"{one.row} ({one.column})" if layout.rest else one.row: shown(one.mean[-1], layout.metric) for one in available})
+    words = in_words({f"{one.row} ({one.column})" if layout.rest else one.row: as_text(one.mean[-1], layout.metric) for one in available})
     counted = " One exchange per round, and one for each layer-wise average." if x == "exchanges" else ""
     over = {"round": "rounds", "bytes": "bytes sent and received per client"}.get(x, LABELS[x])
     caption = f"{_capital(title(layout.metric))} over {over}.{_band(available)}{counted}"
@@ -113,8 +113,8 @@ def _ranked(available: Sequence[Series], layout: Layout) -> dict[str, str]:
     """Return row -> its name and last value, the best first, for the legend of one panel."""
     metric = layout.metric
     ranked = sorted(available, key=lambda one: one.mean[-1] if layout.lower_is_better else -one.mean[-1])
-    spread = [f" ± {shown(one.std[-1], metric)}" if one.seeds > 1 else "" for one in ranked]
-    return {one.row: f"{one.row}: {shown(one.mean[-1], metric)}{of}" for one, of in zip(ranked, spread, strict=True)}
+    spread = [f" ± {as_text(one.std[-1], metric)}" if one.seeds > 1 else "" for one in ranked]
+    return {one.row: f"{one.row}: {as_text(one.mean[-1], metric)}{of}" for one, of in zip(ranked, spread, strict=True)}
 
 
 def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
@@ -180,7 +180,7 @@ def against(layout: Layout, axis: str) -> Picture:
         return figure
 
     words = {
-        " ".join(part for part in (*key, row) if part != "–"): ", ".join(f"{shown(e.mean, layout.metric)} at {x:g}" for x, e in points)
+        " ".join(part for part in (*key, row) if part != "–"): ", ".join(f"{as_text(e.mean, layout.metric)} at {x:g}" for x, e in points)
         for key, of in entries.items()
         for row, points in of.items()
     }

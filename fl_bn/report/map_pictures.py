@@ -12,7 +12,7 @@ from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from fl_bn.report.cells import Cell, scale, title
-from fl_bn.report.layout import Layout, shown
+from fl_bn.report.layout import Layout, as_text
 from fl_bn.report.pictures import Picture, first_of_lines, panels, wrapped
 from fl_bn.report.settings import Heat
 from fl_bn.run.config import ConfigError
@@ -91,7 +91,7 @@ def _in_words(maps: Mapping[str, np.ndarray], xs: Sequence[str], ys: Sequence[st
     for name, values in maps.items():
         for y, row in zip(ys, values, strict=True):
             lines.append(
-                f"{name + ', ' if name else ''}{y}: " + ", ".join(f"{shown(v, metric)} at {x}" for x, v in zip(xs, row, strict=True))
+                f"{name + ', ' if name else ''}{y}: " + ", ".join(f"{as_text(v, metric)} at {x}" for x, v in zip(xs, row, strict=True))
             )
     return "; ".join(lines) + "."
 
@@ -162,7 +162,7 @@ def _number(axes: Axes, row: int, column: int, value: float, colours: Any, norm:
     if not np.isfinite(value):
         axes.text(column + 0.5, row + 0.5, "–", ha="center", va="center", color=INK)
         return
-    text = shown(value, metric)
+    text = as_text(value, metric)
     axes.text(
         column + 0.5, row + 0.5, f"+{text}" if difference and value > 0 else text, ha="center", va="center", fontsize=8,
         color=on(colours(norm(value))),
@@ -222,7 +222,8 @@ def boxplot(layout: Layout) -> Picture | None:
         return figure
 
     middle = "; ".join(
-        f"{row}{f' ({column})' if layout.rest else ''} {shown(np.median(v), metric)} ({shown(min(v), metric)} to {shown(max(v), metric)})"
+        f"{row}{f' ({column})' if layout.rest else ''} {as_text(np.median(v), metric)} "
+        f"({as_text(min(v), metric)} to {as_text(max(v), metric)})"
         for column, of in by_column.items()
         for row, v in of.items()
     )

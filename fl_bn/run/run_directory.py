@@ -130,7 +130,7 @@ class RunDirectory(Callback):
             raise
         if self._log is not None:
             LOGGER.addHandler(self._log)
-        LOGGER.info("run directory: %s", shown(self.path))
+        LOGGER.info("run directory: %s", as_typed(self.path))
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
@@ -232,7 +232,7 @@ class RunDirectory(Callback):
         if error is None:  # nobody will resume it
             for folder in (path / FOLDER, *path.glob("state-*")):
                 shutil.rmtree(folder, ignore_errors=True)
-        LOGGER.info("results: %s", shown(path))
+        LOGGER.info("results: %s", as_typed(path))
         if error is not None:
             self._say_how_to_go_on(path, "interrupted" if isinstance(error, KeyboardInterrupt) else "the run failed")
 
@@ -240,7 +240,7 @@ class RunDirectory(Callback):
         last = max(self._checkpoints.rounds(), default=0) if self._checkpoints else 0
         server = os.environ.get(SERVER, "")
         if last:
-            run = f"{shlex.quote(server)} {path.name}" if server else shown(path)
+            run = f"{shlex.quote(server)} {path.name}" if server else as_typed(path)
             advice = f"Go on from round {last}: fl-bn resume {run}"
         elif self.config.checkpoint_every:
             advice = f"Start it again: the first checkpoint would be after round {self.config.checkpoint_every}"
@@ -275,7 +275,7 @@ class RunDirectory(Callback):
             durable.write(self.path / "unseen-client.safetensors", durable.in_order(save(unseen, metadata)), mode=0o666)
 
 
-def shown(path: Path) -> str:
+def as_typed(path: Path) -> str:
     """Return the path as one would type it in the current folder."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

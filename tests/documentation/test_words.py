@@ -27,16 +27,17 @@ NOT_YET = (  # packages and files whose docstrings still begin otherwise: remove
     "fl_bn/run/run_keys.py", "fl_bn/run/used.py",
 )  # fmt: skip
 QUESTIONS = {"how", "what", "when", "where", "whether", "which", "who", "whose", "why"}
-ARTICLES = {"a", "an", "each", "every", "no", "none", "one", "several", "some", "that", "the", "these", "this", "those", "two", "all", "both"}
+ARTICLES = {"a", "all", "an", "both", "each", "every", "no", "none", "one", "some", "that", "the", "these", "this", "those", "two"}
 PREPOSITIONS = {
-    "above", "after", "as", "at", "before", "below", "beside", "by", "for", "from", "if", "in", "inside", "of", "on", "per", "with", "without",
+    "above", "after", "as", "at", "before", "below", "beside", "by", "for", "from", "if", "in", "inside", "of", "on", "per", "with",
+    "without",
 }  # fmt: skip
 NOUNS = {"mean", "percent", "seconds", "bytes", "metrics", "names", "moments", "rows", "values"}
 THIRD_PERSON = {
     "adds", "applies", "asks", "begins", "builds", "calls", "checks", "computes", "counts", "decides", "declares", "does", "draws", "ends",
     "finds", "gives", "goes", "has", "holds", "is", "keeps", "lets", "loads", "looks", "makes", "measures", "names", "opens", "prints",
-    "puts", "raises", "reads", "reports", "returns", "runs", "says", "sends", "serves", "sets", "shows", "starts", "stops", "takes", "tells",
-    "tries", "turns", "waits", "wants", "works", "writes", "yields",
+    "puts", "raises", "reads", "reports", "returns", "runs", "says", "sends", "serves", "sets", "shows", "starts", "stops", "takes",
+    "tells", "tries", "turns", "waits", "wants", "works", "writes", "yields",
 }  # fmt: skip
 OFFENDERS = QUESTIONS | ARTICLES | PREPOSITIONS | NOUNS | THIRD_PERSON
 

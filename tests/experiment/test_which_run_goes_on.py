@@ -144,7 +144,7 @@ def test_where_there_is_nothing_to_go_on_with_the_runs_that_could_be_are_named(v
     for name in ("done", "nobody"):
         told = refused(values, resume=name)
         assert told.startswith(f"resume={name!r}: ")
-        assert re.search(r"has no checkpoint: unfinished runs with checkpoints in .*runs: half$", told)
+        assert re.search(r"has no checkpoint. Choose one of the unfinished runs with checkpoints in .*runs: half$", told)
 
 
 def test_a_run_that_stopped_before_its_first_checkpoint_has_none(values: Values) -> None:

@@ -237,7 +237,7 @@ def test_the_clients_average_may_be_told_instead() -> None:
     whole = adaptation()
     names = affine_of(network().state_dict())
     told = {name: sum(state[name] for state in whole.known.clients.values()) / 3 for name in names}
-    run = Adaptation(network(), METHODS["fedbn"](), Known(whole.known.shared, told=told))  # type: ignore[arg-type]
+    run = Adaptation(network(), METHODS["fedbn"](), Known(whole.known.shared, average=told))  # type: ignore[arg-type]
     assert run.before() is None  # the affine alone was told
     for how in (AVERAGE_AFFINE, RECOMPUTE):
         assert largest_deviation(run.adapt(how, OWN.x).model.state_dict(), whole.adapt(how, OWN.x).model.state_dict()) < 1e-12
