@@ -287,7 +287,7 @@ def test_a_loader_that_is_empty_the_second_time_is_named(log: pytest.LogCaptureF
     list(Federation(linear(), methods.fedavg(), [batches(5), Exhausted()], optimizer=sgd, progress=False).run(3))
     said = [record.getMessage() for record in log.records if "gave no batch" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith("client 1: its loader gave no batch in round 2. A loader is gone through in every round")
+    assert said[0].startswith("client 1: its loader gave no batch in round 2. Every round iterates over the batches")
 
 
 def test_that_nobody_trained_is_no_divergence() -> None:
