@@ -1,8 +1,8 @@
-"""Accuracy of every method and of centralised training on a CIFAR-10 subset: the tables in benchmarks/results/.
+"""Compare every method and centralised training on a CIFAR-10 subset: the tables in benchmarks/results/.
 
     python benchmarks/accuracy.py --data ../shared/data/cifar10.npz
 
-Settings with equal budgets within each: every method takes the same number of local steps on batches of the same size with the same
+Within a setting all budgets are equal: every method takes the same number of local steps on batches of the same size with the same
 learning rate and calendar; centralised training takes as many steps on batches of the cohort's size. Finished runs are not repeated.
 """
 
@@ -55,6 +55,7 @@ def main(
     work: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs/accuracy"),
     results: Annotated[Path, typer.Option(help="folder of the tables")] = Path(__file__).parent / "results",
 ) -> None:
+    """Run the settings, and write their tables and pictures."""
     console = Console()
     for name, setting in SETTINGS.items():
         if only not in ("", name):
@@ -76,6 +77,7 @@ def main(
 
 
 def describe(setting: dict[str, str | int | float]) -> str:
+    """Describe a setting in one line."""
     split = partition_in_words(RunConfig.from_mapping({key: setting[key] for key in ("partition", "partition-parameter")}))
     return (
         f"{setting['model']}, {setting['clients']} clients, {split}, "

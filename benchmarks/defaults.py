@@ -1,4 +1,4 @@
-"""Is a method, as it is by default, worse than doing nothing? Every method over kinds of skew, local steps and lengths of the run.
+"""Compare every method's defaults with plain averaging, over kinds of skew, local steps and lengths of the run.
 
     python benchmarks/defaults.py --output benchmarks/results/defaults/grid.csv --data ../shared/data
     python benchmarks/defaults.py --table benchmarks/results/defaults
@@ -66,7 +66,7 @@ Row = dict[str, str]
 
 
 def cells() -> Iterator[Key]:
-    """Every cell once, in the order in which they are run."""
+    """Yield every cell once, in the order in which they are run."""
     others = [block for block in itertools.product(DATA, ROUNDS, STEPS, SEEDS) if block not in FIRST]
     for data, rounds, steps, seed in [*FIRST, *sorted(others, key=lambda block: (block[1] * block[2], block[3], block[0]))]:
         for methods in (LEADING, METHODS[len(LEADING) :]):
@@ -96,7 +96,7 @@ def cell(key: Key, folder: str) -> dict[str, Any]:
 
 
 def _federated(config: Any) -> tuple[list[tuple[int, float]], float]:
-    """The accuracy (%) by round, as far as the run came, and the growth."""
+    """Run one federation; return the accuracy (%) by round, as far as the run came, and the growth."""
     from client_app.app import app
     from fl_bn.federation.aggregation import running_statistics
     from fl_bn.federation.callbacks import Callback
@@ -137,7 +137,7 @@ def _centralised(config: Any) -> tuple[list[tuple[int, float]], float]:
 
 
 def read(path: Path) -> dict[Key, Row]:
-    """The lines of a file by cell; none where there is no file."""
+    """Return cell -> line of a file; empty without a file."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:
@@ -145,11 +145,12 @@ def read(path: Path) -> dict[Key, Row]:
 
 
 def key_of(row: Row) -> Key:
+    """Return the cell of a line."""
     return row["data"], row["regime"], row["method"], int(row["steps"]), int(row["rounds"]), int(row["seed"])
 
 
 def cost(key: Key, rows: dict[Key, Row]) -> float:
-    """Seconds that a cell will take, from those that were run: of the same data and method if there are any, per local step."""
+    """Estimate the seconds of a cell from finished ones, per local step: of the same data and method, if there are any."""
     for alike in ((0, 2), (0,), ()):
         known = [(done, float(row["seconds"])) for done, row in rows.items() if row["seconds"] and all(done[i] == key[i] for i in alike)]
         per_step = [seconds / ((done[3] + OVERHEAD) * done[4]) for done, seconds in known]
@@ -159,14 +160,14 @@ def cost(key: Key, rows: dict[Key, Row]) -> float:
 
 
 def shown(values: list[float]) -> str:
-    """Mean and, of several seeds, standard deviation."""
+    """Format the mean and, for several seeds, the standard deviation."""
     if not values:
         return "-"
     return f"{mean(values):.1f} ({stdev(values):.1f})" if len(values) > 1 else f"{values[0]:.1f}"
 
 
 def table(rows: dict[Key, Row]) -> str:
-    """Markdown: what was found, a block of tables per data set, rounds and steps, and what was not run."""
+    """Return the results as Markdown: a summary, a block of tables per data set, rounds and steps, and the missing cells."""
     lines = [summary(rows)]
     for data, rounds, steps in itertools.product(DATA, ROUNDS, STEPS):
         found = [row for key, row in rows.items() if (key[0], key[4], key[3]) == (data, rounds, steps)]
@@ -195,7 +196,7 @@ def table(rows: dict[Key, Row]) -> str:
 
 
 def summary(rows: dict[Key, Row]) -> str:
-    """Markdown: per method the cells behind FedAvg, below the level at the freeze, and at chance."""
+    """Return, as Markdown, per method the cells behind FedAvg, below the level at the freeze, and at chance."""
     lines = [
         "# Every method as it is by default",
         "",
@@ -231,6 +232,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="begin no cell after so many")] = float("inf"),
     table_of: Annotated[Path | None, typer.Option("--table", help="folder of grid.csv: write table.md there")] = None,
 ) -> None:
+    """Run the cells that the file lacks, or write the table."""
     if table_of is not None:
         (table_of / "table.md").write_text(table(read(table_of / "grid.csv")))
     if output is None:

@@ -1,4 +1,4 @@
-"""What FedTAN's layer-wise exchange costs: its latency, and a round of it beside a round of FedAvg, in one run on one machine.
+"""Measure the cost of FedTAN's layer-wise exchange: its latency, and a round of it beside a round of FedAvg.
 
     python benchmarks/exchange.py
 
@@ -40,6 +40,7 @@ WARM = 20
 
 
 def one_client(address: str, token: str, exchanges: int, together: Barrier, seconds: Queue[list[float]]) -> None:
+    """Exchange repeatedly as one client, and put the seconds of each exchange into the queue."""
     torch.set_num_threads(1)
     values, key, taken = torch.ones(2 * CHANNELS), Key("layer", Quantity.MOMENTS), []
     together.wait()
@@ -53,7 +54,7 @@ def one_client(address: str, token: str, exchanges: int, together: Barrier, seco
 
 
 def latency(clients: int, exchanges: int) -> tuple[float, float]:
-    """p50 and p99 of one exchange, milliseconds."""
+    """Return p50 and p99 of one exchange in milliseconds."""
     spawn = multiprocessing.get_context("spawn")
     service = ExchangeService("127.0.0.1", 0, 8 * CHANNELS).start()
     session = Session(range(clients), {"layer": Layer(CHANNELS, torch.float32)})
@@ -70,20 +71,22 @@ def latency(clients: int, exchanges: int) -> tuple[float, float]:
 
 
 class Alone:
-    """An exchange with nobody: what the layer itself costs."""
+    """Exchange with nobody: the cost of the layer itself."""
 
     batch = 32
     seconds = 0.0
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
+        """Answer with the client's own values."""
         return Answer(local.clone(), count, self.batch)
 
     def close(self, error: str = "") -> None:
+        """Do nothing."""
         pass
 
 
 def step_milliseconds(model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[None]], repeats: int = 7) -> float:
-    """Median of a training step on 32 images of 32 pixels."""
+    """Return the median of a training step on 32 images of 32 pixels, in milliseconds."""
     x, y = torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
     model.train()
     taken = []
@@ -96,7 +99,11 @@ def step_milliseconds(model: nn.Module, context: Callable[[], contextlib.Abstrac
 
 
 def rounds_of(method: str, clients: int, rounds: int, schedule: str) -> tuple[float, float, int]:
-    """``(median seconds of a round, seconds that the client that waited longest spent in exchanges, exchanges)`` on Ray."""
+    """Run a method on Ray.
+
+    Returns:
+        The median seconds of a round, the seconds in exchanges of the client that waited longest, and the exchanges.
+    """
     config = RunConfig(
         method=method, clients=clients, rounds=rounds + 2, model="resnet20", image_size=32, batch_size=32, local_steps=5, partition="iid",
         learning_rate=0.01, evaluate_every=1000, pictures=False, device="cpu", options=(("fedtan-schedule", schedule),),
@@ -110,6 +117,7 @@ def rounds_of(method: str, clients: int, rounds: int, schedule: str) -> tuple[fl
 def main(
     rounds: int = 12, clients: int = 5, exchanges: int = 500, results: Path = Path(__file__).parent / "results" / "exchange.md"
 ) -> None:
+    """Measure latency and rounds, and write the table."""
     console, cores = Console(), os.cpu_count() or 1
     lines = [f"{cores} cores, loopback, torch {torch.__version__}.\n", "| clients | p50 (ms) | p99 (ms) |\n|---|---|---|"]
     p50 = {}

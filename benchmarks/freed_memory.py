@@ -1,4 +1,4 @@
-"""A training step of each network where Linux's C library keeps freed memory for the next step, and where it gives it back to the system.
+"""Time a training step of each network if Linux's C library keeps freed memory, and if it gives it back to the system.
 
     python benchmarks/freed_memory.py
 
@@ -37,7 +37,7 @@ CASES = (
 
 
 def turn(name: str, size: int, pixels: int) -> tuple[float, float, float]:
-    """Of one process: ms of processor time and page faults per step, and MB of memory at its peak."""
+    """Run one turn in this process; return ms of processor time and page faults per step, and MB of memory at its peak."""
     torch.set_num_threads(1)
     model = build(name, classes=10, channels=3, image_size=pixels, seed=0).train().to(memory_format=torch.channels_last)
     x, y = torch.randn(size, 3, pixels, pixels), torch.randint(0, 10, (size,))
@@ -58,6 +58,7 @@ def main(
     results: Path = Path(__file__).parent / "results" / "freed-memory.md",
     only: Annotated[str, typer.Option(hidden=True, help="one turn: NAME,SIZE,PIXELS")] = "",
 ) -> None:
+    """Time all networks, and write the table."""
     if only:
         network, batch, edge = only.split(",")
         print(*turn(network, int(batch), int(edge)))

@@ -1,4 +1,4 @@
-"""The GPU at hand: every method's numbers and bits, what makes a step faster there, and the hours that the papers' experiments take.
+"""Check every method's numbers and bits on the GPU at hand, compare ways to train there, and time the papers' experiments.
 
     python benchmarks/gpu.py                                # the first GPU, or without one the CPU, where it runs small
     python benchmarks/gpu.py --minutes 5                    # the papers' experiments until then; the rest of them is named as missing
@@ -48,7 +48,7 @@ COMPARED = ("fedavg", "gn", "hbn", "fbn")
 
 
 class Way(NamedTuple):
-    """Of training a cohort."""
+    """Describe one way of training a cohort."""
 
     engine: str = SEQUENTIAL
     layout: str = "contiguous"
@@ -75,7 +75,7 @@ SIZES = {"cuda": Size((10, 50), 5, 32, 2, 10), "cpu": Size((4,), 3, 8, 2, 3), "q
 
 
 def two_rounds(name: str, device: torch.device, engine: str, dtype: torch.dtype) -> list[Tensor]:
-    """All tensors of every client's network after two rounds of two clients, two batches of 16 images each."""
+    """Return all tensors of every client's network after two rounds of two clients, two batches of 16 images each."""
     model = build("resnet20", classes=10, image_size=16, seed=0).to(dtype)
     draw = torch.Generator().manual_seed(1)
     clients = [
@@ -89,14 +89,14 @@ def two_rounds(name: str, device: torch.device, engine: str, dtype: torch.dtype)
 
 
 def apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """The norm of the difference, as a share of the norm of ``b``."""
+    """Return the norm of the difference, as a share of the norm of ``b``."""
     x, y = (torch.cat([tensor.double().cpu().flatten() for tensor in one]) for one in (a, b))
     return float((x - y).norm()) / float(y.norm())
 
 
 @contextmanager
 def deterministic(wanted: bool = True) -> Iterator[None]:
-    """Inside, torch takes kernels whose sums have one order, as the key ``deterministic`` makes it."""
+    """Let torch take kernels whose sums have one order in the block, as the key ``deterministic`` does."""
     were = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(wanted)
     try:
@@ -106,6 +106,7 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
 
 
 def check_numbers(device: torch.device, names: Sequence[str]) -> list[str]:
+    """Compare every method's numbers with the CPU's, and its bits with a second run's; return the lines of the table."""
     rows = ["| method | one by one | vectorised | same bits again, one by one | vectorised | deterministic: one by one | vectorised |"]
     rows.append("|---" * 7 + "|")
     for name in names:
@@ -120,7 +121,7 @@ def check_numbers(device: torch.device, names: Sequence[str]) -> list[str]:
 
 
 def again(name: str, device: torch.device, engine: str) -> bool:
-    """Whether the same run has the same bits, in float32."""
+    """Tell whether the same run has the same bits, in float32."""
     one, other = (two_rounds(name, device, engine, torch.float32) for _ in range(2))
     return all(map(torch.equal, one, other))
 
@@ -129,7 +130,7 @@ def again(name: str, device: torch.device, engine: str) -> bool:
 
 
 def compare_ways(device: torch.device, size: Size, ways: Mapping[str, Way]) -> list[str]:
-    """Rounds per second of ``ways``, and for how much of each engine's time the GPU computes."""
+    """Measure rounds per second of ``ways``, and the share of each engine's time in which the GPU computes."""
     rows = ["| network | method | clients x batch | " + " | ".join(ways) + " | GPU busy, one by one | vectorised |"]
     rows.append("|---" * (len(ways) + 5) + "|")
     for network, side in NETWORKS.items():
@@ -161,7 +162,7 @@ def compare_ways(device: torch.device, size: Size, ways: Mapping[str, Way]) -> l
 
 
 def kernels(call: Callable[[], object]) -> float:
-    """Seconds that the GPU computes in ``call``."""
+    """Return the seconds that the GPU computes in ``call``."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
@@ -169,7 +170,7 @@ def kernels(call: Callable[[], object]) -> float:
 
 
 def compare_graphs(device: torch.device, size: Size) -> list[str]:
-    """Milliseconds of one stacked training step as torch launches it, and replayed as a CUDA graph; and whether the weights agree."""
+    """Compare one stacked training step as torch launches it with the same step as a CUDA graph, in time and weights."""
     rows = [
         "| network | method | clients x batch | launched (ms) | CUDA graph (ms) | ratio | difference |",
         "|---|---|---|---|---|---|---|",
@@ -193,7 +194,7 @@ def compare_graphs(device: torch.device, size: Size) -> list[str]:
 
 
 def graph_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Tensor, graphed: bool) -> tuple[float, list[Tensor]]:
-    """Milliseconds of a step, and the weights after nine of them."""
+    """Return the milliseconds of a step, and the weights after nine steps."""
     step, stack = stacked_step(model, method, cohort, x, y)
     beside = torch.cuda.Stream()  # a capture wants its warm-up on a stream of its own
     beside.wait_stream(torch.cuda.current_stream())
@@ -219,6 +220,7 @@ def graph_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Tens
 
 
 def stacked_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Tensor) -> tuple[Callable[[], None], Stack]:
+    """Return a function that makes one stacked training step, and its stack."""
     settings = LocalTraining(x.shape[1], steps=1, momentum=0.9)
     round, template = alone(copied(model), method, settings, 0.01), copied(model).to(x.device)
     round.set_modes(template)
@@ -248,6 +250,7 @@ def main(
     results: Annotated[Path, typer.Option(help="where the tables are written")] = HERE / "results" / "gpu.md",
     hours: Annotated[Path, typer.Option(help="where the hours are written, on a GPU")] = HERE.parent / "experiments" / RESULTS / HOURS,
 ) -> None:
+    """Measure everything, and write the tables."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     size = SIZES["quick" if quick else on.type]
@@ -288,6 +291,7 @@ def main(
 
 
 def write(results: Path, lines: Sequence[str]) -> None:
+    """Write the lines to the file of results."""
     results.parent.mkdir(parents=True, exist_ok=True)
     results.write_text("\n".join(lines).rstrip() + "\n")
     console.print(f"written: {results}")

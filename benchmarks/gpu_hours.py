@@ -1,4 +1,7 @@
-"""The hours of the papers' experiments: a few local steps of every distinct round are timed and multiplied. A part of ``gpu.py``."""
+"""Estimate the hours of the papers' experiments, as a part of ``gpu.py``.
+
+A few local steps of every distinct round are timed and multiplied.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,15 @@ console = Console()
 
 @dataclass(frozen=True)
 class Size:
-    """How much is done. ``steps``: local steps; ``timed``: rounds; ``most``: clients of a paper's cohort that are timed."""
+    """Describe how much is timed.
+
+    Attributes:
+        cohorts: The numbers of clients.
+        steps: Local steps.
+        batch: The batch size.
+        timed: Rounds that are timed.
+        most: The most clients of a paper's cohort that are timed.
+    """
 
     cohorts: tuple[int, ...]
     steps: int
@@ -56,7 +67,7 @@ class Size:
 
 
 class Hours(NamedTuple):
-    """Of the local steps of one experiment, all runs that ``runs`` counts, by engine; ``missing`` runs were not timed."""
+    """Hold the hours of the local steps of one experiment by engine, over ``runs`` runs; ``missing`` runs were not timed."""
 
     runs: int = 0
     one_by_one: float = 0.0
@@ -65,6 +76,7 @@ class Hours(NamedTuple):
 
 
 def made(clients: int, n: int, shape: Sequence[int], classes: int, masks: bool = False) -> list[Samples]:
+    """Make random samples for each client."""
     draw = torch.Generator().manual_seed(0)
     targets = (n, *shape[1:]) if masks else (n,)
     return [
@@ -76,14 +88,14 @@ def made(clients: int, n: int, shape: Sequence[int], classes: int, masks: bool =
 def one_round(
     engine: str, model: nn.Module, method: Method, settings: LocalTraining, samples: Sequence[Samples], device: torch.device
 ) -> list[Reply]:
-    """``model``: converted, on the CPU."""
+    """Train one round of all clients with ``model``, which is converted and on the CPU."""
     return prepared(engine, model, method, settings, samples, device)()
 
 
 def prepared(
     engine: str, model: nn.Module, method: Method, settings: LocalTraining, samples: Sequence[Samples], device: torch.device
 ) -> Callable[[], list[Reply]]:
-    """What is left of ``one_round`` when every client has its network."""
+    """Give every client its network; return a function that does the rest of ``one_round``."""
     clients = range(len(samples))
     home = device if engine == SEQUENTIAL else torch.device("cpu")
     rounds = [alone(copy.deepcopy(model).to(home), method, settings, 0.01) for _ in clients]
@@ -94,9 +106,9 @@ def prepared(
 
 
 def timed(prepare: Callable[[], Callable[[], object]], times: int, device: torch.device) -> float:
-    """Seconds of the shortest of ``times`` calls of what ``prepare`` returns, after one that warms up.
+    """Return the seconds of the shortest of ``times`` calls of the function that ``prepare`` returns, after one to warm up.
 
-    On the CPU of processor time, which other programs do not change much.
+    On the CPU these are seconds of processor time, which other programs do not change much.
     """
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     found = []
@@ -113,12 +125,12 @@ def timed(prepare: Callable[[], Callable[[], object]], times: int, device: torch
 
 
 def steps_of(config: RunConfig, samples: int) -> int:
-    """Local steps of a client with as many samples as the mean client."""
+    """Return the local steps of a client with as many samples as the mean client."""
     return config.local_steps or config.local_epochs * max(1, -(-samples // config.batch_size))
 
 
 def paper_hours(device: torch.device, size: Size, only: Callable[[RunConfig], bool], until: float) -> dict[str, Hours]:
-    """By experiment: every distinct round of ``--variant paper``, timed once per engine until ``until``, and multiplied."""
+    """Time every distinct round of ``--variant paper`` until ``until``, and multiply; return the hours by experiment."""
     spent: dict[tuple[object, ...], list[float]] = {}
     hours: dict[str, Hours] = defaultdict(Hours)
     for file in sorted(EXPERIMENTS.glob("0*.toml")):
@@ -145,9 +157,10 @@ def paper_hours(device: torch.device, size: Size, only: Callable[[RunConfig], bo
 
 
 def timed_steps(config: RunConfig, cohort: int, device: torch.device, size: Size) -> list[float]:
-    """Seconds of one local step of ``cohort`` clients, by engine; where it cannot be one program, those of one by one.
+    """Return the seconds of one local step of ``cohort`` clients, by engine.
 
-    What a round costs beside its steps is taken off: the time of a round of one step is subtracted from that of many.
+    If it cannot be one program, those of one by one count for both. The cost of a round beside its steps is taken off: the
+    time of a round of one step is subtracted from that of many.
     """
     classes, channels, side, _ = DATA[config.dataset]
     side = config.image_size or side
@@ -170,7 +183,7 @@ def timed_steps(config: RunConfig, cohort: int, device: torch.device, size: Size
 
 
 def write_hours(file: Path, device: str, found: Mapping[str, Hours]) -> None:
-    """The faster engine's, for ``fl-bn experiments evidence``."""
+    """Write the faster engine's hours, for ``fl-bn experiments evidence``."""
     said = {"device": device, "hours": {name: round(min(of.one_by_one, of.vectorised), 2) for name, of in found.items()}}
     file.write_text(json.dumps(said, indent=1) + "\n")
     console.print(f"written: {file}")

@@ -1,6 +1,6 @@
-"""How large is the house? Lines and files by package, the longest signatures, and the files that a run of HBN calls functions of.
+"""Count lines and files by package, the longest signatures, and the files that a run of HBN calls functions of.
 
-python benchmarks/house.py [CHECKOUT]
+Run ``python benchmarks/house.py [CHECKOUT]``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ print(len(seen))
 
 
 def parameters(function: ast.FunctionDef) -> int:
+    """Count the parameters of a function without self or cls."""
     arguments = function.args
     return len([a for a in arguments.posonlyargs + arguments.args if a.arg not in ("self", "cls")]) + len(arguments.kwonlyargs)
 
 
 def main(checkout: str = ".") -> None:
+    """Print the counts of a checkout."""
     root = Path(checkout).resolve()
     lines, files, signatures = Counter[str](), Counter[str](), list[tuple[int, str]]()
     for path in sorted((root / "fl_bn").rglob("*.py")):

@@ -1,4 +1,4 @@
-"""HBN's layer alone, forward and backward, beside nn.BatchNorm2d, in training, float32, one thread.
+"""Time HBN's layer alone, forward and backward, beside nn.BatchNorm2d, in training, float32, one thread.
 
     python benchmarks/layers.py                                          # on a quiet machine
     nice -n -10 python benchmarks/layers.py --output benchmarks/results/layers.md
@@ -33,9 +33,10 @@ REFERENCE = "nn.BatchNorm2d"
 
 
 class PlainHybrid(HybridBatchNorm):
-    """By the formula, before it had kernels."""
+    """Compute HBN's layer by its formula, without kernels."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` by equations 9 and 10."""
         return plain(x, (self.weight, self.bias), self.mixing_logit, (self.running_mean, self.running_var), channel_moments(x), self.eps)
 
 
@@ -48,12 +49,12 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def step(layer: nn.Module, x: Tensor, upstream: Tensor) -> None:
-    """Gradients accumulate where they lie, as in a training that keeps its memory."""
+    """Run forward and backward; gradients accumulate in place, as in a training that keeps its memory."""
     layer(x).backward(upstream)
 
 
 def calls(layer: nn.Module, x: Tensor, upstream: Tensor, count: int) -> float:
-    """Processor seconds of one call."""
+    """Return the processor seconds of one call."""
     begin = time.process_time()
     for _ in range(count):
         step(layer, x, upstream)
@@ -61,12 +62,13 @@ def calls(layer: nn.Module, x: Tensor, upstream: Tensor, count: int) -> float:
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Return the quartiles of ``values``."""
     low, middle, high = statistics.quantiles(values, n=4)
     return low, middle, high
 
 
 def measured(shape: tuple[int, ...], turns: int, seconds: float, seed: int) -> dict[str, list[float]]:
-    """Seconds of a call in each turn, by layer."""
+    """Return layer -> the seconds of a call in each turn."""
     torch.manual_seed(seed)
     layers = {name: make(shape[1]).train() for name, make in LAYERS.items()}
     x, upstream, order = torch.randn(shape).requires_grad_(), torch.randn(shape), random.Random(seed)
@@ -79,6 +81,7 @@ def measured(shape: tuple[int, ...], turns: int, seconds: float, seed: int) -> d
 
 
 def table(shape: tuple[int, ...], found: dict[str, list[float]]) -> list[str]:
+    """Return the lines of the table of one shape."""
     lines = [f"{shape}, {len(found[REFERENCE])} turns:", "", "| layer | microseconds (quartiles) | ratio (quartiles) |", "|---|---:|---:|"]
     for name, seconds in found.items():
         low, middle, high = (1e6 * value for value in quartiles(seconds))
@@ -88,6 +91,7 @@ def table(shape: tuple[int, ...], found: dict[str, list[float]]) -> list[str]:
 
 
 def machine() -> str:
+    """Describe the machine."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -100,6 +104,7 @@ def main(
     milliseconds: Annotated[float, typer.Option(help="Processor time of a turn.")] = 10.0,
     seed: int = 0,
 ) -> None:
+    """Time all layers, and print the tables."""
     torch.set_num_threads(1)
     command = f"python benchmarks/layers.py --turns {turns} --milliseconds {milliseconds:g} --seed {seed}"
     lines = ["# A layer alone", "", f"`{command}`: forward and backward in training, float32. {machine()}.", ""]

@@ -1,4 +1,4 @@
-"""What a client that lies about its running variances does to the accuracy, with and without a robust rule.
+"""Measure the accuracy if clients lie about their running variances, with and without a robust rule.
 
 A running variance after k honest steps is at least (1 - momentum)^k of the one before. The server does not refuse smaller ones: the columns
 "0" and "least" (that bound) say whether it would help. Digits, a CNN with two BatchNorm layers, ten clients; the liars lie from round 2 on.
@@ -37,11 +37,13 @@ LIES: dict[str, Lie] = {
 
 @cache
 def data() -> tuple[Tensor, Tensor]:
+    """Load the digits."""
     x, y = load_digits(return_X_y=True)
     return torch.from_numpy(x).float().view(-1, 1, 8, 8) / 16, torch.from_numpy(y)
 
 
 def network(seed: int) -> nn.Module:
+    """Build the network with seeded weights."""
     torch.manual_seed(seed)
     first = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
     second = [nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)]
@@ -51,7 +53,7 @@ def network(seed: int) -> nn.Module:
 def trained(
     model: nn.Module, method: Method, asked: Instruction, own: np.ndarray, steps: int, client: int, rng: np.random.Generator
 ) -> Reply:
-    """An honest client's reply."""
+    """Train a client honestly, and return its reply."""
     mine, (x, y) = convert(model, method), data()
     with local_round(mine, method, asked) as round:
         optimizer = torch.optim.SGD(mine.parameters(), lr=asked.learning_rate / 2, momentum=0.9)
@@ -64,14 +66,14 @@ def trained(
 
 
 def lying(reply: Reply, asked: Instruction, lie: Lie, steps: int) -> Reply:
-    """The reply with other running variances."""
+    """Return the reply with other running variances."""
     own, sent = reply.sections.get("statistics", {}), asked.sections.get("statistics", {})
-    told = {name: lie(tensor, sent[name], steps) if name.endswith("var") else tensor for name, tensor in own.items()}
-    return replace(reply, sections={**reply.sections, "statistics": told}) if told else reply
+    claimed = {name: lie(tensor, sent[name], steps) if name.endswith("var") else tensor for name, tensor in own.items()}
+    return replace(reply, sections={**reply.sections, "statistics": claimed}) if claimed else reply
 
 
 def accuracy(method: Method, lie: str, liars: int, defence: Defence, steps: int, skewed: bool, seed: int, rounds: int) -> float:
-    """Of the shared model after ``rounds`` rounds. ``skewed``: each client has few of the ten digits."""
+    """Return the accuracy of the shared model after ``rounds`` rounds; ``skewed``: each client has few of the ten digits."""
     rng, (x, y) = np.random.default_rng(seed), data()
     test, train = np.split(rng.permutation(len(y)), [TEST])
     train = train[np.argsort(y[train].numpy(), kind="stable")] if skewed else train
@@ -90,6 +92,7 @@ def accuracy(method: Method, lie: str, liars: int, defence: Defence, steps: int,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed and one number of steps: some minutes on a core")
     quick = parser.parse_args(argv).quick

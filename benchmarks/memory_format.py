@@ -1,6 +1,6 @@
-"""A training step of each network with its tensors channel by channel, and in channels last: forward, backward and SGD on one thread.
+"""Time a training step of each network in contiguous and in channels-last memory.
 
-python benchmarks/memory_format.py
+A step is forward, backward and SGD on one thread. Run ``python benchmarks/memory_format.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES = (
 
 
 def milliseconds(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int) -> float:
-    """Of processor time, per step."""
+    """Return the milliseconds of processor time per step."""
     optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
     begin = 0.0
     for step in range(-2, steps):
@@ -49,6 +49,7 @@ def main(
     turns: Annotated[int, typer.Option(help="of which the least counts")] = 7,
     results: Path = Path(__file__).parent / "results" / "memory-format.md",
 ) -> None:
+    """Time all networks, and write the table."""
     torch.set_num_threads(1)
     text = f"ms of processor time per training step, one thread, the least of {turns} turns; torch {torch.__version__}, "
     text += f"{platform.machine()}.\n\n"

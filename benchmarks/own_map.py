@@ -1,4 +1,4 @@
-"""Which method for which problem: every method over eleven regimes, each at the best of the same three learning rates.
+"""Compare all methods over eleven regimes, each at the best of the same three learning rates: the map of `fl-bn advise`.
 
     python benchmarks/own_map.py --output benchmarks/results/map/cells.csv
     python benchmarks/own_map.py --left benchmarks/results/map/cells.csv
@@ -55,7 +55,7 @@ RATE, TEST = "rate", "test"
 
 
 class Place(NamedTuple):
-    """One cell: a rate that is tried, or a seed of the best rate (``rate`` 0: the best is not known yet)."""
+    """Name one cell: a rate that is tried, or a seed of the best rate (``rate`` 0: the best is not known yet)."""
 
     phase: str
     regime: str
@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """One cell's result."""
+    """Hold one cell's result."""
 
     phase: str
     regime: str
@@ -80,7 +80,7 @@ class Line:
 
     @property
     def place(self) -> Place:
-        """The cell that it is of."""
+        """Return the cell of the line."""
         return Place(self.phase, self.regime, self.method, self.seed, self.rate)
 
 
@@ -94,7 +94,7 @@ def keys(place: Place) -> dict[str, Any]:
 
 
 def cells(lines: Mapping[Place, Line]) -> Iterator[Place]:
-    """Yield every cell in the order in which they are run; the rate of a test is 0 as long as its rates were not all tried."""
+    """Yield every cell in the order in which they are run; the rate of a test is 0 until all rates were tried."""
     for methods in ([m for m in METHODS if m != LAST], [LAST]):
         for seeds in (SEEDS[:1], SEEDS[1:]):
             for regime in (*FIRST, *(name for name in REGIMES if name not in FIRST)):
@@ -138,7 +138,7 @@ def run(place: Place) -> Line:
 
 
 def read(path: Path) -> dict[Place, Line]:
-    """Return the lines of a file by cell; none where there is no file."""
+    """Return cell -> line of a file; empty without a file."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:
@@ -151,12 +151,12 @@ def _typed(text: str, kind: str) -> Any:
 
 
 def left(lines: Mapping[Place, Line]) -> list[Place]:
-    """Return the cells that were not run."""
+    """Return the cells without a line."""
     return [place for place in cells(lines) if place not in lines]
 
 
 def hours(lines: Mapping[Place, Line]) -> float:
-    """Return the core hours of the cells that were not run, from the seconds of those of the same regime and method, or of all."""
+    """Estimate the core hours of the missing cells, by the seconds of those of the same regime and method, or of all."""
 
     def seconds(place: Place) -> float:
         for alike in ((1, 2), (1,), ()):
@@ -174,6 +174,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="begin no cell after so many")] = math.inf,
     left_of: Annotated[Path | None, typer.Option("--left", help="CSV file: how many of its cells were not run, and their hours")] = None,
 ) -> None:
+    """Run the cells that the file lacks, or count them."""
     if left_of is not None:
         lines = read(left_of)
         print(f"{len(lines)} cells run, {len(left(lines))} not run: about {hours(lines):.1f} core hours")

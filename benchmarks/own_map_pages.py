@@ -1,6 +1,6 @@
-"""What the runs of the map say: the file of `fl-bn advise`, one heat map, and the tables of README and docs/methods/choosing.md.
+"""Write the pages of the map: the file of `fl-bn advise`, one heat map, and the tables of README and choosing.md.
 
-python benchmarks/own_map_pages.py     # from benchmarks/results/map/cells.csv; seconds
+Run ``python benchmarks/own_map_pages.py``; it reads benchmarks/results/map/cells.csv, and takes seconds.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ COLOURED = 20.0  # points, from which on the picture's colours do not change
 
 
 def regimes_of(lines: Mapping[Place, Line], measured: Mapping[str, Measured]) -> list[Regime]:
-    """Return the map of the cells that were run: the regimes in which plain BatchNorm and another method have a run.
+    """Return the regimes in which plain BatchNorm and another method have a run.
 
-    ``measured``: of every regime.
+    Args:
+        lines: Cell -> line.
+        measured: Regime -> its clients in numbers.
     """
     found = []
     for name in REGIMES:
@@ -78,7 +80,7 @@ def measured_regimes() -> dict[str, Measured]:
 
 
 def recommendation(found: Sequence[Regime], folder: str) -> str:
-    """Return the table of README: a line per regime that has runs; ``folder``: where the methods' pages are."""
+    """Return the table of README, with a line per regime that has runs; ``folder``: the folder of the methods' pages."""
     lines = ["| your problem | try | points above plain BatchNorm | not told apart from it |", "|---|---|---:|---|"]
     for regime in found:
         best = regime.methods[0]
@@ -99,7 +101,7 @@ def _beside(regime: Regime, plain: bool, others: str) -> str:
 
 
 def _read(found: Sequence[Regime]) -> list[str]:
-    """Return how to read the table: what was run."""
+    """Return sentences about the runs behind the table."""
     methods = [name for name in METHODS if any(name in regime.methods for regime in found)]
     missing = [name for name in METHODS if name not in methods]
     open_ = len(REGIMES) - len(found)
@@ -120,7 +122,7 @@ def _link(name: str, folder: str) -> str:
 
 
 def table(found: Sequence[Regime], lines: Mapping[Place, Line]) -> str:
-    """Return every number: accuracy (standard deviation), rate; and what was not run."""
+    """Return every number as Markdown: accuracy (standard deviation) and rate; and the number of missing cells."""
     said = [
         "# The map",
         "",
@@ -158,6 +160,7 @@ def draw(found: Sequence[Regime], path: Path) -> None:
 
 
 def main() -> None:
+    """Write the map's file, its tables and its picture."""
     lines = read(CELLS)
     found = regimes_of(lines, measured_regimes())
     durable.write(regimes.FILE, regimes.dump(found).encode(), mode=0o666)

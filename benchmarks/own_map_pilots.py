@@ -1,4 +1,4 @@
-"""How far behind the best method of a regime is the one that `fl-bn advise --pilot` chooses there? Without test data in the choice.
+"""Measure how far the choice of `fl-bn advise --pilot` is behind the best method of each regime.
 
     python benchmarks/own_map_pilots.py --output benchmarks/results/map/pilots.csv
 
@@ -58,6 +58,7 @@ def main(
     output: Annotated[Path, typer.Option(help="CSV file to write or go on with")],
     every: Annotated[bool, typer.Option("--all", help="try all methods, not the map's candidates alone")] = False,
 ) -> None:
+    """Try the regimes that the file lacks."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     limit_threads(1)
     done: set[str] = set()

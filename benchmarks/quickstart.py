@@ -1,4 +1,4 @@
-"""Flower's quickstart on Ray, and the same federation by fl-bn in one process: seconds in all, start included.
+"""Time Flower's quickstart on Ray, and the same federation by fl-bn in one process: seconds in all, start included.
 
     python benchmarks/quickstart.py
 
@@ -24,6 +24,7 @@ ENVIRONMENT = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "
 
 
 def seconds(command: list[str], folder: Path = HERE) -> float:
+    """Run a command, and return its seconds."""
     begin = time.perf_counter()
     subprocess.run(command, check=True, cwd=folder, env=ENVIRONMENT, capture_output=True)
     return time.perf_counter() - begin
@@ -35,6 +36,7 @@ def main(
     repeat: Annotated[int, typer.Option(help="times that each is run; the shortest counts")] = 2,
     results: Path = HERE / "results" / "quickstart.md",
 ) -> None:
+    """Time all commands, and write the table."""
     programs = Path(sys.executable).parent
     flower = [str(programs / "flower-simulation"), "--app", str(HERE / "quickstart"), "--num-supernodes", str(clients)]
     flower += ["--backend-config", '{"client_resources": {"num_cpus": 1.0, "num_gpus": 0.0}}', "--run-config", f"rounds={rounds}"]

@@ -1,4 +1,4 @@
-"""What exact statistics of ResNet-50 cost by passes, a message per layer, and layer by layer, one message: in one run on one machine.
+"""Measure the cost of exact statistics of ResNet-50, by passes (a message per layer) and layer by layer (one message).
 
     python benchmarks/recalibration.py
 
@@ -42,7 +42,7 @@ Line = dict[str, Any]
 
 
 def images(path: Path, count: int, size: int) -> Samples:
-    """Random images of three channels in an npz file, as many to train as to test."""
+    """Write random images of three channels to an npz file, and return them."""
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (count, 3, size, size), dtype=np.uint8), np.arange(count) % 10
     last = x.transpose(0, 2, 3, 1)
@@ -51,13 +51,16 @@ def images(path: Path, count: int, size: int) -> Samples:
 
 
 def read(folder: Path) -> tuple[int, int, float]:
-    """Messages per client, exchanges, and seconds of a finished run."""
+    """Return messages per client, exchanges, and seconds of a finished run."""
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     return len(lines) - 1, sum(line["exchanges"] for line in lines), sum(line["seconds"] for line in lines)
 
 
 def union(model: nn.Module, samples: Samples) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean and unbiased variance of every BatchNorm layer's input over all samples as one batch, each layer normalising with its own."""
+    """Return mean and unbiased variance of every BatchNorm layer's input over all samples as one batch.
+
+    Each layer normalises with its own statistics.
+    """
     found = {}
 
     def hook(name: str) -> Any:
@@ -76,7 +79,10 @@ def union(model: nn.Module, samples: Samples) -> dict[str, tuple[Tensor, Tensor]
 
 
 def deviation(samples: Samples, clients: int, size: int) -> float:
-    """Largest of a float64 exchange's statistics from those of the union: of means in standard deviations, of variances relative."""
+    """Return how far a float64 exchange's statistics are from those of the union.
+
+    The deviation of means is in standard deviations, that of variances is relative.
+    """
 
     def network() -> nn.Module:
         return build("resnet50", classes=10, channels=3, image_size=size, seed=0).double()
@@ -91,7 +97,10 @@ def deviation(samples: Samples, clients: int, size: int) -> float:
 
 
 def main(clients: int = 3, samples: int = 32, size: int = 32, output: Path | None = None) -> None:
-    """``samples``: of each client; ``output``: a file for the table, written after each line of it."""
+    """Measure all engines, and print the table.
+
+    ``samples`` are per client. ``output`` is a file for the table, written after each line.
+    """
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     lines = [

@@ -1,4 +1,4 @@
-"""The pictures in benchmarks/results/, drawn anew from the numbers beside them after a change of palette or layout. Nothing is trained.
+"""Draw the pictures in benchmarks/results/ anew from the numbers beside them, after a change of palette or layout.
 
     python benchmarks/redraw.py
 
@@ -27,12 +27,13 @@ def main(
     results: Annotated[Path, typer.Option(help="folder of the numbers")] = RESULTS,
     output: Annotated[Path, typer.Option(help="folder of the pictures; default: beside the numbers")] = RESULTS,
 ) -> None:
+    """Draw all pictures."""
     for picture in (*comparisons(results, output), *heat_maps(results, output), bars(results, output)):
         print(picture)
 
 
 def comparisons(results: Path, output: Path) -> Iterator[Path]:
-    """``comparison.png`` of every folder with a curves.csv."""
+    """Draw ``comparison.png`` of every folder with a curves.csv."""
     for numbers in sorted(results.glob("*/curves.csv")):
         values, rounds = curves(numbers)
         picture = _made(output / numbers.parent.name) / "comparison.png"
@@ -41,7 +42,7 @@ def comparisons(results: Path, output: Path) -> Iterator[Path]:
 
 
 def curves(numbers: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]]]:
-    """Of every method the percentages (seeds, evaluations), and the rounds of its evaluations."""
+    """Return method -> percentages (seeds, evaluations), and method -> evaluated rounds."""
     seeds: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in _rows(numbers):
         seeds.setdefault(row["method"], {}).setdefault(row["seed index"], []).append((int(row["round"]), float(row["accuracy"])))
@@ -50,7 +51,7 @@ def curves(numbers: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]]]:
 
 
 def heat_maps(results: Path, output: Path) -> Iterator[Path]:
-    """The maps of the attack grid: methods side by side, a row per rule, a column per heterogeneity."""
+    """Draw the maps of the attack grid: methods side by side, a row per rule, a column per heterogeneity."""
     rows = _rows(results / "attack-grid" / "table.csv")
     axes = ("method", "rule", "heterogeneity", "f")
     methods, rules, heterogeneity, counts = (list(dict.fromkeys(row[axis] for row in rows)) for axis in axes)
@@ -67,7 +68,10 @@ def heat_maps(results: Path, output: Path) -> Iterator[Path]:
 
 
 def bars(results: Path, output: Path) -> Path:
-    """The bars of the domains held out. The table has means and deviations: three values that have both stand for the seeds."""
+    """Draw the bars of the held-out domains.
+
+    The table has means and deviations. Three values with the same mean and deviation stand for the seeds.
+    """
     panels: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in _rows(results / "unseen-domain" / "table.csv"):
         held_out = row.pop("held out")
@@ -75,10 +79,10 @@ def bars(results: Path, output: Path) -> Path:
         made = groups.setdefault(row.pop("method"), {})
         row.pop("known domains")
         for how, text in row.items():
-            found = MEAN_STD.fullmatch(text)
-            if found is None:
+            match = MEAN_STD.fullmatch(text)
+            if match is None:
                 raise ValueError(f"unseen-domain/table.csv: expected MEAN (DEVIATION) for {how!r}, but got {text!r}")
-            mean, deviation = float(found[1]), float(found[2])
+            mean, deviation = float(match[1]), float(match[2])
             made[how] = [mean - deviation, mean, mean + deviation]
     picture = _made(output / "unseen-domain") / "unseen_domain.png"
     draw_bars(panels, picture)
@@ -86,7 +90,7 @@ def bars(results: Path, output: Path) -> Path:
 
 
 def title(folder: Path) -> str:
-    """What was measured: the first words of the folder's table.md."""
+    """Return the first words of the folder's table.md, which name the measurement."""
     return (folder / "table.md").read_text(encoding="utf-8").partition(". Test ")[0]
 
 

@@ -1,4 +1,4 @@
-"""Robust rules of fl_bn beside ByzFL's and Flower's: time, memory, and whether they agree; one run, one machine, one thread.
+"""Compare robust rules of fl_bn with ByzFL's and Flower's: time, memory and agreement; one run, one machine, one thread.
 
     python benchmarks/robust.py
 
@@ -37,18 +37,21 @@ FIELDS = ("n", "d", "f", "rule", "library", "milliseconds", *MEASURED, "note")
 
 
 def byzantine(n: int) -> int:
-    """f: 3 of 10, a fifth of more."""
+    """Return f: 3 of 10, a fifth of more."""
     return 3 if n == 10 else n // 5
 
 
 def available() -> int:
-    """Bytes of memory that are free, or would be if asked for."""
+    """Return the bytes of memory that are free or could be freed."""
     line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     return int(line.split()[1]) * 1024
 
 
 def measured(cell: Cell, enough: float, limit: float) -> Measured | str:
-    """What ``cell``'s process measures, or why it does not. The process ends when one call takes longer than ``limit`` seconds."""
+    """Measure ``cell`` in a process of its own; return its numbers, or the reason why there are none.
+
+    The process ends when one call takes longer than ``limit`` seconds.
+    """
     if cell.bytes + cell.need > available() - MARGIN:
         return f"needs {cell.need / 1e9:.0f} GB"
     context = multiprocessing.get_context("forkserver")
@@ -74,7 +77,7 @@ def measured(cell: Cell, enough: float, limit: float) -> Measured | str:
 
 
 def row_of(cell: Cell, result: Measured | str, ours: Measured | str) -> dict[str, str]:
-    """A line of the table."""
+    """Return a line of the table."""
     row: dict[str, str] = dict.fromkeys(FIELDS, "")
     row |= {"n": str(cell.n), "d": str(cell.d), "f": str(cell.f), "rule": cell.rule, "library": cell.library}
     if isinstance(result, str):
@@ -87,7 +90,7 @@ def row_of(cell: Cell, result: Measured | str, ours: Measured | str) -> dict[str
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """A table per case."""
+    """Return a table per case."""
     lines, case = [machine()], ""
     for row in rows:
         n, d, f = int(row["n"]), int(row["d"]), row["f"]
@@ -102,16 +105,17 @@ def markdown(rows: list[dict[str, str]]) -> str:
 
 
 def machine() -> str:
+    """Describe machine and libraries."""
     models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     libraries = ", ".join(f"{name} {version(name)}" for name in ("numpy", "llvmlite", "torch", "byzfl", "flwr"))
     return f"{models[0] if models else platform.machine()}, one thread; Python {platform.python_version()}, {libraries}."
 
 
 def cases_of(text: str) -> list[tuple[int, int]]:
-    """``"10x270000,50x270000"``: (n, d).
+    """Parse ``"10x270000,50x270000"`` to pairs (n, d).
 
     Raises:
-        typer.BadParameter: the text says something else.
+        typer.BadParameter: The text has another form.
     """
     try:
         pairs = [(int(n), int(d)) for n, d in (case.split("x") for case in text.split(","))]
@@ -129,7 +133,11 @@ def main(
     limit: float = 120.0,
     output: Path = Path(__file__).parent / "results",
 ) -> None:
-    """``--cases 10x270000,50x270000`` (rows x columns), ``--rules median,multi-krum``, ``--quick``: small inputs, to see that it runs."""
+    """Measure all rules, and write the table.
+
+    ``--cases 10x270000,50x270000`` (rows x columns); ``--rules median,multi-krum``; ``--quick``: small inputs, to see that
+    it runs.
+    """
     unknown = set(rules.split(",")) - set(RULES.split(","))
     if unknown:
         raise typer.BadParameter(f"expected rules of {RULES}, but got {', '.join(sorted(unknown))}")

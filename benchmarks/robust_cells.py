@@ -1,4 +1,4 @@
-"""One cell of benchmarks/robust.py: a rule by one library on one input, measured in a process of its own."""
+"""Measure one cell of benchmarks/robust.py: a rule by one library on one input, in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ Rows = list[np.ndarray]
 
 
 class Cell(NamedTuple):
+    """Name one cell: a rule by a library on an input."""
     rule: str
     library: str
     n: int
@@ -35,20 +36,28 @@ class Cell(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of the input."""
+        """Return the bytes of the input."""
         return 4 * self.n * self.d
 
     @property
     def need(self) -> int:
-        """Bytes, at most, that the call takes beside its input. ByzFL's NNM gathers all neighbours of all rows: (n, n - f, d)."""
+        """Return the most bytes that the call takes beside its input.
+
+        ByzFL's NNM gathers all neighbours of all rows: (n, n - f, d).
+        """
         if self.library in (OURS, PLAIN):
             return self.bytes // 10 + (64 << 20)
         return self.bytes * (self.n - self.f + 2 if self.rule.startswith("nnm") else 6)
 
 
 class Measured(NamedTuple):
-    """``extra``: bytes at the peak above those before the call, the result's among them. ``difference``: the largest of a coordinate to
-    fl_bn's value, as a share of its largest coordinate."""
+    """Hold the measurements of a cell.
+
+    Attributes:
+        seconds: The shortest call.
+        extra: Bytes at the peak above those before the call, the result's among them.
+        difference: The largest difference of a coordinate from fl_bn's value, as a share of its largest coordinate.
+    """
 
     seconds: float
     extra: int
@@ -56,14 +65,14 @@ class Measured(NamedTuple):
 
 
 def prepared(cell: Cell, rows: Rows) -> Any:
-    """The rows as the library wants them: separate arrays or tensors."""
+    """Return the rows as the library wants them: separate arrays or tensors."""
     if cell.library == TORCH:
         return [torch.from_numpy(row) for row in rows]
     return [([row], 1) for row in rows] if cell.library == FLOWER else rows
 
 
 def applied(cell: Cell) -> Callable[[Any], Any] | None:
-    """The rule, None if the library has none."""
+    """Return the rule; None if the library has none."""
     n, f = cell.n, cell.f
     if cell.library in (OURS, PLAIN):
         rule = rule_named(cell.rule)
@@ -90,7 +99,7 @@ def applied(cell: Cell) -> Callable[[Any], Any] | None:
 
 
 def by_numpy_alone(call: Callable[[Any], Any], rows: Any) -> Any:
-    """``call(rows)`` as without the extra ``robust``."""
+    """Call ``call(rows)`` as without the extra ``robust``."""
     worth, compiled.WORTH = compiled.WORTH, sys.maxsize
     try:
         return call(rows)
@@ -99,7 +108,7 @@ def by_numpy_alone(call: Callable[[Any], Any], rows: Any) -> Any:
 
 
 def difference(cell: Cell, rows: Rows, value: Any) -> float:
-    """To fl_bn's value by the library's definition: ByzFL's MultiKrum counts one more neighbour."""
+    """Return the difference from fl_bn's value by the library's definition: ByzFL's MultiKrum counts one more neighbour."""
     value = np.asarray(value[0] if isinstance(value, list) else value)
     theirs = cell.rule == "multi-krum" and cell.library in (TORCH, NUMPY)
     rule = partial(multi_krum, neighbours=cell.n - cell.f - 1) if theirs else rule_named(cell.rule)
@@ -108,13 +117,13 @@ def difference(cell: Cell, rows: Rows, value: Any) -> float:
 
 
 def status(field: str) -> int:
-    """Bytes: of this process's memory now (VmRSS), at its peak (VmHWM)."""
+    """Return bytes of this process's memory: now (VmRSS), or at its peak (VmHWM)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def peak(call: Callable[[], Any]) -> tuple[int, float, Any]:
-    """Bytes at the peak of ``call`` above those before it, its seconds and its value."""
+    """Return the bytes at the peak of ``call`` above those before it, its seconds and its value."""
     ctypes.CDLL(None).malloc_trim(0)  # what the first call freed is no spare room
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is forgotten
@@ -125,8 +134,11 @@ def peak(call: Callable[[], Any]) -> tuple[int, float, Any]:
 
 
 def measure(pipe: Connection, cell: Cell, enough: float) -> None:
-    """Sends a word when the input is there, when memory is measured, and after ``enough`` seconds of repetitions; then ``Measured``, or a
-    text if the library refuses."""
+    """Measure the cell, and send the results through ``pipe``.
+
+    A word is sent when the input is ready, when memory is measured, and after ``enough`` seconds of repetitions; then
+    ``Measured``, or a text if the library refuses.
+    """
     torch.set_num_threads(1)
     random = np.random.default_rng(0)
     rows = [random.standard_normal(cell.d, np.float32) for _ in range(cell.n)]

@@ -1,6 +1,6 @@
-"""In which order is the variance of FBN's line 10 made robust? Several orders, without attackers and under attack.
+"""Compare several orders in which to make the variance of FBN's line 10 robust, without attackers and under attack.
 
-The paper does not say. Clients' means are Gaussian, their own variances 1; what an order finds of the between-client term is given as a
+The paper does not name one. Clients' means are Gaussian, their own variances 1. The table has each order's between-client term as a
 share of the true one (1 is unbiased, 0 is naive BN, which forgets it).
 
     python benchmarks/robust_variance.py
@@ -23,22 +23,24 @@ Order = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
 
 def value(rule: Rule, rows: np.ndarray, f: int) -> np.ndarray:
+    """Return the value of ``rule``."""
     result: np.ndarray = rule(rows, f).value
     return result
 
 
 def of_deviations(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """``rule`` of the variances + ``rule`` of the raw squared deviations from the robust mean."""
+    """Add ``rule`` of the variances to ``rule`` of the raw squared deviations from the robust mean."""
     found: np.ndarray = value(rule, variances, f) + value(rule, (means - value(rule, means, f)) ** 2, f)
     return found
 
 
 def of_sums(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """``rule`` of variance + raw squared deviation, client by client (the one in fl_bn.moments.pool)."""
+    """Apply ``rule`` to variance + raw squared deviation, client by client (the order in fl_bn.moments.pool)."""
     return value(rule, variances + (means - value(rule, means, f)) ** 2, f)
 
 
 def mixed(rows: np.ndarray, f: int) -> np.ndarray:
+    """Return the rows as NNM mixes them."""
     def keep(view: object, f: int = 0) -> object:
         mixes.append(np.stack(list(view)))  # type: ignore[call-overload]
         return mean(view, f)  # type: ignore[arg-type]
@@ -49,12 +51,12 @@ def mixed(rows: np.ndarray, f: int) -> np.ndarray:
 
 
 def of_mixed_means(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """NNM first, then the deviations of the mixed means: the mixing has taken the spread away."""
+    """Apply NNM first, then take the deviations of the mixed means: the mixing has removed their spread."""
     return of_deviations(rule, mixed(means, f), mixed(variances, f), f)
 
 
 def of_means_neighbours(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """NNM's neighbours found among the means alone, which mix variances and deviations, too: who lies about the variance alone gets in."""
+    """Mix variances and deviations by NNM's neighbours among the means alone, which lets lies about variances in."""
     squares = ((means[:, None] - means[None]) ** 2).sum(-1)
     weights = np.zeros_like(squares)
     np.put_along_axis(weights, np.argsort(squares, axis=1, kind="stable")[:, : len(means) - f], 1 / (len(means) - f), axis=1)
@@ -73,7 +75,7 @@ ORDERS: dict[str, Order] = {
 
 
 def in_variance(honest: np.ndarray, f: int) -> np.ndarray:
-    """Means like the first honest client's; see ``share`` for the variances."""
+    """Return means like the first honest client's; see ``share`` for the variances."""
     return mimic()(honest, f)
 
 
@@ -83,7 +85,7 @@ ATTACKS: dict[str, Attack | None] = {
 
 
 def share(order: Order, attack: Attack | None, rng: np.random.Generator) -> float:
-    """Mean over trials and channels of the between-client term found, over the honest clients' own."""
+    """Return the between-client term of ``order`` over the honest clients' own, mean over trials and channels."""
     found, true = 0.0, 0.0
     for _ in range(TRIALS):
         means = rng.normal(size=(CLIENTS if attack is None else CLIENTS - BYZANTINE, CHANNELS)) + 1.0
@@ -98,6 +100,7 @@ def share(order: Order, attack: Attack | None, rng: np.random.Generator) -> floa
 
 
 def main() -> None:
+    """Print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "robust-variance.md")
     output = parser.parse_args().output

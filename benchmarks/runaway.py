@@ -1,4 +1,4 @@
-"""Does the scale of activations run away? HBN and FBN over data, local steps and learning rates: growth of the deviations, accuracy.
+"""Measure whether the scale of activations runs away: HBN and FBN over data, local steps and learning rates.
 
     python benchmarks/runaway.py --output benchmarks/results/runaway/after.csv --data ../shared/data
     python benchmarks/runaway.py --table benchmarks/results/runaway        # before.csv and after.csv as one table
@@ -53,7 +53,7 @@ FIELDS = ("data", "method", "steps", "rate", "last", "best", "growth", "curve", 
 
 
 def cell(data: str, method: str, steps: int, rate: float, folder: str) -> dict[str, Any]:
-    """One run: its accuracy at the last and at the best evaluation (%), and the growth."""
+    """Run one cell; return its accuracy at the last and at the best evaluation (%), and the growth."""
     from client_app.app import app
     from fl_bn.federation.aggregation import running_statistics
     from fl_bn.federation.recalibration import epsilons
@@ -94,6 +94,7 @@ def cell(data: str, method: str, steps: int, rate: float, folder: str) -> dict[s
 
 
 def read(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
+    """Return cell -> line of a file; empty without a file."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:
@@ -101,18 +102,18 @@ def read(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
 
 
 def summary(folder: Path) -> str:
-    """Markdown: a line per data set and method, over local steps and rates; before, where it was run, and after."""
+    """Return, as Markdown, a line per data set and method, over local steps and rates, before and after."""
     head = "| data | method | cells | largest growth | largest fall: best - last | cells within 5 points of chance |"
     lines = [head, "|---|---|---:|---:|---:|---:|"]
     before, after = read(folder / "before.csv"), read(folder / "after.csv")
     for data, method in itertools.product(DATA, METHODS):
-        told = [_told(data, method, rows) for rows in (before, after)]
-        both = [" -> ".join(pair) if pair[0] else pair[1] for pair in zip(*told, strict=True)]
+        columns = [_figures(data, method, rows) for rows in (before, after)]
+        both = [" -> ".join(pair) if pair[0] else pair[1] for pair in zip(*columns, strict=True)]
         lines.append(f"| {data} | {method} | {' | '.join(both)} |")
     return "\n".join(lines) + "\n"
 
 
-def _told(data: str, method: str, rows: dict[tuple[str, ...], dict[str, str]]) -> list[str]:
+def _figures(data: str, method: str, rows: dict[tuple[str, ...], dict[str, str]]) -> list[str]:
     own = [row for row in rows.values() if (row["data"], row["method"]) == (data, method)]
     if not own:
         return [""] * 4
@@ -122,7 +123,7 @@ def _told(data: str, method: str, rows: dict[tuple[str, ...], dict[str, str]]) -
 
 
 def table(folder: Path) -> str:
-    """Markdown: the summary; a line per cell, before and after; what FedAvg reaches there."""
+    """Return, as Markdown, the summary and a line per cell, before and after, beside FedAvg."""
     before, after = read(folder / "before.csv"), read(folder / "after.csv")
     lines = [
         summary(folder),
@@ -145,6 +146,7 @@ def main(
     jobs: Annotated[int, typer.Option(help="cells at a time")] = 1,
     table_of: Annotated[Path | None, typer.Option("--table", help="folder of before.csv and after.csv: write table.md there")] = None,
 ) -> None:
+    """Run the cells that the file lacks, or write the table."""
     if table_of is not None:
         (table_of / "table.md").write_text(table(table_of))
     if output is None:

@@ -1,4 +1,4 @@
-"""Do two versions of fl-bn give the same bits? One short run per case: a hash of the final model, and of the rounds' figures.
+"""Print hashes of one short run per case, to compare the bits of two versions: of the final model and the rounds' figures.
 
     python benchmarks/same_bits.py > new.txt
     cp benchmarks/same_bits.py /tmp && git worktree add ../old COMMIT && cd ../old
@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
+    """Run all cases, and print their hashes."""
     from fl_bn.flower import run_in_process
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Many clients in one process: seconds per round early and late (clock and processor), peak memory, size of the run directory.
+"""Run many clients in one process: seconds per round early and late, peak memory, size of the run directory.
 
     python benchmarks/scale.py                                  # 10,000 clients, 100 per round, 1,000 rounds: the table of results/scale.md
     python benchmarks/scale.py --clients 1000 --cohort 20 --rounds 100
@@ -28,7 +28,7 @@ EARLY = 10  # rounds
 
 
 def make(folder: Path, clients: int) -> Path:
-    """``clients`` x ``SAMPLES`` random images as npz."""
+    """Write ``clients`` x ``SAMPLES`` random images to an npz file."""
     rng, file = np.random.default_rng(0), folder / "made.npz"
     kinds = {"train": clients * SAMPLES, "test": 200}
     arrays: dict[str, Any] = {f"x_{kind}": rng.integers(0, 256, (n, PIXELS, PIXELS, 1), dtype=np.uint8) for kind, n in kinds.items()}
@@ -38,13 +38,13 @@ def make(folder: Path, clients: int) -> Path:
 
 
 def memory() -> float:
-    """Resident megabytes now."""
+    """Return the resident megabytes now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
 class Watch:
-    """Seconds, megabytes and the processor's seconds when each round was written, seen from beside the run."""
+    """Note seconds, megabytes and the processor's seconds when each round is written, from a thread beside the run."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.begin, self.seen, self._over = file, time.perf_counter(), list[tuple[float, float, float]](), threading.Event()
@@ -76,6 +76,7 @@ def main(
     method: str = "fedavg",
     write: Annotated[bool, typer.Option(help="the table into benchmarks/results")] = True,
 ) -> None:
+    """Run the federation, and write the table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = {

@@ -1,4 +1,4 @@
-"""The server's half of a round: from the bytes of the replies to the new model's; time and memory, beside Flower's own FedAvg.
+"""Measure the server's half of a round, from the replies' bytes to the new model's, beside Flower's own FedAvg.
 
     python benchmarks/server.py                         # on a quiet machine; --before CHECKOUT: an older version of fl-bn beside this one
 
@@ -34,6 +34,7 @@ MB = 1e-6
 
 
 def network(name: str) -> Any:
+    """Build the network with seeded weights."""
     import torch
     from torchvision import models
 
@@ -42,7 +43,10 @@ def network(name: str) -> Any:
 
 
 class Replies:
-    """``n`` replies of clients 0, 1, ... with 100 + client samples. ``whole``: in one ArrayRecord, as Flower's FedAvg wants it."""
+    """Make ``n`` replies of clients 0, 1, ... with 100 + client samples.
+
+    With ``whole`` all arrays are in one ArrayRecord, as Flower's FedAvg wants them.
+    """
 
     def __init__(self, n: int, sections: dict[str, dict[str, Any]], header: Any, whole: bool) -> None:
         from flwr.app import Array
@@ -52,6 +56,7 @@ class Replies:
         self.sections = {section: {k: Array(a) for k, a in arrays.items()} for section, arrays in sections.items()}
 
     def make(self, client: int) -> Any:
+        """Make the reply of one client."""
         from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
         from fl_bn.flower.compat import address
@@ -74,7 +79,7 @@ class Replies:
 
 
 def cell(which: str, n: int, name: str, how: str) -> dict[str, float]:
-    """One line of the table, measured in this process."""
+    """Measure one line of the table in this process."""
     import numpy as np
     import torch
     from flwr.app import ConfigRecord
@@ -121,20 +126,21 @@ def cell(which: str, n: int, name: str, how: str) -> dict[str, float]:
 
 
 def bytes_of(replies: Any) -> Iterator[Any]:
+    """Yield all arrays of the replies."""
     for reply in replies:
         for record in reply.content.array_records.values():
             yield from record.values()
 
 
 def encoded(result: Any) -> list[bytes]:
-    """The bytes of the new model, as they go out with the next round."""
+    """Return the bytes of the new model, as they are sent in the next round."""
     arrays, _ = result
     assert arrays is not None
     return [array.data for array in arrays.values()]
 
 
 class Stages(dict[str, float]):
-    """Seconds in the functions that read a reply (decode, check; before: copy), and encode the new model; the rest is average and step."""
+    """Sum up seconds in the functions that read a reply, and that encode the new model; the rest is average and step."""
 
     def __init__(self) -> None:
         from fl_bn.flower.wire import replies
@@ -150,6 +156,7 @@ class Stages(dict[str, float]):
         strategy.arrays_of = self.timed("encode", strategy.arrays_of)
 
     def timed(self, stage: str, function: Any) -> Any:
+        """Wrap ``function``, and add its seconds to ``stage``."""
         def call(*args: Any) -> Any:
             begin = time.perf_counter()
             try:
@@ -161,6 +168,7 @@ class Stages(dict[str, float]):
 
 
 def measured(which: str, n: int, name: str, how: str, before: Path | None) -> dict[str, float]:
+    """Measure one line of the table in a process of its own."""
     root = before if which == BEFORE else HERE.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__)), "--cell", json.dumps([which, n, name, how])]
@@ -176,6 +184,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="the first case alone")] = False,
     one: Annotated[str, typer.Option("--cell", hidden=True)] = "",
 ) -> None:
+    """Measure all cases, and write the table."""
     if one:
         print(json.dumps(cell(*json.loads(one))))
         return

@@ -1,4 +1,4 @@
-"""Seconds until something happens: the command line, the imports, the first round of a run, and a cell of a sweep.
+"""Time the start: of the command line, the imports, the first round of a run, and a cell of a sweep.
 
     python benchmarks/startup.py                       # writes benchmarks/results/startup.md
     python benchmarks/startup.py --before COMMIT       # the same of another commit beside it, in the same run
@@ -38,14 +38,14 @@ seed = {seeds}
 
 
 def seconds(tree: Path, *arguments: str) -> float:
-    """Wall clock of a fresh Python with the sources in ``tree``."""
+    """Return the wall clock of a fresh Python with the sources in ``tree``."""
     begin = time.perf_counter()
     subprocess.run([sys.executable, *arguments], cwd=tree, env=_environment(tree), check=True, **SILENT)
     return time.perf_counter() - begin
 
 
 def first_round(tree: Path, folder: Path, name: str) -> float:
-    """Seconds from the command until the line of round 1 is in rounds.jsonl; the run is of two rounds, and is ended then."""
+    """Return the seconds from the command until round 1 is in rounds.jsonl; a run of two rounds is ended then."""
     keys = KEYS.format(rounds=2, folder=folder, name=name)
     begin = time.perf_counter()
     process = subprocess.Popen([sys.executable, *COMMAND, "run", "--run-config", keys], cwd=tree, env=_environment(tree), **SILENT)
@@ -61,7 +61,7 @@ def first_round(tree: Path, folder: Path, name: str) -> float:
 
 
 def cell(tree: Path, folder: Path) -> float:
-    """Seconds per cell of a sweep of ``CELLS`` runs of one round, one at a time: what more cells cost beside the first two."""
+    """Return the seconds per cell of a sweep of ``CELLS`` one-round runs, one at a time, without those of the first two."""
     whole = {}
     for cells in (2, CELLS):
         file = folder / f"startup{cells}.toml"
@@ -71,6 +71,7 @@ def cell(tree: Path, folder: Path) -> float:
 
 
 def measure(tree: Path, repetitions: int) -> list[float]:
+    """Return the figures of all rows for the sources in ``tree``."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
@@ -99,6 +100,7 @@ ROWS = (
 
 
 def main(before: Annotated[str, typer.Option(help="a commit to measure beside this tree")] = "", repetitions: int = 3) -> None:
+    """Measure all rows, and write the table."""
     columns = {}
     with tempfile.TemporaryDirectory() as name:
         if before:

@@ -1,4 +1,4 @@
-"""How long a round takes beside a bare PyTorch loop: in one process, in several, and by Flower's simulation on Ray.
+"""Time a round beside a bare PyTorch loop: in one process, in several, and by Flower's simulation on Ray.
 
     python benchmarks/throughput.py
 
@@ -30,7 +30,7 @@ from fl_bn.run.config import RunConfig
 
 
 def bare_loop(config: RunConfig) -> float:
-    """Seconds for the rounds of plain FedAvg with BatchNorm, by hand."""
+    """Return the seconds of the rounds of plain FedAvg with BatchNorm, by hand."""
     torch.set_num_threads(1)
     clients = [client_samples(config, index)[0] for index in range(config.clients)]
     model = copy.deepcopy(source_model(config))
@@ -57,6 +57,7 @@ def bare_loop(config: RunConfig) -> float:
 
 
 def in_process(config: RunConfig) -> float:
+    """Return the seconds of a run in this process."""
     begin = time.perf_counter()
     run_in_process(config.to_mapping())
     return time.perf_counter() - begin
@@ -66,7 +67,7 @@ Variants = dict[str, dict[str, Any]]
 
 
 def ratios(config: RunConfig, variants: Variants, repeat: int) -> dict[str, float]:
-    """Every variant's time as a multiple of the bare loop's: the medians over ``repeat`` turns of all of them."""
+    """Return every variant's time as a multiple of the bare loop's, the median over ``repeat`` turns."""
     found = {name: list[float]() for name in variants}
     for _ in range(repeat):
         bare = bare_loop(config)
@@ -76,8 +77,10 @@ def ratios(config: RunConfig, variants: Variants, repeat: int) -> dict[str, floa
 
 
 def above(config: RunConfig, variants: Variants, repeat: int) -> dict[str, float]:
-    """Milliseconds of every variant above the bare loop, per client and round, of the rounds after the first ``config.rounds``: what comes
-    once, start and evaluation, is not in it."""
+    """Return the milliseconds of every variant above the bare loop, per client and round, after the first ``config.rounds``.
+
+    So the costs that come once, start and evaluation, are not in it.
+    """
     long = changed(config, {"rounds": 5 * config.rounds, "evaluate-every": 5 * config.rounds})
     found = {name: list[float]() for name in variants}
     for _ in range(repeat):
@@ -89,6 +92,7 @@ def above(config: RunConfig, variants: Variants, repeat: int) -> dict[str, float
 
 
 def changed(config: RunConfig, keys: Mapping[str, Any]) -> RunConfig:
+    """Return the config with other keys."""
     return RunConfig.from_mapping({**config.to_mapping(), **keys})
 
 
@@ -98,6 +102,7 @@ def main(
     ray: Annotated[bool, typer.Option(help="Flower's simulation on Ray, too")] = True,
     results: Path = Path(__file__).parent / "results" / "throughput.md",
 ) -> None:
+    """Time all methods, and write the table."""
     base = RunConfig(method="fedavg", rounds=rounds, output="", pictures=False, evaluate_every=rounds, learning_rate=0.002)
     methods: Variants = {name: {"method": name} for name in ("fedavg", "fixbn", "hbn", "fbn")}
     cores = os.cpu_count() or 1

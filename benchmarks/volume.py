@@ -1,4 +1,4 @@
-"""Table 3 of the FedTAN paper, from counted payloads: bytes exchanged per round by 5 clients with ResNet-20.
+"""Reproduce Table 3 of the FedTAN paper from counted payloads: bytes exchanged per round by 5 clients with ResNet-20.
 
     python benchmarks/volume.py
 
@@ -27,7 +27,7 @@ ROWS = [
 
 
 def one_round(method: str, schedule: str) -> dict[str, str]:
-    """The line of rounds.csv."""
+    """Run one round, and return its line of rounds.csv."""
     with tempfile.TemporaryDirectory() as folder:
         path = run_in_process(
             {
@@ -42,6 +42,7 @@ def one_round(method: str, schedule: str) -> dict[str, str]:
 
 
 def main() -> None:
+    """Print the table."""
     table = Table("", "exchanges", "one client up (bytes)", "down (bytes)", "5 up + 1 down (MB)", "in the paper (MB)")
     for name, method, schedule, printed in ROWS:
         row = one_round(method, schedule)

@@ -1,4 +1,4 @@
-"""The ClientApp of this folder, for ``flwr run .``: that of ``fl_bn.apps.client``, with the modules that lie here as its own."""
+"""Provide the ClientApp of this folder for ``flwr run .``: that of ``fl_bn.apps.client``, with this folder's modules."""
 
 from pathlib import Path
 

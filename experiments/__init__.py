@@ -1,4 +1,4 @@
-"""The papers' experiments and what became of their claims: a tool of this repository, in no wheel.
+"""Run the papers' experiments, and judge their claims: a tool of this repository, in no wheel.
 
-``definitions`` are sweep files and programs, ``claims.toml`` is what the papers claim, ``results`` are cells that were run.
+``definitions`` has sweep files and programs, ``claims.toml`` has the papers' claims, ``results`` has finished cells.
 """

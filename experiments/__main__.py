@@ -1,4 +1,4 @@
-"""``python -m experiments``: the commands of ``fl-bn experiments``."""
+"""Run ``python -m experiments``: the commands of ``fl-bn experiments``."""
 
 from experiments.cli import experiments
 

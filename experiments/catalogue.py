@@ -1,10 +1,10 @@
-"""The papers' tables and figures: sweep files in ``experiments/definitions/``, one each, named by paper and table or figure.
+"""Find the papers' tables and figures: one sweep file in ``experiments/definitions/`` for each, named after it.
 
 Beside a sweep's own tables such a file has
 
     [experiment]
     paper = "FixBN"
-    program = "programs/normalisation_error.py:run"    # instead of a sweep: a function of folder, and of small, variant, data, jobs
+    program = "programs/normalisation_error.py:run"    # no sweep: a function of folder, and of small, variant, data, jobs
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table or figure. ``program``: "file:function", the file beside the experiment's own, where it is no sweep."""
+    """Describe one table or figure of a paper.
+
+    Attributes:
+        name: Its name, the file's without suffix.
+        file: Its sweep file.
+        paper: The paper's name.
+        title: What it shows.
+        variants: The variants of the file.
+        program: "file:function" for an experiment that is no sweep; the file is beside the experiment's own.
+    """
 
     name: str
     file: Path
@@ -44,41 +53,45 @@ class Experiment:
     program: str = ""
 
     def has(self, variant: str) -> bool:
-        """The paper's own settings are there without a variant, too."""
+        """Tell whether there is such a variant; the paper's own settings need no variant in the file."""
         return variant in ("", PAPER, *self.variants)
 
 
 def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experiment]:
-    """The experiments of these names, in order; ``all`` are all, and a paper's number (``003``) all of it.
+    """Find the experiments of these names, in order.
+
+    Args:
+        names: Names; ``all`` stands for all, and a paper's number (``003``) for all of that paper.
+        folder: The folder of the sweep files.
 
     Raises:
-        ConfigError: a name is unknown, or the folder is not there.
+        ConfigError: A name is unknown, or the folder is missing.
     """
     files = sorted(file for file in folder.glob("*.toml") if file.name != FILE)
     if not files:
-        raise ConfigError(f"there are no experiments in {folder}: install fl-bn again")
+        raise ConfigError(f"there are no experiments in {folder}: run this in a checkout of fl-bn's repository")
     known = [_read(file) for file in files]
     for name in names:
         if not any(_is_named(e, name) for e in known):
-            raise ConfigError(f"there is no experiment {name!r}; there are: {', '.join(e.name for e in known)}")
+            raise ConfigError(f"there is no experiment {name!r}: choose one of {', '.join(e.name for e in known)}")
     return [e for e in known if any(_is_named(e, name) for name in names)]
 
 
 def _is_named(experiment: Experiment, name: str) -> bool:
-    """Whether ``name`` is the experiment's, that of its paper (``003``; of ours, ``own``), or ``all``."""
+    """Tell whether ``name`` is the experiment's, that of its paper (``003``; ``own`` for ours), or ``all``."""
     return name == "all" or name.lower() in (experiment.name.lower(), experiment.name.partition("-")[0])
 
 
 def perform_program(experiment: Experiment, variant: str, data: str, folder: Path, jobs: int = 1) -> None:
-    """Call the experiment's function with ``folder``, and those of ``small``, ``variant``, ``data`` and ``jobs`` that it takes, by name.
+    """Call the experiment's function, unless its result exists.
 
-    Unless its result is there.
+    The function gets ``folder``, and by name those of ``small``, ``variant``, ``data`` and ``jobs`` that it takes.
 
     Raises:
-        ConfigError: the variant is unknown, the data are not there, or a file cannot be read or written.
+        ConfigError: The variant is unknown, the data are missing, or a file cannot be read or written.
     """
     if not experiment.has(variant):
-        raise ConfigError(f"{experiment.name} has no variant {variant!r}; it has: {', '.join(experiment.variants)}")
+        raise ConfigError(f"{experiment.name} has no variant {variant!r}: choose one of {', '.join(experiment.variants)}")
     if (folder / "report.html").exists():
         return
     from fl_bn.report import write_program_report
@@ -96,8 +109,14 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
 
 @dataclass(frozen=True)
 class Study:
-    """A program whose runs are cells. ``plan(folder, variant, data)`` makes them, or the experiment's sweep; ``measured(cell)``: what a
-    finished one has, by way. ``axis``: the name of what the ways differ in."""
+    """Describe a program whose runs are cells.
+
+    Attributes:
+        plan: A function of folder, variant and data that makes the cells, or the experiment's sweep.
+        axis: The name of the axis on which the ways of measuring stand.
+        ways: The ways of measuring a run.
+        measured: A function that returns way -> value for a finished cell.
+    """
 
     plan: Callable[[Path, str, str], list[Cell]]
     axis: str
@@ -106,10 +125,14 @@ class Study:
 
 
 def study(experiment: Experiment, measure: str = "") -> Study:
-    """Of the experiment's program: ``plan``, ``AXIS``, ``WAYS``, ``measured`` in its file; or of the program ``measure`` on its own runs.
+    """Load the study of the experiment's program: ``plan``, ``AXIS``, ``WAYS`` and ``measured`` of its file.
+
+    Args:
+        experiment: The experiment.
+        measure: Another program, to measure the experiment's own runs with.
 
     Raises:
-        ConfigError: the file has none of these.
+        ConfigError: The file has none of these.
     """
     module = _module(replace(experiment, program=measure or experiment.program))
 
@@ -123,12 +146,16 @@ def study(experiment: Experiment, measure: str = "") -> Study:
 
 
 def program_of(experiment: Experiment) -> Callable[..., Any]:
-    """The function of a file in ``programs/`` beside the experiment's. Raises ConfigError."""
+    """Load the experiment's function, from a file in ``programs/`` beside the experiment's own.
+
+    Raises:
+        ConfigError: There is no such file or function.
+    """
     file, _, name = experiment.program.partition(":")
-    found = getattr(_module(experiment), name, None)
-    if not callable(found):
+    program = getattr(_module(experiment), name, None)
+    if not callable(program):
         raise ConfigError(f"{experiment.file}: {file} has no function {name!r}")
-    return found  # type: ignore[no-any-return]
+    return program  # type: ignore[no-any-return]
 
 
 def _module(experiment: Experiment) -> ModuleType:
@@ -147,7 +174,7 @@ def _module(experiment: Experiment) -> ModuleType:
 
 
 class Log:
-    """What was run and how long it took: one line per experiment and call."""
+    """Log the experiments that were run, and their seconds: one line per experiment and call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -156,6 +183,7 @@ class Log:
             path.write_text(",".join(COLUMNS) + "\n")
 
     def add(self, name: str, variant: str, seconds: float, errors: Mapping[str, str], folder: Path) -> None:
+        """Append one line."""
         with self._path.open("a", newline="") as file:
             row = (time.strftime("%Y-%m-%d %H:%M:%S"), name, variant or "full", f"{seconds:.0f}", len(errors), folder.name)
             csv.writer(file).writerow(row)

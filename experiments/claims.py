@@ -1,4 +1,4 @@
-"""The register of claims: what each paper says, with its numbers, and which table of ours tests it.
+"""Read the register of claims: the papers' claims with their numbers, and our tables that test them.
 
 It is ``claims.toml`` beside the experiments:
 
@@ -23,9 +23,9 @@ It is ``claims.toml`` beside the experiments:
         { left = ["BN", "Shards", 16], right = ["BN", "Shards", 128], metric = "drift", figure = "2a" },
     ]
 
-Left is above right; with ``near``, no further from it than in the paper, and a margin. A side is a place of the table, ``[row, column]``
-or ``[row, column, round]``, or two places: then it is by how much the first is above the second.
-``paper``: the paper's own two numbers; where they stand in a figure alone, ``figure`` says in which, and ``about`` what was read off.
+A comparison claims that left is above right. With ``near`` it claims that their distance is at most the paper's own and a margin. A side is
+a place of the table, ``[row, column]`` or ``[row, column, round]``, or two places: then it is the first less the second. ``paper`` has the
+paper's own two numbers. If a figure alone has them, ``figure`` names it, and ``about`` has the numbers that were read off.
 
     [[own]]                                     # our question about why a claim is contradicted
     id = "own-robust-updates"
@@ -60,27 +60,41 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared: the value of a place, or by how much the first place is above the second."""
+    """Hold one side of a comparison: the value of a place, or how far the first place is above the second.
+
+    Attributes:
+        places: One or two places of the table.
+    """
 
     places: tuple[Place, ...]
 
     @property
     def row(self) -> str:
+        """Return the row, or both rows joined by "less"."""
         return " less ".join(row for row, _, _ in self.places)
 
     @property
     def column(self) -> str:
-        """Where it is measured; a side of two places in one column has that."""
+        """Return the column, or both columns joined by "less"; a column that both places share is there once."""
         columns = dict.fromkeys(f"{column}, round {round}" if round else column for _, column, round in self.places)
         return " less ".join(columns)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """``left`` is above ``right``; with ``near``, or ``within`` points, it is no further from it.
+    """Compare two sides: ``left`` is above ``right``, or no further from it than claimed.
 
-    ``margin``: points that ``near`` allows beyond the paper's own gap; None: the rules'. ``metric``: empty is the table's own. ``paper``:
-    the paper's two numbers, with its ``spread``; ``about``: those that were read off its ``figure``.
+    Attributes:
+        left: The first side.
+        right: The second side.
+        near: Whether the distance is at most the paper's own gap and a margin.
+        margin: Points that ``near`` allows beyond the paper's gap; None: those of the rules.
+        within: The largest distance in points, for a question of ours.
+        metric: The metric; empty: the table's own.
+        paper: The paper's two numbers.
+        about: Two numbers that were read off the paper's figure.
+        spread: The spread of the paper's numbers.
+        figure: The figure with the numbers, if no text has them.
     """
 
     left: Side
@@ -96,22 +110,26 @@ class Comparison:
 
     @property
     def numbers(self) -> Pair | None:
-        """The paper's two numbers, exact or read off; None: the figure has shapes alone."""
+        """Return the paper's two numbers, exact or read off; None if the figure has shapes alone."""
         return self.paper or self.about
 
     @property
     def gap(self) -> float | None:
-        """The paper's own difference, left less right."""
+        """Return the paper's own difference, left less right."""
         return None if self.numbers is None else self.numbers[0] - self.numbers[1]
 
     def limit(self, margin: float) -> float | None:
-        """Return the distance that is claimed, in points; None where an order is. ``margin``: the rules' own."""
+        """Return the claimed distance in points; None if an order is claimed.
+
+        Args:
+            margin: The margin of the rules.
+        """
         if self.near:
             return abs(self.gap or 0.0) + (margin if self.margin is None else self.margin)
         return self.within
 
     def __str__(self) -> str:
-        """Says a column once where both sides have it."""
+        """Describe the comparison; a column that both sides share is named once."""
         same = self.left.column == self.right.column
         left, right = (side.row if same else f"{side.row} ({side.column})" for side in (self.left, self.right))
         sign = "near" if self.near else ">" if self.within is None else f"within {self.within:g} of"
@@ -121,15 +139,27 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says. ``id``: its own table or figure; ``place``: that, and lines of the text; ``experiment``, ``variant``: whose table
-    tests it; ``differs``: settings that are not the paper's.
+    """Hold a claim of a paper.
 
-    ``steps``: the paper's local steps per client, by phase of the schedule; empty: the claim is not of converged accuracy. ``epochs``,
-    ``samples``: the same in passes over a client's data, and in samples that it trains on, where batches have several sizes.
-    ``client_samples``: training samples of a client of ours, where its rounds are counted in epochs. ``seeds``: that a comparison needs to
-    be decided, 0: the rules'. ``resampled``: where seeds divide the same samples anew, test samples per training sample. ``rates``: the
-    variant that tries learning rates. ``untestable``: why nothing here can test it; ``exact``: the test of ours that has the paper's
-    numbers exactly. ``cause``: why the result differs from the paper, in words.
+    Attributes:
+        id: The paper's own table or figure.
+        place: That, and the lines of the text.
+        claim: The claim in words.
+        experiment: The experiment whose table tests it; empty: the one of ``id``.
+        variant: The variant of that experiment.
+        differs: The settings that differ from the paper's.
+        steps: The paper's local steps per client, by phase of the schedule; empty: the claim is not about converged
+            accuracy.
+        epochs: The same, in passes over a client's data.
+        samples: The same, in samples that a client trains on, for batches of several sizes.
+        client_samples: Training samples of our clients, if their rounds are counted in epochs.
+        seeds: The seeds that decide a comparison; 0: those of the rules.
+        resampled: Test samples per training sample, if seeds divide the same samples anew.
+        rates: The variant that tries learning rates.
+        untestable: The reason why nothing here can test the claim.
+        exact: The test of ours that has the paper's numbers exactly.
+        cause: The reason why our result differs from the paper's.
+        compare: The comparisons.
     """
 
     id: str
@@ -152,13 +182,26 @@ class Claim:
 
     @property
     def of(self) -> str:
-        """The experiment whose table it is of."""
+        """Return the experiment whose table tests the claim."""
         return self.experiment or self.id
 
 
 @dataclass(frozen=True)
 class Own:
-    """A question of ours about why a claim is contradicted. ``measure``: a program that measures every run in several ways."""
+    """Hold a question of ours about the reason why a claim is contradicted.
+
+    Attributes:
+        id: The question's id, ``own-...``.
+        explains: The id of the claim.
+        asks: The question.
+        experiment: The experiment whose table answers it; empty: the one of ``id``.
+        variant: The variant of that experiment.
+        measure: A program that measures every run in several ways.
+        resampled: As in ``Claim``.
+        yes: The answer if all comparisons held.
+        no: The answer if none held.
+        compare: The comparisons.
+    """
 
     id: str
     explains: str
@@ -173,13 +216,13 @@ class Own:
 
     @property
     def of(self) -> str:
-        """The experiment whose table it is of."""
+        """Return the experiment whose table answers the question."""
         return self.experiment or self.id
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides, stated before anything is run: see the module's own text."""
+    """Hold the rules that decide; they are stated before anything is run (see the module's text)."""
 
     seeds: int = 5
     collapse: float = 10.0
@@ -190,7 +233,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Register:
-    """All claims and questions, in the order of the file."""
+    """Hold all claims and questions, in the order of the file."""
 
     rules: Rules
     claims: tuple[Claim, ...]
@@ -201,7 +244,7 @@ def read_register(folder: Path) -> Register:
     """Read ``claims.toml`` in ``folder``.
 
     Raises:
-        ConfigError: It is not there, is no TOML, or an entry has a key or a value that it should not have, or lacks one.
+        ConfigError: The file is missing or no TOML, or an entry has an unknown key, a wrong value, or lacks a key.
     """
     file = folder / FILE
     try:
@@ -212,7 +255,11 @@ def read_register(folder: Path) -> Register:
 
 
 def parse_register(tables: Mapping[str, Any]) -> Register:
-    """Make the register of the tables of its file. Raises ConfigError as ``read_register`` does."""
+    """Make the register from the tables of its file.
+
+    Raises:
+        ConfigError: See ``read_register``.
+    """
     for name in tables:
         if name not in ("rules", "claims", "own"):
             raise ConfigError(f"{FILE}: {unknown('table', name, ('rules', 'claims', 'own'))}")
@@ -221,9 +268,9 @@ def parse_register(tables: Mapping[str, Any]) -> Register:
     own = tuple(_own(table) for table in tables.get("own", []))
     ids = [*(one.id for one in claims), *(one.id for one in own)]
     if double := {name for name in ids if ids.count(name) > 1}:
-        raise ConfigError(f"{FILE}: an id is there twice: {', '.join(sorted(double))}")
+        raise ConfigError(f"{FILE}: several entries have the same id, which must be unique: {', '.join(sorted(double))}")
     if strange := [one for one in own if one.explains not in ids]:
-        raise ConfigError(f"{FILE}: {strange[0].id} explains {strange[0].explains!r}, which is no claim")
+        raise ConfigError(f"{FILE}: {strange[0].id} explains {strange[0].explains!r}, but there is no claim with this id")
     return Register(rules, claims, own)
 
 
@@ -233,14 +280,14 @@ def _claim(table: Mapping[str, Any]) -> Claim:
     if made.id.startswith("own-"):
         raise ConfigError(f"{FILE}: {where}: a claim's id is the paper's own table or figure; questions of ours stand in [[own]]")
     if not (made.compare or made.untestable or made.exact):
-        raise ConfigError(f"{FILE}: {where} needs comparisons, or why it is untestable, or the test that has it exactly")
+        raise ConfigError(f"{FILE}: {where} needs comparisons (compare), or a reason (untestable), or the test with its numbers (exact)")
     for one in made.compare:
         if one.within is not None:
-            raise ConfigError(f"{FILE}: {where}: {one}: a distance of ours is no claim of a paper: say near, with a margin")
+            raise ConfigError(f"{FILE}: {where}: {one}: within is for questions of ours: give near = true, with a margin")
         if (one.paper is None) == (not one.figure):
             raise ConfigError(f'{FILE}: {where}: {one}: give the paper\'s own two numbers, or figure = "N" where a figure alone has them')
         if one.near and one.numbers is None and one.margin is None:
-            raise ConfigError(f"{FILE}: {where}: {one}: how near is it in the paper? Give its two numbers, or a margin")
+            raise ConfigError(f"{FILE}: {where}: {one}: near needs the paper's two numbers, or a margin")
     return made
 
 
@@ -253,7 +300,7 @@ def _own(table: Mapping[str, Any]) -> Own:
 
 
 def _entry(kind: type, table: Any, where: str) -> Any:
-    """An entry of a class whose fields are its keys, ``-`` for ``_``."""
+    """Make an object of ``kind``, whose fields are the keys of ``table``, ``-`` for ``_``."""
     if not isinstance(table, dict):
         raise ConfigError(f"{FILE}: {where} must be a table, but got {table!r}")
     known = {one.name.replace("_", "-"): one for one in fields(kind)}

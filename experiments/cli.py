@@ -1,4 +1,4 @@
-"""The commands ``fl-bn experiments``, of a checkout of fl-bn. Imports are inside them, since torch takes seconds."""
+"""Define the commands ``fl-bn experiments`` of a checkout of fl-bn; imports are inside, since torch takes seconds."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fl_bn.cli.sweep import (
 )
 
 console = Console()
-experiments = typer.Typer(no_args_is_help=True, help="The papers' tables and figures, each one command.")
+experiments = typer.Typer(no_args_is_help=True, help="Reproduce the papers' tables and figures, each by one command.")
 
 
 @experiments.command("list")
 def list_() -> None:
-    """Every experiment: which table or figure of which paper, and its variants."""
+    """List every experiment: its table or figure, its paper, and its variants."""
     from experiments.catalogue import find
 
     tables: dict[str, Table] = {}
@@ -45,12 +45,12 @@ def list_() -> None:
 
 @experiments.command("run")
 def run_(
-    names: Annotated[list[str], typer.Argument(help="as `fl-bn experiments list` says, or all; 000 is all of paper 000")],
+    names: Annotated[list[str], typer.Argument(help="names of `fl-bn experiments list`, or all; 000 stands for all of paper 000")],
     variant: Annotated[
         str,
         typer.Option(
             help="small: bundled data, minutes on a laptop; evidence: hours of a CPU; paper, or empty: the paper's own settings. Of "
-            "several experiments, those that have it"
+            "several experiments, those that have the variant are run"
         ),
     ] = "",
     engine: EngineOption = "in-process",
@@ -66,7 +66,10 @@ def run_(
     ] = None,
     run_config: RunConfigOption = "",
 ) -> None:
-    """One table or figure of a paper, several, or all; then a page with all of them. Interrupted, the same command goes on."""
+    """Run one table or figure of a paper, several, or all; then write a page with all of them.
+
+    After an interruption the same command continues.
+    """
     from experiments.catalogue import Log, find, perform_program
     from experiments.evidence import known_cells
     from fl_bn.report import write_index
@@ -76,17 +79,17 @@ def run_(
     folder, failed = Path(output), dict[str, str]()
     try:
         where = Place(engine, jobs, ray_address, gpus_per_run)
-        found = find(names)
-        chosen = found if len(found) == 1 else [one for one in found if one.has(variant)]
+        matches = find(names)
+        chosen = matches if len(matches) == 1 else [one for one in matches if one.has(variant)]
         if not chosen:
-            raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}; fl-bn experiments list names them")
+            raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}: fl-bn experiments list names the variants")
         programs = [one.name for one in chosen if one.program]
         given = {"--run-config": run_config, "--only": only, "--results": results, "--retry": retry, "--engine": engine != "in-process"}
         if programs and (ignored := ", ".join(option for option, value in given.items() if value)):
-            said = f"{ignored}: for sweeps, not for experiments that are programs"
+            problem = f"{ignored}: for sweeps, not for experiments that are programs"
             if len(programs) == len(chosen):
-                raise ConfigError(f"{said} ({', '.join(programs)}): leave it out")
-            console.print(f"{said}; these run without: {', '.join(programs)}", highlight=False, soft_wrap=True)
+                raise ConfigError(f"{problem} ({', '.join(programs)}): leave it out")
+            console.print(f"{problem}; these run without it: {', '.join(programs)}", highlight=False, soft_wrap=True)
         log = Log(folder / "log.csv")
         for experiment in chosen:
             begin, place = time.monotonic(), folder / f"{experiment.name}{f'-{variant}' if variant else ''}"
@@ -108,9 +111,9 @@ def run_(
     except ConfigError as error:
         raise refused(error) from error
     except KeyboardInterrupt:
-        console.print(f"interrupted; the same command goes on with what is left ({folder})")
+        console.print(f"interrupted; the same command continues with the remaining cells ({folder})")
         raise typer.Exit(130) from None
-    console.print(f"{folder / 'log.csv'}: what was run, and for how long; {page}: all tables and pictures", highlight=False, soft_wrap=True)
+    console.print(f"{folder / 'log.csv'}: the runs and their seconds; {page}: all tables and pictures", highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 
@@ -121,7 +124,7 @@ def compact(
     data: DataOption = "data",
     folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are")] = Path("experiments"),
 ) -> None:
-    """Finished cells of every variant but small, as files to commit: settings, commit, curve."""
+    """Keep the finished cells of every variant but small as files to commit: settings, commit, curve."""
     from experiments import evidence
     from experiments.catalogue import find
     from fl_bn.run.config import ConfigError
@@ -143,7 +146,7 @@ def evidence(
     pages: Annotated[Path | None, typer.Option(help="folder for a page per claim that opens offline")] = None,
     readme: Annotated[Path | None, typer.Option(help="a README.md whose table of verdicts is written anew")] = None,
 ) -> None:
-    """EVIDENCE.md: every claim with our numbers, a paired test over seeds and a verdict, from the results in the folder alone."""
+    """Write EVIDENCE.md from the results in the folder: every claim, our numbers, a paired test over seeds, a verdict."""
     from experiments.evidence_page import write_evidence
     from fl_bn.run.config import ConfigError
 

@@ -1,4 +1,4 @@
-"""A picture of the papers' differences and ours on one axis, in groups that have a name."""
+"""Draw the papers' differences and ours on one axis, in named groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from fl_bn.report.pictures import Picture
 from fl_bn.run.palette import COLOURS, QUIET
 
-STATES = (COLOURS[2], COLOURS[4], QUIET, QUIET)  # of what speaks for, speaks against, decides nothing, and is no test
+STATES = (COLOURS[2], COLOURS[4], QUIET, QUIET)  # for the claim, against it, undecided, no test
 MARKS = ("o", "o", "o", "x")
 INK = "black"  # of the paper
 LINEAR = 10  # points from zero; beyond, the axis is logarithmic
@@ -21,9 +21,16 @@ GAP = 1.6  # between groups, in comparisons: room for a group's name
 
 @dataclass(frozen=True)
 class Difference:
-    """``mean`` and ``half`` of its confidence interval (NaN: unknown) in points; ``within``: the distance that is claimed, if one is.
+    """Hold one difference, in points.
 
-    ``paper``: the paper's own difference, None where it has shapes alone; ``exact``: whether it was printed, and not read off a figure.
+    Attributes:
+        name: The comparison.
+        mean: Our difference.
+        half: Half of its confidence interval; NaN: unknown.
+        state: The state of the comparison.
+        within: The claimed distance, if one is claimed.
+        paper: The paper's own difference; None if it has shapes alone.
+        exact: Whether the paper prints it; if not, it was read off a figure.
     """
 
     name: str
@@ -39,9 +46,9 @@ def differences(name: str, groups: Mapping[str, Sequence[Difference]], states: t
     """Draw a line per difference, under its group's name.
 
     Args:
-        name: Of the picture's file.
-        groups: By name. A claimed distance is two short bars.
-        states: What ``Difference.state`` may be, in the order of ``STATES``.
+        name: The name of the picture's file.
+        groups: Group -> its differences. A claimed distance is two short bars.
+        states: The possible values of ``Difference.state``, in the order of ``STATES``.
     """
     ink, mark = dict(zip(states, STATES, strict=True)), dict(zip(states, MARKS, strict=True))
     lines = sum(len(rows) + GAP for rows in groups.values())

@@ -1,4 +1,4 @@
-"""Every claim of the register with what the committed results say of it."""
+"""Judge every claim of the register by the committed results."""
 
 from __future__ import annotations
 
@@ -26,14 +26,21 @@ from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import PAPER, read
 
 RESULTS = "results"  # folder of the JSON lines
-HOURS = "gpu.json"  # in it: what benchmarks/gpu.py has measured
+HOURS = "gpu.json"  # in that folder: the measurements of benchmarks/gpu.py
 SMALL = "small"  # the variant of every file that is no evidence
-NOWHERE = Path("/nowhere")  # where no run is looked for
+NOWHERE = Path("/nowhere")  # a folder without runs
 
 
 @dataclass(frozen=True)
 class Runs:
-    """One variant of an experiment: what it ``defined``, and what of it was ``kept``. ``report``: None where no cell has been run."""
+    """Hold one variant of an experiment.
+
+    Attributes:
+        defined: The cells of its definition.
+        kept: The committed results among them.
+        settings: The settings of its table.
+        report: The report of the results; None without any.
+    """
 
     defined: tuple[Cell, ...]
     kept: tuple[Kept, ...]
@@ -42,13 +49,16 @@ class Runs:
 
     @property
     def missing(self) -> list[Cell]:
+        """Return the cells without a result."""
         there = {kept.name for kept in self.kept}
         return [cell for cell in self.defined if cell.config.name not in there]
 
     @property
     def hours_missing(self) -> float:
-        """Hours of one core that the missing cells need, by the clock of those that ran: of each the median of the same settings with
-        other seeds, else of all. NaN where none has run."""
+        """Estimate the hours of one core that the missing cells need, by the clock of the finished ones.
+
+        Each counts the median of the same settings with other seeds, else of all; NaN if none is finished.
+        """
         of: dict[tuple[object, ...], list[float]] = defaultdict(list)
         for kept in self.kept:
             of[_without_seed(kept.axes)].append(kept.seconds)
@@ -58,43 +68,56 @@ class Runs:
 
     @property
     def places(self) -> set[tuple[str, str]]:
-        """Rows and columns of the table that all cells would fill; of data with domains, those that were found and the mean."""
+        """Return rows and columns of the table that all cells would fill, with the known domains and their mean."""
         empty = [Kept(cell.config.name, cell.axes, own_config(cell.config), "", 0.0, ()) for cell in self.missing]
         report = report_of(self.settings, [one.shown() for one in (*self.kept, *empty)], "")
         return set(report.layout.groups)
 
     def values(self, side: Side, metric: str) -> dict[str, float]:
-        """Return the side's value by seed: of a place, or of the first place less the second. ``metric``: empty is the table's own."""
-        found = [self._by_seed(place, metric) for place in side.places]
-        first, *others = found
+        """Return seed -> the side's value: of a place, or of the first place less the second.
+
+        Args:
+            side: The side.
+            metric: The metric; empty: the table's own.
+        """
+        first, *others = [self._by_seed(place, metric) for place in side.places]
         return {seed: value - sum(other[seed] for other in others) for seed, value in first.items() if all(seed in o for o in others)}
 
     def short(self, side: Side, claim: Claim, rules: Rules) -> str:
-        """Say why the runs of ``side`` are too short for ``claim``; empty where they are not, or there are none."""
+        """Return the reason why the runs of ``side`` are too short for ``claim``; empty if they are long or missing."""
         groups = self.report.layout.groups if self.report else {}
-        said = (too_short(groups.get((row, column), ()), claim, rules) for row, column, _ in side.places)
-        return next(filter(None, said), "")
+        problems = (too_short(groups.get((row, column), ()), claim, rules) for row, column, _ in side.places)
+        return next(filter(None, problems), "")
 
     def _by_seed(self, place: Place, metric: str) -> dict[str, float]:
-        found: dict[str, float] = {}
+        by_seed: dict[str, float] = {}
         if self.report is None:
-            return found
+            return by_seed
         layout, (row, column, round) = self.report.layout, place
         for cell in layout.groups.get((row, column), ()):
             if round:
                 value = cell.curve(metric or layout.metric).get(round)
             else:
-                point = cell.last(metric) if metric else cell.measured(layout.metric, layout.settings.at)
+                point = cell.last(metric) if metric else cell.measurement(layout.metric, layout.settings.at)
                 value = point[1] if point else None
             if value is not None and math.isfinite(value):
-                found[cell.at(SEED)] = value
-        return found
+                by_seed[cell.at(SEED)] = value
+        return by_seed
 
 
 @dataclass(frozen=True)
 class Tested:
-    """One claim and all that is known of it. ``runs``: None where there are none to be had; ``rates``: None where no other learning rates
-    were to be tried; ``own``: our questions about it, each with its runs and what they say."""
+    """Hold one claim with its results.
+
+    Attributes:
+        experiment: The experiment whose table tests it.
+        claim: The claim.
+        runs: Its runs; None if there can be none.
+        outcomes: The outcome of each comparison.
+        rates: The runs with other learning rates; None if none were to be tried.
+        own: Our questions about it, each with its runs and outcomes.
+        gpu_hours: Hours of a GPU at the paper's scale, if measured.
+    """
 
     experiment: Experiment
     claim: Claim
@@ -106,28 +129,32 @@ class Tested:
 
     @property
     def verdict(self) -> str:
+        """Return the verdict on the claim."""
         return verdict(self.claim, self.outcomes)
 
     @property
     def reasons(self) -> list[str]:
-        """Why comparisons are not decided."""
+        """Return the reasons why comparisons are undecided."""
         return [self.claim.untestable] if self.claim.untestable else reasons(self.outcomes) if self.was_run else []
 
     @property
     def was_run(self) -> bool:
+        """Tell whether some comparison has runs."""
         return any(one.state != MISSING for one in self.outcomes)
 
     @property
     def main(self) -> Outcome | None:
-        """The comparison that stands for the claim in one line: the first that has runs, else the first."""
+        """Return the comparison that stands for the claim in one line: the first with runs, else the first."""
         ran = [one for one in self.outcomes if one.state != MISSING]
         return next(iter((*ran, *self.outcomes)), None)
 
     @property
     def anchor(self) -> str:
+        """Return the anchor of the claim's section."""
         return self.claim.id.lower()
 
     def answer(self, own: Own, outcomes: Sequence[Outcome]) -> str:
+        """Return the answer to a question of ours."""
         return answer(own, outcomes)
 
 
@@ -135,11 +162,12 @@ def gather(folder: Path, experiments: Path = FOLDER) -> list[Tested]:
     """Return every claim of the register in ``experiments``, with its results in ``folder/results``.
 
     Raises:
-        ConfigError: A result is not of the experiment as it is defined, or the register is wrong, or names what there is not.
+        ConfigError: A result does not fit the experiment's definition, or the register is wrong, or names something
+            that does not exist.
     """
     register, gpu = read_register(experiments), gpu_hours(folder)
     known = {experiment.name: experiment for experiment in find(folder=experiments)}
-    found, read_before = [], {}
+    tested, read_before = [], {}
 
     def runs(of: Claim | Own, variant: str, measure: str = "") -> Runs:
         experiment = _experiment(of, known)
@@ -157,8 +185,8 @@ def gather(folder: Path, experiments: Path = FOLDER) -> list[Tested]:
                 its = runs(one, one.variant, one.measure)
                 own.append((one, its, _outcomes(one, its, register)))
         outcomes = _outcomes(claim, mine, register) if mine else ()
-        found.append(Tested(_experiment(claim, known), claim, mine, outcomes, rates, tuple(own), gpu.get(claim.of)))
-    return found
+        tested.append(Tested(_experiment(claim, known), claim, mine, outcomes, rates, tuple(own), gpu.get(claim.of)))
+    return tested
 
 
 def _experiment(of: Claim | Own, known: Mapping[str, Experiment]) -> Experiment:
@@ -168,14 +196,18 @@ def _experiment(of: Claim | Own, known: Mapping[str, Experiment]) -> Experiment:
 
 
 def _outcomes(of: Claim | Own, runs: Runs, register: Register) -> tuple[Outcome, ...]:
-    """What the runs say of each comparison. Raises ConfigError where one names a row or column that there is not."""
+    """Compute the outcome of each comparison.
+
+    Raises:
+        ConfigError: A comparison names a row or column that does not exist.
+    """
     rules, places, made = register.rules, runs.places, []
     for one in of.compare:
         for side in (one.left, one.right):
             for row, column, _ in side.places:
                 if (row, column) not in places:
                     there = sorted({c for r, c in places if r == row} or {r for r, _ in places})
-                    raise ConfigError(f"{FILE}: {of.id}: its table has no place {[row, column]}; there is {', '.join(there)}")
+                    raise ConfigError(f"{FILE}: {of.id}: its table has no place {[row, column]}: choose from {', '.join(there)}")
         left, right = (runs.values(side, one.metric) for side in (one.left, one.right))
         seeds = [seed for seed in left if seed in right]
         judged = isinstance(of, Claim) and not one.metric
@@ -196,7 +228,17 @@ def _outcomes(of: Claim | Own, runs: Runs, register: Register) -> tuple[Outcome,
 
 
 def runs_of(experiment: Experiment, variant: str, folder: Path, measure: str = "") -> Runs:
-    """What ``folder/results`` has of the experiment's ``variant``; ``measure``: see ``Why``. Raises ConfigError as ``gather`` does."""
+    """Read the results of the experiment's ``variant`` from ``folder/results``.
+
+    Args:
+        experiment: The experiment.
+        variant: Its variant.
+        folder: The folder of the results.
+        measure: A program that measures the runs in several ways; empty: none.
+
+    Raises:
+        ConfigError: See ``gather``.
+    """
     defined, text = definition(experiment, variant, measure)
     kept = load(results_of(experiment, variant, folder, measure), defined)
     settings = parse_settings(tomllib.loads(text), experiment.name, text)
@@ -211,10 +253,14 @@ def _without_seed(axes: Mapping[str, Value]) -> tuple[object, ...]:
 
 
 def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple[list[Cell], str]:
-    """The cells of a variant, and the sweep file that says how to show them. Raises ConfigError where there is no such variant."""
+    """Return the cells of a variant, and the text of the sweep file with the settings of its table.
+
+    Raises:
+        ConfigError: There is no such variant.
+    """
     if not experiment.has(variant):
         there = ", ".join((PAPER, *experiment.variants))
-        raise ConfigError(f"{experiment.file.name}: {FILE} names the variant {variant!r}, but there are {there}")
+        raise ConfigError(f"{experiment.file.name}: {FILE} names the variant {variant!r}, but the file has {there}")
     text = experiment.file.read_text(encoding="utf-8") if experiment.program else read(experiment.file, variant, ANY_DATA).to_toml()
     if experiment.program or measure:
         of = study(experiment, measure)
@@ -223,38 +269,42 @@ def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple
 
 
 def sources(experiment: Experiment, measures: Mapping[tuple[str, str], Sequence[str]]) -> list[tuple[str, str]]:
-    """Return the variants of ``experiment`` whose results are kept: all but the small one, and those that a program measures, too.
+    """Return the variants of ``experiment`` whose results are kept, each with the program that measures it, if any.
 
     Args:
-        experiment: Whose variants.
-        measures: As ``measures`` makes them.
+        experiment: The experiment; its small variant is left out.
+        measures: (experiment, variant) -> programs, see ``measures``.
     """
     variants = dict.fromkeys((PAPER, *(name for name in experiment.variants if name != SMALL)))
     return [(variant, measure) for variant in variants for measure in ("", *measures.get((experiment.name, variant), ()))]
 
 
 def measures(folder: Path = FOLDER) -> dict[tuple[str, str], list[str]]:
-    """Return the programs that measure every run of a variant in several ways, by experiment and variant."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Return (experiment, variant) -> the programs that measure each of its runs in several ways."""
+    programs: dict[tuple[str, str], list[str]] = {}
     for one in read_register(folder).own:
         if one.measure:
-            found.setdefault((one.of, one.variant), []).append(one.measure)
-    return found
+            programs.setdefault((one.of, one.variant), []).append(one.measure)
+    return programs
 
 
 def results_of(experiment: Experiment, variant: str, folder: Path, measure: str = "") -> Path:
+    """Return the file of the results of a variant."""
     parts = [experiment.name, *([variant] if variant != VARIANT else []), *([Path(measure.partition(":")[0]).stem] if measure else [])]
     return folder / RESULTS / f"{'.'.join(parts)}.jsonl"
 
 
 def known_cells(experiment: Experiment, variant: str, folder: Path) -> dict[str, str]:
-    """Return the cells of ``variant`` that have their result in ``folder``, by name, and the file that it stands in."""
+    """Return the cells of ``variant`` with a result in ``folder``: name -> the file of the result."""
     file = results_of(experiment, variant, folder)
     return {kept.name: str(file) for kept in load(file, cells_of(read(experiment.file, variant, ANY_DATA)))}
 
 
 def compact(experiment: Experiment, variant: str, place: Path, data: str, folder: Path, measure: str = "") -> tuple[Path, int, int]:
-    """Keep what has been finished in ``place``: the file, how many cells it has now, and of how many.
+    """Keep the finished runs of ``place`` as committed results.
+
+    Returns:
+        The file, the number of cells in it now, and the number of defined cells.
 
     Raises:
         ConfigError: ``place`` or the file holds runs of other settings.
@@ -263,13 +313,13 @@ def compact(experiment: Experiment, variant: str, place: Path, data: str, folder
     file = results_of(experiment, variant, folder, measure)
     if experiment.program or measure:
         of = study(experiment, measure)
-        found = measured(of.plan(place, variant, data), defined, of.ways, of.measured, load(file, defined))
+        results = measured(of.plan(place, variant, data), defined, of.ways, of.measured, load(file, defined))
     else:
-        found = finished(read(experiment.file, variant, data).cells(place), defined)
-    return file, keep(found, defined, file), len(defined)
+        results = finished(read(experiment.file, variant, data).cells(place), defined)
+    return file, keep(results, defined, file), len(defined)
 
 
 def gpu_hours(folder: Path) -> Mapping[str, float]:
-    """Experiment -> hours of one GPU at the paper's scale; empty where nobody has measured them."""
+    """Return experiment -> hours of one GPU at the paper's scale; empty without measurements."""
     file = folder / RESULTS / HOURS
     return json.loads(file.read_text(encoding="utf-8"))["hours"] if file.exists() else {}

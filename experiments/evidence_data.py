@@ -1,4 +1,4 @@
-"""The data of the ``evidence`` variants: ``python experiments/evidence_data.py SOURCE TARGET``, then ``--data TARGET``.
+"""Make the data of the ``evidence`` variants: ``python experiments/evidence_data.py SOURCE TARGET``, then ``--data TARGET``.
 
 SOURCE holds archives as docs/data.md describes them (``cifar10.npz``, ``digits_*.npz``) and
 
@@ -6,14 +6,14 @@ SOURCE holds archives as docs/data.md describes them (``cifar10.npz``, ``digits_
     office_caltech10_64.npz the same arrays, domain_train, domain_test, domain_names
     abide_4sites.npz        the same with vectors, and the subjects' numbers sub_train, sub_test
 
-TARGET gets the archives that a run reads as they are, and
+TARGET gets the archives that a run reads unchanged, and
 
     office-caltech10/SITE.npz       one archive per domain, the split as in the source
-    abide/N/SITE.npz                N = 0..9: all subjects of a site in an order of their own, so that the fifth that is tested on differs
+    abide/N/SITE.npz                N = 0..9: all subjects of a site in another order, so that another fifth is tested
     abide-shift/HOW/N/SITE.npz      as abide/N, the sites' means moved: HOW is "removed" or "4-fold"
-    abide-which/LABELS/N/both.npz   the two largest sites in one archive; LABELS is "site", which of the two, or "shuffled"
-    rates/...                       for trying learning rates: the same archives of the training part alone, divided 4 : 1 anew by class; of
-                                    ABIDE the training subjects of order 0
+    abide-which/LABELS/N/both.npz   the two largest sites in one archive; LABELS is "site" (which of the two) or "shuffled"
+    rates/...                       for trying learning rates: the training part alone, divided 4 : 1 anew by class;
+                                    for ABIDE the training subjects of order 0
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def main(source: Path, target: Path) -> None:
+    """Make all archives of ``target`` whose sources exist."""
     target.mkdir(parents=True, exist_ok=True)
     for pattern in AS_THEY_ARE:
         for file in sorted(source.glob(pattern)):
@@ -50,7 +51,7 @@ def main(source: Path, target: Path) -> None:
 
 
 def by_domain(file: Path, target: Path) -> None:
-    """One archive per domain."""
+    """Write one archive per domain."""
     arrays = read(file)
     for number, name in enumerate(arrays["domain_names"].tolist()):
         mine = {
@@ -63,7 +64,7 @@ def by_domain(file: Path, target: Path) -> None:
 
 
 def held_out_of_training(arrays: Arrays, seed: int) -> Arrays:
-    """The training part alone, of which a fifth of every class is to be tested on."""
+    """Return the training part alone, with a fifth of every class as its test part."""
     rng, x, y = np.random.default_rng(seed), arrays["x_train"], arrays["y_train"]
     tested = np.zeros(len(y), bool)
     for label in np.unique(y):
@@ -73,9 +74,9 @@ def held_out_of_training(arrays: Arrays, seed: int) -> Arrays:
 
 
 def by_site(file: Path, target: Path) -> None:
-    """All subjects of every site in ten orders, with the sites' means as they are and moved; ``rates``: those that order 0 trains on.
+    """Write all subjects of every site in ten orders, with the sites' means as they are and moved.
 
-    A site's mean is that of all its subjects. No label has a part in it.
+    A site's mean is that of all its subjects; labels have no part in it. ``rates`` gets the training subjects of order 0.
     """
     arrays = read(file)
     names = arrays["domain_names"].tolist()
@@ -97,7 +98,7 @@ def by_site(file: Path, target: Path) -> None:
 
 
 def which_site(sites: list[Arrays], target: Path) -> None:
-    """The two largest sites, labelled by site, and by chance as the control."""
+    """Write the two largest sites, labelled by site, and with shuffled labels as the control."""
     pair = sorted(sites, key=lambda site: len(site["y"]))[-2:]
     x, y = np.concatenate([site["x"] for site in pair]), np.repeat([0, 1], [len(site["y"]) for site in pair])
     for order in range(ORDERS):
@@ -108,11 +109,13 @@ def which_site(sites: list[Arrays], target: Path) -> None:
 
 
 def read(file: Path) -> Arrays:
+    """Read the arrays of an archive."""
     with np.load(file, allow_pickle=False) as archive:
         return {key: archive[key] for key in archive.files}
 
 
 def save(file: Path, arrays: Arrays) -> None:
+    """Write the arrays to an archive."""
     file.parent.mkdir(parents=True, exist_ok=True)
     np.savez(file, **arrays)  # type: ignore[arg-type]  # its other parameter is no array
 

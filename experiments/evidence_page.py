@@ -1,4 +1,4 @@
-"""EVIDENCE.md, its picture and README's table: every claim with the paper's difference, ours, and a verdict."""
+"""Write EVIDENCE.md, its picture and README's table: every claim with the paper's difference, ours, and a verdict."""
 
 from __future__ import annotations
 
@@ -53,14 +53,30 @@ RULES = (
 
 
 def readme(text: str, claims: Sequence[Tested], folder: str) -> str:
-    """``text`` with the verdicts between its marks; ``folder``: where EVIDENCE.md is, from there. Raises ConfigError without marks."""
+    """Return the README's ``text`` with the verdicts between its marks.
+
+    Args:
+        text: The text of the README.
+        claims: The claims with their results.
+        folder: The folder of EVIDENCE.md, relative to the README.
+
+    Raises:
+        ConfigError: The text has no marks.
+    """
     return replaced(text, "evidence", short(claims, f"{folder}/{PAGE}"))
 
 
 def write_evidence(folder: Path, pages: Path | None = None, experiments: Path = FOLDER, readme_file: Path | None = None) -> list[Path]:
-    """EVIDENCE.md and the picture in ``folder``, a page per claim that has results in ``pages``, README's table; the files made.
+    """Write EVIDENCE.md and the picture into ``folder``.
 
-    ``experiments``: the folder of the register and of the experiments' files.
+    Args:
+        folder: The folder of the results and of EVIDENCE.md.
+        pages: The folder for one page per claim with results; None: no pages.
+        experiments: The folder of the register and of the experiments' files.
+        readme_file: The README whose table is written; None: none.
+
+    Returns:
+        The paths of the files.
     """
     claims = gather(folder, experiments)
     made = [folder / PAGE]
@@ -80,7 +96,7 @@ def write_evidence(folder: Path, pages: Path | None = None, experiments: Path = 
 
 
 def markdown(claims: Sequence[Tested]) -> str:
-    """EVIDENCE.md: one line per claim, the picture, then a section per paper."""
+    """Return EVIDENCE.md: one line per claim, the picture, then a section per paper."""
     lines = [*HEAD, "", "| claim | verdict | the paper's difference | ours |", "|---|---|---|---|"]
     lines += [
         f"| [{one.claim.id}](#{one.anchor}) {one.claim.claim} | {_bold(one.verdict)} | {_paper(one)} | {_ours(one)} |" for one in claims
@@ -95,7 +111,12 @@ def markdown(claims: Sequence[Tested]) -> str:
 
 
 def short(claims: Sequence[Tested], page: str) -> str:
-    """How many claims were tested, and README's table of them; ``page``: EVIDENCE.md from there."""
+    """Return README's table of the tested claims, and their number.
+
+    Args:
+        claims: The claims with their results.
+        page: The path of EVIDENCE.md, relative to the README.
+    """
     run = [one for one in claims if one.was_run]
     decided = [one for one in run if not one.verdict.startswith((OPEN, NOT_AT_SCALE))]
     lines = [f"Of {len(claims)} claims of the five papers {len(run)} have runs here, and {len(decided)} are decided by them.", ""]
@@ -113,7 +134,7 @@ def _line(one: Tested, link: str, verdict: str) -> str:
 
 
 def statement(one: Tested) -> Statement:
-    """The head of a claim's own page."""
+    """Return the head of a claim's own page."""
     words = [(title, text) for title, text in (("Where", one.claim.place), *_words(one), *_cells(one.runs)) if text]
     whys = [Answered(own.asks, one.answer(own, outcomes), _all(outcomes)) for own, _, outcomes in one.own]
     name = one.claim.of
@@ -126,7 +147,7 @@ def statement(one: Tested) -> Statement:
 
 
 def picture(claims: Sequence[Tested]) -> Picture | None:
-    """The paper's difference and ours, a line per comparison in points of every claim that was run; None: there is none."""
+    """Draw the paper's difference and ours, a line per comparison in points; None without any."""
     groups = {
         f"{one.claim.id}: {one.verdict}": [
             Difference(str(o.comparison), o.mean, o.half, o.state, o.limit, o.comparison.gap, bool(o.comparison.paper))
@@ -175,7 +196,7 @@ def _words(one: Tested) -> tuple[tuple[str, str], ...]:
 
 
 def _decided(one: Tested, bold: bool = False) -> str:
-    """The verdict, and what is behind what is not decided."""
+    """Return the verdict, and the reasons for undecided comparisons."""
     said = f"Verdict: {one.verdict}."
     if one.claim.exact:
         return f"{f'**{said}**' if bold else said} The numbers are equal: `{one.claim.exact}`."
@@ -198,7 +219,7 @@ def _row(one: Outcome) -> tuple[str, ...]:
 
 
 def _numbers(one: Comparison) -> str:
-    """The paper's two numbers and their difference, or where they were read off."""
+    """Return the paper's two numbers and their difference, or the figure that they were read off."""
     if one.paper:
         spread = f" (± {one.spread[0]:g}, {one.spread[1]:g})" if one.spread else ""
         return f"{one.paper[0]:g}, {one.paper[1]:g}: {one.gap:+.2f}{spread}"
@@ -208,7 +229,7 @@ def _numbers(one: Comparison) -> str:
 
 
 def _paper(one: Tested) -> str:
-    """The paper's own difference of the comparison that stands for the claim."""
+    """Return the paper's own difference of the comparison that stands for the claim."""
     if one.main is None:
         return "exact" if one.claim.exact else "–"
     comparison = one.main.comparison
@@ -229,7 +250,7 @@ def _bold(verdict: str) -> str:
 
 
 def _cells(runs: Runs | None) -> list[tuple[str, str]]:
-    """What was run, and what is missing, with a title each."""
+    """Return titles and texts about the finished and the missing cells."""
     if runs is None or not runs.kept:
         return []
     commits = ", ".join(f"{len([k for k in runs.kept if k.commit == c])} on {c}" for c in dict.fromkeys(k.commit for k in runs.kept))
@@ -265,5 +286,5 @@ def _mean(values: Sequence[float], one: Outcome) -> str:
 
 
 def _digits(one: Outcome) -> int:
-    """After the point: of points of accuracy, or of a metric that the comparison names."""
+    """Return the digits after the point: fewer for points of accuracy than for a named metric."""
     return 3 if one.comparison.metric else 1

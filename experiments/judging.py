@@ -1,4 +1,4 @@
-"""What paired seeds say of a comparison, and what the comparisons say of a claim: the verdict."""
+"""Judge comparisons by paired seeds, and claims by their comparisons: the verdict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from experiments.claims import LEAST, Claim, Comparison, Own, Rules
 
 LEVEL = 0.05  # of the paired, two-sided t-test, and of the confidence intervals
-POWER = 0.8  # with which a difference is found that counts as detectable
+POWER = 0.8  # the power of the test for a detectable difference
 HELD, AGAINST, OPEN, SMALL, MISSING = "held", "contradicted", "undecided", "not at scale", "not run yet"
 REPRODUCED, MOSTLY, CONTRADICTED, UNDECIDED = "reproduced", "mostly reproduced", "contradicted", "undecided"
 NOT_AT_SCALE, UNTESTABLE, NOT_RUN = "not at scale", "not testable here", "not run yet"
@@ -18,12 +18,21 @@ NOT_AT_SCALE, UNTESTABLE, NOT_RUN = "not at scale", "not testable here", "not ru
 
 @dataclass(frozen=True)
 class Outcome:
-    """``left``, ``right``: a value per seed that both have, in points of the metric. ``small``: why the runs are no test of the claim's
-    scale; empty: they are. ``needed``: seeds that decide; ``limit``: the distance that is claimed, None: an order is.
+    """Hold the outcome of one comparison.
 
-    ``resampled``: as in ``Claim``. Divisions of the same samples share most of their training samples, so they are no independent draws.
+    With ``resampled`` divisions of the same samples share most of their training samples, so they are no independent
+    draws. Reference: Nadeau, Bengio: Inference for the Generalization Error, Machine Learning 52, 2003, the corrected
+    resampled t-test.
 
-    Reference: Nadeau, Bengio: Inference for the Generalization Error, Machine Learning 52, 2003, the corrected resampled t-test.
+    Attributes:
+        comparison: The comparison.
+        left: The left side's value for each seed that both sides have, in points of the metric.
+        right: The right side's values.
+        needed: The seeds that decide.
+        collapse: Points; for a larger difference ``LEAST`` seeds decide.
+        limit: The claimed distance; None if an order is claimed.
+        small: The reason why the runs are too short to test the claim; empty if they are long enough.
+        resampled: As in ``Claim``.
     """
 
     comparison: Comparison
@@ -37,21 +46,23 @@ class Outcome:
 
     @property
     def differences(self) -> tuple[float, ...]:
+        """Return the differences, left less right, by seed."""
         return tuple(left - right for left, right in zip(self.left, self.right, strict=True))
 
     @property
     def mean(self) -> float:
+        """Return the mean difference; NaN without seeds."""
         return fmean(self.differences) if self.differences else math.nan
 
     @property
     def error(self) -> float:
-        """The standard error of the mean; NaN for fewer than two seeds."""
+        """Return the standard error of the mean; NaN for fewer than two seeds."""
         n = len(self.differences)
         return stdev(self.differences) * math.sqrt(1 / n + self.resampled) if n > 1 else math.nan
 
     @property
     def p(self) -> float:
-        """Of the paired t-test that the difference is 0; NaN for fewer than two seeds."""
+        """Return p of the paired t-test that the difference is 0; NaN for fewer than two seeds."""
         from scipy.special import stdtr  # type: ignore[import-untyped]  # here, not above: others need not pay for the import
 
         if len(self.differences) < 2:
@@ -62,7 +73,7 @@ class Outcome:
 
     @property
     def half(self) -> float:
-        """Half of the 95 % confidence interval of the mean; NaN for fewer than two seeds."""
+        """Return half of the 95 % confidence interval of the mean; NaN for fewer than two seeds."""
         from scipy.special import stdtrit
 
         if len(self.differences) < 2:
@@ -71,7 +82,10 @@ class Outcome:
 
     @property
     def detectable(self) -> float:
-        """The smallest true difference that the test finds with ``POWER``, if seeds differ as these do; NaN for fewer than two."""
+        """Return the smallest true difference that the test finds with ``POWER``, for this spread.
+
+        It is NaN for fewer than two seeds.
+        """
         from scipy.special import nctdtrinc, stdtrit
 
         if len(self.differences) < 2:
@@ -81,13 +95,13 @@ class Outcome:
 
     @property
     def enough(self) -> bool:
-        """Whether there are seeds enough to decide: those that are needed, or ``LEAST`` where the difference is a collapse."""
+        """Tell whether there are enough seeds to decide: ``needed``, or ``LEAST`` if the difference is a collapse."""
         n = len(self.differences)
         return n >= self.needed or (n >= LEAST and abs(self.mean) > self.collapse)
 
     @property
     def state(self) -> str:
-        """``HELD`` or ``AGAINST`` where the runs are a test and the seeds decide."""
+        """Return the state of the comparison: ``HELD`` or ``AGAINST`` if runs are long enough and seeds decide."""
         if not self.differences:
             return MISSING
         if self.small:
@@ -96,7 +110,7 @@ class Outcome:
 
     @property
     def tested(self) -> str:
-        """What the test alone says, whatever the scale and the number of seeds."""
+        """Return the result of the test alone, whatever the scale and the number of seeds."""
         if len(self.differences) < 2:
             return OPEN
         if self.limit is None:
@@ -107,7 +121,7 @@ class Outcome:
 
     @property
     def too_coarse(self) -> bool:
-        """Whether the seeds differ too much to see what is claimed: the paper's own difference, or that there is none beyond ``limit``."""
+        """Tell whether the seeds differ too much to see the paper's own difference, or the claimed distance."""
         if self.limit is not None:
             return self.half > self.limit
         gap = self.comparison.gap
@@ -115,10 +129,10 @@ class Outcome:
 
 
 def verdict(claim: Claim, outcomes: Sequence[Outcome]) -> str:
-    """Return the word for what became of ``claim``, with how many of its comparisons are behind it.
+    """Return the verdict on ``claim``, with the number of its comparisons behind it.
 
-    Contradictions come first: one is enough. A claim is mostly reproduced where more than half of its comparisons held and none is
-    contradicted.
+    Contradictions come first: one is enough. A claim is mostly reproduced if more than half of its comparisons held and
+    none is contradicted.
     """
     if claim.untestable:
         return UNTESTABLE
@@ -138,25 +152,27 @@ def verdict(claim: Claim, outcomes: Sequence[Outcome]) -> str:
 
 
 def reasons(outcomes: Sequence[Outcome]) -> list[str]:
-    """Say why comparisons are not decided, each reason once."""
-    found: dict[str, int] = {}
+    """Return the reasons why comparisons are undecided, each once."""
+    counts: dict[str, int] = {}
     for one in outcomes:
         if one.state == SMALL:
-            said = one.small
+            reason = one.small
         elif one.state == MISSING:
-            said = "not run yet"
+            reason = "not run yet"
         elif one.state != OPEN:
             continue
         elif not one.enough:
-            said = f"{len(one.differences)} of {one.needed} seeds"
+            reason = f"{len(one.differences)} of {one.needed} seeds"
+        elif one.too_coarse:
+            reason = "a difference as small as the paper's would not have been seen"
         else:
-            said = "a difference as small as the paper's would not have been seen" if one.too_coarse else "the seeds do not separate them"
-        found[said] = found.get(said, 0) + 1
-    return [f"{said} ({count} of {len(outcomes)})" for said, count in found.items()]
+            reason = "the seeds do not separate them"
+        counts[reason] = counts.get(reason, 0) + 1
+    return [f"{reason} ({count} of {len(outcomes)})" for reason, count in counts.items()]
 
 
 def answer(own: Own, outcomes: Sequence[Outcome]) -> str:
-    """``own.yes`` where every comparison held, ``own.no`` where none did and one is contradicted, else what is known."""
+    """Return ``own.yes`` if every comparison held, ``own.no`` if none held and one is contradicted, else the counts."""
     states = [one.state for one in outcomes]
     if all(state == MISSING for state in states):
         return "Not run yet."

@@ -1,7 +1,7 @@
-"""Finished cells of a sweep in a form that is committed: a file of JSON lines per experiment and variant, a line per cell.
+"""Keep finished cells of a sweep in a form to commit: a file of JSON lines per experiment and variant, a line per cell.
 
-A line has the cell's name, its axes, the keys of its run config that are not the default, the commit that it ran on, its seconds, and its
-evaluated rounds. Data paths stand as in the sweep file, with ``{data}``.
+A line has the cell's name, its axes, the keys of its run config that are not the default, its commit, its seconds, and
+its evaluated rounds. Data paths are those of the sweep file, with ``{data}``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,23 @@ from fl_bn.sweep.cells import OWN, ROUNDS_OTHERWISE, Cell
 from fl_bn.sweep.file import Sweep
 from fl_bn.task import CLASSIFICATION
 
-ANY_DATA = "{data}"  # for --data: leaves the paths of a sweep file as they stand there
+ANY_DATA = "{data}"  # a value of --data that leaves the paths of a sweep file unchanged
 CURVE = ("round", "loss", "per-domain", "drift", "min-var", *sorted(EVALUATION))
 DIGITS = 6
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One finished cell. ``config``: the keys that are not the default; ``seconds``: of the wall; ``curve``: evaluated rounds."""
+    """Hold one finished cell.
+
+    Attributes:
+        name: The cell's name.
+        axes: Axis -> its value.
+        config: The keys of its run config that are not the default.
+        commit: The commit that it ran on.
+        seconds: Its seconds of wall clock.
+        curve: Its evaluated rounds.
+    """
 
     name: str
     axes: Mapping[str, Value]
@@ -38,18 +47,27 @@ class Kept:
     curve: tuple[Mapping[str, Any], ...]
 
     def shown(self) -> Shown:
-        """As a report reads it."""
+        """Return the cell as a report reads it."""
         return Shown(self.name, self.axes, {**RunConfig().to_mapping(), **self.config}, "finished", rows=self.curve)
 
     def line(self) -> str:
+        """Return the cell as a line of JSON."""
         return json.dumps(self.__dict__, ensure_ascii=False)
 
 
 def keep(found: Iterable[Kept], defined: Sequence[Cell], file: Path) -> int:
-    """Write ``found``, of the cells in ``defined``, into ``file``, beside those that are there; how many it holds now.
+    """Write results into ``file``, beside those that it has.
+
+    Args:
+        found: New results, of cells in ``defined``.
+        defined: The cells of the experiment.
+        file: The file.
+
+    Returns:
+        The number of results in the file.
 
     Raises:
-        ConfigError: a line of ``file`` is of another cell, or of other settings.
+        ConfigError: A line of ``file`` is of another cell, or of other settings.
     """
     there = {kept.name: kept for kept in (*load(file, defined), *found)}
     lines = [there[cell.config.name].line() for cell in defined if cell.config.name in there]
@@ -60,10 +78,14 @@ def keep(found: Iterable[Kept], defined: Sequence[Cell], file: Path) -> int:
 
 
 def finished(ran: Sequence[Cell], defined: Sequence[Cell]) -> Iterator[Kept]:
-    """Those of ``ran`` that have ended well. ``defined``: the same cells of the same sweep file, read with ``ANY_DATA``.
+    """Yield the results of the finished cells.
+
+    Args:
+        ran: The cells in their folders.
+        defined: The same cells of the same sweep file, read with ``ANY_DATA``.
 
     Raises:
-        ConfigError: a folder holds another run than the sweep file defines.
+        ConfigError: A folder holds another run than the sweep file defines.
     """
     for cell, definition in zip(ran, defined, strict=True):
         if cell.finished():
@@ -79,9 +101,14 @@ def measured(
     measure: Callable[[Cell], Mapping[str, float]],
     there: Iterable[Kept] = (),
 ) -> Iterator[Kept]:
-    """The same of a program's runs, each of which is a line per way of ``ways`` to measure it; ``defined``: as ``in_ways`` makes them.
+    """Yield the results of a program's finished runs: one per way of measuring a run.
 
-    ``there``: results of before; a run that they are of, by its commit and seconds, is not measured again.
+    Args:
+        ran: The cells in their folders.
+        defined: The cells of ``in_ways``.
+        ways: The ways of measuring.
+        measure: A function that returns way -> value for a run.
+        there: Earlier results; a run with the same commit and seconds is not measured again.
     """
     before = {kept.name: kept for kept in there}
     for n, cell in enumerate(ran):
@@ -100,7 +127,7 @@ def measured(
 
 
 def in_ways(cells: Sequence[Cell], axis: str, ways: Sequence[str]) -> list[Cell]:
-    """``cells``, each once per way in which it is measured: on ``axis``."""
+    """Return each of ``cells`` once per way of measuring it, which stands on ``axis``."""
     return [
         Cell(replace(cell.config, name=f"{cell.config.name}-{way.replace(' ', '_')}"), {**cell.axes, axis: way})
         for cell in cells
@@ -109,53 +136,53 @@ def in_ways(cells: Sequence[Cell], axis: str, ways: Sequence[str]) -> list[Cell]
 
 
 def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
-    """The cells of ``file`` in their order there; none if it is not there.
+    """Read the results of ``file``, in their order; a missing file has none.
 
     Raises:
-        ConfigError: a line cannot be read, is of no cell in ``defined``, or of one with another config.
+        ConfigError: A line cannot be read, is of no cell in ``defined``, or of one with another config.
     """
     if not file.exists():
         return []
     known = {cell.config.name: cell.config for cell in defined}
-    found = []
+    results = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            said = json.loads(line)
-            kept = Kept(**{**said, "curve": tuple(said["curve"])})
+            entry = json.loads(line)
+            kept = Kept(**{**entry, "curve": tuple(entry["curve"])})
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{file}, line {number}: expected a result as `fl-bn experiments compact` writes it: {error}") from error
         here = known.get(kept.name)
         if here is None:
-            raise ConfigError(f"{file}, line {number}: {kept.name} is no cell of the experiment any more: remove the line")
+            raise ConfigError(f"{file}, line {number}: the experiment no longer has a cell {kept.name}: remove the line")
         own = own_config(here)
         deciding = {**own, **kept.config}.keys() - ROUNDS_OTHERWISE - here.without_effect
         if differing := sorted(key for key in deciding if own.get(key) != kept.config.get(key)):
             of = ", ".join(f"{key} {kept.config.get(key)!r} there, {own.get(key)!r} in the experiment's file" for key in differing)
             raise ConfigError(f"{file}, line {number}: {kept.name} ran with other settings ({of}): remove the line, or run it again")
-        found.append(kept)
-    return found
+        results.append(kept)
+    return results
 
 
 def own_config(config: RunConfig) -> dict[str, Value]:
-    """The keys that are not the default, without those that a sweep decides."""
+    """Return the keys that are not the default, without those that a sweep decides."""
     default = RunConfig().to_mapping()
     return {key: value for key, value in config.to_mapping().items() if value != default[key] and key not in OWN}
 
 
 def _as_run(config: Mapping[str, Value], cell: Cell) -> dict[str, Value]:
-    """``config``, with the keys that change last digits as ``cell`` was run."""
+    """Return ``config`` with the keys that change last digits, as ``cell`` was run."""
     there, default = cell.ran(), RunConfig().to_mapping()
     own = {key: there[key] for key in sorted(ROUNDS_OTHERWISE) if there[key] != default[key]}
     return {key: value for key, value in config.items() if key not in ROUNDS_OTHERWISE} | own
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:
-    """A sweep's cells where no run is looked for."""
+    """Return the cells of a sweep, in a folder without runs."""
     return sweep.cells(Path("/nowhere"))
 
 
 def _origin(cell: Cell) -> tuple[str, float]:
-    """The commit that it ran on, and its seconds; a resumed one's outcome has its last part's."""
+    """Return the cell's commit and its seconds, also those before a resumption."""
     environment = json.loads((cell.path / "environment.json").read_text(encoding="utf-8"))
     seconds = max(float(cell.outcome().get("seconds", 0.0)), sum(row.get("seconds") or 0.0 for row in cell.rows()))
     return str(environment["commit"]), round(seconds, 1)

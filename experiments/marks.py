@@ -1,4 +1,4 @@
-"""Parts of a page that a command writes: between two marks."""
+"""Write parts of a page, between two marks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ def replaced(text: str, name: str, part: str) -> str:
     """Return a page's ``text`` with ``part`` between the lines ``<!-- name -->`` and ``<!-- end -->``.
 
     Raises:
-        ConfigError: the page lacks the marks.
+        ConfigError: The page lacks the marks.
     """
     begin = f"<!-- {name} -->\n"
-    before, found, rest = text.partition(begin)
+    before, mark, rest = text.partition(begin)
     _, end, after = rest.partition(END)
-    if not (found and end):
-        raise ConfigError(f"the page needs the lines {begin.strip()} and {END} around what is written there")
+    if not (mark and end):
+        raise ConfigError(f"the page needs the lines {begin.strip()} and {END} around the part that this command writes")
     return before + begin + part + end + after

@@ -1,4 +1,4 @@
-"""The learning rates of a claim's runs, beside others that were tried on samples held out of the training part."""
+"""Compare the learning rates of a claim's runs with others, tried on samples held out of the training part."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ AXIS = "rate"  # of the variant that tries learning rates
 
 @dataclass(frozen=True)
 class Tried:
-    """One method at several learning rates. ``accuracies``: rate -> percent, a value per seed whose run stayed finite; ``claimed``: the
-    rate of the claim's runs, NaN where they have several."""
+    """Hold one method at several learning rates.
+
+    Attributes:
+        name: The method, and its values on other axes.
+        accuracies: Rate -> percent, a value per seed whose run stayed finite.
+        claimed: The rate of the claim's runs; NaN if they have several.
+    """
 
     name: str
     accuracies: Mapping[float, Sequence[float]]
@@ -24,20 +29,20 @@ class Tried:
 
     @property
     def best(self) -> float:
-        """The rate with the highest mean."""
+        """Return the rate with the highest mean."""
         return max(self.accuracies, key=self.mean)
 
     @property
     def lost(self) -> float:
-        """By how many points the best rate is above the claim's; NaN where that was not tried."""
+        """Return by how many points the best rate is above the claim's; NaN if that was not tried."""
         return self.mean(self.best) - self.mean(self.claimed) if self.claimed in self.accuracies else math.nan
 
     def mean(self, rate: float) -> float:
-        """In percent; minus infinity where no run stayed finite."""
+        """Return the mean in percent; minus infinity if no run stayed finite."""
         return fmean(self.accuracies[rate]) if self.accuracies[rate] else -math.inf
 
     def shown(self, rate: float) -> str:
-        """Mean (standard deviation over the seeds), the best rate's in bold."""
+        """Format the mean (standard deviation over the seeds) at ``rate``, in bold for the best rate."""
         values = self.accuracies.get(rate)
         if not values:
             return "not run" if values is None else "not finite"
@@ -46,11 +51,13 @@ class Tried:
 
 
 def tried(claim: Runs, rates: Runs) -> list[Tried]:
-    """Every method that ``rates`` has runs of, with the rate of the ``claim``'s runs of it that stand on the same values of the other axes;
-    where none does, of all its runs."""
+    """Return every method of ``rates``, with the rate of the ``claim``'s runs.
+
+    Those are the runs of the method with the same values on the other axes; without any, all runs of the method.
+    """
     if rates.report is None:
         return []
-    layout, found = rates.report.layout, []
+    layout, methods = rates.report.layout, []
     shown = [axis for axis in (layout.row_axis, *layout.rest) if axis != AXIS]
     for values, cells in layout.by(shown).items():
         accuracies: dict[float, list[float]] = {}
@@ -59,22 +66,22 @@ def tried(claim: Runs, rates: Runs) -> list[Tried]:
             accuracies.setdefault(float(cell.config["learning-rate"]), []).extend(finite)
         place = {axis: cells[0].at(axis) for axis in cells[0].axes if axis not in (SEED, AXIS)}
         there = _rates(claim, place) or _rates(claim, {layout.row_axis: place[layout.row_axis]})
-        found.append(Tried(", ".join(values), accuracies, there.pop() if len(there) == 1 else math.nan))
-    return found
+        methods.append(Tried(", ".join(values), accuracies, there.pop() if len(there) == 1 else math.nan))
+    return methods
 
 
 def in_words(methods: Sequence[Tried]) -> str:
-    """For which methods the claim's rate is the best that was tried, and by how much another was better."""
+    """Describe for which methods the claim's rate is the best one, and how much better another was."""
     best = [one.name for one in methods if one.lost == 0]
     worse = [f"{one.name} ({one.best:g}, by {one.lost:.1f})" for one in methods if one.lost > 0]
     unknown = [f"{one.name} ({one.best:g})" for one in methods if math.isnan(one.lost)]
-    said = [f"the claim's rate is the best that was tried for {', '.join(best)}"] if best else []
-    said += [f"another was better, by so many points, for {', '.join(worse)}"] if worse else []
-    said += [f"the claim's was not tried, and this is the best of the others, for {', '.join(unknown)}"] if unknown else []
-    return "; ".join(said)
+    parts = [f"the claim's rate is the best that was tried for {', '.join(best)}"] if best else []
+    parts += [f"another was better, by so many points, for {', '.join(worse)}"] if worse else []
+    parts += [f"the claim's was not tried, and this is the best of the others, for {', '.join(unknown)}"] if unknown else []
+    return "; ".join(parts)
 
 
 def _rates(runs: Runs, place: Mapping[str, str]) -> set[float]:
-    """The learning rates of the runs that stand at ``place``, of the axes that they have."""
+    """Return the learning rates of the runs at ``place``, compared on the axes that they have."""
     alike = [cell for cell in runs.defined if all(label(cell.axes[axis]) == of for axis, of in place.items() if axis in cell.axes)]
     return {cell.config.learning_rate for cell in alike}

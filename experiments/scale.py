@@ -1,8 +1,8 @@
-"""Whether a run is long enough to speak of a claim about converged accuracy.
+"""Decide whether a run is long enough to test a claim about converged accuracy.
 
-It is if it has a share of the paper's local steps per client in every phase of the schedule, or if its curve is flat: in the last fifth of
-every phase it gains less than a margin. A phase whose rate falls to nothing (a cosine) ends flat however short it is, so flatness says
-something only where the last rate is at least a tenth of the phase's first.
+It is if it has a share of the paper's local steps per client in every phase of the schedule, or if its curve is flat:
+in the last fifth of every phase it gains less than a margin. A phase whose rate falls to nothing (a cosine) ends flat
+however short it is. So flatness counts only if the last rate is at least a tenth of the phase's first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def phases(config: RunConfig) -> list[int]:
 
 
 def too_short(cells: Sequence[Cell], claim: Claim, rules: Rules) -> str:
-    """Say in how far ``cells``, one place's seeds, are no test of a claim about converged accuracy; empty where they are."""
+    """Return how short ``cells``, one place's seeds, are for a claim about converged accuracy; empty if long enough."""
     unit, paper = next(((name, of) for name in UNITS if (of := getattr(claim, name))), ("", ()))
     if not paper or not cells:
         return ""

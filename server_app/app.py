@@ -1,4 +1,4 @@
-"""The ServerApp of this folder, for ``flwr run .``: that of ``fl_bn.apps.server``, with the modules that lie here as its own."""
+"""Provide the ServerApp of this folder for ``flwr run .``: that of ``fl_bn.apps.server``, with this folder's modules."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Which method for a problem: what a user's clients have is measured, and compared with the regimes of the map.
+"""Advise which method suits a user's clients: measure them, and compare them with the regimes of the map.
 
-``measure``: the clients in numbers. ``regimes``: the map, and what it says of the nearest regime. ``pilot``: short runs on validation
+``measure``: the clients in numbers. ``regimes``: the map and its nearest regime. ``pilot``: short runs on validation
 samples that choose among candidates. ``report``: the result as files.
 """

@@ -1,4 +1,4 @@
-"""A federation in numbers: how its clients differ in labels and in features, and how they train."""
+"""Measure a federation: how its clients differ in labels and in features, and how they train."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fl_bn.run.assembly import client_samples, shape, source_model
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.task import LABELS, kind_of
 
-SAMPLES = 200  # of a client, whose features are measured
-CLIENTS = 40  # whose features are compared: all pairs of them
+SAMPLES = 200  # most samples of a client whose features are measured
+CLIENTS = 40  # most clients whose features are compared, in pairs
 SHUFFLES = 5
 CHUNK = 256  # samples that go through the network at a time
 _STREAM = 0xADF1  # sets these draws apart from others that start from the same seed
@@ -33,14 +33,24 @@ _STREAM = 0xADF1  # sets these draws apart from others that start from the same 
 
 @dataclass(frozen=True)
 class Measured:
-    """A federation in numbers.
+    """Describe a federation in numbers.
 
-    ``smallest``, ``middle``, ``largest``: training samples of a client. ``classes``: how many classes a client has, those with few samples
-    counting less: exp of the entropy of the labels, given the client. ``label_skew``: the share of the labels' entropy that is known once
-    the client is; 0 where all clients have the same labels, 1 where each has one class. ``distance``: of two clients, mean over all pairs:
-    the symmetric Kullback-Leibler divergence of what enters the first BatchNorm layer, in nats per channel. ``by_labels``: the same after
-    the samples of every class have been shuffled among the clients, which is what label skew and chance explain of it. ``batch_size``,
-    ``local_steps``: of the middle client.
+    Attributes:
+        clients: How many clients there are.
+        smallest: Training samples of the client that has the fewest.
+        middle: Training samples of the median client.
+        largest: Training samples of the client that has the most.
+        classes: How many classes a client has, with less weight for classes of few samples: exp of the entropy of
+            the labels, given the client.
+        label_skew: The share of the labels' entropy that the client determines; 0 if all clients have the same
+            labels, 1 if each has one class.
+        distance: The symmetric Kullback-Leibler divergence of two clients' inputs of the first BatchNorm layer, in
+            nats per channel, mean over all pairs.
+        by_labels: The same distance after the samples of every class were shuffled among the clients: the part
+            that label skew and chance explain.
+        batch_size: The batch size of the median client.
+        participation: The share of the clients in a round.
+        local_steps: The local steps of the median client.
     """
 
     clients: int
@@ -62,13 +72,13 @@ class Measured:
 
 
 def measure(config: RunConfig) -> Measured:
-    """Measure the clients of a run before it: their training samples alone, in the network that it starts from.
+    """Measure the clients of a run before it begins: their training samples alone, in the initial network.
 
     Raises:
-        ConfigError: the data are the sites' own, or cannot be loaded or divided so.
+        ConfigError: The data are the sites' own, or cannot be loaded or divided so.
     """
     if config.dataset == SITES:
-        raise ConfigError(f"dataset={SITES!r}: the clients' data are not on this machine, so they cannot be measured: run advise at a site")
+        raise ConfigError(f"dataset={SITES!r}: the clients' data are at their sites, so they cannot be measured here: run advise at a site")
     parts = [client_samples(config, client)[0] for client in range(config.clients - config.byzantine)]
     sizes = [len(part) for part in parts]
     middle = int(median(sizes))
@@ -100,7 +110,10 @@ def measure(config: RunConfig) -> Measured:
 
 
 def label_skew(counts: NDArray[np.int64]) -> float:
-    """Return the share of the labels' entropy that is known once the client is, of label counts (clients, classes); 0 without labels.
+    """Return the share of the labels' entropy that the client determines; 0 without labels.
+
+    Args:
+        counts: Samples (clients, classes).
 
     >>> label_skew(np.array([[4, 0], [0, 4]])), label_skew(np.array([[2, 2], [1, 1]]))
     (1.0, 0.0)
@@ -110,7 +123,10 @@ def label_skew(counts: NDArray[np.int64]) -> float:
 
 
 def classes_of(counts: NDArray[np.int64]) -> float:
-    """Return the number of classes of a client, exp of the entropy of its labels, of label counts (clients, classes); 0 without labels.
+    """Return the number of classes of a client, as exp of the entropy of its labels; 0 without labels.
+
+    Args:
+        counts: Samples (clients, classes).
 
     >>> classes_of(np.array([[3, 3, 0], [0, 5, 5]]))
     2.0
@@ -133,15 +149,15 @@ def distance(means: Tensor, variances: Tensor, values: int, owners: NDArray[np.i
     """Return the divergence of two clients, mean over all pairs; 0 for a single client.
 
     Args:
-        means: of every sample per channel (N, C).
-        variances: biased (N, C).
-        values: how many values a sample has in a channel.
-        owners: the client of every sample (N,).
+        means: Mean of every sample per channel (N, C).
+        variances: Biased variance of every sample per channel (N, C).
+        values: How many values a sample has in a channel.
+        owners: The client of every sample (N,).
     """
     clients = [torch.from_numpy(np.flatnonzero(owners == client)) for client in np.unique(owners)]
-    found = [_together(means[mine], variances[mine], values) for mine in clients if len(mine) * values > 1]
+    statistics = [_together(means[mine], variances[mine], values) for mine in clients if len(mine) * values > 1]
     floor = float(variances.mean()) * 1e-3  # a channel that is constant at a client is not infinitely far from others
-    pairs = [divergence(one, other, floor) for one, other in combinations(found, 2)]
+    pairs = [divergence(one, other, floor) for one, other in combinations(statistics, 2)]
     return fmean(pairs) if pairs else 0.0
 
 
@@ -153,7 +169,7 @@ def _together(means: Tensor, variances: Tensor, values: int) -> Running:
 
 
 def shuffled_within(owners: NDArray[np.int64], labels: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
-    """Return other owners of the samples: each client keeps its number of samples of every class, drawn anew among all of the class."""
+    """Return other owners of the samples: each client keeps its number of samples of every class, drawn at random."""
     shuffled = owners.copy()
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
@@ -163,10 +179,11 @@ def shuffled_within(owners: NDArray[np.int64], labels: NDArray[np.int64], rng: n
 
 @torch.no_grad()
 def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, int]:
-    """Measure what enters the first BatchNorm layer, or the network where it has none.
+    """Measure the inputs of the first BatchNorm layer, or of the network if it has none.
 
     Returns:
-        Mean and biased variance of every sample per channel, (N, C) in float64, and how many values a sample has in a channel.
+        Mean and biased variance of every sample per channel, (N, C) in float64, and how many values a sample has in
+        a channel.
     """
     model = copied(model).eval()
     caught: list[Tensor] = []
@@ -175,16 +192,16 @@ def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, 
     except NotAdaptable:
         layer = model
     handle = layer.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].detach()))
-    found: list[tuple[Tensor, Tensor, int]] = []
+    moments: list[tuple[Tensor, Tensor, int]] = []
     try:
         for begin in range(0, len(samples), CHUNK):
             model(samples.batch(np.arange(begin, min(begin + CHUNK, len(samples))), inputs_like(model))[0])
             entered = caught[0].double().flatten(2) if caught[0].dim() > 2 else caught[0].double()[..., None]
-            found.append((entered.mean(2), entered.var(2, correction=0), entered.shape[2]))
+            moments.append((entered.mean(2), entered.var(2, correction=0), entered.shape[2]))
             caught.clear()
     finally:
         handle.remove()
-    return torch.cat([mean for mean, _, _ in found]), torch.cat([variance for _, variance, _ in found]), found[0][2]
+    return torch.cat([mean for mean, _, _ in moments]), torch.cat([variance for _, variance, _ in moments]), moments[0][2]
 
 
 def _drawn(part: Samples, client: int, seed: int) -> Samples:

@@ -1,4 +1,4 @@
-"""Short runs that choose among candidates: successive halving, judged on validation samples at the clients, never on test data."""
+"""Choose among candidates by short runs: successive halving on validation samples of the clients, never on test data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ Score = Callable[[Sequence[str], int], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Rung:
-    """Runs of equal length. ``scores``: candidate -> its metric on validation samples, NaN where its run failed; ``kept``: who goes on."""
+    """Hold runs of equal length.
+
+    Attributes:
+        rounds: How many rounds they have.
+        scores: Candidate -> its metric on validation samples; NaN for a failed run.
+        kept: The candidates of the next rung.
+    """
 
     rounds: int
     scores: Mapping[str, float]
@@ -30,49 +36,50 @@ class Rung:
 
 
 def successive_halving(candidates: Sequence[str], rounds: int, score: Score, *, higher_is_better: bool = True) -> list[Rung]:
-    """Run all candidates for a tenth of the rounds, the better half for twice as many, and so on, until one is left.
+    """Run all candidates for a tenth of the rounds, the better half for twice as many, and so on, until one remains.
 
-    Each run is a short one with a calendar of its own, not the beginning of a long one: a method that freezes its statistics at half time
-    would show nothing of it in the first tenth. Of equals the first goes on.
+    Each run is a short one with a calendar of its own, not the beginning of a long one. A method that freezes its
+    statistics at half time would not freeze them in the first tenth. Of equals the first goes on.
 
     Args:
-        candidates: in the order in which they are expected to be good.
-        rounds: of the run that the best goes on to.
-        score: runs the candidates for so many rounds; the metric of each, NaN where its run failed.
-        higher_is_better: of the metric.
+        candidates: The candidates, the most promising first.
+        rounds: The rounds of the final run.
+        score: A function of candidates and rounds that runs them and returns the metric of each, NaN for a failed
+            run.
+        higher_is_better: Whether a high metric is good.
 
     Returns:
         The rungs; none for a single candidate.
 
     Raises:
-        ConfigError: the runs of all candidates failed.
+        ConfigError: The runs of all candidates failed.
     """
     rungs: list[Rung] = []
-    left, length = list(candidates), max(LEAST, round(rounds / TENTH))
-    while len(left) > 1:
+    remaining, length = list(candidates), max(LEAST, round(rounds / TENTH))
+    while len(remaining) > 1:
         length = min(length, max(1, rounds))
-        scores = score(left, length)
+        scores = score(remaining, length)
         sign = 1 if higher_is_better else -1
-        order = sorted(left, key=lambda name: -math.inf if math.isnan(scores[name]) else sign * scores[name], reverse=True)
-        if all(math.isnan(scores[name]) for name in left):
-            raise ConfigError(f"the pilot's runs of {', '.join(left)} all failed: see their logs, and correct the run config")
-        left = order[: (len(left) + 1) // 2]
-        rungs.append(Rung(length, {name: scores[name] for name in order}, tuple(left)))
+        order = sorted(remaining, key=lambda name: -math.inf if math.isnan(scores[name]) else sign * scores[name], reverse=True)
+        if all(math.isnan(scores[name]) for name in remaining):
+            raise ConfigError(f"the pilot's runs of {', '.join(remaining)} all failed: see their logs, and correct the run config")
+        remaining = order[: (len(remaining) + 1) // 2]
+        rungs.append(Rung(length, {name: scores[name] for name in order}, tuple(remaining)))
         length *= 2
     return rungs
 
 
 def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any], output: Path) -> list[Cell]:
-    """Plan the runs of one rung: as the user's own run, but shorter, and with validation samples in the place of the test data.
+    """Plan the runs of one rung: the user's own run, but shorter, and with validation samples for the test data.
 
     Raises:
-        ConfigError: a key is wrong for a candidate, or names rounds that a short run does not have.
+        ConfigError: A key is wrong for a candidate, or names rounds that a short run does not have.
     """
     cells = []
     for label in candidates:
         config = Variant.parse(label).config(base, int(base.get("seed", 0)), output, Usage())
         if config.join_rounds:
-            raise ConfigError(f"join-rounds={config.join_rounds!r} names rounds that a pilot does not reach: leave it, or --pilot, out")
+            raise ConfigError(f"join-rounds={config.join_rounds!r} names rounds after the end of a pilot: leave out join-rounds or --pilot")
         freeze = config.freeze_after if config.freeze_after < 1 else max(1, round(config.freeze_after * rounds / config.rounds))
         short = {
             "rounds": rounds,
@@ -88,14 +95,14 @@ def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any],
 
 
 def final_cell(label: str, base: Mapping[str, Any], output: Path, checkpoint_every: int) -> Cell:
-    """Plan the whole run of the method that was chosen: on all training data, tested on the test data."""
+    """Plan the whole run of the chosen method: on all training data, tested on the test data."""
     config = Variant.parse(label).config(base, int(base.get("seed", 0)), output, Usage())
     pictures, every = bool(base.get("pictures", True)), config.checkpoint_every or checkpoint_every
     return Cell(replace(config, pictures=pictures, checkpoint_every=every), {"method": label})
 
 
 def result(cell: Cell, of: Task) -> float:
-    """Return a finished run's last metric, in percent where it is a share; NaN where it did not finish."""
+    """Return a finished run's last metric, in percent if it is a share; NaN for an unfinished run."""
     if not cell.finished():
         return math.nan
     values = [row[of.metric] for row in cell.rows() if row.get(of.metric) is not None]

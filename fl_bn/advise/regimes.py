@@ -1,4 +1,4 @@
-"""The map: how far every method came in some regimes, and which of them a federation is most like.
+"""Read the map of all methods in some regimes, and find the regime that is most like a federation.
 
 The file ``map.json`` is written by ``python benchmarks/own_map_pages.py`` from the runs of the map.
 """
@@ -23,15 +23,22 @@ BASELINE = "fedavg"  # plain BatchNorm
 MOST, LEAST = 3, 2  # candidates
 FAR = 5.0  # points behind the best, from which a third candidate is left out
 ONE_SEED = 10.0  # points that tell two methods apart where there is one seed
-HALF_SHIFT = 0.1  # nats per channel that count as half of the way to a feature shift without end
+HALF_SHIFT = 0.1  # nats per channel that count as half of the way to an infinite feature shift
 WEIGHTS = {"label skew": 2.0, "feature shift": 2.0, "batch size": 1.0, "participation": 1.0, "local steps": 1.0}
 """Weight of each feature in the distance of two regimes: labels and feature shift count double."""
 
 
 @dataclass(frozen=True)
 class Regime:
-    """One column of the map. ``problem``: in words; ``accuracies``: method -> seed -> percent after the last round, of the runs that are
-    there; ``rates``: method -> the learning rate that was best on validation samples."""
+    """Hold one column of the map.
+
+    Attributes:
+        name: The regime's name.
+        problem: Its description.
+        measured: Its clients in numbers.
+        accuracies: Method -> seed -> percent after the last round, of the available runs.
+        rates: Method -> the learning rate that was best on validation samples.
+    """
 
     name: str
     problem: str
@@ -41,31 +48,31 @@ class Regime:
 
     @property
     def methods(self) -> list[str]:
-        """The methods that have a run, best first; of equals the one that the map names first."""
+        """Return the methods that have a run, best first; of equals the first of the map."""
         return sorted((name for name, runs in self.accuracies.items() if runs), key=lambda name: -self.mean(name))
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds that every method has."""
+        """Return the seeds that every method has."""
         runs = [set(self.accuracies[name]) for name in self.methods]
         return sorted(set.intersection(*runs)) if runs else []
 
     def mean(self, method: str) -> float:
-        """Return the mean accuracy in percent; a run that did not stay finite counts as 0."""
+        """Return the mean accuracy in percent; a run with a value that is not finite counts as 0."""
         return fmean(_finite(value) for value in self.accuracies[method].values())
 
     def above(self, method: str, other: str = BASELINE) -> float:
-        """Return by how many points a method is above another, over the seeds that both have; NaN without one."""
+        """Return by how many points a method is above another, over the seeds that both have; NaN without such a seed."""
         mine, theirs = (self.accuracies.get(name, {}) for name in (method, other))
         both = [_finite(mine[seed]) - _finite(theirs[seed]) for seed in mine if seed in theirs]
         return fmean(both) if both else math.nan
 
     @property
     def separable(self) -> float:
-        """The least difference in points that tells two methods apart.
+        """Return the least difference in points that separates two methods.
 
-        With 95 % confidence, from the analysis of variance of methods and seeds (Fisher's least significant difference), over the seeds
-        that all methods have. One seed says nothing of its spread: there ``ONE_SEED`` points.
+        It has 95 % confidence, by the analysis of variance of methods and seeds (Fisher's least significant difference),
+        over the seeds that all methods have. One seed has no spread, so there it is ``ONE_SEED``.
         """
         methods, seeds = self.methods, self.seeds
         freedom = (len(methods) - 1) * (len(seeds) - 1)
@@ -75,25 +82,30 @@ class Regime:
         whole = fmean(values.values())
         by_method = {name: fmean(values[name, seed] for seed in seeds) for name in methods}
         by_seed = {seed: fmean(values[name, seed] for name in methods) for seed in seeds}
-        left = sum((values[name, seed] - by_method[name] - by_seed[seed] + whole) ** 2 for name, seed in values)
-        return float(stdtrit(freedom, 0.975)) * math.sqrt(2 * left / freedom / len(seeds))
+        residual = sum((values[name, seed] - by_method[name] - by_seed[seed] + whole) ** 2 for name, seed in values)
+        return float(stdtrit(freedom, 0.975)) * math.sqrt(2 * residual / freedom / len(seeds))
 
     def level(self, method: str) -> list[str]:
-        """Return the methods that are not told apart from this one, itself first."""
+        """Return this method and the methods whose difference from it is not significant."""
         others = [name for name in self.methods if name != method and abs(self.above(method, name)) < self.separable]
         return [method, *others]
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """The regime that a federation is most like. ``apart``: on every axis, in lengths of the map."""
+    """Hold the regime that is most like a federation.
+
+    Attributes:
+        regime: The regime.
+        apart: Axis -> the distance on it, in lengths of the map.
+    """
 
     regime: Regime
     apart: Mapping[str, float]
 
     @property
     def farthest(self) -> str:
-        """The axis on which they differ most; empty where they hardly differ."""
+        """Return the axis on which they differ most; empty if they hardly differ."""
         axis = max(self.apart, key=lambda name: self.apart[name])
         return axis if self.apart[axis] > 0.25 else ""
 
@@ -102,13 +114,13 @@ def load(file: Path = FILE) -> list[Regime]:
     """Read the map."""
     return [
         Regime(
-            said["name"],
-            said["problem"],
-            Measured(**said["measured"]),
-            {method: {int(seed): value for seed, value in runs.items()} for method, runs in said["accuracies"].items()},
-            said["rates"],
+            entry["name"],
+            entry["problem"],
+            Measured(**entry["measured"]),
+            {method: {int(seed): value for seed, value in runs.items()} for method, runs in entry["accuracies"].items()},
+            entry["rates"],
         )
-        for said in json.loads(file.read_text(encoding="utf-8"))
+        for entry in json.loads(file.read_text(encoding="utf-8"))
     ]
 
 
@@ -118,7 +130,7 @@ def dump(regimes: Sequence[Regime]) -> str:
 
 
 def position(measured: Measured) -> dict[str, float]:
-    """Return where a federation stands on the axes of the map: shares of the way for skew and shift, else powers of ten."""
+    """Return axis -> the federation's position on the map: a share for skew and shift, else a power of ten."""
     return {
         "label skew": measured.label_skew,
         "feature shift": measured.shift / (measured.shift + HALF_SHIFT),
@@ -136,31 +148,31 @@ def nearest(measured: Measured, regimes: Sequence[Regime]) -> Nearest:
     def apart(at: Mapping[str, float]) -> dict[str, float]:
         return {axis: abs(here[axis] - at[axis]) / (lengths[axis] or 1.0) for axis in here}
 
-    found = [Nearest(regime, apart(at)) for regime, at in zip(regimes, there, strict=True)]
-    return min(found, key=lambda one: sum((WEIGHTS[axis] * value) ** 2 for axis, value in one.apart.items()))
+    distances = [Nearest(regime, apart(at)) for regime, at in zip(regimes, there, strict=True)]
+    return min(distances, key=lambda one: sum((WEIGHTS[axis] * value) ** 2 for axis, value in one.apart.items()))
 
 
 def candidates(regime: Regime, allowed: Collection[str]) -> list[str]:
-    """Choose the two or three methods that are worth trying: the best of the regime that are ``allowed``, the best first.
+    """Choose the two or three best methods of the regime that are ``allowed``, the best first.
 
-    The third is left out where it is far behind the best.
+    The third is left out if it is far behind the best.
     """
     best = [name for name in regime.methods if name in allowed][:MOST]
     return [name for place, name in enumerate(best) if place < LEAST or regime.mean(best[0]) - regime.mean(name) <= FAR]
 
 
 def why(regime: Regime, method: str) -> str:
-    """Say in one line how a method did in the regime, beside plain BatchNorm."""
-    said = f"{regime.mean(method):.1f} %"
+    """Describe in one line how well a method did in the regime, compared with plain BatchNorm."""
+    accuracy = f"{regime.mean(method):.1f} %"
     above = regime.above(method)
     if method == BASELINE or math.isnan(above):
-        return f"{said}, plain BatchNorm" if method == BASELINE else said
+        return f"{accuracy}, plain BatchNorm" if method == BASELINE else accuracy
     apart = "" if abs(above) >= regime.separable else ", not told apart"
-    return f"{said}, {above:+.1f} points to plain BatchNorm{apart}"
+    return f"{accuracy}, {above:+.1f} points to plain BatchNorm{apart}"
 
 
 def verdict(regime: Regime) -> str:
-    """Say which methods are best in the regime, and whether anything separates them from plain BatchNorm."""
+    """Name the best methods in the regime, and whether anything separates them from plain BatchNorm."""
     best = regime.level(regime.methods[0])
     if BASELINE in best:
         return "nothing is told apart from plain BatchNorm"

@@ -1,4 +1,4 @@
-"""Advice as tables, and as the files advice.md and advice.json."""
+"""Write advice as tables, and as the files advice.md and advice.json."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ Rows = list[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice for a run's clients.
+    """Hold the advice for a run's clients.
 
-    ``candidates``: the methods worth trying, the best first; ``left_out``: method -> why it cannot run; ``rungs``: of the pilot, none
-    without one; ``metric``: of the pilot's runs; ``final``: the chosen run's value of it, NaN where there was none.
+    Attributes:
+        title: The heading.
+        measured: The clients in numbers.
+        nearest: The nearest regime of the map.
+        candidates: The methods worth a try, the best first.
+        left_out: Method -> the reason why it cannot run.
+        rungs: The rungs of the pilot; empty without one.
+        metric: The metric of the pilot's runs.
+        final: The metric of the final run; NaN without one.
     """
 
     title: str
@@ -35,21 +42,21 @@ class Advice:
 
     @property
     def chosen(self) -> str:
-        """The method that the pilot chose; empty without one."""
+        """Return the method that the pilot chose; empty without one."""
         return self.rungs[-1].kept[0] if self.rungs else ""
 
     def clients(self) -> Rows:
-        """Return what was measured, beside the nearest regime: name, here, there."""
+        """Return rows of the clients' numbers beside those of the nearest regime: name, here, there."""
         return [(name, _of(self.measured, name), _of(self.nearest.regime.measured, name)) for name in SHOWN]
 
     def methods(self) -> Rows:
-        """Return the candidates with what they reached in the nearest regime."""
+        """Return rows of the candidates and their results in the nearest regime."""
         known = self.nearest.regime.accuracies
-        said = [(label, label.partition(":")[0]) for label in self.candidates]
-        return [(label, why(self.nearest.regime, name) if known.get(name) else "not in the map") for label, name in said]
+        names = [(label, label.partition(":")[0]) for label in self.candidates]
+        return [(label, why(self.nearest.regime, name) if known.get(name) else "not in the map") for label, name in names]
 
     def sentences(self) -> list[str]:
-        """Return what the tables do not say."""
+        """Return sentences about the regime, the baseline and the methods that cannot run."""
         regime, farthest = self.nearest.regime, self.nearest.farthest
         beside = f" They differ most in {farthest}." if farthest else ""
         lines = [f"Nearest regime of the map: {regime.name}. {regime.problem}.{beside}", f"There: {verdict(regime)}."]
@@ -59,7 +66,7 @@ class Advice:
         return lines
 
     def pilot(self) -> Rows:
-        """Return the pilot's runs: rounds, method, metric on validation samples, and whether it went on."""
+        """Return rows of the pilot's runs: rounds, method, metric on validation samples, and whether it goes on."""
         return [
             (str(rung.rounds), name, "failed" if math.isnan(value) else f"{value:.4g}", "goes on" if name in rung.kept else "")
             for rung in self.rungs
@@ -98,7 +105,7 @@ def write(advice: Advice, folder: Path) -> list[Path]:
         parts += ["## Pilot", metric, _table(PILOT, advice.pilot())]
         if not math.isnan(advice.final):
             parts.append(f"{advice.chosen}, all rounds, on the test data: {advice.final:.4g}")
-    said = {
+    content = {
         "measured": asdict(advice.measured),
         "nearest": advice.nearest.regime.name,
         "apart": dict(advice.nearest.apart),
@@ -110,7 +117,7 @@ def write(advice: Advice, folder: Path) -> list[Path]:
     }
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "advice.md", folder / "advice.json"]
-    for file, text in zip(files, ("\n\n".join(parts), json.dumps(said, indent=1)), strict=True):
+    for file, text in zip(files, ("\n\n".join(parts), json.dumps(content, indent=1)), strict=True):
         durable.write(file, (text + "\n").encode(), mode=0o666)
     return files
 

@@ -1,4 +1,4 @@
-"""Composition root of the client: picks the data, the device and the model, and hands them to a ``BatchNormClient``."""
+"""Assemble the client: choose data, device and model, and make a ``BatchNormClient`` of them."""
 
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,16 @@ from fl_bn.run.device import device
 
 
 def make_app(folder: Path | None = None) -> ClientApp:
-    """The ClientApp. ``folder``: the Flower app's own, of whose modules a run config may name functions; None: there is none."""
+    """Make the ClientApp.
+
+    Args:
+        folder: The folder of the Flower app; a run config may name functions of its modules. None: there is none.
+    """
     return make_client_app(partial(build_client, folder=folder))
 
 
 def build_client(context: Context, folder: Path | None = None) -> BatchNormClient:
+    """Make the client for one message from the node config and the run config."""
     node = context.node_config
     allow_modules(folder, node)
     config = known(context.run_config)

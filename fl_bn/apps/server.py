@@ -1,4 +1,4 @@
-"""Composition root of the server: reads the run config, builds one strategy, starts it, and writes the run directory."""
+"""Assemble the server: read the run config, start one strategy, and write the run directory."""
 
 from pathlib import Path
 
@@ -16,7 +16,11 @@ from fl_bn.run.testing import test_metrics
 
 
 def make_app(folder: Path | None = None) -> ServerApp:
-    """The ServerApp. ``folder``: the Flower app's own, of whose modules a run config may name functions; None: there is none."""
+    """Make the ServerApp.
+
+    Args:
+        folder: The folder of the Flower app; a run config may name functions of its modules. None: there is none.
+    """
     made = ServerApp()
 
     @made.main()
@@ -30,6 +34,7 @@ def make_app(folder: Path | None = None) -> ServerApp:
 
 
 def run(grid: Grid, context: Context, folder: Path | None) -> None:
+    """Run the federation of ``context.run_config`` over ``grid``, and note the run directory in the context."""
     config = RunConfig.from_mapping(context.run_config)
     limit_threads(config.threads)
     allow_modules(folder, context.node_config)

@@ -1,1 +1,1 @@
-"""The commands, one file per group."""
+"""Define the commands, one file per group."""

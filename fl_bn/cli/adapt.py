@@ -1,4 +1,4 @@
-"""The command ``fl-bn adapt``. Imports are inside it, since torch takes seconds."""
+"""Define the command ``fl-bn adapt``; imports are inside it, since torch takes seconds."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ if TYPE_CHECKING:
 
 def adapt(
     model: Annotated[Path, typer.Option(help="a finished run's folder: config.toml, model.safetensors, clients/")],
-    domain: Annotated[str, typer.Option(help="the client's data: this domain of the run's data. Default: the one it held out")] = "",
+    domain: Annotated[str, typer.Option(help="the client's data: this domain of the run's data. Default: the held-out domain")] = "",
     data: Annotated[str, typer.Option(help="the client's data: npz:PATH, folder:PATH or package.module:function")] = "",
     how: Annotated[
-        str, typer.Option(help="average-affine, recompute, nearest, test-batch, separated by commas; all: those that the method allows")
+        str, typer.Option(help="average-affine, recompute, nearest, test-batch, separated by commas; all: each that the method allows")
     ] = "all",
     samples: Annotated[int, typer.Option(min=0, help="training samples, without labels, for the statistics; 0: all")] = 0,
-    batch_size: Annotated[int, typer.Option(min=2, help="test samples whose statistics test-batch takes at a time")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="draws the samples, and the order of the test samples")] = 0,
+    batch_size: Annotated[int, typer.Option(min=2, help="test samples per batch of test-batch")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the drawn samples, and of the order of the test samples")] = 0,
     output: Annotated[str, typer.Option(help="folder for tables, picture and models. Default: adapt-CLIENT in the run's")] = "",
 ) -> None:
-    """A finished run's model for a client that it did not have: BatchNorm fitted to its unlabelled data, metrics before and after."""
+    """Adapt a finished run's model to a client that it did not have.
+
+    BatchNorm is fitted to the client's unlabelled data; the metrics before and after are shown.
+    """
     from fl_bn.federation.adaptation import HOW
     from fl_bn.run import adapt as adapting
     from fl_bn.run.assembly import limit_threads, task
@@ -53,7 +56,7 @@ def adapt(
     console = Console()
     console.print(shown)
     if client.seen:
-        console.print(f"beware: the run was trained on {client.name}, too: it is no unseen client (hold-out leaves a domain out)")
+        console.print(f"beware: the run was trained on {client.name}, too, so this is no unseen client (hold-out leaves a domain out)")
     for reason in filter(None, map(run.refusal, HOW if how.strip() == "all" else [])):
         console.print(f"left out: {reason}", highlight=False)
     console.print(f"adaptation.csv, adaptation.png and the models: {folder}", highlight=False, soft_wrap=True)

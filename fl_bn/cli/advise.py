@@ -1,4 +1,4 @@
-"""The command ``fl-bn advise``. Imports are inside it, since torch takes seconds."""
+"""Define the command ``fl-bn advise``; imports are inside it, since torch takes seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fl_bn.run.usage import Usage
     from fl_bn.sweep.cells import Cell
 
-CHECKPOINT_EVERY = 5  # rounds, of the chosen run: from there the same command goes on
+CHECKPOINT_EVERY = 5  # rounds between checkpoints of the chosen run, from which the same command continues
 console = Console()
 
 
@@ -39,7 +39,7 @@ def advise(
     methods: Annotated[
         str,
         typer.Option(
-            help="candidates for --pilot, in the place of the map's, separated by commas; as for `compare`: fbn:learning-rate=0.01"
+            help="candidates for --pilot instead of the map's, separated by commas; as for `compare`: fbn:learning-rate=0.01"
         ),
     ] = "",
     jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs of the pilot at a time, each in a process of its own")] = 1,
@@ -48,9 +48,11 @@ def advise(
         str, typer.Option("--run-config", help="the run you have in mind, keys as for `fl-bn run`: \"partition='domain' clients=5\"")
     ] = "",
 ) -> None:
-    """Which method for these clients? Measures how they differ, and names the two or three methods that did best on the most similar ones.
+    """Advise which method suits your clients.
 
-    With --pilot the candidates are tried, and the best of them runs to the end. Test data have no part in the choice.
+    Measures how the clients differ, and names the two or three methods that did best on the most similar ones. With
+    --pilot the candidates run for a few rounds, and the best of them runs to the end. Test data have no part in the
+    choice.
     """
     from fl_bn.advise import regimes
     from fl_bn.advise.measure import measure
@@ -91,20 +93,24 @@ def advise(
     except (ConfigError, FileNotFoundError, ImportError) as error:
         raise refused(error) from error
     except KeyboardInterrupt:
-        console.print(f"interrupted; with --output {folder} the same command goes on")
+        console.print(f"interrupted; with --output {folder} the same command continues")
         raise typer.Exit(130) from None
     console.print(f"advice.md and advice.json: {folder}", highlight=False, soft_wrap=True)
 
 
 def _keys(data: str, run_config: str) -> dict[str, Any]:
-    """Return the keys of the run, with the data that the argument names. Raises ConfigError where both name some."""
+    """Return the keys of the run, with the data that the argument names.
+
+    Raises:
+        ConfigError: Argument and keys both name data, or the keys name a method.
+    """
     from fl_bn.data.dataset import DATASETS
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
 
     base = parse_overrides(run_config)
     if "method" in base:
-        raise ConfigError(f"method={base['method']!r}: the method is what is looked for; leave it out, or give --pilot --methods")
+        raise ConfigError(f"advise chooses the method, but got method={base['method']!r}: leave it out, or give --pilot --methods")
     if not data:
         return base
     if twice := [key for key in ("dataset", "data-path") if key in base]:
@@ -118,20 +124,24 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
 
 
 def _left_out(base: Mapping[str, Any], names: Sequence[str], use: Usage) -> dict[str, str]:
-    """Return the methods that the run config does not allow, and why. ``use`` sees the keys that the others use."""
+    """Return the methods that the run config does not allow, and why; ``use`` notes the keys that the others use."""
     from fl_bn.run.config import ConfigError
 
-    found = {}
+    refused = {}
     for name in names:
         try:
             use.config({**base, "method": name})
         except ConfigError as error:
-            found[name] = str(error)
-    return found
+            refused[name] = str(error)
+    return refused
 
 
 def _piloted(advice: Advice, base: Mapping[str, Any], folder: Path, jobs: int) -> Advice:
-    """Run the pilot, then the best candidate to the end. Raises ConfigError where runs fail."""
+    """Run the pilot, then the best candidate to the end.
+
+    Raises:
+        ConfigError: Runs failed.
+    """
     from fl_bn.advise.pilot import final_cell, pilot_cells, result, successive_halving
     from fl_bn.run.assembly import dataset, task
     from fl_bn.run.config import ConfigError
@@ -154,7 +164,7 @@ def _piloted(advice: Advice, base: Mapping[str, Any], folder: Path, jobs: int) -
 
 
 def _run(cells: Sequence[Cell], jobs: int, name: str) -> dict[str, str]:
-    """Run the cells that are not finished, behind a bar; the errors of those that failed, which are printed, too."""
+    """Run the unfinished cells behind a bar; print and return the errors of the failed ones."""
     from fl_bn.sweep.cells import run_cells
 
     for cell in cells:
@@ -168,7 +178,7 @@ def _run(cells: Sequence[Cell], jobs: int, name: str) -> dict[str, str]:
 
 
 def _print(heading: Sequence[str], rows: Rows, title: str) -> None:
-    shown = Table(*heading, title=title)
+    table = Table(*heading, title=title)
     for row in rows:
-        shown.add_row(*map(escape, row))
-    console.print(shown)
+        table.add_row(*map(escape, row))
+    console.print(table)

@@ -1,4 +1,4 @@
-"""The commands ``fl-bn data list`` and ``fl-bn data check``. Imports are inside them, since torch takes seconds."""
+"""Define the commands ``fl-bn data list`` and ``fl-bn data check``; they import torch late, since it takes seconds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-data = typer.Typer(no_args_is_help=True, help="The data sets there are, and whether their files are in place.")
+data = typer.Typer(no_args_is_help=True, help="List the data sets, check their files, and preview a partition.")
 COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
 
 
 @data.command("list")
 def list_sets(
-    markdown: Annotated[bool, typer.Option(help="the generated part of docs/data.md: all there is to say, with the files' places")] = False,
+    markdown: Annotated[bool, typer.Option(help="print the generated part of docs/data.md, with the places of all files")] = False,
 ) -> None:
-    """Every data set by name: what it is, how many samples, and how to get it."""
+    """List every data set: its name, content and size, and how to get it."""
     from rich.console import Console
     from rich.table import Table
 
@@ -37,9 +37,10 @@ def check_set(
     name: Annotated[str, typer.Argument(help="as in `fl-bn data list`")],
     path: Annotated[str, typer.Option(help="the data-path of the run; empty: data")] = "",
 ) -> None:
-    """Looks whether the files of a data set are there, in form, and as many as there should be. Downloads nothing.
+    """Check that the files of a data set are complete and in the right form. Downloads nothing.
 
-    One line per finding: ok, warn or fail, and what to do. Exit code 1 if one is a failure, 2 for an unknown name, else 0.
+    Prints one line per finding: ok, warn or fail, and what to do. The exit code is 1 after a failure, 2 for an unknown
+    name, else 0.
     """
     from fl_bn.data.check import check
 

@@ -1,4 +1,4 @@
-"""``fl-bn new``: a Flower app of one's own, from the files in ``fl_bn/templates/app``."""
+"""Define ``fl-bn new``, which makes a user's own Flower app from the files in ``fl_bn/templates/app``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import typer
 
 from fl_bn.cli.refusal import refused
 
-NAMED = ("pyproject.toml", "README.md")  # the files that have the app's name in them
+NAMED = ("pyproject.toml", "README.md")  # files that contain the app's name
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
-def new(name: Annotated[str, typer.Argument(help="of the app, and of the folder that is made here")]) -> None:
-    """Writes a Flower app of your own: a network with BatchNorm, data that need no download, and a method. It runs as it is."""
+def new(name: Annotated[str, typer.Argument(help="name of the app, and of its new folder here")]) -> None:
+    """Make a Flower app of your own, which runs as it is.
+
+    It has a network with BatchNorm, data that need no download, and a method.
+    """
     folder = Path(name)
     try:
         write(name, folder)
@@ -31,13 +34,13 @@ def write(name: str, folder: Path) -> None:
     """Make ``folder`` with the app ``name``.
 
     Raises:
-        ValueError: the name cannot be an app's.
-        FileExistsError: the folder is there.
+        ValueError: ``name`` is no name for an app.
+        FileExistsError: The folder exists.
     """
     if not NAME.fullmatch(name):
         raise ValueError(f"expected a name of letters, digits, - and _ that begins with a letter, but got {name!r}: try fl-bn new my-app")
     if folder.exists() or folder.is_symlink():
-        raise FileExistsError(f"{folder} is there already, and nothing in it is changed: choose another name, or remove it first")
+        raise FileExistsError(f"{folder} exists already, and was not changed: choose another name, or remove it first")
     folder.mkdir()
     for source in files("fl_bn").joinpath("templates/app").iterdir():
         if source.is_file():

@@ -1,4 +1,4 @@
-"""The command ``fl-bn data partition``."""
+"""Define the command ``fl-bn data partition``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def partition(
     ] = "",
     output: Annotated[str, typer.Option(help="folder for counts.csv and labels.png")] = "partition",
 ) -> None:
-    """Which client would hold how many samples of which class and domain: a table and a picture, without training."""
+    """Preview a partition: how many samples of which class and domain each client has, as a table and a picture."""
     from fl_bn.run.config import ConfigError, RunConfig
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.partition_report import write

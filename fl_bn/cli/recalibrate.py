@@ -1,4 +1,4 @@
-"""The command ``fl-bn recalibrate``. Imports are inside it, since torch takes seconds."""
+"""Define the command ``fl-bn recalibrate``; imports are inside it, since torch takes seconds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def recalibrate(
         Path, typer.Argument(help="a finished run's folder, or a file of weights (.pt, .pth, .safetensors)", metavar="RUNDIR")
     ],
     run_config: Annotated[
-        str, typer.Option("--run-config", help="keys that differ from the run's; of a file of weights: its model and data")
+        str, typer.Option("--run-config", help="keys that differ from the run's; for a file of weights: its model and data")
     ] = "",
     passes: Annotated[int, typer.Option(min=0, help="0: until all layers are exact (see the key recalibration)")] = 0,
     output: Annotated[Path | None, typer.Option(help="folder to make. Default: beside RUNDIR, named RUNDIR-recalibrated")] = None,
 ) -> None:
-    """The exact statistics of all clients' data in every BatchNorm layer, of any trained model: a federated run without training.
+    """Re-calibrate any trained model: give every BatchNorm layer the exact statistics of all clients' data.
 
-    A pass that goes layer by layer makes all of them exact; else pass p makes layers 1..p exact. Nothing but running statistics changes.
+    This is a federated run without training. A pass that goes layer by layer makes all layers exact; otherwise pass p
+    makes layers 1..p exact. Nothing but running statistics changes.
     """
     from fl_bn.flower import RunFailed, run_in_process
     from fl_bn.layers import Unconvertible
@@ -42,13 +43,13 @@ def recalibrate(
         raise refused(error) from error
     assert folder is not None
     of = task(config)
-    shown = Table("pass", axis_of(of), "largest move of a mean (sd)", "in layer", "clients", title=f"re-calibration of {source}")
+    table = Table("pass", axis_of(of), "largest move of a mean (sd)", "in layer", "clients", title=f"re-calibration of {source}")
     for row in rows(folder, of.metric):
         value = "" if row.metric is None else in_table(of, row.metric)
         moved = "" if row.moved is None else f"{row.moved:.3g}"
         first = row.number == 0
-        shown.add_row("before" if first else str(row.number), value, moved, row.layer, "" if first else f"{row.clients}/{config.clients}")
-    console.print(shown)
+        table.add_row("before" if first else str(row.number), value, moved, row.layer, "" if first else f"{row.clients}/{config.clients}")
+    console.print(table)
     for line in (folder / "summary.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("- ") and (f"{of.metric} before" in line or "BatchNorm layers: " in line or "not all clients" in line):
             console.print(line.removeprefix("- ").replace("*", ""), highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""How a command says no: one sentence on standard error, and an exit code."""
+"""End a refused command with one sentence on standard error and an exit code."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fl_bn.support.locks import Unsupported
 
 
 def refused(error: Exception, code: int = 2) -> typer.Exit:
-    """To be raised. What ``error`` says is printed as it is: brackets in it are no markup."""
+    """Print ``error``, and return the exception to raise; brackets in its message are no markup."""
     Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
     return typer.Exit(code)
 
 
 class Commands(TyperGroup):
-    """Commands that need a package of an extra which is not installed, or another operating system, say so, without a traceback."""
+    """Run commands; print a missing package of an extra, or a foreign operating system, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command of ``ctx``."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
             absent = (error.name or "").partition(".")[0]
             if absent not in EXTRAS:
                 raise
-            told = ModuleNotFoundError(sentence("this command", [absent]))
-            raise refused(told) from error
+            raise refused(ModuleNotFoundError(sentence("this command", [absent]))) from error
         except Unsupported as error:
             raise refused(error) from error

@@ -1,24 +1,26 @@
-"""A trained model for a client that was not in the training: from its unlabelled samples, and from what the known clients can tell.
+"""Adapt a trained model to a client outside the training, by its unlabelled samples and by the known clients' tensors.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G: the affine is the
-average of the known clients', the statistics are the new client's own. And what one may compare with it:
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix
+G: the affine is the average of the known clients', the statistics are the new client's own. For comparison there are
+other ways:
 
     average-affine   appendix G
-    recompute        the affine of the shared model (where the affine stays home, nobody's: as the run began), own statistics
-    nearest          all that the known client keeps whose data look most alike; its statistics, too
-    test-batch       the affine of average-affine, the statistics of each test batch: no data are needed before. Nado et al., Evaluating
-                     Prediction-Time Batch Normalization for Robustness under Covariate Shift, 2020; Schneider et al., NeurIPS 2020
+    recompute        the affine of the shared model (the initial one, if the affine stays at the clients), own statistics
+    nearest          all tensors of the known client whose data look most alike, also its statistics
+    test-batch       the affine of average-affine, the statistics of each test batch: no data are needed before. Nado et
+                     al., Evaluating Prediction-Time Batch Normalization for Robustness under Covariate Shift, 2020;
+                     Schneider et al., NeurIPS 2020
 
-Where a method shares the affine, the average is the shared one, and the first two are the same.
+If a method shares the affine, the average is the shared one, and the first two are the same.
 
-**How alike** two clients' data look is read off the input of the first BatchNorm layer, whose distribution depends on the data and on the
-shared weights below it alone, so that the statistics that a known client keeps there can be compared with those that the new client
-measures. In deeper layers they cannot: what enters these went through BatchNorm layers with every client's own affine and statistics, so a
-comparison would have to run the new client's data through each known client's whole network, which here is to be chosen first. The
-distance is the symmetric Kullback-Leibler divergence of Gaussians, mean over channels: it does not change when a channel is scaled, as
-BatchNorm's output does not; the 2-Wasserstein distance does, and the channels of large variance would decide alone.
-
-The running statistics of training and those measured afterwards differ a little even on the same data: the former lag behind the weights.
+**How alike** two clients' data look is read off the input of the first BatchNorm layer. Its distribution depends on
+the data and on the shared weights below it alone. So the statistics that a known client keeps there can be compared
+with those that the new client measures. In deeper layers they cannot: their inputs went through BatchNorm layers with
+every client's own affine and statistics. A comparison there would have to run the new client's data through each known
+client's whole network, which is yet to be chosen. The distance is the symmetric Kullback-Leibler divergence of
+Gaussians, mean over channels. It does not change when a channel is scaled, and neither does BatchNorm's output. The
+2-Wasserstein distance does change, and the channels of large variance would decide alone. The running statistics of
+training and those measured afterwards differ a little even on the same data: the former lag behind the weights.
 
 Legend: N samples, C channels.
 """
@@ -49,43 +51,55 @@ Named = Mapping[str, Tensor]
 
 
 class NotAdaptable(ValueError):
-    """There is nothing to adapt, or something that the chosen way needs is not known; the message says which."""
+    """Report that there is nothing to adapt, or that a way of adapting lacks something; the message names it."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """The tensors that a run leaves behind, by names of the state_dict. ``shared``: the server's.
+    """Hold the tensors that a run leaves behind, by names of the state_dict.
 
-    ``clients``: whole models of the known clients, by a name for each, where clients keep tensors and they are at hand. ``told``: the
-    clients' average of what they keep, where that alone is known.
+    Attributes:
+        shared: The server's tensors.
+        clients: Name of a known client -> its whole model, if clients keep tensors and their models are at hand.
+        average: The clients' average of the tensors that they keep, if the average alone is known.
     """
 
     shared: Named
     clients: Mapping[str, Named] = field(default_factory=dict)
-    told: Named = field(default_factory=dict)
+    average: Named = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model for the new client. ``distances``: of ``nearest``, of each known client, by name; the least one's state was taken."""
+    """Hold a model for the new client.
+
+    Attributes:
+        model: The model.
+        distances: For ``nearest``: known client -> its distance; the nearest one's tensors are in the model.
+    """
 
     model: nn.Module
     distances: Mapping[str, float] = field(default_factory=dict)
 
 
 class Adaptation:
-    """Makes models for new clients from one finished run. ``network``: as its author wrote it, with the weights from which the run
-    began; it is copied.
+    """Make models for new clients from one finished run.
+
+    Args:
+        network: The network as its author wrote it, with the initial weights; it is copied.
+        method: The run's method.
+        known: The run's tensors.
 
     Raises:
-        NotAdaptable: the method shares nothing, normalises without statistics, or ``known`` is of another network or method.
+        NotAdaptable: The method shares nothing, normalises without statistics, or ``known`` is of another network or
+            method.
     """
 
     def __init__(self, network: nn.Module, method: Method, known: Known) -> None:
         converted = convert(network, method)
         role = roles(converted)
         if not any(map(method.shares, Role)):
-            raise NotAdaptable(f"{method.name} shares nothing, so it leaves nothing to a client that it did not train")
+            raise NotAdaptable(f"{method.name} shares nothing, so a run has no model for a client that it did not train")
         if not batch_norms(converted):
             raise NotAdaptable(
                 f"with {method.name} the network has no BatchNorm layer, so there are no statistics to adapt: a new client takes the model "
@@ -99,30 +113,30 @@ class Adaptation:
         names = [name for part in self._kept.values() for name in part]
         for client, state in known.clients.items():
             _check(client, state, converted, names)
-        _check("the clients' average", known.told, converted, [name for name in names if name in known.told])
+        _check("the clients' average", known.average, converted, [name for name in names if name in known.average])
         if known.clients and names:
             states = [{name: state[name] for name in names} for state in known.clients.values()]
             self._average: Named = average(states, [1.0] * len(states))
         else:
-            self._average = {name: known.told[name] for name in names if name in known.told}
+            self._average = {name: known.average[name] for name in names if name in known.average}
 
     def before(self) -> nn.Module | None:
-        """Build the model that the server could hand out to anybody: the shared tensors, and the known clients' average of those they keep.
+        """Return the model for an unknown client: shared tensors, and the known clients' average of those they keep.
 
-        None where nobody told their average.
+        None if that average is unknown.
         """
         names = [name for part in self._kept.values() for name in part]
         return None if any(name not in self._average for name in names) else self._with(self._average)
 
     def refusal(self, how: str) -> str:
-        """Why ``how`` cannot be done here; empty if it can.
+        """Return the reason why the way ``how`` is impossible here; empty if it is possible.
 
         Raises:
-            ValueError: it is none of ``HOW``.
+            ValueError: ``how`` is none of ``HOW``.
         """
         check_name("how to adapt", how, HOW)
         if how == NEAREST and not self._kept[Role.STATISTIC]:
-            return f"nearest: {self.method.name} shares all of BatchNorm, so no client has one of its own to take over"
+            return f"nearest: {self.method.name} shares all of BatchNorm, so no client has a BatchNorm of its own to take over"
         if how == NEAREST and not self.known.clients:
             return "nearest: the known clients' models are not at hand"
         if how in (AVERAGE_AFFINE, TEST_BATCH) and any(name not in self._average for name in self._kept[Role.AFFINE]):
@@ -130,12 +144,16 @@ class Adaptation:
         return ""
 
     def adapt(self, how: str, x: Tensor) -> Adapted:
-        """The model that ``how`` makes of ``x`` (N, ...), the new client's samples, without labels; test-batch does not look at them.
+        """Adapt the model in the way ``how``.
 
-        That of test-batch has the average's statistics, and is to be evaluated ``with_batch_statistics``.
+        The model of test-batch has the average's statistics, and is to be evaluated ``with_batch_statistics``.
+
+        Args:
+            how: The way of adapting.
+            x: The new client's samples (N, ...), without labels; test-batch does not use them.
 
         Raises:
-            NotAdaptable: see ``refusal``; or the samples are too few for a variance.
+            NotAdaptable: See ``refusal``; or the samples are too few for a variance.
         """
         if reason := self.refusal(how):
             raise NotAdaptable(reason)
@@ -158,7 +176,7 @@ class Adaptation:
     def _distances(self, x: Tensor) -> dict[str, float]:
         model = self._with({})
         name, eps = first_layer(model, x)
-        own = measured(model, x)[name]
+        own = input_statistics(model, x)[name]
         mean, var = (f"{name}.{key}" if name else key for key in ("running_mean", "running_var"))
         return {
             client: divergence(own, Running(state[mean].double(), state[var].double()), eps) for client, state in self.known.clients.items()
@@ -166,34 +184,38 @@ class Adaptation:
 
 
 def recompute_statistics(model: nn.Module, x: Tensor) -> None:
-    """Give ``model``, in place, the statistics of all of ``x`` (N, ...): mean and unbiased variance, in every layer of those below it.
+    """Set the statistics of ``model``, in place, to those of all of ``x`` (N, ...): mean and unbiased variance.
 
-    Re-calibration with one client.
+    Every layer is measured under the new statistics of the layers below. This is re-calibration with one client.
 
     Raises:
-        NotAdaptable: a layer sees fewer than two values per channel.
+        NotAdaptable: A layer sees fewer than two values per channel.
     """
-    measured(model, x)
+    input_statistics(model, x)
     recalibrate(model, [_unlabelled(x)])
 
 
-def measured(model: nn.Module, x: Tensor) -> dict[str, Running]:
-    """Measure the statistics of what enters each BatchNorm layer over ``x`` (N, ...), in evaluation mode. Changes nothing.
+def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
+    """Measure the statistics of each BatchNorm layer's input over ``x`` (N, ...), in evaluation mode; ``model`` stays.
 
     Raises:
-        NotAdaptable: some layer gets fewer than two values per channel.
+        NotAdaptable: A layer gets fewer than two values per channel.
     """
-    found = statistics_pass(model, _unlabelled(x), StatisticsPass.asked(INPUTS), seeded(0))
-    if few := [name for name, moments in found.items() if moments.count < 2]:
+    by_layer = statistics_pass(model, _unlabelled(x), StatisticsPass.asked(INPUTS), seeded(0))
+    if few := [name for name, moments in by_layer.items() if moments.count < 2]:
         raise NotAdaptable(
             f"{few[0]}: a variance needs at least 2 values per channel, but {len(x)} sample gives 1: adapt with more samples"
         )
-    return {name: Running(moments.mean.cpu(), moments.bessel().cpu()) for name, moments in found.items()}
+    return {name: Running(moments.mean.cpu(), moments.bessel().cpu()) for name, moments in by_layer.items()}
 
 
 @torch.no_grad()
 def first_layer(model: nn.Module, x: Tensor) -> tuple[str, float]:
-    """The BatchNorm layer that ``x`` reaches first, wherever it was written in the network: its name and eps."""
+    """Return name and eps of the BatchNorm layer that ``x`` reaches first, whatever the order in the network's code.
+
+    Raises:
+        NotAdaptable: The forward pass uses no BatchNorm layer.
+    """
     order: list[str] = []
     handles = [layer.register_forward_pre_hook(lambda *_, name=name: order.append(name)) for name, layer in batch_norms(model).items()]
     try:
@@ -207,7 +229,12 @@ def first_layer(model: nn.Module, x: Tensor) -> tuple[str, float]:
 
 
 def divergence(a: Running, b: Running, eps: float = 0.0) -> float:
-    """KL(a || b) + KL(b || a) of Gaussians, mean over channels (C,); ``eps`` is added to both variances, as BatchNorm does.
+    """Return KL(a || b) + KL(b || a) of Gaussians, mean over channels (C,).
+
+    Args:
+        a: The statistics of one side.
+        b: The statistics of the other side.
+        eps: A number that is added to both variances, as BatchNorm does.
 
     >>> divergence(Running(torch.zeros(1), torch.ones(1)), Running(torch.ones(1), torch.ones(1)))
     1.0
@@ -218,7 +245,7 @@ def divergence(a: Running, b: Running, eps: float = 0.0) -> float:
 
 
 def with_batch_statistics(model: nn.Module) -> nn.Module:
-    """A copy of ``model``, of torch's BatchNorm layers, that normalises every batch with its own statistics in evaluation mode, too."""
+    """Copy ``model``, whose BatchNorm layers then normalise every batch with its own statistics in evaluation, too."""
     model = copied(model)
     for layer in batch_norms(model).values():
         layer.running_mean = layer.running_var = None
@@ -228,9 +255,9 @@ def with_batch_statistics(model: nn.Module) -> nn.Module:
 def _check(whose: str, state: Named, model: nn.Module, names: Sequence[str]) -> None:
     own = model.state_dict()
     for name in names:
-        came = f"is {tuple(state[name].shape)}" if name in state else "is missing"
+        problem = f"is {tuple(state[name].shape)}" if name in state else "is missing"
         if name not in state or state[name].shape != own[name].shape:
-            raise NotAdaptable(f"{whose}: {name} should be {tuple(own[name].shape)}, but {came}: it is of another network or method")
+            raise NotAdaptable(f"{whose}: {name} should be {tuple(own[name].shape)}, but {problem}: it is of another network or method")
 
 
 def _unlabelled(x: Tensor) -> Samples:

@@ -1,4 +1,4 @@
-"""The server's half of a round, in plain torch: average the weights, combine the statistics, step."""
+"""Compute the server's half of a round, in plain torch: average the weights, combine the statistics, step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ Named = Mapping[str, Tensor]
 
 
 def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tensor]:
-    """Weighted mean of named tensors, accumulated in float64 in the order given; the result stays float64."""
+    """Return the weighted mean of named tensors, accumulated in float64 in the given order; the result stays float64.
+
+    Raises:
+        ValueError: There are no parts, or their total weight is not positive.
+    """
     total = float(sum(weights))
     if not parts or total <= 0:
         raise ValueError(f"nothing to average: {len(parts)} parts with total weight {total}")
@@ -43,10 +47,19 @@ def combine(
     pace: float = 1.0,
     scales: Mapping[str, float] = NO_SCALES,
 ) -> dict[str, Running]:
-    """New shared statistics per layer by ``rule``, float64. A layer that no client ran in this round keeps its own.
+    """Combine the clients' reports to new shared statistics per layer, in float64.
 
-    ``reports`` and ``steps`` (training batches) are per client, in partition order. ``pace`` and, by layer, ``scales``: see
-    ``LayerReports``.
+    A layer that no client ran in this round keeps its statistics.
+
+    Args:
+        rule: The method's rule for one layer.
+        shared: Layer -> the shared statistics before.
+        reports: Each client's moments by layer, in partition order.
+        steps: Each client's training batches, in the same order.
+        layers: Layer -> its module, for the momentum.
+        defence: The defence against Byzantine clients.
+        pace: See ``LayerReports``.
+        scales: Layer -> scale, see ``LayerReports``.
     """
     new = dict(shared)
     if defence.active:
@@ -64,25 +77,35 @@ def combine(
 
 
 def pseudo_gradient(weights: Named, mean: Named) -> dict[str, Tensor]:
-    """``weights - average``, float64, of the average rounded as the weights are stored.
+    """Return ``weights - average`` in float64, with the average rounded as the weights are stored.
 
-    The difference is then exact, and a step of 1 along it is that average bit for bit. Of the unrounded one, a tie between two
-    float32 numbers (one weight in 40 where two clients count 3 and 7) is decided anew by the rounding of the difference.
+    So the difference is exact, and a step of 1 along it gives that average bit for bit. With the unrounded average, the
+    rounding of the difference would decide a tie between two float32 numbers anew (one weight in 40 if two clients count
+    3 and 7).
     """
     return {name: difference(weights[name].double(), mean[name].clone(), weights[name].dtype) for name in mean}
 
 
 def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """``pseudo_gradient`` of one tensor, or of a piece of it, in the memory of ``mean``: both in float64, stored as ``dtype``."""
+    """Return ``pseudo_gradient`` of one tensor or a piece of it, in the memory of ``mean``.
+
+    Args:
+        weight: The weight before, float64.
+        mean: The average, float64.
+        dtype: The dtype of the stored weights.
+    """
     return torch.sub(weight, mean.copy_(mean.to(dtype)), out=mean)
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How far one combination moved the shared statistics.
+    """Hold how far one combination moved the shared statistics.
 
-    ``largest``: largest change of a mean, in standard deviations of the old statistics; ``layer``: where; ``min_var``: smallest
-    running variance; ``growth``: largest factor by which a layer's mean variance grew.
+    Attributes:
+        largest: The largest change of a mean, in standard deviations of the old statistics.
+        layer: The layer of that change.
+        min_var: The smallest running variance.
+        growth: The largest factor by which a layer's mean variance grew.
     """
 
     largest: float
@@ -92,7 +115,7 @@ class Drift:
 
     @classmethod
     def between(cls, old: Mapping[str, Running], new: Mapping[str, Running], eps: float = 1e-5) -> Drift | None:
-        """None where no statistics are shared."""
+        """Compare old and new statistics; return None if no statistics are shared."""
         if not new:
             return None
         moved = {k: float(((new[k].mean - old[k].mean).abs() / (old[k].var + eps).sqrt()).max()) for k in new}
@@ -102,12 +125,12 @@ class Drift:
 
 
 def _extent(value: float) -> tuple[bool, float]:
-    """For ``max``, which would pass NaN over: here nothing is larger."""
+    """Return a key for ``max`` that counts NaN as the largest; ``max`` itself would pass it over."""
     return math.isnan(value), value
 
 
 def merge_drifts(drifts: Iterable[Drift]) -> Drift | None:
-    """The most extreme of each figure, over clients whose statistics stay home."""
+    """Return the most extreme of each figure, over clients whose statistics stay home; None without clients."""
     drifts = list(drifts)
     if not drifts:
         return None
@@ -116,7 +139,7 @@ def merge_drifts(drifts: Iterable[Drift]) -> Drift | None:
 
 
 def running_statistics(model: nn.Module) -> dict[str, Running]:
-    """A copy of every BatchNorm layer's running statistics on the CPU; layers that keep none are left out."""
+    """Copy every BatchNorm layer's running statistics to the CPU, without layers that keep none."""
     return {
         name: Running(layer.running_mean.detach().cpu().clone(), layer.running_var.detach().cpu().clone())
         for name, layer in batch_norms(model).items()

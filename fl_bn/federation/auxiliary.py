@@ -1,4 +1,4 @@
-"""Tensors that travel beside the weights, one per shared parameter that learns: control variates, momentum."""
+"""Describe tensors that travel beside the weights, one per shared parameter that learns: control variates, momentum."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ Named = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """One section, the same downwards and upwards, of the shape of the weights, or one number for each (``scalar``).
+    """Describe one section that is the same downwards and upwards.
 
-    The server's tensors start as zeros. Those that come up are ``added``: their mean, times the share of all clients that sent them
-    (SCAFFOLD's control variate); or they replace the server's by their average with the weights' weights (momentum).
+    The server's tensors start as zeros. With ``added`` a round adds the mean of the clients' tensors, times the share of
+    all clients that sent them (SCAFFOLD's control variate). Otherwise their average, with the weights' weights, replaces
+    the server's (momentum).
+
+    Attributes:
+        section: The section's name.
+        added: Whether the clients' tensors are added.
+        scalar: Whether there is one number per parameter; if not, a tensor of its shape.
+        at_least: The smallest allowed value.
     """
 
     section: str
@@ -31,10 +38,18 @@ class Auxiliary:
     at_least: float = float("-inf")
 
     def like(self, parameter: Tensor) -> Tensor:
+        """Return the initial tensor for ``parameter``: zeros on the CPU."""
         return torch.zeros((), dtype=parameter.dtype) if self.scalar else torch.zeros_like(parameter, device="cpu")
 
     def combine(self, before: Named, parts: Sequence[Named], weights: Sequence[float], clients: int) -> dict[str, Tensor]:
-        """The server's tensors after a round in which ``parts`` came, of ``clients`` in all."""
+        """Return the server's tensors after a round.
+
+        Args:
+            before: The server's tensors before.
+            parts: The clients' tensors of this round.
+            weights: The clients' weights.
+            clients: The number of all clients, also those outside the round.
+        """
         new, total = {}, float(sum(weights))
         for name, old in before.items():
             if self.added:
@@ -47,17 +62,17 @@ class Auxiliary:
 
 
 def auxiliary(settings: LocalTraining) -> tuple[Auxiliary, ...]:
-    """List what travels beside the weights when clients train as ``settings`` say: control variates, the optimiser's buffers."""
-    found = [Auxiliary(CONTROL, added=True)] if settings.objective.travels else []
+    """Return the sections beside the weights for training by ``settings``: control variates, optimiser buffers."""
+    kinds = [Auxiliary(CONTROL, added=True)] if settings.objective.travels else []
     if settings.maintain == "global":
         for buffer, section in SECTIONS[settings.optimizer].items():
-            found.append(
+            kinds.append(
                 Auxiliary(section, scalar=buffer == "step", at_least=0.0 if section in ("second-moment", "steps") else float("-inf"))
             )
-    return tuple(found)
+    return tuple(kinds)
 
 
 def has_auxiliary(model: nn.Module, method: Method) -> dict[str, nn.Parameter]:
-    """The parameters that have auxiliary: those that learn and are shared, by name."""
+    """Return the parameters that have auxiliary tensors, by name: those that learn and are shared."""
     role = roles(model)
     return {name: p for name, p in model.named_parameters() if p.requires_grad and method.shares(role[name])}

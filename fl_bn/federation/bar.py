@@ -1,4 +1,4 @@
-"""The live display of a run on a terminal: a bar over the rounds, what the last one was like, and the time left."""
+"""Display a run live on a terminal: a bar over the rounds, the last round's numbers, and the remaining time."""
 
 from __future__ import annotations
 
@@ -15,48 +15,52 @@ from fl_bn.task import CLASSIFICATION, Task
 
 
 class Bar(Callback):
-    """Shown on ``stream``, a terminal, from now until ``on_end``. ``task``: whose metric it shows."""
+    """Display a run on ``stream``, a terminal, until ``on_end``, with the metric of ``task``."""
 
     def __init__(self, stream: TextIO, task: Task = CLASSIFICATION) -> None:
         self.task, self._metric, self._first, self._begin = task, "", 0, time.monotonic()
-        columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False), _Left())
+        columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False), _RemainingTime())
         self._progress = Progress(*columns, console=Console(file=stream), transient=False)
         self._line = self._progress.add_task("starting", total=None, end=None)
         self._progress.start()
 
     def say(self, text: str, style: str = "") -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._progress.console.print(Text(text, style), soft_wrap=True)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
+        """Note the metric for the round's line."""
         if (metric := self.task.metric) in record.evaluation:
             self._metric = f"  {metric} {self.task.shown(record.evaluation[metric])}"
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
+        """Move the bar, and show the round's numbers."""
         now = time.monotonic()
         if not self._first:
             self._first, self._begin = record.round, now - record.seconds
         each = (now - self._begin) / (record.round - self._first + 1)
-        shown = f"round {record.round}/{rounds}  loss {record.loss:.4f}{self._metric}"
+        text = f"round {record.round}/{rounds}  loss {record.loss:.4f}{self._metric}"
         end = now + each * (rounds - record.round)
-        self._progress.update(self._line, total=max(rounds, record.round), completed=record.round, description=shown, end=end, refresh=True)
+        self._progress.update(self._line, total=max(rounds, record.round), completed=record.round, description=text, end=end, refresh=True)
 
     def on_end(self, error: BaseException | None) -> None:
+        """Stop the display."""
         if error is not None:
             self._progress.update(self._line, end=None)
         self._progress.stop()
 
 
-class _Left(TextColumn):
-    """The time left, which runs down between the rounds."""
+class _RemainingTime(TextColumn):
+    """Show the remaining time, which runs down between the rounds."""
 
     def __init__(self) -> None:
         super().__init__("")
 
     def render(self, task: object) -> Text:
+        """Return the text of the column."""
         if (end := getattr(task, "fields", {}).get("end")) is None:
             return Text("")
-        left = max(0, round(end - time.monotonic()))
-        minutes, seconds = divmod(left, 60)
+        remaining = max(0, round(end - time.monotonic()))
+        minutes, seconds = divmod(remaining, 60)
         hours, minutes = divmod(minutes, 60)
         return Text(f"{hours}:{minutes:02}:{seconds:02} left", style="cyan")

@@ -1,4 +1,4 @@
-"""Large tensors read a block at a time: what is made of a block stays in the processor's cache, and no copy of the whole is made."""
+"""Read large tensors a block at a time: a block's results stay in the processor's cache, and nothing is copied whole."""
 
 from __future__ import annotations
 
@@ -13,27 +13,33 @@ from torch import Tensor
 BLOCK = 1 << 17  # values; 1 MB of float64
 F64 = torch.float64
 
-with warnings.catch_warnings():  # PyTorch warns once in a process that it knows no tensors that cannot be written
+with warnings.catch_warnings():  # PyTorch warns once in a process that it has no read-only tensors
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(bytes(4), np.float32))
 
 
-dtype_name = lru_cache(str)  # NumPy works the name out anew each time
+dtype_name = lru_cache(str)  # NumPy computes the name anew each time
 
 
 def blocks(size: int) -> Iterator[slice]:
-    """Slices of at most ``BLOCK`` that cover ``size`` values."""
+    """Return slices of at most ``BLOCK`` that cover ``size`` values."""
     return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
 
 
 def extremes(array: np.ndarray) -> tuple[float, float]:
-    """The smallest and the largest of an array's values, at least one; NaN where a value is NaN. One pass over the memory."""
+    """Return the smallest and the largest value of an array that is not empty, in one pass; NaN if a value is NaN."""
     least, most = torch.aminmax(torch.from_numpy(array))
     return least.item(), most.item()
 
 
 def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bool:
-    """Say whether all values are finite in ``dtype``. Infinite numbers and NaN that ``before`` has at the same place pass."""
+    """Tell whether all values are finite in ``dtype``.
+
+    Args:
+        tensor: The values.
+        dtype: The dtype to store them in.
+        before: Earlier values; infinite numbers and NaN that they have at the same place are allowed.
+    """
     if not dtype.is_floating_point:
         return True
     flat = tensor.reshape(-1)
@@ -44,33 +50,40 @@ def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bo
 
 
 def views(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Tensors in the arrays' own memory, to be read and never written: an array off the wire lies in its message's bytes."""
+    """Return tensors in the arrays' own memory, for reading alone: a received array lies in its message's bytes."""
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def _zeros(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Float64, in one piece of memory, which goes back to the system as soon as it is free; many smaller ones would not."""
+    """Return float64 zeros in one piece of memory.
+
+    It goes back to the system as soon as it is free; many smaller pieces would not.
+    """
     whole = torch.from_numpy(np.zeros(sum(tensor.numel() for tensor in like.values())))
     pieces = whole.split([tensor.numel() for tensor in like.values()])
     return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(like.items(), pieces, strict=True)}
 
 
 class WeightedSum:
-    """The sum of named tensors, each times its weight: float64, in the order in which they are added.
+    """Sum named tensors, each times its weight, in float64 and in the order in which they are added.
 
-    ``tensors``: the sum so far, by name. Large tensors are added a block at a time, without a copy of them in float64; that changes no bit.
+    Large tensors are added a block at a time, without a copy in float64; that changes no bit.
+
+    Attributes:
+        tensors: The sum so far, by name.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
 
     def copy(self) -> WeightedSum:
+        """Return an independent copy."""
         other = WeightedSum()
         other.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
         return other
 
     def add(self, parts: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> None:
-        """The first part says which names there are. Several parts at once cost less than one after the other."""
+        """Add several parts, which costs less than one after the other; the first part ever defines the names."""
         if not self.tensors:
             self.tensors = _zeros(parts[0])
         for name, total in self.tensors.items():

@@ -1,8 +1,8 @@
-"""Bounds for the numbers of a reply, in units of the model that the server sent: larger ones would spoil a mean that has no defence.
+"""Bound the numbers of a reply, in units of the sent model: larger ones would spoil a mean that has no defence.
 
-One finite number of 3e38 is in the average of all. The model is finite then, but no client can train on it any more, and the one who sent
-it can no longer be told from the others. Honest training multiplies no weight by ten thousand in one round, not even in the first steps of
-a deep network that was never trained.
+One finite number of 3e38 is in the average of all. Then the model is finite, but no client can train on it any more,
+and nobody can tell who sent the number. Honest training multiplies no weight by ten thousand in one round, not even in
+the first steps of a deep network that was never trained.
 """
 
 from __future__ import annotations
@@ -19,55 +19,62 @@ from fl_bn.moments import Running
 from fl_bn.support.stated_sizes import FEWEST
 
 WIDEST_WEIGHT = 1e4  # a reply's largest weight, in units of the largest that the server sent, or of 1
-WIDEST = 1e3  # what travels beside weights, and running means, in units of the median client's largest
+WIDEST = 1e3  # auxiliary tensors and running means, in units of the median client's largest
 
 
 def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:
-    """Return the largest number that a reply may hold, by section; a section that is missing has no bound here.
+    """Return section -> the largest number that a reply may hold; other sections have no bound here.
 
-    A gradient may be as large as makes a step of the largest weight.
+    A gradient may be so large that its step is as large as the largest weight.
 
     Args:
-        sent: the instruction.
-        rate: its learning rate.
-        buffers: tensors among the weights that are none: they may be larger, and have no bound.
+        sent: The sections of the instruction.
+        rate: The learning rate of the instruction.
+        buffers: Buffers in the section of the weights, which may be larger, and have no bound.
     """
     weight = WIDEST_WEIGHT * max([1.0, *(_largest(tensor) for name, tensor in sent.get("weights", {}).items() if name not in buffers)])
     return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
 
 
 def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, str]:
-    """Return whose control variates, or optimiser's buffers, are far larger than the others', with the reason, by client.
+    """Find the clients whose auxiliary tensors are far larger than the others'.
 
-    They are sums and squares of gradients, whose size depends on the loss and on the clients' own learning rates.
+    Control variates and optimiser buffers are sums and squares of gradients. So their size depends on the loss and on
+    the clients' own learning rates.
 
     Args:
-        parts: checked replies of one cohort.
-        sections: what travels beside the weights.
+        parts: Checked replies of one cohort.
+        sections: The auxiliary sections.
+
+    Returns:
+        Client -> the reason.
     """
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for section in sections:
         sizes = {part.client: max(map(_largest, part.sections[section].values()), default=0.0) for part in parts}
         limit = WIDEST * max(1.0, median_high(sizes.values())) if len(sizes) >= FEWEST else math.inf
         for client, size in sizes.items():
             if size > limit:
-                found[client] = (
+                reasons[client] = (
                     f"{section}: expected numbers within +-{limit:.3g}, which is {WIDEST:g} times the median client's largest, or 1, but "
                     f"the largest is {size:.3g}"
                 )
-    return found
+    return reasons
 
 
 def far_statistics(parts: Sequence[Reply], shared: Mapping[str, Running]) -> dict[int, str]:
-    """Return whose running means are far larger than the others', with the reason, by client: a frozen layer would pass them on.
+    """Find the clients whose running means are far larger than the others', which a frozen layer would pass on.
 
-    Moments need no such bound: when they are pooled, the distance of a mean from the others' is in the common variance.
+    Moments need no such bound: in a pool, the distance of a mean from the others' is in the common variance.
 
     Args:
-        parts: checked replies of one cohort.
-        shared: the statistics that were sent, by layer.
+        parts: Checked replies of one cohort.
+        shared: Layer -> the statistics of the instruction.
+
+    Returns:
+        Client -> the reason.
     """
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for layer, sent in shared.items():
         name = tensor_name(layer, "running_mean")
         own = {part.client: part.sections["statistics"] for part in parts if name in part.sections.get("statistics", {})}
@@ -78,9 +85,9 @@ def far_statistics(parts: Sequence[Reply], shared: Mapping[str, Running]) -> dic
         limit = WIDEST * max(1.0, _largest(sent.mean), math.sqrt(_largest(sent.var)), median_high(usual))
         for client, mean in means.items():
             if mean > limit:
-                what = f"which is {WIDEST:g} times what was sent, the median client's, or 1, but the largest is {mean:.3g}"
-                found.setdefault(client, f"statistics/{name}: expected means within +-{limit:.3g}, {what}")
-    return found
+                what = f"which is {WIDEST:g} times the server's largest, the median client's, or 1, but the largest is {mean:.3g}"
+                reasons.setdefault(client, f"statistics/{name}: expected means within +-{limit:.3g}, {what}")
+    return reasons
 
 
 def _largest(tensor: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Callbacks are called as a run goes on. Displays, files and trackers all hear of its rounds this way."""
+"""Call back displays, files and trackers as a run goes on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fl_bn.federation.record import RoundRecord
 
 
 class Callback:
-    """Derive from it, and write the methods that you need: each does nothing of itself.
+    """Derive from this class, and write the methods that you need; each does nothing by default.
 
-    ``rounds`` is how many there are to be. What a method raises ends the run.
+    ``rounds`` is the planned number of rounds. An error that a method raises ends the run.
 
     >>> from fl_bn import Callback
     >>> class Loss(Callback):
@@ -20,33 +20,42 @@ class Callback:
     """
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """After a round that was evaluated, before its ``on_round``. ``record.evaluation`` has the metrics by name."""
+        """Handle an evaluated round, before its ``on_round``; ``record.evaluation`` has the metrics by name."""
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """After every round, a failed one, too."""
+        """Handle a finished round, also a failed one."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """Once, after the last round. ``error``: what ended the run early, ``KeyboardInterrupt`` for Ctrl-C; None: it ran to its end."""
+        """Handle the end of the run, once.
+
+        Args:
+            error: The error that ended the run early (``KeyboardInterrupt`` for Ctrl-C); None after the last round.
+        """
 
 
 class Callbacks(Callback):
-    """Several as one, called in their order. At the end every one is called, also where another raises."""
+    """Combine several callbacks to one; they are called in order.
+
+    At the end every one is called, even if another one raises.
+    """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self.all = tuple(callbacks)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
+        """Call ``on_evaluation`` of each."""
         for callback in self.all:
             callback.on_evaluation(record, rounds)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Call ``on_evaluation`` first if the round was evaluated."""
+        """Call ``on_evaluation`` first if the round was evaluated, then ``on_round`` of each."""
         if record.evaluation:
             self.on_evaluation(record, rounds)
         for callback in self.all:
             callback.on_round(record, rounds)
 
     def on_end(self, error: BaseException | None) -> None:
+        """Call ``on_end`` of each."""
         with ExitStack() as stack:
             for callback in reversed(self.all):
                 stack.callback(callback.on_end, error)

@@ -1,12 +1,13 @@
-"""Gradient centring: the gradient of a weight loses its mean over the inputs of each output.
+"""Centre gradients: the gradient of a weight loses its mean over the inputs of each output.
 
-BatchNorm subtracts the batch's mean from its input, so that the mean input of the layer before has no part in that layer's gradient. Where
-training normalises with constants it has the largest part: inputs that come out of a ReLU are positive, and their mean points in nearly
-the same direction for every output. That one direction then decides which learning rate is stable, and it is where clients of different
-classes pull apart. Without it FBN learns as fast as BatchNorm on IID clients: docs/methods/fbn.md.
+BatchNorm subtracts the batch's mean from its input, so the mean input of the layer before has no part in that layer's
+gradient. If training normalises with constants, it has the largest part: inputs that come out of a ReLU are positive,
+and their mean points in nearly the same direction for every output. That one direction then decides which learning
+rate is stable, and along it clients of different classes pull apart. Without it FBN learns as fast as BatchNorm on IID
+clients: docs/methods/fbn.md.
 
-Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et al., ECCV 2020 (equation 1). There every weight
-is centred. Here the head is not, nor a weight of few inputs, which has no direction to lose.
+Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et al., ECCV 2020 (equation 1).
+There every weight is centred. Here the head is not, nor a weight of few inputs, which has no direction to lose.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from fl_bn.models.head import head_of
 CENTRED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose first axis of ``weight`` is the output, and whose other axes are the inputs."""
 FEWEST = 8
-"""Inputs of an output, at least: of a linear layer on two features half of what it may learn would be gone."""
+"""Fewest inputs of an output: a linear layer on two features would lose half of the directions that it may learn."""
 
 
 def centred_weights(model: nn.Module) -> list[str]:
-    """Return the names of the weights whose gradients are centred: of linear layers and convolutions, except for the head's.
+    """Return the names of the weights whose gradients are centred: those of linear layers and convolutions but the head.
 
     A weight that is derived from others (spectral norm, parametrizations) is no parameter, and is left out.
     """
@@ -42,10 +43,10 @@ def centred_weights(model: nn.Module) -> list[str]:
 
 @contextmanager
 def centring(parameters: Mapping[str, Tensor], names: list[str], stacked: bool = False) -> Iterator[None]:
-    """Centre gradients in the block, as autograd makes them, whatever loop asks for them.
+    """Centre gradients in the block, as autograd makes them, whatever loop computes them.
 
     Args:
-        parameters: By name. What does not learn is left out.
+        parameters: Name -> parameter; those that do not learn are skipped.
         names: See ``centred_weights``.
         stacked: Whether a first axis counts clients.
     """

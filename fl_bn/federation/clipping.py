@@ -1,4 +1,4 @@
-"""Gradient clipping: of the whole norm, by what a round may move, of every value, or adaptive."""
+"""Clip gradients: by their whole norm, by the largest move in a round, by value, or adaptively."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.func import vmap
 
 CLIPS = ("none", "norm", "round", "value", "adaptive")
 PATH = 20.0
-"""``round``'s limit for networks that normalise with constants in training (FBN, in part HBN): measured, see the guide."""
+"""Limit of ``round`` for networks that normalise with constants in training (FBN, in part HBN): measured, see the guide."""
 FROZEN = 0.1
-"""``adaptive``'s limit for rounds with frozen statistics: measured, see docs/methods/fixbn.md."""
+"""Limit of ``adaptive`` for rounds with frozen statistics: measured, see docs/methods/fixbn.md."""
 SMALLEST = 1e-3  # a weight's norm counts as at least this, or fresh zeros could never move
 
 
 def unit_norm(x: Tensor) -> Tensor:
-    """Euclidean norms over all axes but the first, kept as ones; of one axis or none, the norm of all."""
+    """Return Euclidean norms over all axes but the first, which become 1; with one axis or none, the norm of all."""
     axes = tuple(range(1, x.dim())) or None
     norm: Tensor = torch.linalg.vector_norm(x, dim=axes, keepdim=axes is not None)
     return norm
@@ -30,33 +30,44 @@ def clip(
     head: Iterable[nn.Parameter] = (),
     norm_of: Callable[[Tensor], Tensor] = unit_norm,
 ) -> None:
-    """Clip the gradients in place: ``norm`` (or ``round``), over all, and ``value`` to ``limit``; ``adaptive`` (see ``clip_adaptive``)
-    leaves ``head``. ``norm_of``: see ``unit_norm``."""
+    """Clip the gradients in place.
+
+    Args:
+        parameters: The parameters.
+        how: ``norm`` or ``round``: limit the norm over all; ``value``: limit every value; ``adaptive``: see
+            ``clip_adaptive``.
+        limit: The limit.
+        head: Parameters that ``adaptive`` leaves unchanged.
+        norm_of: See ``unit_norm``.
+    """
     parameters = list(parameters)
     if how in ("norm", "round"):
         nn.utils.clip_grad_norm_(parameters, limit)
     elif how == "value":
         nn.utils.clip_grad_value_(parameters, limit)
     elif how == "adaptive":
-        left = {id(p) for p in head}
-        clip_adaptive([p for p in parameters if id(p) not in left], limit, norm_of)
+        unclipped = {id(p) for p in head}
+        clip_adaptive([p for p in parameters if id(p) not in unclipped], limit, norm_of)
 
 
 def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
-    """``how`` and ``limit``; of ``auto``, where nothing else keeps a client near the shared weights (``drifts``): ``round``, else none."""
+    """Resolve ``auto``: ``round`` if nothing else keeps a client near the shared weights (``drifts``), else none."""
     if how != "auto":
         return how, limit
     return ("round", PATH) if drifts else ("none", limit)
 
 
 def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float) -> float:
-    """The gradient norm with which ``steps`` steps of SGD move the weights by less than ``path``: a bound on a client's drift."""
+    """Return the gradient norm with which ``steps`` steps of SGD move the weights by less than ``path``.
+
+    It bounds a client's drift.
+    """
     return path * (1 - momentum) / (learning_rate * max(steps, 1))
 
 
 @torch.no_grad()
 def clip_rows(parameters: Iterable[nn.Parameter], how: str, limits: Tensor, head: Iterable[nn.Parameter] = ()) -> None:
-    """``clip`` of K clients' gradients, whose tensors are stacked: each row by itself, to its own of ``limits`` (K,)."""
+    """Clip the stacked gradients of K clients, each row by itself, to its own of ``limits`` (K,); see ``clip``."""
     parameters = list(parameters)
     if how in ("norm", "round"):
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -75,10 +86,10 @@ def _unit_norm_of_rows(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float, norm_of: Callable[[Tensor], Tensor]) -> None:
-    """Each output unit's gradient to at most ``limit`` times the norm of its weights.
+    """Clip each output unit's gradient to at most ``limit`` times the norm of its weights.
 
-    High-Performance Large-Scale Image Recognition Without Normalization, Brock, De, Smith, Simonyan, ICML 2021, equation 3; the client side
-    of FedWon. A bias or scale (one axis) counts as one unit; the last layer is left alone, as there.
+    High-Performance Large-Scale Image Recognition Without Normalization, Brock, De, Smith, Simonyan, ICML 2021, equation
+    3; the client side of FedWon. A bias or scale (one axis) counts as one unit. The last layer stays unclipped, as there.
     """
     for p in parameters:
         if p.grad is not None:

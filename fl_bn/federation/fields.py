@@ -1,9 +1,9 @@
-"""Declares what a field of a message may hold, and a record of such fields must: bytes from another side in, checked values out.
+"""Declare and check the fields of a message's record: bytes of another side go in, checked values come out.
 
-A ``Form`` declares the fields of one record. ``read`` checks a record and returns ``Values``: to read a field that the form does not
-declare raises ``Undeclared``. Fields that came undeclared are dropped, or kept as they came where the form has ``others``.
-
-Sizes are checked before anything is parsed, and nothing here recurses: a text has a longest length, a list a largest number of items.
+A ``Form`` declares the fields of one record. ``read`` checks a record and returns ``Values``; reading a field that the
+form does not declare raises ``Undeclared``. Undeclared fields of a record are dropped, or kept unchecked if the form
+has ``others``. Sizes are checked before anything is parsed, and nothing recurses: a text has a longest length, a list
+a largest number of items.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ NEEDED: Any = object()  # the default of a field that has none
 
 
 class Undeclared(KeyError):
-    """This project's own code read a field that its form does not declare: add it to the form."""
+    """Report that this project's own code read a field that its form does not declare: add it to the form."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """Says what one field may hold. ``fits`` tells; ``wanted`` says it in words; ``turn`` makes the checked value of what fits.
+    """Describe the allowed values of one field.
 
-    ``default``: of a field that may be absent; None: it is then not among the values.
+    Attributes:
+        fits: A function that tells whether a value is allowed.
+        wanted: The allowed values in words.
+        turn: A function that converts an allowed value.
+        default: The value of an absent field; None: it is absent from the values, too.
     """
 
     fits: Callable[[Any], bool]
@@ -39,13 +43,13 @@ class Field:
 
 
 def whole(least: int = 0, most: int = LARGEST, default: Any = NEEDED) -> Field:
-    """A whole number; True and 1.0 are none."""
+    """Declare a whole number; True and 1.0 are refused."""
     wanted = f"a whole number {least}..{most}" if most != LARGEST else f"a whole number >= {least} (and <= 2**53)"
     return Field(lambda v: type(v) is int and least <= v <= most, wanted, default)
 
 
 def number(least: float = -math.inf, most: float = math.inf, default: Any = NEEDED) -> Field:
-    """A finite number."""
+    """Declare a finite number."""
 
     def fits(value: Any) -> bool:
         return type(value) in (int, float) and -(LARGEST**18) < value < LARGEST**18 and least <= value <= most
@@ -55,13 +59,13 @@ def number(least: float = -math.inf, most: float = math.inf, default: Any = NEED
 
 
 def real(least: float, most: float = math.inf) -> Field:
-    """A finite number that travels as a floating-point one, where Flower's code takes no other."""
+    """Declare a finite number that travels as a floating-point one, where Flower's code takes no other."""
     one = number(least, most)
     return Field(lambda v: type(v) is float and one.fits(v), f"{one.wanted} as a float", turn=float)
 
 
 def measured(least: float = -math.inf, most: float = math.inf, default: Any = NEEDED) -> Field:
-    """A number that training may have made infinite or NaN: shown and averaged, but no part of the model."""
+    """Declare a number that training may have made infinite or NaN; it is shown and averaged, but not in the model."""
 
     def fits(value: Any) -> bool:
         return type(value) is float and (math.isnan(value) or least <= value <= most)
@@ -71,22 +75,24 @@ def measured(least: float = -math.inf, most: float = math.inf, default: Any = NE
 
 
 def text(longest: int, pattern: str = ".*", default: Any = NEEDED, wanted: str = "") -> Field:
-    """A text of up to ``longest`` characters, all of which ``pattern`` matches (in linear time, please)."""
-    found = re.compile(pattern, re.DOTALL)
+    """Declare a text of up to ``longest`` characters that ``pattern`` matches as a whole, in linear time."""
+    compiled = re.compile(pattern, re.DOTALL)
     wanted = wanted or f"a text of up to {longest} characters"
-    return Field(lambda v: type(v) is str and len(v) <= longest and found.fullmatch(v) is not None, wanted, default)
+    return Field(lambda v: type(v) is str and len(v) <= longest and compiled.fullmatch(v) is not None, wanted, default)
 
 
 def one_of(*choices: str, default: Any = NEEDED) -> Field:
+    """Declare a text that is one of ``choices``."""
     return Field(lambda v: type(v) is str and v in choices, f"one of {', '.join(map(repr, choices))}", default)
 
 
 def data(longest: int, least: int = 0, default: Any = NEEDED) -> Field:
+    """Declare a byte string of ``least`` to ``longest`` bytes."""
     return Field(lambda v: type(v) is bytes and least <= len(v) <= longest, f"{least}..{longest} bytes", default)
 
 
 def wholes(items: int, most: int = 2**64 - 1, default: Any = NEEDED) -> Field:
-    """A list of up to ``items`` whole numbers."""
+    """Declare a list of up to ``items`` whole numbers."""
 
     def fits(value: Any) -> bool:
         return type(value) is list and len(value) <= items and all(type(n) is int and 0 <= n <= most for n in value)
@@ -95,7 +101,7 @@ def wholes(items: int, most: int = 2**64 - 1, default: Any = NEEDED) -> Field:
 
 
 def blobs(items: int, longest: int) -> Field:
-    """A list of up to ``items`` byte strings."""
+    """Declare a list of up to ``items`` byte strings."""
 
     def fits(value: Any) -> bool:
         return type(value) is list and len(value) <= items and all(type(b) is bytes and len(b) <= longest for b in value)
@@ -104,7 +110,7 @@ def blobs(items: int, longest: int) -> Field:
 
 
 def whole_list(items: int) -> Field:
-    """Whole numbers as a JSON list in a text; a tuple when checked. It is matched, not parsed: JSON may nest."""
+    """Declare whole numbers as a JSON list in a text, which becomes a tuple; it is matched, not parsed: JSON may nest."""
     pattern = re.compile(r"\[(?:\d{1,15}(?:, ?\d{1,15})*)?\]", re.ASCII)
 
     def fits(value: Any) -> bool:
@@ -114,7 +120,7 @@ def whole_list(items: int) -> Field:
 
 
 def wholes_by_name(items: int) -> Field:
-    """Whole numbers by layer as a JSON object in a text, ``{"stem.bn": 3}``; a dict when checked."""
+    """Declare whole numbers by layer as a JSON object in a text, ``{"stem.bn": 3}``, which becomes a dict."""
     name, digits = rf'"([^"\\]{{0,{NAME}}})"', r"(\d{1,15})"
     pattern = re.compile(rf"\{{(?:{name}: ?{digits}(?:, ?{name}: ?{digits})*)?\}}", re.ASCII)
     pair = re.compile(rf"{name}: ?{digits}", re.ASCII)
@@ -127,7 +133,10 @@ def wholes_by_name(items: int) -> Field:
 
 
 class Values(dict[str, Any]):
-    """A record's checked values by field. To read a declared field that is absent raises KeyError, another one ``Undeclared``."""
+    """Hold a record's checked values by field.
+
+    Reading a declared field that is absent raises KeyError; reading another one raises ``Undeclared``.
+    """
 
     def __init__(self, form: Form, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -144,14 +153,19 @@ class Values(dict[str, Any]):
         return False
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a declared field, or ``default`` if it is absent."""
         return super().get(name, default) if name in self else default
 
 
 @dataclass(frozen=True)
 class Form:
-    """The fields of one record: its name, ``fields`` by name, ``series`` by a name without its number (``accuracy-class-``).
+    """Declare the fields of one record.
 
-    ``others``: fields that nobody declared are kept as they came.
+    Attributes:
+        record: The record's name.
+        fields: Name -> field.
+        series: Name without its number (``accuracy-class-``) -> field.
+        others: Whether undeclared fields are kept unchecked.
     """
 
     record: str
@@ -162,23 +176,30 @@ class Form:
     MOST = 10_000  # fields of a record, and numbers of a series
 
     def declared(self, name: str) -> Field:
-        """Raises Undeclared for a name that the form does not have."""
-        if (found := self._find(name)) is None:
-            raise Undeclared(f"{self.record}/{shown(name)} is no field of this message: declare it in fl_bn/flower/wire/messages.py")
-        return found
-
-    def read(self, came: Mapping[str, Any] | None) -> Values:
-        """Return the declared fields of a record, checked; None: there is no such record.
+        """Return the field of a name.
 
         Raises:
-            WireError: for the first field that is missing, or holds what it may not.
+            Undeclared: The form does not have it.
         """
-        if came is None:
+        if (one := self._find(name)) is None:
+            raise Undeclared(f"{self.record}/{shown(name)} is no field of this message: declare it in fl_bn/flower/wire/messages.py")
+        return one
+
+    def read(self, record: Mapping[str, Any] | None) -> Values:
+        """Check a record, and return its declared fields.
+
+        Args:
+            record: The record; None if it is missing.
+
+        Raises:
+            WireError: A field is missing or has a wrong value; the first one is named.
+        """
+        if record is None:
             raise WireError(self.record, "", f"missing: expected a record of {', '.join(self.fields)}")
-        if len(came) > self.MOST:
-            raise WireError(self.record, "", f"expected at most {self.MOST} fields, but got {len(came)}")
+        if len(record) > self.MOST:
+            raise WireError(self.record, "", f"expected at most {self.MOST} fields, but got {len(record)}")
         values: dict[str, Any] = {}
-        for name, value in came.items():
+        for name, value in record.items():
             if (one := self._find(name)) is not None:
                 if not one.fits(value):
                     raise WireError(self.record, name, f"expected {one.wanted}, but got {said(value)}")
@@ -193,7 +214,7 @@ class Form:
         return Values(self, values)
 
     def and_also(self, *others: Form) -> Self:
-        """This form with the fields of others, too."""
+        """Return this form with the fields of other forms, too."""
         fields = {name: one for other in others for name, one in other.fields.items()}
         return replace(self, fields={**self.fields, **fields})
 

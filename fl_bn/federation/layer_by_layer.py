@@ -1,12 +1,12 @@
-"""Exact statistics of every BatchNorm layer by one forward pass: all clients measure a layer and set it before the next one runs.
+"""Measure exact statistics of every BatchNorm layer by one forward pass: all clients measure and set a layer in turn.
 
-Passes (``federation.passes``) find the same numbers in one forward pass per layer, as each pass makes one more layer exact. Here all
-batches of a client stop at a layer until the cohort's statistics of its input are there (one exchange), and go on with these. So nothing is
-computed twice, as long as the activations of all batches fit into memory; where they do not, every layer takes a forward pass of its own,
-which ends at that layer.
+Passes (``federation.passes``) give the same numbers by one forward pass per layer, as each pass makes one more layer
+exact. Here all batches of a client stop at a layer until the cohort's statistics of its input arrive (one exchange),
+and continue with these. So nothing is computed twice, as long as the activations of all batches fit into memory. If
+they do not, every layer takes a forward pass of its own, which ends at that layer.
 
-The order of the layers is that of their first use. A network that uses a layer twice, or whose batches take different ways through it, has
-no such order: it is measured by passes.
+The order of the layers is that of their first use. A network that uses a layer twice, or whose batches take different
+ways through it, has no such order: it is measured by passes.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ Found = tuple[str, Moments]
 
 
 def called(model: nn.Module, x: Any) -> Any:
-    """The usual way through a network."""
+    """Run a network in the usual way."""
     return model(x)
 
 
 @dataclass(frozen=True)
 class LayerOrder:
-    """Holds what a forward pass over two samples has shown of a network.
+    """Hold the order of a network's layers, from a forward pass over two samples.
 
-    ``problem``: why its layers cannot be measured one after the other; empty where they can. ``held``: bytes that a forward pass holds
-    while it waits, per element of its input.
+    Attributes:
+        problem: The reason why its layers cannot be measured in turn; empty if they can.
+        held: Bytes that a waiting forward pass holds, per element of its input.
     """
 
     problem: str
@@ -59,7 +60,7 @@ class LayerOrder:
     @classmethod
     @torch.no_grad()
     def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> LayerOrder:
-        """Take the samples from the first batch. Changes nothing of ``model``."""
+        """Take two samples from the first batch and run them; ``model`` stays unchanged."""
         batch = next(iter(inputs()), None)
         if batch is None:
             return cls("there is no batch to measure")
@@ -85,12 +86,21 @@ class LayerOrder:
 def layer_by_layer(
     model: nn.Module, inputs: Inputs, look: LayerOrder, exchange: Exchange, memory: int, forward: Forward = called
 ) -> dict[str, Moments]:
-    """Moments of every BatchNorm layer's input over all batches, each under the exact statistics of the cohort in the layers before it.
+    """Measure the moments of every BatchNorm layer's input over all batches.
 
-    ``memory``: bytes of activations that may be kept. Changes nothing of ``model``. Leaves the ``exchange`` at the end.
+    Each layer is measured under the cohort's exact statistics in the layers before it. ``model`` stays unchanged. The
+    ``exchange`` is left at the end.
+
+    Args:
+        model: The network.
+        inputs: A function that returns the batches of inputs, the same in every call.
+        look: The order of its layers.
+        exchange: The exchange with the cohort.
+        memory: Bytes of activations that may be kept.
+        forward: A function that runs the network on a batch.
 
     Raises:
-        ExchangeFailed: the cohort's exchange was given up, or the batches take different ways through the network.
+        ExchangeFailed: The cohort's exchange was given up, or the batches take different ways through the network.
     """
     found: dict[str, Moments] = {}
     layers, own, dtype = exchanged_layers(model), batch_norms(model), inputs_like(model).dtype
@@ -115,14 +125,16 @@ def layer_by_layer(
 
 
 Step = Callable[[Mapping[str, Moments]], Found | None]
-"""Takes all batches on to the first layer that is not found yet: the layer, and its moments over all of them; None at the end."""
+"""Takes all batches on to the first layer without moments; returns it and its moments over all batches, None at the end."""
 
 
 @contextmanager
 def _steps(model: nn.Module, inputs: Inputs, look: LayerOrder, memory: int, forward: Forward) -> Iterator[Step]:
     kept = _kept(model, inputs, look, memory, forward)
     if kept is None:
-        LOGGER.info("activations of more than %.3g GiB: every layer takes a forward pass of its own (recalibration-memory)", memory / 2**30)
+        LOGGER.info(
+            "the activations need more than %.3g GiB (recalibration-memory), so every layer takes a forward pass of its own", memory / 2**30
+        )
         yield partial(_repeated, model, inputs, forward)
         return
     try:
@@ -134,7 +146,7 @@ def _steps(model: nn.Module, inputs: Inputs, look: LayerOrder, memory: int, forw
 
 
 def _kept(model: nn.Module, inputs: Inputs, look: LayerOrder, memory: int, forward: Forward) -> list[_Pass] | None:
-    """A forward pass per batch, none of which has begun; None where their activations are too large."""
+    """Return a forward pass per batch, none of which has begun; None if their activations are too large."""
     held, kept = 0.0, list[_Pass]()
     for x in inputs():
         held += look.held * _elements(x)
@@ -145,7 +157,7 @@ def _kept(model: nn.Module, inputs: Inputs, look: LayerOrder, memory: int, forwa
 
 
 def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, found: Mapping[str, Moments]) -> Found | None:
-    """Every batch from the start to the first layer that is not found yet."""
+    """Run every batch from the start to the first layer without moments."""
     at: list[Found | None] = []
     passed: set[str] = set()
 
@@ -167,7 +179,7 @@ def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, found: Mapping
 
 
 def _together(at: list[Found | None], found: Mapping[str, Moments]) -> Found | None:
-    """The layer at which all batches are, and its moments over all of them."""
+    """Return the layer at which all batches are, and its moments over all of them."""
     if not any(at):
         return None
     layers = {None if one is None else one[0] for one in at}
@@ -184,11 +196,11 @@ def _twice(layer: str) -> ExchangeFailed:
 
 
 class _Stop(BaseException):
-    """Ends a forward pass in its midst. No Exception, which a network may catch."""
+    """End a forward pass early; this is no Exception, which a network may catch."""
 
 
 class _Pass(threading.Thread):
-    """The forward pass of one batch: it runs while somebody waits in ``go_on``, and stops where its thread calls ``stop``."""
+    """Run the forward pass of one batch while somebody waits in ``go_on``; it stops where its thread calls ``stop``."""
 
     def __init__(self, forward: Callable[[], Any]) -> None:
         super().__init__(name="forward-pass", daemon=True)
@@ -199,7 +211,7 @@ class _Pass(threading.Thread):
         self._over = False
 
     def go_on(self) -> Found | None:
-        """Run until the next stop, and say where that is; None at the end. What the pass raises is raised here."""
+        """Run until the next stop, and return its layer; None at the end. An error of the pass is raised here."""
         self._at = None
         if not self._over:
             if self.ident is None:
@@ -211,6 +223,7 @@ class _Pass(threading.Thread):
         return self._at
 
     def stop(self, at: Found) -> None:
+        """Wait at a layer until the next ``go_on``."""
         self._at = at
         self._stopped.release()
         self._going.acquire()
@@ -218,7 +231,7 @@ class _Pass(threading.Thread):
             raise _Stop
 
     def end(self) -> None:
-        """Give it up, wherever it is."""
+        """Give the pass up, wherever it is."""
         self._over, self._forward = True, None
         if self.ident is not None:
             self._going.release()
@@ -226,6 +239,7 @@ class _Pass(threading.Thread):
 
     @torch.no_grad()
     def run(self) -> None:
+        """Run the pass in its own thread."""
         self._going.acquire()
         forward, self._forward = self._forward, None
         try:
@@ -247,7 +261,7 @@ def _stop_thread(layer: str, x: Tensor) -> None:
 
 @contextmanager
 def _watched(model: nn.Module, reached: Reached) -> Iterator[None]:
-    """``model`` in evaluation mode; ``reached(layer, x)`` is called when the input ``x`` of a layer that keeps statistics is there."""
+    """Put ``model`` into evaluation mode; call ``reached(layer, x)`` at the input ``x`` of each layer with statistics."""
     training = {module: module.training for module in model.modules()}
 
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Whose replies of a round are left out when all have come, and why: clients of no exchange, false claims, numbers that overflow."""
+"""Leave replies out when all have arrived: clients outside the exchange, false claims, numbers that overflow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGGER = logging.getLogger("flwr")
 
 
 def without_far(parts: Sequence[Reply], far: Collection[int]) -> list[Reply]:
-    """Return ``parts`` without the replies of the clients ``far``, but for those whose weights are in the average already."""
+    """Return ``parts`` without the replies of the clients ``far``, except for weights that are in the average already."""
     for part in (stays := [part for part in parts if part.folded and part.client in far]):
         LOGGER.warning("the reply of client %s was added up before the others' showed that its claims are far from theirs", part.client)
     return [part for part in parts if part.client not in far or part in stays]
@@ -27,30 +27,38 @@ def without_far(parts: Sequence[Reply], far: Collection[int]) -> list[Reply]:
 def without_overflow(
     parts: Sequence[Reply], attempt: Callable[[list[Reply], int], T], called: ClientNames = UNNAMED
 ) -> tuple[list[Reply], dict[int, str], T]:
-    """``attempt(parts, 0)``; where that is NotFinite, again without the reply that is the largest, ``attempt(others, 1)`` ...
+    """Call ``attempt(parts, 0)``; while it raises NotFinite, call it again without the largest reply.
 
-    Returns the parts that were used, the reason for each of the others by client, and the result. A TooFew of ``attempt`` goes on with
-    the names of those who were left out.
+    Args:
+        parts: The replies.
+        attempt: A function of the remaining replies and the number of refused ones.
+        called: The names of the clients.
+
+    Returns:
+        The replies that were used, client -> the reason for each refused one, and the result.
+
+    Raises:
+        TooFew: ``attempt`` raised it (the message names the refused clients), or no reply can be left out.
     """
-    left, refused = list(parts), dict[int, str]()
+    remaining, refused = list(parts), dict[int, str]()
     while True:
         try:
-            return left, refused, attempt(left, len(refused))
+            return remaining, refused, attempt(remaining, len(refused))
         except TooFew as error:
             names = "; ".join(f"{called.client(index)}: {why}" for index, why in refused.items())
             raise TooFew(f"{error} ({names})" if names else str(error)) from error
         except NotFinite as problem:
-            if (farthest := problem.farthest(left)) is None:
-                why = "no reply can be left out any more; the next rounds keep all replies until the last has come"
+            if (farthest := problem.farthest(remaining)) is None:
+                why = "no reply can be left out any more; the next rounds keep all replies until the last one arrives"
                 raise TooFew(f"nothing changes: {problem}, and {why}") from problem
-            worst = left.pop(farthest)
+            worst = remaining.pop(farthest)
             refused[worst.client] = problem.refusal(worst)
 
 
 def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
-    """Return the replies of clients that took part in the exchange, each weighted by the batches that the exchange has of it.
+    """Return the replies of clients that took part in the exchange, each weighted by its batches in the exchange.
 
-    Under ``abort`` these are all of the replies, or none. The reason why a reply is left out is added to ``refused``.
+    Under ``abort`` these are all of the replies, or none. Adds the reason for each omitted reply to ``refused``.
     """
     usable, batches = {part.client: part for part in parts}, session.taking_part
     missing = sorted(set(batches) - set(usable))

@@ -1,4 +1,4 @@
-"""A client's samples, and what is measured on them: statistics, loss and metrics."""
+"""Hold a client's samples, and measure statistics, loss and metrics on them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ PASS_BATCH = 256
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of one client: ``x`` uint8 images (N, C, H, W), or float32 (N, ...) as the network takes them; ``y`` int64 (N,).
+    """Hold samples of one client.
 
-    ``y`` may also be masks (N, H, W), 255 where a pixel has no label, values float32 (N,) or (N, D), or sets of labels, 0 or 1 (N, K).
+    Attributes:
+        x: uint8 images (N, C, H, W), or float32 (N, ...) as the network takes them.
+        y: Classes int64 (N,); or masks (N, H, W), 255 for a pixel without label; or values float32 (N,) or (N, D);
+            or sets of labels, 0 or 1 (N, K).
     """
 
     x: Tensor
@@ -40,12 +43,21 @@ class Samples:
         return len(self.y)
 
     def batch(self, index: np.ndarray, like: Tensor, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """Inputs (B, ...) in the dtype of ``like``, images as -1..1, and labels (B,), on its device; ``augment``: changes them before."""
+        """Return a batch on the device of ``like``.
+
+        Args:
+            index: The samples of the batch.
+            like: A tensor of the wanted dtype and device.
+            augment: Changes inputs and labels before.
+
+        Returns:
+            Inputs (B, ...), images as -1..1, and labels (B, ...).
+        """
         x, y = self.rows(index, augment)
         return to_input(x.to(like.device), like.dtype), y.to(like.device)
 
     def rows(self, index: np.ndarray, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """``batch`` as it lies in memory: not yet scaled, not yet on a device."""
+        """Return a batch as it lies in memory: not scaled, and not on a device."""
         chosen = torch.from_numpy(index)
         x, y = self.x[chosen], self.y[chosen]
         return (x, y) if augment is None else augment(x, y)
@@ -53,7 +65,7 @@ class Samples:
 
 @contextmanager
 def torch_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Dropout and the like draw from ``seed`` inside the block; outside, torch's generators are as they were."""
+    """Let dropout and the like draw from ``seed`` in the block; afterwards torch's generators are as before."""
     cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if cuda else []):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every accelerator, forked or not
@@ -72,11 +84,19 @@ def statistics_pass(
     batch_size: int = PASS_BATCH,
     measure: Callable[[Inputs], dict[str, Moments]] | None = None,
 ) -> dict[str, Moments]:
-    """Moments that ``how`` asks for, of every BatchNorm layer over (a seeded random subset of) ``samples``, in evaluation mode.
+    """Measure the moments that ``how`` describes, of every BatchNorm layer, in evaluation mode.
 
-    Changes nothing: no gradient, no random number but from ``rng``, no statistic, the mode of every module as before. Normalisers depend
-    on how data fall into batches: they are measured in random batches of about ``batch_size``, which should be that of training. A
-    normaliser needs two samples: of fewer nothing is measured. ``measure``: takes the batches of inputs in place of ``measured``.
+    The model stays unchanged: no gradient, no statistic, the mode of every module as before; random numbers come from
+    ``rng`` alone. Normalisers depend on how data fall into batches, so they are measured in random batches. They need two
+    samples; with fewer nothing is measured.
+
+    Args:
+        model: The network.
+        samples: The samples.
+        how: What to measure, and on how many random samples.
+        rng: The generator of the random samples and batches.
+        batch_size: The batch size of normalisers, which should be that of training.
+        measure: A function of the batches of inputs that replaces ``measured``.
     """
     like = inputs_like(model)
     parts = pieces(len(samples), how, rng, batch_size)
@@ -88,7 +108,7 @@ def statistics_pass(
 
 
 def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: int = PASS_BATCH) -> list[np.ndarray]:
-    """The index arrays that a statistics pass over ``n`` samples goes through; none where there are too few."""
+    """Return the index arrays of a statistics pass over ``n`` samples; none if there are too few."""
     chosen = np.arange(n)
     if 0 < how.samples < n:
         chosen = np.sort(rng.choice(n, how.samples, replace=False))
@@ -102,9 +122,13 @@ def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: in
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 0, task: Task = CLASSIFICATION) -> MetricState:
-    """``model`` in evaluation mode on ``data``: samples, or batches of any iterable as ``task.read`` takes them (a DataLoader's, say).
+    """Evaluate ``model`` in evaluation mode on ``data``.
 
-    ``batch_size``: of samples; 0: 500, or 8 with masks, which are large.
+    Args:
+        model: The network.
+        data: Samples, or an iterable of batches as ``task.read`` takes them (a DataLoader, say).
+        batch_size: The batch size for samples; 0: 500, or 8 with masks, which are large.
+        task: The task.
     """
     model.eval()
     state, like = task.state(), inputs_like(model)

@@ -1,4 +1,4 @@
-"""The statistics pass: it measures what normalisation layers see of data, and leaves the network as it was."""
+"""Measure what normalisation layers see of data (the statistics pass), and leave the network unchanged."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def measured(
     how: StatisticsPass,
     forward: Forward = called,
 ) -> dict[str, Moments]:
-    """Moments that ``how`` asks for, of every BatchNorm layer over ``batches`` of inputs, in evaluation mode.
+    """Measure the moments that ``how`` describes, of every BatchNorm layer over ``batches`` of inputs.
 
-    Changes nothing: no gradient, no random number, no statistic, the mode of every module as before. A batch that has one value per channel
-    in a layer that normalises as in training is left out.
+    The model is in evaluation mode and stays unchanged: no gradient, no random number, no statistic, the mode of every
+    module as before. A batch with one value per channel in a layer that normalises as in training is left out.
     """
     with measuring(model, how) as observed:
         for x in batches:
@@ -45,7 +45,7 @@ def measured(
 
 @contextmanager
 def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
-    """Inside, ``model`` is in the modes of the pass ``how``, and each of its forward passes adds what that asks for, by BatchNorm layer."""
+    """Put ``model`` into the modes of the pass ``how``; each of its forward passes adds moments by BatchNorm layer."""
     training = {module: module.training for module in model.modules()}
     held = held_layers(model)
     model.eval()

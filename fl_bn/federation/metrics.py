@@ -1,4 +1,4 @@
-"""Metrics by name: series of them, and what those of several clients say together."""
+"""Handle metrics by name: series of them, and the summary over several clients."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from fl_bn.task import Task
 
 
 def series(metrics: Mapping[str, float], stem: str) -> list[float]:
-    """The metrics called ``stem`` and a number, in order; empty if there is none."""
+    """Return the metrics with the name ``stem`` and a number, in order; empty without any."""
     names = (f"{stem}{index}" for index in count())
     return [metrics[name] for name in takewhile(metrics.__contains__, names)]
 
 
 def named_series(stem: str, values: Sequence[float]) -> dict[str, float]:
-    """The inverse of ``series``."""
+    """Return name -> value for a series: the inverse of ``series``."""
     return {f"{stem}{index}": value for index, value in enumerate(values)}
 
 
 def fits(task: Task, name: str, value: float) -> bool:
-    """Whether ``value`` is a finite one in the range of the metric ``name``."""
+    """Tell whether ``value`` is finite and in the range of the metric ``name``."""
     low, high = task.declared()[name]
     return math.isfinite(value) and low <= value <= high
 
 
 def over_clients(task: Task, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of several clients taken together, each client counted once.
+    """Summarise the metrics of several clients, each client counted once.
 
-    Of the task's own metric, all of which must be in its range: mean, standard deviation, and the worst (``accuracy``, ``accuracy-std``,
-    ``accuracy-min``). Of ``loss`` the mean. Of every other metric the mean over the clients that have it: a value out of its range
-    counts as absent; NaN where all are.
+    The task's own metric, always in its range, has mean, standard deviation and worst value (``accuracy``,
+    ``accuracy-std``, ``accuracy-min``). ``loss`` has its mean. Every other metric has the mean over the clients with a
+    value in its range; NaN without any.
     """
     own = np.array([metrics[task.metric] for metrics in measured])
     worst = own.min() if task.higher_is_better else own.max()
     spread = {task.metric: own.mean(), f"{task.metric}-std": own.std(), f"{task.metric}-{task.worst()}": worst}
-    found = {name: float(value) for name, value in spread.items()} | {"loss": float(np.mean([metrics["loss"] for metrics in measured]))}
+    summary = {name: float(value) for name, value in spread.items()} | {"loss": float(np.mean([metrics["loss"] for metrics in measured]))}
     for stem in task.declared():
         if stem != task.metric:
             for name in _names(stem, measured):
                 values = [metrics[name] for metrics in measured if name in metrics and fits(task, stem, metrics[name])]
-                found[name] = sum(values) / len(values) if values else math.nan
-    return found
+                summary[name] = sum(values) / len(values) if values else math.nan
+    return summary
 
 
 def _names(stem: str, measured: Sequence[Mapping[str, float]]) -> list[str]:

@@ -1,7 +1,8 @@
-"""Momentum that outlives a round: the clients' optimiser buffers in and out, by name.
+"""Keep momentum between rounds: the clients' optimiser buffers in and out, by name.
 
-Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), appendix C.4: ``reset`` every round, ``local``
-(kept by each client), or ``global`` (sent up, averaged with the weights' weights, sent down: double payload).
+Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), appendix C.4: ``reset``
+every round, ``local`` (kept by each client), or ``global`` (sent up, averaged with the weights' weights, sent down:
+double payload).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Buffers = dict[str, dict[str, Tensor]]  # torch's name of the buffer, name of th
 
 
 def load_buffers(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Let ``optimizer`` go on from ``buffers``, for those of its parameters that have all of them; the others start afresh."""
+    """Load ``buffers`` into ``optimizer``, for its parameters that have all of them; the others start afresh."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
         if buffers and id(parameter) in mine and all(name in of for of in buffers.values()):
@@ -34,7 +35,7 @@ def load_buffers(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], b
 
 
 def buffers_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, str]) -> Buffers:
-    """The buffers of ``kinds`` that ``optimizer`` has; a parameter that was never stepped has none."""
+    """Return the buffers of ``kinds`` that ``optimizer`` has; a parameter that never stepped has none."""
     state = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
     return {
         key: {name: torch.as_tensor(of[key]).detach().clone() for name, of in state.items() if of.get(key) is not None} for key in kinds
@@ -42,12 +43,12 @@ def buffers_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], kin
 
 
 def to_kept(buffers: Buffers) -> dict[str, Tensor]:
-    """Return ``buffers`` as one section of what a client keeps, with names ``buffer/parameter``."""
+    """Return ``buffers`` as one section of a client's kept tensors, with names ``buffer/parameter``."""
     return {f"{key}/{name}": tensor for key, of in buffers.items() for name, tensor in of.items()}
 
 
 def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
-    """The inverse of ``to_kept``."""
+    """Return the buffers of such a section: the inverse of ``to_kept``."""
     buffers: Buffers = {}
     for entry, tensor in kept.items():
         key, _, name = entry.partition("/")
@@ -56,12 +57,12 @@ def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
 
 
 def restart(optimizer: Optimizer, method: Method, phase: Phase, steps: int) -> None:
-    """Have ``optimizer`` forget a step that was exchanged, where the method says so; it is called after each.
+    """Clear the state of ``optimizer`` after an exchanged step, if the method asks for it; call this after each step.
 
     Args:
-        optimizer: Of one client, or of a stack of clients.
-        method: Of the round.
-        phase: Of the round.
+        optimizer: The optimiser of one client, or of a stack of clients.
+        method: The method.
+        phase: The phase of the round.
         steps: How many steps were made before this one.
     """
     if method.restarts and phase is Phase.EXCHANGE and steps == 0:

@@ -1,10 +1,9 @@
-"""Weights and gradients in two bytes a number while they travel, in place of four.
+"""Send weights and gradients in two bytes a number instead of four.
 
-Rounding to the nearest changes a number by at most 2^-8 of its size as ``bfloat16`` (range of float32), and by at most 2^-11 as
-``float16``, whose largest number is 65504. Below 2^-14 float16 has steps of 2^-24, so that the error there is up to 2^-25.
-
-Whatever else travels stays exact: statistics and moments, buffers, and what accompanies the weights (control variates, momentum). NumPy has
-no bfloat16, so its bit patterns travel as uint16; the message's header names the type.
+Rounding to the nearest changes a number by at most 2^-8 of its size as ``bfloat16`` (range of float32), and by at most
+2^-11 as ``float16``, whose largest number is 65504. Below 2^-14 float16 has steps of 2^-24, so the error there is up to
+2^-25. Everything else stays exact: statistics and moments, buffers, and auxiliary tensors (control variates,
+momentum). NumPy has no bfloat16, so its bit patterns travel as uint16; the message's header names the type.
 """
 
 from __future__ import annotations
@@ -32,18 +31,24 @@ Turn = Callable[[str, str, np.ndarray], np.ndarray]
 
 
 class Overflow(ValueError):
-    """A number is too large for the type that it was to travel in."""
+    """Report a number that is too large for the type in which it should travel."""
 
 
 @dataclass(frozen=True)
 class PayloadDtype:
-    """How a message carries ``tensors``, the model's parameters by name with their own dtype, in its sections ``ROUNDED``."""
+    """Convert the sections ``ROUNDED`` of a message to the dtype in which they travel, and back.
+
+    Attributes:
+        dtype: The name of the dtype on the wire.
+        tensors: The model's parameters: name -> its own dtype.
+    """
 
     dtype: str = AS_THE_MODEL
     tensors: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @classmethod
     def of(cls, dtype: str, model: nn.Module) -> PayloadDtype:
+        """Make the conversion for ``model``'s parameters that are wider than two bytes."""
         check_name("payload", dtype, PAYLOADS)
         if dtype == AS_THE_MODEL:
             return EXACT
@@ -51,28 +56,32 @@ class PayloadDtype:
         return cls(dtype, wide)
 
     def narrow(self, payload: Payload, overflows: bool = False) -> Payload:
-        """``payload`` as it travels. NaN and Inf, of a training that diverged, stay what they are.
+        """Return ``payload`` as it travels; NaN and Inf, of a training that diverged, stay as they are.
+
+        Args:
+            payload: The payload in the model's own dtypes.
+            overflows: Whether a number that is too large becomes Inf.
 
         Raises:
-            Overflow: a finite number is beyond the type's largest; with ``overflows`` it becomes Inf.
+            Overflow: A finite number is too large, without ``overflows``.
         """
         return payload if self.dtype == AS_THE_MODEL else self._each(payload, partial(self._narrowed, overflows))
 
     def widen(self, payload: Payload) -> Payload:
-        """Return ``payload`` in the model's own dtypes. A tensor of another shape or name is for the schema to refuse.
+        """Return ``payload`` in the model's own dtypes; the schema checks names and shapes.
 
         Raises:
-            WireError: a tensor came in another type than the message was to have.
+            WireError: A tensor has another type than the message should have.
         """
         return payload if self.dtype == AS_THE_MODEL else self._each(payload, self._widened)
 
     def nbytes(self, sections: Mapping[str, Mapping[str, Tensor]]) -> dict[str, int]:
-        """Bytes by section of tensors in the model's own dtypes, as they travel."""
-        found = {section: nbytes({section: tensors}) for section, tensors in sections.items()}
+        """Return section -> bytes of these tensors as they travel."""
+        sizes = {section: nbytes({section: tensors}) for section, tensors in sections.items()}
         for section in ROUNDED if self.tensors else ():
             narrowed = [tensor for name, tensor in sections.get(section, {}).items() if name in self.tensors]
-            found |= {section: found[section] - sum(t.numel() * (t.itemsize - BYTES) for t in narrowed)} if narrowed else {}
-        return found
+            sizes |= {section: sizes[section] - sum(t.numel() * (t.itemsize - BYTES) for t in narrowed)} if narrowed else {}
+        return sizes
 
     def _each(self, payload: Payload, turned: Turn) -> Payload:
         new = dict(payload)
@@ -104,10 +113,13 @@ EXACT = PayloadDtype()
 
 
 def check_payload(dtype: str, method: Method) -> None:
-    """Raises ValueError where ``method`` needs what travels as it is."""
+    """Check that ``method`` works with a payload of ``dtype``.
+
+    Raises:
+        ValueError: The method needs an exact payload.
+    """
     check_name("payload", dtype, PAYLOADS)
     if dtype != AS_THE_MODEL and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
         raise ValueError(
-            f"{method.name} takes the centralised step, and rounded weights would take another: payload-dtype must be {AS_THE_MODEL}, "
-            f"but got {dtype!r}"
+            f"{method.name} makes the centralised step, which needs exact weights: payload-dtype must be {AS_THE_MODEL}, but got {dtype!r}"
         )

@@ -1,4 +1,4 @@
-"""A converted network that serves one round after another: what is worked out of it once, and how it becomes pristine again."""
+"""Lend pristine copies of a converted network to one round after another, and compute its facts once."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, subm
 
 
 class Network:
-    """``model``, converted for ``method``; itself it is never changed.
+    """Lend copies of ``model``, which is converted for ``method`` and never changes itself.
 
-    What depends on model and method alone is worked out once. ``lend`` gives a copy that is as ``model`` is; copies that came back are
-    lent again, so that as many are made as are out at a time.
+    Facts of model and method are computed once. Returned copies are lent again, so there are only as many copies as were
+    lent at a time.
     """
 
     def __init__(self, model: nn.Module, method: Method, device: torch.device | None = None) -> None:
@@ -44,7 +44,7 @@ class Network:
 
     @contextmanager
     def lend(self) -> Iterator[Copy]:
-        """A pristine copy of ``model`` on the device, for the block."""
+        """Lend a pristine copy of ``model`` on the device, for the block."""
         while self._back:
             lent, pristine = self._back.pop()
             if pristine.restored():
@@ -59,38 +59,39 @@ class Network:
                 self._back.append((lent, pristine))
 
     def keep(self, most: int) -> None:
-        """Let go of all copies that came back but ``most``."""
+        """Drop all returned copies but ``most``."""
         del self._back[most:]
 
     @cached_property
     def signature(self) -> str:
+        """Return the signature of model and method."""
         return signature(self.original, self.method)
 
     @cached_property
     def role(self) -> dict[str, Role]:
-        """Return each tensor's role, by the tensor's name."""
+        """Return name -> role of each tensor."""
         return roles(self.original)
 
     @cached_property
     def centred(self) -> list[str]:
-        """Return the names of the weights whose gradients are centred, where the method centres any."""
+        """Return the names of the weights whose gradients are centred, if the method centres any."""
         return centred_weights(self.original)
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
-        """See ``schema.instruction``."""
+        """Return the schema of an instruction, see ``schema.instruction``."""
         if (key := tuple(auxiliary)) not in self._schemas:
             self._schemas[key] = schema.instruction(self.original, self.method, key)
         return self._schemas[key]
 
     def reply(self, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
-        """See ``schema.reply``."""
+        """Return the schema of a reply, see ``schema.reply``."""
         if (key := (phase, update, *auxiliary)) not in self._schemas:
             self._schemas[key] = schema.reply(self.original, self.method, phase, update, auxiliary)
         return self._schemas[key]
 
 
 class Copy:
-    """A copy of a network, or a model that its owner looks after himself: ``Copy.of``."""
+    """Hold a lent copy of a network, or a model that its owner manages (``Copy.of``)."""
 
     def __init__(self, model: nn.Module, network: Network) -> None:
         self.model, self.network = model, network
@@ -98,18 +99,19 @@ class Copy:
 
     @classmethod
     def of(cls, model: nn.Module, method: Method) -> Copy:
+        """Wrap a model that its owner manages."""
         return cls(model, Network(model, method))
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """``model.state_dict()``."""
+        """Return ``model.state_dict()``."""
         if self._slots is None:
             return self.model.state_dict()
         return {name: tensors[key].detach() for name, (tensors, key) in self._slots.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """``model.load_state_dict(tensors, strict=False)``, of tensors that have passed a schema."""
+        """Load tensors as ``model.load_state_dict(tensors, strict=False)`` does; a schema has checked them."""
         if self._slots is None:
             load_tensors(self.model, tensors)
         elif tensors:
@@ -118,7 +120,7 @@ class Copy:
 
 
 class _Pristine:
-    """All of a model's state as it is now: every tensor, mode and plain attribute of every module, and how many hooks it has."""
+    """Remember a model's state: every tensor, mode and plain attribute of every module, and its number of hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -136,7 +138,7 @@ class _Pristine:
 
     @torch.no_grad()
     def restored(self) -> bool:
-        """Put everything back; false where something changed that cannot be put back, so that another copy is needed."""
+        """Restore the state; return False if a change cannot be undone, so that another copy is needed."""
         if not all(len(now) == len(names) and all(map(is_, map(now.get, names), were)) for now, names, were in self._slots):
             return False
         if list(map(len, self._hooks)) != self._hooked:
@@ -156,15 +158,15 @@ class _Pristine:
 
 
 def _own_state(module: nn.Module) -> dict[str, Any]:
-    """The attributes that ``module`` has beside torch's bookkeeping, without what a hook makes anew in every forward pass."""
+    """Return the attributes of ``module`` beside torch's bookkeeping, without the results of hooks in a forward pass."""
     others = _TORCHS | results(module)
     return {name: value for name, value in vars(module).items() if name not in others}
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
-    """Where ``model`` has each tensor of its state_dict: of a module's tensors, the key. A tensor itself may be replaced: ``model.to``.
+    """Return name -> (a module's tensors, key) for each tensor of the state_dict; ``model.to`` may replace the tensors.
 
-    None where loading a state_dict is not copying its tensors, as a module has a way of its own.
+    None if loading a state_dict is more than copying its tensors, because a module loads in its own way.
     """
     if not all(map(_has_no_way, model.modules())):
         return None
@@ -184,7 +186,7 @@ def _has_no_way(module: nn.Module) -> bool:
 
 
 def _plain(value: Any) -> bool:
-    """Whether ``value`` has no state of its own but what ``==`` compares."""
+    """Tell whether ``==`` compares all of the state of ``value``."""
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_plain, value))
     if isinstance(value, dict):

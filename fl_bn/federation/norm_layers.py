@@ -1,4 +1,4 @@
-"""Whether a network has the layers that a method is about: said, or refused, before round 1, by one rule in every door."""
+"""Check before round 1 that a network has the layers that a method is about, by one rule for every door."""
 
 from __future__ import annotations
 
@@ -16,75 +16,76 @@ SHOWN = 3  # layers of a kind that a message names
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether ``model``, converted or not, has a layer that methods take for BatchNorm."""
+    """Tell whether ``model``, converted or not, has a layer that methods take for BatchNorm."""
     return bool(batch_norms(model)) or any(kind_of(module) is not None for module in model.modules())
 
 
 def no_batch_norm(model: nn.Module, method: Method) -> str:
-    """Say that ``method`` has nothing to do in a ``model`` without BatchNorm.
+    """Explain that ``method`` has nothing to do in a ``model`` without BatchNorm.
 
     Returns:
-        One sentence; empty where it has something to do, or where averaging is all that was asked.
+        One sentence; empty if the method has something to do, or is plain averaging anyway.
     """
     if has_batch_norm(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
         return ""
     if without_subject(method):
-        said = (
-            f"method {method.name} is about the statistics of BatchNorm, but this model has no BatchNorm layer, so all that is left is "
-            "federated averaging. Take fedavg, or a network with BatchNorm"
+        sentence = (
+            f"method {method.name} is about the statistics of BatchNorm, but this model has no BatchNorm layer, so the method would be "
+            "plain federated averaging. Take fedavg, or a network with BatchNorm"
         )
     else:
-        said = f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
+        sentence = f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
     lookalikes = {type(layer).__name__: None for layer in unknown_norms(model).values() if tracks_statistics(layer)}
-    return said + "".join(f". If {kind} is BatchNorm, register it: {registering(kind)}" for kind in lookalikes)
+    return sentence + "".join(f". If {kind} is BatchNorm, register it: {registering(kind)}" for kind in lookalikes)
 
 
 def registering(kind: str) -> str:
-    """The call that registers a class named ``kind``, which is no subclass of torch's BatchNorm, as one of its kinds."""
+    """Return the call that registers the class ``kind``, which is no subclass of torch's BatchNorm, as BatchNorm."""
     return f"fl_bn.register_batch_norm({kind}, convert=...)"
 
 
 def without_subject(method: Method) -> bool:
-    """Whether ``method`` is about statistics that clients report or measure: without BatchNorm it is refused.
+    """Tell whether ``method`` is about statistics that clients report or measure: without BatchNorm it is refused.
 
-    Others are federated averaging there, and say so: those that keep BatchNorm at the clients, or replace it by another normaliser.
+    Other methods (those that keep BatchNorm at the clients, or replace it by another normaliser) are federated averaging
+    there, with a warning.
     """
     return method.report is not Report.NOTHING or method.refresh is not Refresh.NOTHING
 
 
 def check_layers(model: nn.Module, method: Method) -> None:
-    """Look for BatchNorm in ``model``, converted for ``method`` or not.
+    """Check that ``model``, converted for ``method`` or not, has BatchNorm.
 
     Raises:
-        ValueError: there is none, and without it ``method`` means nothing.
+        ValueError: It has none, and ``method`` means nothing without it.
     """
     if without_subject(method) and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)
 
 
 def looks_like_norm(model: nn.Module, method: Method) -> list[str]:
-    """Name the layers of ``model`` that are norm layers by their looks alone, one sentence for each kind."""
-    found = defaultdict[type[nn.Module], list[str]](list)
+    """Return one sentence per kind of layer in ``model`` that is a norm layer by its looks alone."""
+    by_kind = defaultdict[type[nn.Module], list[str]](list)
     for name, layer in unknown_norms(model).items():
         if kind_of(layer) is None:
-            found[type(layer)].append(name or "the model")
-    said = []
-    for kind, names in found.items():
+            by_kind[type(layer)].append(name or "the model")
+    sentences = []
+    for kind, names in by_kind.items():
         which = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         where = f"{which} ({kind.__name__})"
         if tracks_statistics(model.get_submodule("" if names[0] == "the model" else names[0])):
             fate = "shares its tensors" if any(map(method.shares, Role)) else "keeps its tensors"
-            said.append(
+            sentences.append(
                 f"{where}: looks like BatchNorm, but is none by type, so method {method.name} {fate} like those of any other layer. If it "
                 f"is BatchNorm, register it: {registering(kind.__name__)}"
             )
         else:
-            said.append(f"{where}: a norm layer by its name alone, treated like any other layer without statistics")
-    return said
+            sentences.append(f"{where}: a norm layer by its name alone, treated like any other layer without statistics")
+    return sentences
 
 
 def say_absent(model: nn.Module, method: Method) -> None:
-    """Log, once at the start of a run, what ``method`` does not find in the unconverted ``model``, or does not know."""
+    """Log, once at the start of a run, that the unconverted ``model`` lacks BatchNorm, or has unknown norm layers."""
     if reason := no_batch_norm(model, method):
         LOGGER.warning("%s", reason)
     for line in looks_like_norm(model, method):

@@ -1,8 +1,9 @@
-"""Batches of one sample, which have no variance where a BatchNorm layer sees one value per channel of them.
+"""Handle batches of one sample, which have no variance in a BatchNorm layer with one value per channel.
 
-Where no layer normalises with the statistics of its batch (FBN, group and layer normalisation, frozen rounds), one sample is a batch like
-any other. Where one does, a loader's batch of one sample is left out if a layer would see one value per channel of it. Batches that fl-bn
-draws itself are never of one sample there: it joins the batch before, and a client of one sample sits the round out.
+If no layer normalises with the statistics of its batch (FBN, group and layer normalisation, frozen rounds), one sample
+is a batch like any other. Otherwise a loader's batch of one sample is left out if a layer would see one value per
+channel of it. Batches that fl-bn draws itself never have one sample there: it joins the batch before, and a client of
+one sample sits the round out.
 """
 
 from __future__ import annotations
@@ -30,20 +31,22 @@ ADVICE = (
 
 
 def batch_statistics(model: nn.Module, method: Method, phase: Phase) -> dict[str, nn.Module]:
-    """Return the BatchNorm layers of ``model`` (converted) that normalise a training batch with its statistics in ``phase``, by name."""
+    """Return the BatchNorm layers of ``model`` (converted) that normalise with a batch's statistics in ``phase``."""
     frozen = phase is Phase.FROZEN and Role.STATISTIC in method.frozen
     return {} if method.constant or frozen else dict(batch_norms(model))
 
 
 def fewest(model: nn.Module, method: Method, phase: Phase) -> int:
-    """Return how many samples a batch that fl-bn draws must have at least: 2 where a layer normalises with its statistics, else 1."""
+    """Return the fewest samples of a batch that fl-bn draws: 2 if a layer normalises with its statistics, else 1."""
     return 2 if batch_statistics(model, method, phase) else 1
 
 
 class Trainable:
-    """The ``batches`` of a loader that ``round`` can train on, to be gone through inside ``round.open()``.
+    """Iterate over the ``batches`` of a loader that ``round`` can train on, inside ``round.open()``.
 
-    ``left_out`` counts the others, in all passes so far. ``drawn``: fl-bn draws the batches itself. ``all``: the batches before that.
+    Attributes:
+        all: The batches as the loader gives them.
+        left_out: How many batches were left out, in all passes so far.
     """
 
     def __init__(self, round: LocalRound, batches: Iterable[Any], task: Task = CLASSIFICATION, drawn: bool = False) -> None:
@@ -51,7 +54,11 @@ class Trainable:
         self._seen: dict[tuple[tuple[int, ...], ...], bool] = {}
 
     def __len__(self) -> int:
-        """The number of batches of one pass, those that are left out included. TypeError where the loader does not know it."""
+        """Return the number of batches of one pass, also those that are left out.
+
+        Raises:
+            TypeError: The loader does not have a length.
+        """
         return len(self.all)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,14 +88,14 @@ class Trainable:
 def without_variance(model: nn.Module, layers: Mapping[str, nn.Module], x: Any, task: Task = CLASSIFICATION) -> list[str]:
     """Return the names of those ``layers`` of ``model`` that see one value per channel of the inputs ``x``.
 
-    That takes a forward pass in evaluation mode. It changes nothing of the model.
+    It takes a forward pass in evaluation mode, which leaves the model unchanged.
     """
-    found: list[str] = []
+    names: list[str] = []
 
     def reached(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         seen = next(iter([*args, *named.values()]))
         if seen.numel() == seen.shape[1]:
-            found.append(name)
+            names.append(name)
 
     modes = {module: vars(module)["training"] for module in model.modules()}
     model.eval()
@@ -100,12 +107,12 @@ def without_variance(model: nn.Module, layers: Mapping[str, nn.Module], x: Any, 
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return found
+    return names
 
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Let the error that a layer raises for a batch of one sample, in a training loop of the user's own, say what to do."""
+    """Add advice to the error that a layer raises for a batch of one sample, in a user's own training loop."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A payload is what travels between server and clients: named tensors by section, as tensors here and as NumPy arrays on the wire."""
+"""Encode payloads: named tensors by section, as tensors here and as NumPy arrays on the wire."""
 
 from __future__ import annotations
 
@@ -20,28 +20,33 @@ Payload = dict[str, dict[str, np.ndarray]]
 
 
 def signature(model: nn.Module, method: Method) -> str:
-    """A short digest of the method's name and of every tensor's name, role, shape and dtype."""
+    """Return a short digest of the method's name and of every tensor's name, role, shape and dtype."""
     role = roles(model)
     parts = [f"{k} {role[k].value} {tuple(t.shape)} {t.dtype}" for k, t in model.state_dict().items()]
     return hashlib.sha256("\n".join([method.name, *parts]).encode()).hexdigest()[:16]
 
 
 def nbytes(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> int:
-    """Bytes of the tensors or arrays themselves, without Flower's framing."""
+    """Return the bytes of the tensors or arrays themselves, without Flower's framing."""
     return sum(int(array.nbytes) for arrays in payload.values() for array in arrays.values())
 
 
 def count_tensors(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> int:
+    """Count the tensors of all sections."""
     return sum(len(arrays) for arrays in payload.values())
 
 
 def tensor_name(layer: str, key: str) -> str:
-    """The state_dict name of tensor ``key`` of ``layer`` ("" is the model itself)."""
+    """Return the state_dict name of tensor ``key`` of ``layer`` ("" is the model itself)."""
     return f"{layer}.{key}" if layer else key
 
 
 def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Raises WireError for a dtype that NumPy, and so the wire, does not have."""
+    """Convert tensors to NumPy arrays.
+
+    Raises:
+        WireError: NumPy, and so the wire, does not have the dtype.
+    """
     arrays: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
         try:
@@ -56,12 +61,15 @@ def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
 
 
 def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Tensors of their own memory: arrays off the wire are read-only."""
+    """Copy arrays to tensors with their own memory: received arrays are read-only."""
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
 def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Three tensors per layer, on the CPU: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in ``dtype``. Count 0: the layer did not run."""
+    """Encode moments as three tensors per layer, on the CPU.
+
+    They are ``count`` int64 (1,), and ``mean`` and ``var`` (C,) in ``dtype``. Count 0 means that the layer did not run.
+    """
     tensors: dict[str, Tensor] = {}
     for layer, m in moments.items():
         tensors[tensor_name(layer, "count")] = torch.tensor([m.count])
@@ -70,7 +78,7 @@ def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[s
 
 
 def decode_moments(tensors: Named) -> dict[str, Moments]:
-    """The inverse of ``encode_moments``, in float64; the tensors have passed a ``Schema``."""
+    """Decode tensors that passed a ``Schema`` to moments in float64: the inverse of ``encode_moments``."""
     layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "count"]
 
     def of(layer: str, key: str) -> Tensor:

@@ -1,12 +1,13 @@
-"""Re-calibration: the exact statistics of the union of the clients' data in every BatchNorm layer, by passes in evaluation mode.
+"""Re-calibrate: compute the exact statistics of the union of the clients' data in every BatchNorm layer, by passes.
 
-PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3) without its batches, and federated. In evaluation mode every
-client normalises with the same constants, so the pooled moments of a layer's input are those of the union of all data *under the
-statistics of the layers below*. These are exact after the pass before: pass p makes layers 1..p exact, and L passes all L of them. A pass
-that moves nothing has found all exact. Passes that go on until then change the layers from below (``unreached``); a given, smaller number
-of passes changes all layers each time, so that none keeps what is known to be wrong.
+This is PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3) without its batches, and federated. In
+evaluation mode every client normalises with the same constants, so the pooled moments of a layer's input are those of
+the union of all data *under the statistics of the layers below*. These are exact after the pass before: pass p makes
+layers 1..p exact, and L passes all L of them. If a pass moves nothing, all are exact. Passes without a given number
+change the layers from below (``unreached``). A given, smaller number of passes changes all layers each time, so that no
+layer keeps statistics that are known to be wrong.
 
-Works for any torch network, converted or not, trained in a federation or not; weights are never touched.
+It works for any torch network, converted or not, trained in a federation or not; weights never change.
 """
 
 from __future__ import annotations
@@ -27,16 +28,23 @@ from fl_bn.moments import Moments, Running
 from fl_bn.roles import Role, batch_norms, inputs_like
 
 TOLERANCE = 32.0
-"""Movements that count as none, in units of the rounding (eps) of the statistics' dtype: of a mean relative to its size and its standard
-deviation, of a variance relative to itself. A pass repeated on the same statistics gives the same bits on a CPU; on a GPU the order of a
-sum is not fixed, and its rounding is some eps per level of the summation tree. 32 eps are 4e-6 in float32 and 7e-15 in float64."""
+"""Largest movement that counts as none, in units of the rounding (eps) of the statistics' dtype.
+
+A mean moves relative to its size and its standard deviation, a variance relative to itself. A pass repeated on the same
+statistics gives the same bits on a CPU. On a GPU the order of a sum is not fixed, and its rounding is some eps per level of the
+summation tree. 32 eps are 4e-6 in float32 and 7e-15 in float64.
+"""
 
 
 class Movement(NamedTuple):
-    """How far a pass moved one layer's statistics, by the channel that moved most.
+    """Hold how far a pass moved one layer's statistics, by the channel that moved most.
 
-    ``mean``: in standard deviations of the statistics before; ``variance``: the factor by which it changed, farthest from 1. Both with
-    the layer's ``eps`` in the variance, as it normalises.
+    Both numbers have the layer's ``eps`` in the variance, as it normalises.
+
+    Attributes:
+        layer: The layer's name.
+        mean: The largest move of a mean, in standard deviations of the statistics before.
+        variance: The factor of a variance that is farthest from 1.
     """
 
     layer: str
@@ -46,10 +54,15 @@ class Movement(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass. ``number``: from 1; ``clients``: that were measured; ``settled``: it moved nothing, so that another would not, either.
+    """Hold one pass.
 
-    ``in_order``: of all layers, only the last that the network registers moved, if any. ``exchanges``: of one that went layer by layer,
-    after which all layers are exact; else 0.
+    Attributes:
+        number: The pass, from 1.
+        movements: The movement of each layer.
+        clients: How many clients were measured.
+        settled: Whether it moved nothing, so that another pass would move nothing, either.
+        exchanges: The exchanges of a pass that goes layer by layer, after which all layers are exact; else 0.
+        in_order: Whether no layer moved but the last one that the network registers.
     """
 
     number: int
@@ -71,9 +84,19 @@ class Pass:
         exchanges: int = 0,
         left: Collection[str] = (),
     ) -> Pass:
-        """From the statistics before it and those that were measured, both as the model holds them; the layers of ``left`` keep theirs.
+        """Compare the statistics before and after a pass, as the model holds them.
 
-        Where nobody was measured, nothing is settled.
+        A pass without clients settles nothing.
+
+        Args:
+            number: The pass.
+            clients: How many clients were measured.
+            old: Layer -> the statistics before.
+            new: Layer -> the measured statistics.
+            eps: Layer -> its epsilon.
+            tolerance: The largest movement that counts as none, see ``TOLERANCE``.
+            exchanges: The exchanges of a pass that goes layer by layer.
+            left: Layers that keep their statistics.
         """
         settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
         in_order = all(_still(old[name], new[name], eps[name], TOLERANCE) for name in list(new)[:-1])
@@ -82,38 +105,47 @@ class Pass:
 
     @property
     def largest(self) -> Movement:
-        """The layer whose mean moved most."""
+        """Return the movement of the layer whose mean moved most."""
         return max(self.movements, key=lambda movement: (movement.mean != movement.mean, movement.mean))
 
 
 def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
-    """Returns those of ``layers`` that pass ``number`` leaves as they were, where passes go on until all layers are exact.
+    """Return the layers that pass ``number`` keeps unchanged, if passes go on until all layers are exact.
 
-    A pass changes the layers that it makes exact and one more, in the order in which the network registers them. Each pass that changed all
-    layers would measure each under wrong statistics of those before it. In a deep network such errors multiply: those of ResNet-50
-    overflow float32 within ten passes.
+    A pass changes the layers that it makes exact and one more, in the order in which the network registers them. A pass
+    that changed all layers would measure each under wrong statistics of those before it. In a deep network such errors
+    multiply: those of ResNet-50 overflow float32 within ten passes.
     """
     return layers[number + 1 :]
 
 
 def through(layers: int, made: Pass) -> bool:
-    """Whether ``made`` is the last of passes that go on until all ``layers`` are exact.
+    """Tell whether ``made`` is the last of the passes that go on until all ``layers`` are exact.
 
-    As a rule, that is the pass with their number. A network may call its layers in another order than that in which it registers them.
-    Then something below the last layer still moves, and as many passes again, which change all layers, are enough for any order.
+    As a rule, that is the pass with their number. A network may call its layers in another order than that in which it
+    registers them. Then something below the last layer still moves, and as many passes again, which change all layers,
+    are enough for any order.
     """
     return made.settled or made.number >= 2 * layers or (made.number >= layers and made.in_order)
 
 
 def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
-    """Change the running statistics of ``model`` to those of the union of the clients' data (variance unbiased); the passes made.
+    """Set the running statistics of ``model`` to those of the union of the clients' data (variance unbiased).
 
-    At most ``passes`` (0: as many as make all layers exact), fewer where one moves nothing by more than ``tolerance`` (see ``TOLERANCE``).
-    What a client measures is rounded to the model's dtype, as on the wire: a federated run with the same clients has the same bits. A
-    layer that the network uses at two depths depends on itself: its statistics then converge, if at all, and are not exact at the end.
+    Measurements are rounded to the model's dtype, as on the wire: a federated run with the same clients has the same bits.
+    A layer that the network uses at two depths depends on itself. Its statistics may converge, but are not exact.
+
+    Args:
+        model: The network, which changes.
+        clients: The samples of each client.
+        passes: The most passes; 0: as many as make all layers exact.
+        tolerance: The largest movement that counts as none, after which passes stop; see ``TOLERANCE``.
+
+    Returns:
+        The passes.
 
     Raises:
-        ValueError: there is no data, or a BatchNorm layer keeps no running statistics.
+        ValueError: There is no data, or a BatchNorm layer keeps no running statistics.
     """
     if passes < 0 or tolerance < 0:
         raise ValueError(f"passes (0: until all layers are exact) and tolerance must be >= 0, but got {passes} and {tolerance}")
@@ -137,11 +169,11 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
 
 
 def why_not(model: nn.Module, method: Method) -> str:
-    """Why a federation of ``method`` cannot re-calibrate the (converted) ``model``; empty where it can."""
+    """Return the reason why ``method`` cannot re-calibrate the (converted) ``model``; empty if it can."""
     if not method.shares(Role.STATISTIC):
         return (
-            f"method {method.name!r} keeps running statistics at the clients, each of its own data: there are no shared ones to "
-            "re-calibrate. Take a method that shares them (fedavg, fixbn, hbn, fbn, fedtan, ...)"
+            f"method {method.name!r} keeps running statistics at the clients, so there are no shared ones to re-calibrate. Take a method "
+            "that shares them (fedavg, fixbn, hbn, fbn, fedtan, ...)"
         )
     if not batch_norms(model):
         return (
@@ -152,20 +184,20 @@ def why_not(model: nn.Module, method: Method) -> str:
 
 
 def without_statistics(model: nn.Module) -> str:
-    """Says which BatchNorm layers of ``model`` keep no running statistics, or that it has none at all; empty where all is well."""
+    """Name the BatchNorm layers of ``model`` without running statistics, or its lack of BatchNorm; empty if all is fine."""
     layers = batch_norms(model)
     if not layers:
         return "this model has no BatchNorm layer, so there are no running statistics to re-calibrate"
     if missing := [name for name, layer in layers.items() if layer.running_mean is None]:
         return (
             f"BatchNorm layer {missing[0]!r} keeps no running statistics (track_running_stats=False): it normalises with its batch in "
-            "evaluation, too, and what the layers above see depends on how data fall into batches. Build it with track_running_stats=True"
+            "evaluation, so the inputs of the layers above depend on how data fall into batches. Build it with track_running_stats=True"
         )
     return ""
 
 
 def epsilons(model: nn.Module) -> dict[str, float]:
-    """Returns epsilon by layer: what BatchNorm adds to the variance."""
+    """Return layer -> epsilon, the number that BatchNorm adds to the variance."""
     return {name: layer.eps for name, layer in batch_norms(model).items()}
 
 

@@ -1,4 +1,4 @@
-"""Records of one round: the facts that the log, the CSV, TensorBoard and the pictures all show."""
+"""Record the facts of one round, for the log, the CSV, TensorBoard and the pictures."""
 
 from __future__ import annotations
 
@@ -24,10 +24,19 @@ LOGGER = logging.getLogger("flwr")
 
 @dataclass(frozen=True, slots=True)  # a run keeps those of all rounds
 class ClientRecord:
-    """One client's part in a round. ``refused``: why its reply was not used, empty if it was. Bytes are of arrays alone.
+    """Record one client's part in a round. Bytes are of arrays alone.
 
-    ``exchanges``: layer-wise ones (FedTAN), and ``waited`` the seconds it spent in them, its own sending included.
-    ``distance``: of its update to what a robust rule made of all (L2).
+    Attributes:
+        client: The client's index.
+        samples: The samples that it trained on.
+        steps: Its local steps.
+        loss: Its mean training loss.
+        bytes_down: Bytes that it received.
+        bytes_up: Bytes that it sent.
+        exchanges: Its layer-wise exchanges (FedTAN).
+        waited: Its seconds in exchanges, its own sending included.
+        distance: The distance (L2) of its update to the result of a robust rule.
+        refused: The reason why its reply was not used; empty if it was.
     """
 
     client: int
@@ -44,10 +53,16 @@ class ClientRecord:
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """One kind of content that left one client in one message (in FedTAN's exchange: in one round).
+    """Record one kind of content that left one client in one message (in FedTAN's exchange: in one round).
 
-    ``section`` has ``tensors`` arrays of ``nbytes`` in all. ``what`` says in words what they are. ``samples``: different ones that one
-    statistic in it summarises, 0 if it holds none; ``values``: activations per channel in the layer with the fewest, 0 if unknown.
+    Attributes:
+        client: The client's index.
+        section: The section of the message.
+        what: The content in words.
+        tensors: How many arrays it has.
+        nbytes: Their bytes.
+        samples: How many different samples one statistic in it summarises; 0 without statistics.
+        values: Activations per channel in the layer with the fewest; 0 if unknown.
     """
 
     client: int
@@ -61,25 +76,25 @@ class Disclosure:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One training round.
+    """Record one training round.
 
     Attributes:
         round: From 1; 0 before the first.
-        phase: Of the method's calendar, by name.
+        phase: Its phase in the method's calendar, by name.
         learning_rate: Of the clients in this round.
-        clients: All of the cohort, in client order.
-        drift: How far the statistics moved; None where none are shared.
-        tensors_down: Tensors that each client was sent.
-        tensors_up: Tensors of a usable reply.
-        bytes_down: Bytes of arrays that each client was sent, by section.
-        bytes_up: Bytes of arrays of a usable reply, by section.
-        exchanges: Layer-wise exchanges of the round.
-        carrier: What carried them, if any.
+        clients: The records of the cohort's clients, in client order.
+        drift: How far the shared statistics moved, if there are any.
+        tensors_down: Tensors that a client received.
+        tensors_up: Tensors that a client sent.
+        bytes_down: Section -> bytes of arrays that a client received.
+        bytes_up: Section -> bytes of arrays that a client sent.
+        exchanges: Layer-wise exchanges.
+        carrier: The carrier of these exchanges.
         aggregated: Whether the round changed the model.
-        seconds: Wall clock.
-        evaluation: Metrics by name; empty where there was no evaluation. A callback's ``on_evaluation`` may add others.
-        client_evaluation: Metrics of single clients, by client.
-        disclosures: All content that left the clients, statistics-only exchanges included.
+        seconds: Its seconds of wall clock.
+        evaluation: Metrics by name; empty without an evaluation. A callback's ``on_evaluation`` may add others.
+        client_evaluation: Client -> metrics by name.
+        disclosures: The contents that left the clients, also in statistics-only exchanges.
     """
 
     round: int
@@ -101,19 +116,19 @@ class RoundRecord:
 
     @property
     def accepted(self) -> list[ClientRecord]:
-        """The clients whose replies were used."""
+        """Return the records of the clients whose reply was used."""
         return [c for c in self.clients if not c.refused]
 
     @property
     def far(self) -> list[int]:
-        """Clients whose update is farther from the robust one than ``FAR`` times the median distance."""
+        """Return the clients whose update is farther from the robust one than ``FAR`` times the median distance."""
         known = [c for c in self.accepted if not math.isnan(c.distance)]
         limit = FAR * median([c.distance for c in known]) if known else 0.0
         return [c.client for c in known if c.distance > limit]
 
     @property
     def loss(self) -> float:
-        """Mean training loss, weighted by samples."""
+        """Return the mean training loss, weighted by samples."""
         total = sum(c.samples for c in self.accepted)
         return sum(c.samples * c.loss for c in self.accepted) / total if total else float("nan")
 
@@ -173,7 +188,7 @@ def with_clients(
 
 
 def batches_trained(records: Iterable[RoundRecord]) -> int:
-    """Count the training batches that a client had in the rounds that changed the model.
+    """Count a client's training batches in the rounds that changed the model.
 
     Returns:
         The sum over these rounds of the mean over the round's clients, rounded, at least 1 a round.

@@ -1,7 +1,8 @@
-"""Says what a reply must be: here every door checks what a client sent, before anything is made of it.
+"""Check a client's reply before it is used, by the same rules at every door.
 
-In a loop of one's own and in ``Federation`` replies come as values (``Expected.check``). In Flower's messages they come as records, whose
-header says which round and which model they answer (``flower.replies``); their numbers and arrays are then checked by the same lines.
+In a loop of one's own and in ``Federation`` replies are values (``Expected.check``). In Flower's messages they are
+records, whose header names the round and the model that they answer (``flower.replies``). Their numbers and arrays are
+then checked by the same lines.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.support.wire import Absent, WireError, check_samples, reason, said, shown
 
 LOGGER = logging.getLogger("flwr")
-REPLIED = Form("metrics", {"samples": whole(), "measured": whole(default=None)})  # samples 0: the client sat out, and says no more
+REPLIED = Form("metrics", {"samples": whole(), "measured": whole(default=None)})  # samples 0: the client sat out
 TRAINED = REPLIED.and_also(
     Form(
         "metrics",
@@ -49,16 +50,17 @@ LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a loop of one'
 
 @dataclass(frozen=True)
 class Expected:
-    """Says what the replies to one instruction must be.
+    """Describe the expected replies to one instruction.
 
-    Args:
-        round: of the instruction.
-        signature: of model and method (``payload.signature``).
-        schema: the tensors.
-        form: the numbers.
-        samples: how many each client said that it has, by client; of a client that is missing here nothing is known.
-        most_steps: how many local steps a client of so many samples makes at most; 0: unknown.
-        bounds: the largest number that each section may hold; ``unbounded``: the tensors for which that does not hold.
+    Attributes:
+        round: The round of the instruction.
+        signature: The signature of model and method (``payload.signature``).
+        schema: The tensors.
+        form: The numbers.
+        samples: Client -> the number of samples that it announced, if it did.
+        most_steps: A function of a number of samples that returns the most local steps; 0: unknown.
+        bounds: Section -> its largest allowed number.
+        unbounded: Tensors without such a bound.
     """
 
     round: int
@@ -71,11 +73,11 @@ class Expected:
     unbounded: Collection[str] = ()
 
     def check(self, reply: Reply) -> Reply:
-        """Return ``reply`` with plain tensors on the CPU, the numbers that its form has, and ``largest``.
+        """Return ``reply`` with plain tensors on the CPU, the numbers of its form, and ``largest``.
 
         Raises:
-            Absent: the client sat out.
-            WireError: for the first thing that is not as expected.
+            Absent: The client sat out.
+            WireError: Something is not as expected; the first such thing is named.
         """
         if type(reply.round) is not int or reply.round != self.round:
             raise WireError("reply", "round", f"expected {self.round}, but got {said(reply.round)}")
@@ -92,19 +94,23 @@ class Expected:
         return replace(self.reply(reply.client, values, arrays_of(reply.sections)), weight=reply.weight)
 
     def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:
-        """Return the checked numbers of a reply of ``client``, as they came in ``record``; None: there is no such record.
+        """Check the numbers of a reply of ``client``.
+
+        Args:
+            client: The client's index.
+            record: The received numbers; None if the record is missing.
 
         Raises:
-            Absent: the client sat out.
-            WireError: for the first number that is missing, or is not as expected.
+            Absent: The client sat out.
+            WireError: A number is missing, or is not as expected; the first one is named.
         """
         samples: int = REPLIED.read(record)["samples"]
         check_samples(samples)
         if self.schema.sections and client in self.samples and samples > (most := self.samples[client]):
-            raise WireError("metrics", "samples", f"expected at most {most}, as the client said of itself, but got {samples}")
+            raise WireError("metrics", "samples", f"expected at most {most}, the number that the client announced, but got {samples}")
         values = self.form.read(record)
         trains = "steps" in self.form.fields
-        measured = self.samples.get(client, LARGEST if trains else samples)  # who trains on few of its samples may measure all of them
+        measured = self.samples.get(client, LARGEST if trains else samples)  # a client may train on few of its samples and measure all
         for name, most in (("batch", samples), ("measured", measured)):
             if name in self.form.fields and values.get(name, 0) > most:
                 raise WireError("metrics", name, f"expected at most {most}, the client's samples, but got {values[name]}")
@@ -115,10 +121,10 @@ class Expected:
         return values
 
     def reply(self, client: int, values: Values, payload: Payload) -> Reply:
-        """Return the reply of ``client`` with these checked numbers, and these arrays.
+        """Make the reply of ``client`` from checked numbers and received arrays.
 
         Raises:
-            WireError: for the first array that is missing, extra, or not as expected.
+            WireError: An array is missing, extra, or not as expected; the first one is named.
         """
         largest = self.schema.check(payload)
         for section, size in largest.items():
@@ -130,14 +136,14 @@ class Expected:
         return Reply(client, sections, samples, samples, numbers, self.round, self.signature, max(largest.values(), default=0.0))
 
     def _check_sizes(self, section: str, arrays: Mapping[str, np.ndarray], most: float) -> None:
-        """Raise WireError for the first tensor with a larger number than ``most``; a network's buffers may hold any (counts, say)."""
+        """Raise WireError for the first tensor with a number above ``most``; buffers (counts, say) have no bound."""
         for name, array in arrays.items():
             if name not in self.unbounded and (size := _size(array)) > most:
                 raise WireError(
                     section,
                     name,
-                    f"expected numbers within +-{most:.3g}, by the model that was sent ({WIDEST_WEIGHT:g} times its largest weight, or 1), "
-                    f"but the largest is {size:.3g}: its training diverged, or it lies",
+                    f"expected numbers within +-{most:.3g}, by the server's model ({WIDEST_WEIGHT:g} times its largest weight, or 1), but "
+                    f"the largest is {size:.3g}: the client's training diverged, or it lies",
                 )
 
 
@@ -147,10 +153,11 @@ def _size(array: np.ndarray) -> float:
 
 
 def arrays_of(sections: Any) -> Payload:
-    """Return the arrays of a reply's tensors, which are not copied where they are plain and on the CPU.
+    """Return the arrays of a reply's tensors, without a copy if they are plain and on the CPU.
 
     Raises:
-        WireError: they are not tensors by name and section, or hold no values that can be read (sparse ones, or those of device ``meta``).
+        WireError: They are not tensors by name and section, or have no readable values (sparse tensors, or those of
+            device ``meta``).
     """
     if not isinstance(sections, Mapping):
         raise WireError("reply", "sections", f"expected tensors by name and section, but got a {type(sections).__name__}")

@@ -1,8 +1,8 @@
-"""Which replies claim more activations, or more steps, than their samples can have, by what the others of the cohort claim.
+"""Find replies that claim more activations or steps than their samples can have, compared with the cohort's claims.
 
-Moments weigh by their number of activations (``moments/LAYER.count``). That is the number of samples behind them times the activations of
-a sample. The samples are in the reply: those of the first batch (``batch``), of a pass (``measured``), or of the steps. Activations are
-compared with the median client's (``claims``), layer by layer.
+Moments weigh by their number of activations (``moments/LAYER.count``). That is the number of samples behind them times
+the activations of a sample. The samples are in the reply: those of the first batch (``batch``), of a pass
+(``measured``), or of the steps. Activations are compared with the median client's (``claims``), layer by layer.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ MOMENTS = "moments"
 
 
 def behind(reply: Reply, report: Report) -> tuple[int, str]:
-    """Return how many samples, or steps, the moments of ``reply`` are of, and the word for one of them.
+    """Return the number of samples or steps behind the moments of ``reply``, and the word for one of them.
 
-    A reply that does not say it counts as of all its samples.
+    A reply without that number counts with all its samples.
     """
-    told = reply.metrics
+    metrics = reply.metrics
     if report is Report.BATCHES:
         return max(reply.steps, 1), "step"
-    number = told.get("batch" if report is Report.FIRST else "measured", reply.samples)
+    number = metrics.get("batch" if report is Report.FIRST else "measured", reply.samples)
     return max(int(number), 1), "sample"
 
 
 def far_claims(parts: Sequence[Reply], report: Report, steps_are_known: bool = True) -> dict[int, str]:
-    """Return why the replies of some clients are not used, by client: they claim too much.
+    """Find the clients that claim too much.
 
     Args:
-        parts: checked replies of one cohort.
-        report: what their moments are of.
-        steps_are_known: the server has asked for a number of steps, and nobody claims more.
+        parts: Checked replies of one cohort.
+        report: The kind of report behind their moments.
+        steps_are_known: Whether the server set the number of steps, and nobody claims more.
+
+    Returns:
+        Client -> the reason.
     """
     claims = {part.client: _per_unit(part, report) for part in parts}
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for layer in _layers(claims.values()):
         own = {client: counts[layer] for client, counts in claims.items() if counts.get(layer)}
         limit = most_believed(own.values())
@@ -46,16 +49,16 @@ def far_claims(parts: Sequence[Reply], report: Report, steps_are_known: bool = T
             if (number := own.get(part.client, 0.0)) > limit:
                 of, unit = behind(part, report)
                 count = int(part.sections[MOMENTS][tensor_name(layer, "count")])
-                found.setdefault(
+                reasons.setdefault(
                     part.client,
                     f"{MOMENTS}/{tensor_name(layer, 'count')}: expected at most {limit:.3g} activations per {unit}, which is {FAR:g} times "
                     f"the median client's, but got {number:.3g} ({count} of {of} {unit}s)",
                 )
-    return (found if steps_are_known or report is not Report.BATCHES else _many_steps(parts)) | found
+    return (reasons if steps_are_known or report is not Report.BATCHES else _many_steps(parts)) | reasons
 
 
 def _per_unit(part: Reply, report: Report) -> dict[str, float]:
-    """Activations per sample, or step, by layer."""
+    """Return layer -> activations per sample, or per step."""
     of, _ = behind(part, report)
     names = {name: name.rpartition(".") for name in part.sections.get(MOMENTS, {})}
     return {layer: int(part.sections[MOMENTS][name]) / of for name, (layer, _, key) in names.items() if key == "count"}
@@ -66,7 +69,10 @@ def _layers(claims: Iterable[Mapping[str, float]]) -> list[str]:
 
 
 def _many_steps(parts: Sequence[Reply]) -> dict[int, str]:
-    """Who claims too many steps, both in all and for its samples: who trains for epochs has as many more steps as samples."""
+    """Find the clients that claim too many steps, both in all and for their samples.
+
+    A client that trains for epochs has more steps because it has more samples.
+    """
     steps = {part.client: float(part.steps) for part in parts}
     each = {part.client: part.steps / max(part.samples, 1) for part in parts}
     most, most_each = most_believed(steps.values()), most_believed(each.values())

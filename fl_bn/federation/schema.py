@@ -1,4 +1,7 @@
-"""A schema says what a payload must hold. The receiver derives it from its own model, method and phase, and refuses all else by name."""
+"""Describe the expected content of a payload, which the receiver derives from its own model, method and phase.
+
+A payload with any other content is refused, and the error names the tensor.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,21 @@ from fl_bn.roles import DOWN_ONLY, Role, batch_norms, roles
 from fl_bn.support.wire import WireError, said, shown
 
 FLOATS = ("float32", "float64")
-SMALL = 1 << 14  # values of a tensor that is looked at together with others
+SMALL = 1 << 14  # most values of a tensor that is checked together with others
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor: its shape, its dtype's name as in NumPy, and the smallest and the largest value it may hold.
+    """Describe one tensor.
 
-    ``any_value``: constants may hold infinite numbers and NaN, too. ``sent``: what the server sent, where that holds such numbers: where a
-    value has the same bits, it is no training result, and passes.
+    Attributes:
+        shape: Its shape.
+        dtype: The name of its dtype, as in NumPy.
+        at_least: The smallest allowed value.
+        at_most: The largest allowed value.
+        any_value: Whether it is constant, and may also hold infinite numbers and NaN.
+        sent: The values of the server, if they hold such numbers; a value with the same bits is no result of
+            training, and is allowed.
     """
 
     shape: tuple[int, ...]
@@ -40,16 +49,20 @@ class Spec:
 
     @cached_property
     def any_number(self) -> bool:
-        """Whether every finite number may be in it."""
+        """Tell whether every finite number is allowed."""
         unbounded = self.at_least == -np.inf and self.at_most == np.inf
         return self.dtype in FLOATS and unbounded and not self.any_value and self.sent is None
 
     def shaped(self, array: np.ndarray) -> bool:
-        """Whether shape and dtype are as they should be."""
+        """Tell whether shape and dtype are as expected."""
         return array.shape == self.shape and dtype_name(array.dtype) == self.dtype
 
     def check(self, section: str, name: str, array: np.ndarray) -> float:
-        """The largest size of a number in ``array``, 0 if it holds whole numbers. Raises WireError where it is not as the spec says."""
+        """Return the largest size of a number in ``array``; 0 for whole numbers.
+
+        Raises:
+            WireError: The array is not as described.
+        """
         if array.shape != self.shape:
             raise WireError(section, name, f"expected shape {self.shape}, but got {array.shape}")
         if dtype_name(array.dtype) != self.dtype:
@@ -73,19 +86,22 @@ class Spec:
 
 @dataclass(frozen=True)
 class Schema:
-    """The sections of a payload, and in each the tensors that must be there, no more and no less.
+    """Describe the sections of a payload, and in each the tensors: no more and no less.
 
-    ``optional``: sections that may be absent.
+    Attributes:
+        sections: Section -> name -> tensor.
+        optional: Sections that may be absent.
     """
 
     sections: dict[str, dict[str, Spec]]
     optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
     def check(self, payload: Payload) -> dict[str, float]:
-        """Return the largest size of a number in each section of ``payload``.
+        """Return section -> the largest size of a number in ``payload``.
 
         Raises:
-            WireError: for the first section or tensor that is missing, extra, ill-shaped, ill-typed or out of range.
+            WireError: A section or tensor is missing, extra, of a wrong shape or dtype, or out of range; the first one is
+                named.
         """
         largest: dict[str, float] = {}
         for section, specs in [*self.sections.items(), *((k, specs) for k, specs in self.optional.items() if k in payload)]:
@@ -97,7 +113,7 @@ class Schema:
                     raise WireError(section, name, "missing")
             for name in arrays:
                 if name not in specs:
-                    raise WireError(section, name, "extra: nothing of that name was asked for")
+                    raise WireError(section, name, "extra: no tensor of that name was expected")
             usual, size = _usual(specs, arrays)
             largest[section] = max([size, *(specs[name].check(section, name, arrays[name]) for name in specs if name not in usual)])
         for section in payload:
@@ -114,9 +130,11 @@ def _same_bits(array: np.ndarray, sent: np.ndarray) -> np.ndarray:
 
 
 def _usual(specs: Mapping[str, Spec], arrays: Mapping[str, np.ndarray]) -> tuple[set[str], float]:
-    """The names of small tensors that may hold any number, and are as their specs say; and the largest size of a number in them.
+    """Check small tensors that may hold any number together, in a fraction of the time.
 
-    They are looked at together, which takes a fraction of the time. No names where one of the numbers is not finite.
+    Returns:
+        The names of those that are as described, and the largest size of a number in them. No names if one of the
+        numbers is not finite.
     """
     free = {name: arrays[name] for name, spec in specs.items() if spec.any_number and spec.shaped(arrays[name])}
     small = {name: array for name, array in free.items() if 0 < array.size <= SMALL}
@@ -130,12 +148,13 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
     """Name the first tensor in which two sides differ.
 
     Args:
-        expected: what this side has.
-        payload: the arrays that the other side sent.
-        dtypes: whether dtypes are compared, too.
+        expected: The tensors of this side.
+        payload: The arrays of the other side.
+        dtypes: Whether to compare dtypes, too.
 
     Returns:
-        A sentence. Where all names, shapes and dtypes agree, it says what may differ then, and how to find it.
+        A sentence. If all names, shapes and dtypes agree, it names the other possible differences, and how to find
+        them.
     """
     for section, ours in expected.sections.items():
         theirs = payload.get(section, {})
@@ -155,7 +174,7 @@ def _form(shape: tuple[int, ...], dtype: str, dtypes: bool) -> str:
 
 
 def names(model: nn.Module, method: Method, *wanted: Role) -> list[str]:
-    """State_dict names of the tensors in ``wanted`` roles that travel under ``method``."""
+    """Return the state_dict names of the tensors in ``wanted`` roles that travel under ``method``."""
     return [name for name, role in roles(model).items() if role in wanted and method.shares(role)]
 
 
@@ -165,10 +184,10 @@ WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.OTHER_AFFINE, Role.BUFFER)
 
 
 def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
-    """Describe what the server sends: weights, with the buffers that clients receive and do not send, statistics that are shared, and, for
-    training, what accompanies the weights.
+    """Describe the server's message: weights, buffers that clients receive and do not send, shared statistics.
 
-    A client that keeps nothing yet may also be sent the start of what it will keep, section ``START``.
+    For training it has the auxiliary tensors, too. A client that keeps nothing yet may also get the initial values of its
+    own layers, section ``START``.
     """
     state = model.state_dict()
     start = {START: {name: _spec(name, state[name]) for name in at_home(model, method)}}
@@ -176,14 +195,16 @@ def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary]
 
 
 def at_home(model: nn.Module, method: Method) -> list[str]:
-    """Return the names of the tensors that clients keep and that a run may start with: all local ones but HBN's mixing logits, which start
-    at 0 everywhere."""
+    """Return the names of the tensors that clients keep and that a run may start with.
+
+    They are all local ones but HBN's mixing logits, which start at 0 everywhere.
+    """
     wanted = method.local - {Role.MIXING}
     return [name for name, role in roles(model).items() if role in wanted]
 
 
 def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> Schema:
-    """Describe what a client sends in ``phase``: weights or gradients, what accompanies them, and its report of statistics."""
+    """Describe a client's message in ``phase``: weights or gradients, auxiliary tensors, and its report of statistics."""
     report = method.reports(phase)
     sections: dict[str, dict[str, Spec]] = {}
     if phase is not Phase.MEASURE:
@@ -206,7 +227,7 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
 
 
 def kept_layers(model: nn.Module, method: Method) -> Schema:
-    """Describe what a client that is asked for it sends of its own layers: the scale, shift and statistics that ``method`` keeps there."""
+    """Describe a client's answer about its own layers: scale, shift and statistics that ``method`` keeps there."""
     state, wanted = model.state_dict(), method.local & {Role.AFFINE, Role.STATISTIC}
     return Schema({KEPT: {name: _spec(name, state[name]) for name, role in roles(model).items() if role in wanted}})
 
@@ -216,7 +237,7 @@ def _spec(name: str, tensor: torch.Tensor) -> Spec:
 
 
 def _reported(name: str, like: torch.Tensor) -> Spec:
-    """A statistic that a client reports: bounded, so that what is made of several is finite."""
+    """Describe a statistic that a client reports, within bounds that keep the combination of several finite."""
     mean, var = bounds(like.dtype)
     limits = (0.0, var) if name.endswith("var") else (-mean, mean)
     return Spec(tuple(like.shape), _dtype(like), *limits)

@@ -1,4 +1,4 @@
-"""The server's model: what is shared of it, and the statistics and weights that a round changes."""
+"""Hold the server's model: its shared tensors, and the statistics and weights that a round changes."""
 
 from __future__ import annotations
 
@@ -35,17 +35,21 @@ LOGGER = logging.getLogger("flwr")
 
 
 class NotFinite(Exception):
-    """Tensor ``name`` of the shared model would not be finite in its dtype. The shared model stays as it was."""
+    """Report that tensor ``name`` of the shared model would not be finite in its dtype; the model stays unchanged."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        super().__init__(f"{name}: what came out of the clients' replies together is not finite")
+        super().__init__(f"{name}: the combination of the clients' replies is not finite")
 
     def farthest(self, parts: Sequence[Reply]) -> int | None:
-        """The position of the contribution with the largest value in that tensor, of those that can still be left out; None without any."""
+        """Return the index of the reply with the largest value in that tensor, among those that can be left out.
+
+        None without any.
+        """
         return max((i for i, part in enumerate(parts) if not part.folded), key=lambda i: self._size(parts[i]), default=None)
 
     def refusal(self, part: Reply) -> str:
+        """Return the reason for leaving ``part`` out."""
         return f"{self.name}: the clients' replies together are not finite, and its own is the largest ({self._size(part):.3g})"
 
     def _size(self, part: Reply) -> float:
@@ -53,17 +57,23 @@ class NotFinite(Exception):
         layer, _, key = name.rpartition(".")
         moment = tensor_name(layer, key.removeprefix("running_"))
         if section:
-            found = [part.sections[section][name]]
+            own = [part.sections[section][name]]
         else:
-            found = [tensors[n] for tensors in part.sections.values() for n in (name, moment) if n in tensors]
-        return max((float(tensor.double().abs().max()) for tensor in found if tensor.numel()), default=0.0)
+            own = [tensors[n] for tensors in part.sections.values() for n in (name, moment) if n in tensors]
+        return max((float(tensor.double().abs().max()) for tensor in own if tensor.numel()), default=0.0)
 
 
 @dataclass(frozen=True)
 class ServerStep:
-    """A step of the server is made of this: the replies ``parts`` of a round, and the weight of each in averages.
+    """Hold the inputs of a server step.
 
-    ``rate`` is the learning rate of gradients. ``folded`` is the part of the average that is made already.
+    Attributes:
+        parts: The replies of a round.
+        weights: The weight of each in averages.
+        optimizer: The server's optimiser.
+        rate: The learning rate of gradients.
+        defence: The defence against Byzantine clients.
+        folded: The part of the average that is computed already.
     """
 
     parts: Sequence[Reply]
@@ -75,11 +85,18 @@ class ServerStep:
 
 
 class SharedModel:
-    """``model`` converted for ``method``, seen from the server. Local tensors are there too, but never travel and never change.
+    """Hold ``model``, converted for ``method``, at the server; its local tensors never travel and never change.
 
-    ``clients``: in the population. ``personal``: every client evaluates a model of its own, since it keeps tensors. ``scales``: by layer,
-    the deviation of its input that the run started with, see ``LayerReports``; 1 where it is missing. ``reported``: what the last round's
-    clients reported, made into statistics by ``Method.renew``; only for ``Refresh.REPORTED``.
+    Attributes:
+        method: The method.
+        model: The converted network.
+        signature: The signature of model and method.
+        layers: Its BatchNorm layers.
+        auxiliary: Section -> the server's auxiliary tensors.
+        buffers: The names of its buffers.
+        personal: Whether every client evaluates a model of its own, since it keeps tensors.
+        scales: Layer -> the deviation of its input at the start of the run, see ``LayerReports``; 1 if missing.
+        reported: The statistics that ``Method.renew`` made of the last round's reports; for ``Refresh.REPORTED`` alone.
     """
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
@@ -104,23 +121,24 @@ class SharedModel:
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
-        """What goes down to be measured or evaluated: weights, and statistics unless they stay home."""
+        """Return the instruction to measure or evaluate: weights, and statistics unless they stay at the clients."""
         return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
 
     def sections(self) -> Sections:
+        """Copy the shared tensors, by section."""
         state = self.model.state_dict()
         wanted = self._expected.sections
         return {section: {name: state[name].detach().clone() for name in names} for section, names in wanted.items()}
 
     def start(self) -> Sections:
-        """Section ``START``: what clients keep, as the run starts with it; no section where they keep nothing."""
+        """Return section ``START``, the initial values of the tensors that clients keep; no section if they keep none."""
         state, names = self.model.state_dict(), self._at_home
         return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
     def instruction_to_train(
         self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0
     ) -> Instruction:
-        """What goes down when clients train: from where ``optimizer`` lets them start, and what accompanies the weights."""
+        """Return the instruction to train: the weights to start from by ``optimizer``, and the auxiliary tensors."""
         sections, state = self.sections(), self.model.state_dict()
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
@@ -133,43 +151,46 @@ class SharedModel:
         return Instruction(round, phase, sections, learning_rate, signature=self.signature, rate_share=rate_share)
 
     def _auxiliary(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
-        """What came beside the weights, combined."""
+        """Combine the clients' auxiliary tensors."""
         new = {}
         for extra in self._auxiliary_kinds:
-            came = [part.sections[extra.section] for part in parts]
-            new[extra.section] = extra.combine(self.auxiliary[extra.section], came, weights, self._clients)
+            tensors = [part.sections[extra.section] for part in parts]
+            new[extra.section] = extra.combine(self.auxiliary[extra.section], tensors, weights, self._clients)
         return new
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything shared, by state_dict name."""
+        """Return all shared tensors, by state_dict name."""
         return {name: tensor for section in self.sections().values() for name, tensor in section.items()}
 
     def whole(self, tensors: Named, batches: int = 0) -> dict[str, Tensor]:
-        """The tensors of a file that ``load_state_dict`` takes with ``strict=True``: all of ``state_dict`` but what clients keep.
+        """Return the tensors of a file for ``load_state_dict`` with ``strict=True``: all but those that clients keep.
 
-        The names are those of the unconverted network, without the prefixes of wrappers (``derived.plain_names``). Where the method
-        replaces BatchNorm by other layers, they are the converted network's.
+        The names are those of the unconverted network, without the prefixes of wrappers (``derived.plain_names``). If the
+        method replaces BatchNorm by other layers, they are the converted network's.
 
         Args:
-            tensors: what is shared, by name, as evaluated last.
-            batches: training batches of one client since the start, by which BatchNorm's counters go on.
+            tensors: Name -> shared tensor, as evaluated last.
+            batches: Training batches of one client since the start, which BatchNorm's counters add.
         """
         role, state = roles(self.model), self.model.state_dict()
-        found = {name: tensors.get(name, state[name]) for name in state if not self.method.keeps(role[name])}
-        found |= self.counters(batches)
+        saved = {name: tensors.get(name, state[name]) for name in state if not self.method.keeps(role[name])}
+        saved |= self.counters(batches)
         plain = plain_names(self._source) | plain_names(self.model)
-        return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
+        return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
 
     def counters(self, batches: int) -> dict[str, Tensor]:
-        """BatchNorm's counters of the unconverted network after so many more training batches; none where clients keep them."""
+        """Return BatchNorm's counters of the unconverted network after ``batches`` more; none if clients keep them."""
         return {} if self.method.keeps(Role.COUNTER) else {name: count + batches for name, count in self._counters.items()}
 
     def load(self, tensors: Named) -> None:
+        """Load tensors by name."""
         load_tensors(self.model, tensors)
 
     def to_unit_scale(self) -> None:
-        """Bring the weights to unit scale, see ``unit_scale.rescaled``; they stay as they are, with a warning, where the network cannot be
-        traced."""
+        """Bring the weights to unit scale, see ``unit_scale.rescaled``.
+
+        If the network cannot be traced, they stay as they are, with a warning.
+        """
         try:
             held = held_layers(self.model)
             made = {norm: source for norm, source in producers(self.model).items() if norm not in held}
@@ -181,32 +202,44 @@ class SharedModel:
         load_tensors(self.model, rescaled(self.model.state_dict(), self.statistics(), eps, made, self.method.scale))
 
     def was_at_unit_scale(self) -> None:
-        """The run that goes on from a checkpoint was brought to unit scale when it began."""
+        """Note that the run, which continues from a checkpoint, was brought to unit scale when it began."""
         with suppress(ValueError):  # where it cannot be traced it was left as it is
             held = held_layers(self.model)
             self.scales = {norm: self.method.scale for norm in producers(self.model) if norm not in held}
 
     def restore(self, tensors: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
-        """``auxiliary``: by ``section/name``. Raises ValueError where they are not exactly what is shared, by name, shape and dtype."""
+        """Load the tensors of a checkpoint.
+
+        Args:
+            tensors: Name -> shared tensor.
+            auxiliary: ``section/name`` -> auxiliary tensor.
+
+        Raises:
+            ValueError: They differ from the shared tensors in a name, shape or dtype.
+        """
         mine = self.tensors() | self.auxiliary_tensors()
-        came = {**tensors, **auxiliary}
-        for name in mine.keys() | came.keys():
-            ours, theirs = (f"{tuple(t[name].shape)} {t[name].dtype}" if name in t else "nothing" for t in (mine, came))
+        saved = {**tensors, **auxiliary}
+        for name in mine.keys() | saved.keys():
+            ours, theirs = (f"{tuple(t[name].shape)} {t[name].dtype}" if name in t else "nothing" for t in (mine, saved))
             if ours != theirs:
                 raise ValueError(f"{name}: the run shares {ours}, but the checkpoint has {theirs}")
         load_tensors(self.model, tensors)
         self.auxiliary = {k: {name: auxiliary[f"{k}/{name}"] for name in section} for k, section in self.auxiliary.items()}
 
     def auxiliary_tensors(self) -> dict[str, Tensor]:
-        """What accompanies the weights, by ``section/name``."""
+        """Return ``section/name`` -> auxiliary tensor."""
         return {f"{k}/{name}": tensor for k, section in self.auxiliary.items() for name, tensor in section.items()}
 
     def statistics(self) -> dict[str, Running]:
-        """Shared running statistics by layer; empty where they stay home."""
+        """Return layer -> shared running statistics; empty if they stay at the clients."""
         return running_statistics(self.model) if self._shares_statistics else {}
 
     def store(self, statistics: Mapping[str, Running]) -> None:
-        """Raises NotFinite, and changes nothing, where the model's dtype cannot hold them."""
+        """Store shared statistics.
+
+        Raises:
+            NotFinite: The model's dtype cannot hold them; nothing changes.
+        """
         self._load_all(_named(statistics))
 
     def _load_all(self, tensors: Mapping[str, Tensor]) -> None:
@@ -217,13 +250,15 @@ class SharedModel:
         load_tensors(self.model, tensors)
 
     def change(self, step: ServerStep, statistics: Mapping[str, Running]) -> list[float]:
-        """One server step, along the pseudo-gradient ``weights - average`` or with the clients' averaged gradients, and the new shared
-        ``statistics``: all of it or, where anything is not finite, none.
+        """Make one server step, and store the new shared ``statistics``: all of it or, if anything is not finite, nothing.
 
-        Returns the distance of each update to what ``step.defence`` made of all; empty without one.
+        The step goes along the pseudo-gradient ``weights - average``, or along the clients' averaged gradients.
+
+        Returns:
+            The distance of each update to the result of ``step.defence``; empty without a defence.
 
         Raises:
-            NotFinite: the model's dtype cannot hold what came out, or what clients would start from then.
+            NotFinite: The model's dtype cannot hold the result, or the weights that clients would start from.
         """
         before, state = step.optimizer.buffers(), self.model.state_dict()
         try:
@@ -243,7 +278,7 @@ class SharedModel:
         return distances
 
     def _stepped(self, step: ServerStep) -> tuple[dict[str, Tensor], list[float]]:
-        """What the model is to become, float64, in the memory of the average."""
+        """Compute the new weights in float64, in the memory of the average, and the distances of a defence."""
         parts, weights, defence = step.parts, step.weights, step.defence
         section, distances = "gradients" if "gradients" in parts[0].sections else "weights", list[float]()
         state, tensors = self.model.state_dict(), [part.sections[section] for part in parts]
@@ -265,14 +300,14 @@ class SharedModel:
         return mean, distances
 
     def _without_infinite(self, tensors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """``tensors`` without buffers that hold numbers which are not finite, as the server sent them: robust rules take distances."""
+        """Drop buffers with numbers that are not finite, as the server sent them: robust rules take distances."""
         left_out = {
             name for name in tensors[0] if name not in self._learnable and not all(bool(part[name].isfinite().all()) for part in tensors)
         }
         return [{name: tensor for name, tensor in part.items() if name not in left_out} for part in tensors] if left_out else tensors
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
-        """The shared statistics after this round's reports, float64. ``pace``: see ``LayerReports``."""
+        """Return the shared statistics after this round's reports, in float64; ``pace``: see ``LayerReports``."""
         shared, report = self.statistics(), self.method.reports(phase)
         if report is Report.NOTHING:
             return shared
@@ -286,12 +321,15 @@ class SharedModel:
         return combine(self.method.combine, shared, reports, steps, self.layers, defence, pace, self.scales)
 
     def may_be_refused(self, part: Reply) -> bool:
-        """Tell whether a reply may yet be left out when all have come: numbers beyond the mean that a report may have (the square root of
-        the largest that the dtype holds, over 4) are what can make the server's step overflow."""
+        """Tell whether a reply may still be left out when all have arrived.
+
+        Only numbers beyond the allowed mean of a report (the square root of the dtype's largest number, over 4) can make
+        the server's step overflow.
+        """
         return part.largest > self._moderate
 
     def measured(self, parts: Sequence[Reply], defence: Defence, what: str = INPUTS) -> dict[str, Running]:
-        """Return the shared statistics that a statistics-only exchange of ``what`` found under the present weights.
+        """Combine a statistics-only exchange of ``what`` to shared statistics, under the present weights.
 
         Those of the layers' inputs are the union's, whatever the method makes of the normalisers.
         """

@@ -1,7 +1,7 @@
-"""Which forward passes are those of a training batch: what a method may report is what led to the optimiser's step, once.
+"""Recognise the forward passes of a training batch: a report counts each batch of the optimiser's step once.
 
-A training loop of a user's own also validates, evaluates a copy (an average of the weights, a teacher), computes activations anew
-(checkpointing), or evaluates a closure several times. None of these is another batch.
+A user's training loop also validates, evaluates a copy (an average of the weights, a teacher), computes activations
+anew (checkpointing), or evaluates a closure several times. None of these is another batch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from fl_bn.moments import Moments
 
 
 class TrainingPasses:
-    """Decides, layer by layer, whether a forward pass counts as one of the batches of the optimiser's next step.
+    """Decide, layer by layer, whether a forward pass counts as one of the batches of the optimiser's next step.
 
-    Counted are passes in training mode under autograd; micro-batches whose gradients add up are all counted. Not counted are passes that
-    compute anew what was counted, passes whose gradients were thrown away, and those after which these were computed once more at other
-    weights (a closure that is called again, the second half of a sharpness-aware step). ``observed``: what was recorded of them, by layer.
+    Passes in training mode under autograd count, also all micro-batches whose gradients add up. Passes that compute
+    activations anew do not count, nor do passes whose gradients were thrown away. After such a pass, a second pass at other
+    weights does not count, either (a closure that is called again, the second half of a sharpness-aware step).
+
+    Attributes:
+        observed: Layer -> the moments of the counted passes.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -41,9 +44,10 @@ class TrainingPasses:
 
     @property
     def samples(self) -> int:
-        """Samples of the step's batches so far, as the layers saw them: the first dimension of a layer's inputs, summed over its passes.
+        """Return the samples of the step's batches so far.
 
-        Where layers differ, the smallest: others run more than once in a pass.
+        That is the first dimension of a layer's inputs, summed over its passes. If layers differ, it is the smallest: others
+        run more than once in a pass.
         """
         return min((sum(rows) for rows in self._rows.values()), default=0)
 
@@ -64,7 +68,7 @@ class TrainingPasses:
         return True
 
     def _cleared(self) -> bool:
-        """Whether the gradients of the passes so far are gone: what follows is no further micro-batch, but a batch once more."""
+        """Tell whether the gradients of the passes so far are gone: then a batch begins once more, not a micro-batch."""
         return not any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
 
     def _start_over(self) -> None:

@@ -1,11 +1,11 @@
-"""One scale: before round 1, weights are rescaled so that every BatchNorm layer's input has a standard deviation of
-``scale``, the method's (``Method.scale``).
+"""Rescale weights before round 1, so that every BatchNorm layer's input has the standard deviation ``Method.scale``.
 
-Where training normalises with constants, a step of the weights is as large as the constants make it: a fresh network's activations are
-small, a small deviation divides them, and the gradient of the weights grows by as much. BatchNorm survives that, since its gradient is
-orthogonal to the weights; with constants the first rounds diverge. Weights and statistics divided by the same number leave the function of
-the network as it was (up to ``eps``), and its gradients of ordinary size: the start of LSUV (All You Need Is a Good Init, Mishkin and
-Matas, ICLR 2016; there the deviation is 1), with statistics measured over all clients.
+If training normalises with constants, these constants scale every step of the weights. A fresh network's activations
+are small; a small deviation divides them, and the gradient of the weights grows by as much. BatchNorm survives that,
+since its gradient is orthogonal to the weights; with constants the first rounds diverge. Weights and statistics
+divided by the same number keep the function of the network (up to ``eps``), and bring its gradients to ordinary size.
+This is the start of LSUV (All You Need Is a Good Init, Mishkin and Matas, ICLR 2016; there the deviation is 1), with
+statistics measured over all clients.
 
 Symbols: s -> deviation.
 """
@@ -30,14 +30,14 @@ HOMOGENEOUS: tuple[Any, ...] = (
     nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, nn.Dropout2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
     F.relu, F.leaky_relu, F.dropout, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, torch.relu, "relu",
 )  # fmt: skip
-"""What passes a positive factor per channel on: modules by type, functions, and methods by name."""
+"""Operations that pass a positive factor per channel on: modules by type, functions, and methods by name."""
 
 
 def producers(model: nn.Module) -> dict[str, str]:
-    """The layer whose output a BatchNorm layer alone consumes, by name, for every BatchNorm layer that has one.
+    """Return BatchNorm layer -> the layer whose output it alone consumes, for every BatchNorm layer that has one.
 
-    Between the two there may be what passes a positive factor on (ReLU, pooling). Left out are layers that are used more than once,
-    share their weight with another, derive it (spectral norm and its like), do not learn, or are of another type than ``PRODUCERS``.
+    Operations between the two may pass a positive factor on (ReLU, pooling). Layers are left out that are used more than
+    once, share their weight with another, derive it (spectral norm, say), do not learn, or are not among ``PRODUCERS``.
 
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
@@ -49,7 +49,7 @@ def producers(model: nn.Module) -> dict[str, str]:
     modules = dict(model.named_modules())
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     uses = Counter(id(p) for module in modules.values() for p in module.parameters(recurse=False))
-    found = {}
+    sources = {}
     for node in graph.nodes:
         if node.op != "call_module" or node.target not in batch_norms(model) or calls[node.target] > 1:
             continue
@@ -59,8 +59,8 @@ def producers(model: nn.Module) -> dict[str, str]:
         layer = modules[source]
         own = list(layer.parameters())
         if type(layer) in PRODUCERS and not derivation(layer) and all(uses[id(p)] == 1 and p.requires_grad for p in own):
-            found[str(node.target)] = source
-    return found
+            sources[str(node.target)] = source
+    return sources
 
 
 @torch.no_grad()
@@ -71,9 +71,16 @@ def rescaled(
     made: Mapping[str, str],
     scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """The tensors that change, by name: of every layer in ``made`` (``producers``) weight, bias and statistics, brought to ``scale``.
+    """Return the changed tensors by name: weight, bias and statistics of every layer in ``made``, brought to ``scale``.
 
-    ``state``: the network's; ``statistics`` and ``eps``: of its BatchNorm layers. The variances become ``scale**2 * var / (var + eps)``.
+    The variances become ``scale**2 * var / (var + eps)``.
+
+    Args:
+        state: The network's state_dict.
+        statistics: Layer -> statistics of its BatchNorm layers.
+        eps: Layer -> epsilon of its BatchNorm layers.
+        made: BatchNorm layer -> the layer before it, see ``producers``.
+        scale: The standard deviation to reach.
     """
     new: dict[str, Tensor] = {}
     for norm, source in made.items():
@@ -93,7 +100,7 @@ class _Tracer(fx.Tracer):
 
 
 def _source(norm: fx.Node, modules: Mapping[str, nn.Module]) -> str | None:
-    """The module whose output reaches ``norm`` alone, through homogeneous operations only."""
+    """Return the module whose output reaches ``norm`` alone, through homogeneous operations only."""
     node = norm.all_input_nodes[0] if norm.all_input_nodes else None
     while node is not None and len(node.users) == 1:
         if node.op == "call_module" and type(modules[str(node.target)]) not in HOMOGENEOUS:

@@ -1,4 +1,4 @@
-"""Forward passes in training mode that leave no trace: no running statistic, no random number."""
+"""Run forward passes in training mode that leave no trace: no running statistic, no random number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def unrecorded(model: nn.Module) -> Iterator[None]:
-    """Inside, buffers may change; afterwards they are as before."""
+    """Let buffers change in the block; afterwards they are as before."""
     own = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     for module, buffers in own:  # copies take the changes: torch keeps the buffers themselves for the backward pass
         module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
@@ -25,7 +25,7 @@ def unrecorded(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Draws:
-    """The state of torch's generators, so that dropout can be drawn once more."""
+    """Hold the state of torch's generators, so that dropout can be drawn once more."""
 
     cpu: Tensor
     device: torch.device
@@ -33,9 +33,11 @@ class Draws:
 
     @classmethod
     def now(cls, device: torch.device) -> Draws:
+        """Save the present state."""
         return cls(torch.get_rng_state(), device, torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
 
     def again(self) -> None:
+        """Restore the saved state."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)

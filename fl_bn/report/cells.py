@@ -1,4 +1,4 @@
-"""A sweep's runs as they lie on the disk, and what they have measured."""
+"""Read the runs of a sweep from the disk, and answer what each of them measured."""
 
 from __future__ import annotations
 
@@ -23,15 +23,26 @@ EVALUATION = {  # measured in some rounds only
     *(name for task in TASKS.values() for of in task.declared() for name in (of, f"{of}-std", f"{of}-{task.worst()}")),
 }
 SHARES = {name for task in TASKS.values() for name, ends in task.declared().items() if ends == SHARE}
-MEGABYTES = "megabytes"  # that a round moves: every client's upload, and one download, which a server can broadcast
-GIGABYTES = "gigabytes"  # the same of all rounds so far
-LOWER = ("loss", "-std", "bytes", "seconds", "drift", "waited", "exchanges")  # what is best when small, by parts of its name
+MEGABYTES = "megabytes"  # moved in a round: every client's upload, and one download, which a server can broadcast
+GIGABYTES = "gigabytes"  # moved in all rounds so far
+LOWER = ("loss", "-std", "bytes", "seconds", "drift", "waited", "exchanges")  # parts of the names of columns that are best when small
 ERRORS = ("mse", "mae")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. ``layers``: quantity -> layer (empty: the whole network) -> round -> value, where the run has diagnostics."""
+    """Hold one run of a sweep, as its files describe it.
+
+    Attributes:
+        name: The name of the run's folder.
+        axes: Axis -> the run's value on it.
+        config: The run config, kebab-case keys.
+        status: ``finished``, ``failed``, ``unreadable`` or ``damaged``, or the state in which the run stopped.
+        error: The reason of a failure; empty without one.
+        rows: The lines of ``rounds.jsonl``, one per round.
+        layers: Quantity -> layer (empty: the whole network) -> round -> value; empty without diagnostics.
+        environment: The content of ``environment.json``.
+    """
 
     name: str
     axes: Mapping[str, Any]
@@ -44,25 +55,35 @@ class Cell:
 
     @property
     def finished(self) -> bool:
+        """Tell whether the run reached its last round."""
         return self.status == "finished"
 
     @property
     def metric(self) -> str:
-        """That of the run's task: the column with a spread over clients beside it; accuracy where there is none."""
+        """Return the metric of the run's task.
+
+        It is the column with a spread over clients beside it; the accuracy where there is no such column.
+        """
         row = self.rows[0] if self.rows else {}
         return next((name for name in row if f"{name}-std" in row and {f"{name}-min", f"{name}-max"} & row.keys()), CLASSIFICATION.metric)
 
     def lower_is_better(self, metric: str) -> bool:
-        """Whether the worst client has the highest value, of a task's metric; of other columns their names say it."""
+        """Tell whether a small value of ``metric`` is better.
+
+        A task's metric is so if its worst client has the highest value. For other columns the name decides.
+        """
         row = self.rows[0] if self.rows else {}
         return f"{metric}-max" in row if {f"{metric}-min", f"{metric}-max"} & row.keys() else lower_is_better(metric)
 
     def at(self, axis: str) -> str:
-        """Where it stands on ``axis``, as shown; a dash for a run that has no such axis."""
+        """Return the run's value on ``axis`` as text; a dash for a run without this axis."""
         return label(self.axes[axis]) if axis in self.axes else "–"
 
     def curve(self, metric: str) -> dict[int, float]:
-        """Round -> ``metric`` (percent where it is a share), for the rounds that should have it; NaN where it was no number."""
+        """Return round -> ``metric``, in percent if it is a share.
+
+        Only the rounds that should have a value are there; a value that was no number is NaN.
+        """
         if metric == MEGABYTES:
             return {row["round"]: _megabytes(row) for row in self.rows}
         if metric == GIGABYTES:
@@ -73,45 +94,51 @@ class Cell:
         return {row["round"]: scale(metric) * _number(row.get(metric)) for row in self.rows if _expected(metric, row)}
 
     def last(self, metric: str) -> tuple[int, float] | None:
-        """Round and value of the last measurement; None: there is none."""
+        """Return round and value of the last measurement; None without one."""
         curve = self.curve(metric)
         return list(curve.items())[-1] if curve else None
 
     def best(self, metric: str) -> tuple[int, float] | None:
+        """Return round and value of the best finite measurement; the last one if none is finite."""
         curve = {round: value for round, value in self.curve(metric).items() if math.isfinite(value)}
         if not curve:
             return self.last(metric)
         return (min if self.lower_is_better(metric) else max)(curve.items(), key=lambda point: point[1])
 
-    def measured(self, metric: str, at: str) -> tuple[int, float] | None:
+    def measurement(self, metric: str, at: str) -> tuple[int, float] | None:
+        """Return round and value of the best (``at="best"``) or else the last measurement."""
         return self.best(metric) if at == "best" else self.last(metric)
 
     def of_clients(self, metric: str) -> list[float]:
-        """``metric`` (percent where it is a share), one per client, of the last evaluation that has them."""
+        """Return ``metric`` of each client (percent if it is a share), from the last evaluation that has it."""
         for row in reversed(self.rows):
-            if found := [scale(metric) * c[metric] for c in row.get("clients") or () if c.get(metric) is not None]:
-                return found
+            if values := [scale(metric) * c[metric] for c in row.get("clients") or () if c.get(metric) is not None]:
+                return values
         return []
 
     def per_class(self) -> list[float]:
-        """In percent, of the last evaluation that has them."""
-        found: list[Any] = next((row["per-class"] for row in reversed(self.rows) if row.get("per-class")), [])
-        return [100 * _number(value) for value in found]
+        """Return the accuracy of each class in percent, from the last evaluation that has it."""
+        shares: list[Any] = next((row["per-class"] for row in reversed(self.rows) if row.get("per-class")), [])
+        return [100 * _number(value) for value in shares]
 
     def travelled(self, x: str) -> dict[int, float] | None:
-        """Round -> how far the run was by then on the horizontal axis ``x``; None: unknown."""
-        total, found = 0.0, dict[int, float]()
+        """Return round -> position on the horizontal axis ``x`` after that round; None if it is unknown."""
+        total, positions = 0.0, dict[int, float]()
         for row in self.rows:
             step = _step(x, row, self.config)
             if step is None:
                 return None
             total = row["round"] if x == "round" else total + step
-            found[row["round"]] = total
-        return found
+            positions[row["round"]] = total
+        return positions
 
 
 def read_cells(folder: Path) -> list[Cell]:
-    """The cells below ``folder/runs``, by name (2 before 10). Raises ConfigError where there is none."""
+    """Read the runs below ``folder/runs``, ordered by name (2 before 10).
+
+    Raises:
+        ConfigError: There is no run.
+    """
     files = sorted((folder / "runs").glob("*/cell.json"), key=lambda file: _natural(file.parent.name))
     if not files:
         raise ConfigError(f"{folder} has no run yet: expected {folder.name}/runs/CELL/cell.json")
@@ -119,13 +146,14 @@ def read_cells(folder: Path) -> list[Cell]:
 
 
 def scale(metric: str) -> float:
+    """Return the factor from a stored value of ``metric`` to the displayed one: 100 for a share, else 1."""
     for suffix in ("-std", "-min", "-max"):
         metric = metric.removesuffix(suffix)
     return 100.0 if metric.startswith("accuracy") or metric in SHARES else 1.0
 
 
 def title(metric: str) -> str:
-    """For an axis or a heading, with the unit."""
+    """Return the name of ``metric`` for an axis or a heading, with its unit."""
     known = {
         "accuracy": "test accuracy",
         "mean-iou": "mean IoU",
@@ -139,46 +167,47 @@ def title(metric: str) -> str:
 
 
 def lower_is_better(metric: str) -> bool:
+    """Tell whether a small value of the column ``metric`` is better, by its name."""
     return metric in ERRORS or any(part in metric for part in LOWER)
 
 
 def _read(file: Path) -> Cell:
     folder = file.parent
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-        axes, config, status = said["axes"], said["config"], str(said["status"])
+        entry = json.loads(file.read_text(encoding="utf-8"))
+        axes, config, status = entry["axes"], entry["config"], str(entry["status"])
         rows, torn = read_rows(folder / "rounds.jsonl")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Cell(folder.name, {}, {}, "unreadable", f"{file.name}: {type(error).__name__}: {error}")
-    why = str(said.get("error") or "")
+    why = str(entry.get("error") or "")
     if status == "finished" and (torn or not rows):
-        status, why = "damaged", "rounds.jsonl ends within a line" if torn else "finished, but rounds.jsonl has no round"
+        status, why = "damaged", "the last line of rounds.jsonl is incomplete" if torn else "finished, but rounds.jsonl has no round"
     layers, environment = _layers(folder / "diagnostics.csv"), _json(folder / "environment.json")
     return Cell(folder.name, axes, config, status, why, tuple(rows), layers, environment)
 
 
 def _layers(file: Path) -> dict[str, dict[str, dict[int, float]]]:
-    found: dict[str, dict[str, dict[int, float]]] = {}
+    layers: dict[str, dict[str, dict[int, float]]] = {}
     if file.exists():
         with file.open(newline="", encoding="utf-8") as source:
             for row in csv.DictReader(source):
                 if row.get("client"):
                     continue  # the line of all clients is there, too
-                of = found.setdefault(row["quantity"], {}).setdefault(row["layer"], {})
-                of[int(row["round"])] = float(row["value"] or "nan")
-    return found
+                by_round = layers.setdefault(row["quantity"], {}).setdefault(row["layer"], {})
+                by_round[int(row["round"])] = float(row["value"] or "nan")
+    return layers
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _expected(metric: str, row: Row) -> bool:
-    """Whether ``metric`` should have been measured in this round: a loss that is missing then was infinite, or not a number."""
+    """Tell whether ``metric`` should have a value in this round: a missing loss was infinite or not a number."""
     if row.get(metric) is not None:
         return True
     if metric in EVALUATION:

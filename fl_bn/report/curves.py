@@ -1,4 +1,4 @@
-"""Curves over rounds, bytes, exchanges or local steps: mean and spread over seeds."""
+"""Compute curves over rounds, bytes, exchanges or local steps: mean and spread over seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Series:
-    """One row's curve in one column. ``x``: quantity -> how far the runs were (mean over seeds); ``std`` is 0 for one seed."""
+    """Hold one row's curve in one column.
+
+    Attributes:
+        row: The row's name.
+        column: The column's name.
+        rounds: The rounds in which every seed has a finite value.
+        x: Quantity of ``X`` -> position after each round, mean over seeds.
+        mean: Mean over seeds, one value per round.
+        std: Standard deviation over seeds; 0 for one seed.
+        seeds: How many seeds there are.
+    """
 
     row: str
     column: str
@@ -31,13 +41,13 @@ class Series:
 
 
 def series(layout: Layout, metric: str) -> list[Series]:
-    """Of every group with a finished run that has measured ``metric``."""
+    """Compute the curve of every group with a finished run that measured ``metric``."""
     made = (_series(row, column, layout.finished(row, column), metric) for column in layout.columns for row in layout.rows)
     return [one for one in made if one is not None]
 
 
 def _series(row: str, column: str, cells: Sequence[Cell], metric: str) -> Series | None:
-    """Rounds that some seed lacks, or in which its number is not finite, are left out: a mean of fewer seeds would jump there."""
+    """Compute one curve, over the rounds in which all seeds are finite: a mean of fewer seeds would jump there."""
     curves = [curve for cell in cells if (curve := cell.curve(metric))]
     if not curves:
         return None
@@ -56,6 +66,7 @@ def _series(row: str, column: str, cells: Sequence[Cell], metric: str) -> Series
 
 
 def curves_csv(layout: Layout, curves: Sequence[Series]) -> str:
+    """Return the curves as CSV, one line per curve and round."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([layout.row_axis, ", ".join(layout.rest) or "column", *X, f"{layout.metric} mean", f"{layout.metric} std", "seeds"])

@@ -1,4 +1,4 @@
-"""Runs on data of several domains, seen domain by domain: the domain becomes an axis like any other."""
+"""Split runs on data of several domains by domain: the domain becomes an axis like any other."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ AXIS = "domain"
 
 
 def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
-    """For each run one per domain, whose metric is that on the domain's test data, and one with the mean; not ``each``: that one alone.
+    """Replace each run by one run per domain and one with the mean over the domains.
 
-    What is of the run as a whole (its clients, its diagnostics) stays with the mean; a run without such numbers is there as the mean.
+    Numbers of the run as a whole (clients, diagnostics) stay with the mean. A run without metrics per domain
+    counts as the mean.
+
+    Args:
+        cells: The runs.
+        each: Whether to return the runs per domain; if not, those with the mean alone.
+
+    Returns:
+        The runs, with the axis ``domain`` if ``each``; their metric is the one on the domain's test data.
     """
-    found = []
+    split = []
     for cell in cells:
         names = list(dict.fromkeys(name for row in cell.rows for name in row.get("per-domain") or ())) if each else []
         for name in names:
@@ -24,10 +32,10 @@ def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
                 {**row, cell.metric: (row.get("per-domain") or {}).get(name), "clients": [], "per-class": None, "per-domain": None}
                 for row in cell.rows
             )
-            found.append(replace(cell, axes={**cell.axes, AXIS: name}, rows=rows, layers={}))
+            split.append(replace(cell, axes={**cell.axes, AXIS: name}, rows=rows, layers={}))
         means = tuple({**row, cell.metric: _mean(row["per-domain"])} if row.get("per-domain") else row for row in cell.rows)
-        found.append(replace(cell, axes={**cell.axes, AXIS: AVERAGE} if each else cell.axes, rows=means))
-    return found
+        split.append(replace(cell, axes={**cell.axes, AXIS: AVERAGE} if each else cell.axes, rows=means))
+    return split
 
 
 def _mean(by_domain: dict[str, float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""The table as CSV, Markdown and LaTeX, and one line per run."""
+"""Write the table as CSV, Markdown and LaTeX, and the runs as CSV."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fl_bn.report.cells import Cell
-from fl_bn.report.layout import Entry, Problem, Table, shown
+from fl_bn.report.layout import Entry, Problem, Table, as_text
 from fl_bn.report.settings import SEED, label
 
 LATEX = {
@@ -21,7 +21,10 @@ LATEX = {
 
 
 def to_csv(table: Table) -> str:
-    """Per column its mean, standard deviation, seeds and the paper's number; full precision, empty where there is none."""
+    """Return the table as CSV: mean, standard deviation, seeds and the paper's number of each column.
+
+    Numbers have full precision; a missing one is empty.
+    """
     columns = table.layout.columns
     kinds = ("mean", "std", "seeds", *(("paper",) if table.has_paper else ()))
     lines: list[list[Any]] = [[table.layout.row_axis, *(f"{column} {kind}" for column in columns for kind in kinds)]]
@@ -32,6 +35,7 @@ def to_csv(table: Table) -> str:
 
 
 def to_markdown(table: Table) -> str:
+    """Return the table as Markdown, with its caption and the runs that it leaves out."""
     columns = table.layout.columns
     lines = [f"| {_md(table.corner)} | " + " | ".join(map(_md, columns)) + " |", "|---|" + "---:|" * len(columns)]
     for row, entries in table.entries.items():
@@ -45,7 +49,7 @@ def to_markdown(table: Table) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """A ``table`` for ``\\usepackage{booktabs}``."""
+    r"""Return the table as a LaTeX ``table`` that needs ``\\usepackage{booktabs}``."""
     columns = table.layout.columns
     lines = [
         r"% \usepackage{booktabs}",
@@ -68,7 +72,7 @@ def to_latex(table: Table) -> str:
 
 
 def results_csv(table: Table, cells: Sequence[Cell]) -> str:
-    """One line per run: its axes, how it ended, its last and best number."""
+    """Return one line of CSV per run: its axes, its status, its last and best number."""
     layout = table.layout
     axes = list(dict.fromkeys(axis for cell in cells for axis in cell.axes if axis != SEED)) + [SEED]
     own = ["status", "metric", "rounds", "last", "best", "best-round", "bytes-per-client", "exchanges", "error"]
@@ -76,37 +80,38 @@ def results_csv(table: Table, cells: Sequence[Cell]) -> str:
     lines: list[list[Any]] = [head]
     for cell in cells:
         last, best = cell.last(layout.metric), cell.best(layout.metric)
-        travelled = [list(way.values())[-1] if (way := cell.travelled(x)) else 0 for x in ("bytes", "exchanges")]
+        totals = [list(positions.values())[-1] if (positions := cell.travelled(x)) else 0 for x in ("bytes", "exchanges")]
         where = [label(cell.axes[axis]) if axis in cell.axes else "" for axis in axes]
         numbers = [_full(last[1]) if last else "", _full(best[1]) if best else "", best[0] if best else ""]
         ended = [cell.status, layout.metric, len(cell.rows)]
-        lines.append([cell.name, *where, *ended, *numbers, *(f"{value:.0f}" for value in travelled), cell.error])
+        lines.append([cell.name, *where, *ended, *numbers, *(f"{value:.0f}" for value in totals), cell.error])
     return _csv(lines)
 
 
 def problem_text(problem: Problem) -> str:
-    """Why the run is not in the numbers, on one line."""
+    """Return the reason why the table leaves the run out, on one line."""
     status, why = problem.cell.status, " ".join(problem.why.split())
     return why if problem.cell.finished or why.startswith(status) else f"{status}: {why}"
 
 
 def number(table: Table, entry: Entry) -> tuple[str, str, str]:
-    """An entry in parts: ``45.2``, ``(0.3)``, and ``2 of 3`` where that is not what the caption says of all."""
+    """Split an entry into parts: ``45.2``, ``(0.3)``, and ``2 of 3`` if the caption says otherwise of the whole table."""
     if not entry.values:
         return entry.instead, "", ""
     metric = table.layout.metric
-    spread = f"({shown(entry.std, metric)})" if math.isfinite(entry.std) else ""
+    spread = f"({as_text(entry.std, metric)})" if math.isfinite(entry.std) else ""
     whole = len(entry.values) == entry.runs
     count = "" if whole and entry.runs == table.seeds else f"n={entry.runs}" if whole else f"{len(entry.values)} of {entry.runs}"
-    return shown(entry.mean, metric), spread, count
+    return as_text(entry.mean, metric), spread, count
 
 
 def latex(text: str) -> str:
+    """Escape ``text`` for LaTeX, on one line."""
     return "".join(LATEX.get(letter, letter) for letter in " ".join(text.split()))
 
 
 def comment(text: str) -> str:
-    """On one line: what follows a line break would be no comment any more."""
+    """Join ``text`` to one line: after a line break it would no longer be a comment."""
     return " ".join(text.split())
 
 
@@ -123,7 +128,7 @@ def _cell(table: Table, entry: Entry, best: bool, bold: str, escape: Any = None)
 
 
 def _md(text: str) -> str:
-    """Without what Markdown or HTML would read as markup."""
+    """Escape the letters that Markdown or HTML would read as markup."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return "".join("\\" + letter if letter in "\\`*_[]|" else letter for letter in text)
 

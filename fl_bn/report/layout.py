@@ -1,4 +1,4 @@
-"""Which runs stand in which row and column, and the table of their numbers."""
+"""Place the runs in rows and columns, and tabulate their numbers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from fl_bn.report.cells import GIGABYTES, MEGABYTES, Cell, scale, title
 from fl_bn.report.settings import SEED, Settings, check_axis
 from fl_bn.task import CLASSIFICATION
 
-NOT_RUN, LEFT_OUT = "not run", "left out"  # what stands for a number where there is no run; LEFT_OUT: the sweep file's ``skip`` says so
+NOT_RUN, LEFT_OUT = "not run", "left out"  # texts in the place of a number without a run; LEFT_OUT: the sweep file skips it
 
 
 @dataclass(frozen=True)
 class Entry:
-    """``values``: one per seed that has one, of ``runs`` seeds; ``instead``: what to say where there is none."""
+    """Hold the numbers of one place of the table.
+
+    Attributes:
+        values: One value per seed that has one.
+        runs: How many seeds were run.
+        instead: The text for a place without a value.
+        paper: The paper's number; empty without one.
+    """
 
     values: tuple[float, ...] = ()
     runs: int = 0
@@ -26,17 +33,18 @@ class Entry:
 
     @property
     def mean(self) -> float:
+        """Return the mean over seeds; NaN without a value."""
         return fmean(self.values) if self.values else math.nan
 
     @property
     def std(self) -> float:
-        """Of the sample; NaN for one seed, which has none."""
+        """Return the standard deviation of the sample; NaN for fewer than two seeds."""
         return stdev(self.values) if len(self.values) > 1 else math.nan
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A run that is not in the numbers, and why."""
+    """Hold a run that the table leaves out, and the reason."""
 
     cell: Cell
     why: str
@@ -44,7 +52,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class Layout:
-    """``groups``: (row, column) -> its runs, one per seed. ``rest``: the axes that the columns stand for, at least two values each."""
+    """Hold the runs by row and column.
+
+    Attributes:
+        settings: The settings of the report.
+        cells: The readable runs.
+        row_axis: The axis of the rows.
+        rest: The axes of the columns.
+        rows: The names of the rows.
+        columns: The names of the columns.
+        groups: (row, column) -> its runs, one per seed.
+    """
 
     settings: Settings
     cells: tuple[Cell, ...]
@@ -56,79 +74,106 @@ class Layout:
 
     @property
     def metric(self) -> str:
+        """Return the metric of the table."""
         return self.settings.metric
 
     @property
     def lower_is_better(self) -> bool:
+        """Tell whether a small value of the metric is better."""
         return any(cell.lower_is_better(self.metric) for cell in self.cells)
 
     def finished(self, row: str, column: str) -> list[Cell]:
+        """Return the finished runs of a row and a column."""
         return [cell for cell in self.groups.get((row, column), ()) if cell.finished]
 
     def numeric(self, axis: str) -> bool:
+        """Tell whether all values on ``axis`` are numbers."""
         return all(_is_number(cell.at(axis)) for cell in self.cells if axis in cell.axes)
 
     def heading(self, axes: Sequence[str], values: Sequence[str]) -> str:
-        """``values`` on ``axes`` for a picture's panel; a bare number says what it is of, and what has no value what it lacks."""
+        """Return a panel's heading for ``values`` on ``axes``.
+
+        A bare number is written with its axis. A dash becomes "no AXIS".
+        """
         bare = [_is_number(value) or value in ("true", "false") for value in values]
-        said = [
+        parts = [
             f"no {axis}" if value == "–" else f"{axis} {value}" if plain else value
             for axis, value, plain in zip(axes, values, bare, strict=True)
         ]
-        return ", ".join(said)
+        return ", ".join(parts)
 
     def column_heading(self, column: str) -> str:
+        """Return the heading of a column; empty if there is one column alone."""
         of = next(cells[0] for (_, c), cells in self.groups.items() if c == column)
         return self.heading(self.rest, [of.at(axis) for axis in self.rest]) if self.rest else ""
 
     def entry(self, cells: Sequence[Cell]) -> Entry:
-        """The number that ``cells``, alike but for the seed, have made."""
-        values = [point[1] for cell in cells if cell.finished and (point := cell.measured(self.metric, self.settings.at)) is not None]
+        """Summarise ``cells``, which differ in the seed alone, as one entry."""
+        values = [point[1] for cell in cells if cell.finished and (point := cell.measurement(self.metric, self.settings.at)) is not None]
         kept = tuple(value for value in values if math.isfinite(value))
         instead = "not finite" if values else "not measured" if any(c.finished for c in cells) else cells[0].status if cells else NOT_RUN
         return Entry(kept, len(cells), instead)
 
     def by(self, axes: Sequence[str], cells: Sequence[Cell] | None = None) -> dict[tuple[str, ...], list[Cell]]:
-        """The (readable) runs grouped by where they stand on ``axes``, in the order of the sweep file."""
-        found: dict[tuple[str, ...], list[Cell]] = {}
+        """Group the readable runs by their values on ``axes``, in the order of the sweep file."""
+        groups: dict[tuple[str, ...], list[Cell]] = {}
         cells = self.cells if cells is None else cells
         places = {axis: {value: n for n, value in enumerate(self.values(axis, cells))} for axis in axes}
         for cell in cells:
-            found.setdefault(tuple(cell.at(axis) for axis in axes), []).append(cell)
-        return {key: found[key] for key in sorted(found, key=lambda key: [places[a][v] for a, v in zip(axes, key, strict=True)])}
+            groups.setdefault(tuple(cell.at(axis) for axis in axes), []).append(cell)
+        return {key: groups[key] for key in sorted(groups, key=lambda key: [places[a][v] for a, v in zip(axes, key, strict=True)])}
 
     def leaves_out(self, row: str, column: str) -> bool:
-        """Whether the sweep file leaves the runs of ``row`` and ``column`` out."""
+        """Tell whether the sweep file skips the runs of ``row`` and ``column``."""
         of = [cell for (_, there), cells in self.groups.items() if there == column for cell in cells]
         where = {axis: of[0].at(axis) for axis in _axes(of) if len(self.values(axis, of)) == 1}
         return self.settings.leaves_out({**where, self.row_axis: row})
 
     def values(self, axis: str, cells: Sequence[Cell] | None = None) -> list[str]:
+        """Return the values on ``axis``, in the order of the sweep file."""
         return _values(axis, self.cells if cells is None else cells, self.settings)
 
     def check(self, axis: str, what: str) -> None:
-        """Raises ConfigError where no run has ``axis``."""
+        """Check that some run has ``axis``.
+
+        Args:
+            axis: The axis that [report] names.
+            what: The key of [report] that names it.
+
+        Raises:
+            ConfigError: No run has this axis.
+        """
         check_axis(axis, what, _axes(self.cells))
 
 
 @dataclass(frozen=True)
 class Table:
-    """``entries[row][column]``, in percent where the metric is a share; ``best``: (row, column) of each column's best."""
+    """Hold the table of the numbers.
+
+    Attributes:
+        layout: The rows and columns.
+        entries: Row -> column -> entry, in percent if the metric is a share.
+        best: The (row, column) of each column's best.
+        problems: The runs that the table leaves out.
+        elsewhere: The paper's numbers that have no place in the table.
+        corner: The heading of the first column.
+    """
 
     layout: Layout
     entries: Mapping[str, Mapping[str, Entry]]
     best: frozenset[tuple[str, str]]
     problems: tuple[Problem, ...] = ()
-    elsewhere: tuple[str, ...] = ()  # the paper's numbers that have no place here
+    elsewhere: tuple[str, ...] = ()
     corner: str = field(default="")
 
     @property
     def has_paper(self) -> bool:
+        """Tell whether some entry has the paper's number."""
         return any(entry.paper for row in self.entries.values() for entry in row.values())
 
     @property
     def caption(self) -> str:
-        """What the numbers are, and over how many seeds."""
+        """Describe the numbers, and over how many seeds they are means."""
         at = "best round, chosen by this very number" if self.layout.settings.at == "best" else "last round"
         of = f"mean (standard deviation) over {self.seeds} seeds" if self.seeds > 1 else "one seed"
         of += "" if self.same_runs else " where nothing else is said"
@@ -137,11 +182,12 @@ class Table:
 
     @property
     def seeds(self) -> int:
-        """Over how many most numbers are."""
+        """Return the number of seeds of most entries."""
         return Counter(len(entry.values) for entry in self._filled).most_common(1)[0][0] if self._filled else 0
 
     @property
     def same_runs(self) -> bool:
+        """Tell whether all entries have the same number of seeds, and a value for each."""
         return all(len(entry.values) == self.seeds == entry.runs for entry in self._filled)
 
     @property
@@ -150,8 +196,13 @@ class Table:
 
 
 def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
-    """Raises ConfigError where [report] names an axis that no run has. Axes that it does not name become columns: runs with different
-    settings are never averaged."""
+    """Place the runs in rows and columns.
+
+    Axes that [report] does not name become columns: runs with different settings are never averaged.
+
+    Raises:
+        ConfigError: [report] names an axis that no run has.
+    """
     readable = [cell for cell in cells if cell.status != "unreadable"]
     settings = replace(settings, metric=settings.metric or next((cell.metric for cell in readable if cell.rows), CLASSIFICATION.metric))
     axes = [axis for axis in _axes(readable) if axis != SEED]
@@ -174,7 +225,7 @@ def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
 
 
 def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
-    """The table; ``cells`` are all of them, also those that could not be read."""
+    """Make the table of ``layout``; ``cells`` are all runs, also the unreadable ones."""
     numbers = layout.settings.paper.numbers
     entries: dict[str, dict[str, Entry]] = {}
     for row in layout.rows:
@@ -195,8 +246,8 @@ def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
     return Table(layout, entries, frozenset(best), problems, elsewhere, corner)
 
 
-def shown(value: float, metric: str) -> str:
-    """A number as it stands in a table."""
+def as_text(value: float, metric: str) -> str:
+    """Format a number for the table."""
     if not math.isfinite(value):
         return "–"
     if metric in (MEGABYTES, GIGABYTES):
@@ -207,26 +258,26 @@ def shown(value: float, metric: str) -> str:
 def _wrong(cell: Cell, metric: str, at: str) -> str:
     if not cell.finished:
         return cell.error or f"{cell.status} after {len(cell.rows)} of {cell.config.get('rounds', '?')} rounds"
-    point = cell.measured(metric, at)
+    point = cell.measurement(metric, at)
     if point is None:
         return f"{metric} was not measured"
     return "" if math.isfinite(point[1]) else f"{metric} was not a finite number in round {point[0]}"
 
 
 def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layout) -> list[str]:
-    """The rows that show the best number, if there are others to compare with; rows that stand apart are neither."""
+    """Return the rows with the best number, if there are others to compare with; rows that stand apart do not count."""
     means = {row: of[column].mean for row, of in entries.items() if of[column].values and row not in layout.settings.apart}
     if len(means) < 2:
         return []
-    top = shown((min if layout.lower_is_better else max)(means.values()), layout.metric)
-    return [row for row, mean in means.items() if shown(mean, layout.metric) == top]
+    top = as_text((min if layout.lower_is_better else max)(means.values()), layout.metric)
+    return [row for row, mean in means.items() if as_text(mean, layout.metric) == top]
 
 
 def _values(axis: str, cells: Sequence[Cell], settings: Settings) -> list[str]:
-    """As listed in the sweep file; numbers by size, what else is not listed as it comes."""
-    found = list(dict.fromkeys(cell.at(axis) for cell in cells))
-    listed = [value for value in settings.order.get(axis, ()) if value in found]
-    others = [value for value in found if value not in listed]
+    """Return the values as listed in the sweep file; then the others, numbers by size."""
+    values = list(dict.fromkeys(cell.at(axis) for cell in cells))
+    listed = [value for value in settings.order.get(axis, ()) if value in values]
+    others = [value for value in values if value not in listed]
     numbers = all(_is_number(value) for value in others)
     return [*listed, *(sorted(others, key=float) if numbers else others)]
 

@@ -1,4 +1,4 @@
-"""Pictures with lines: curves over training, accuracy against heterogeneity, drift of the statistics."""
+"""Draw pictures with lines: curves over training, accuracy against heterogeneity, drift of the statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from fl_bn.report.cells import scale, title
 from fl_bn.report.curves import Series, series
-from fl_bn.report.layout import Entry, Layout, shown
+from fl_bn.report.layout import Entry, Layout, as_text
 from fl_bn.report.pictures import (
     Picture,
     columns_of,
@@ -38,42 +38,51 @@ LABELS = {
 BAND = "The band is one standard deviation over seeds."
 
 
-def curves(layout: Layout, found: Sequence[Series], x: str) -> Picture | None:
-    """The metric over ``x``; None: nothing was measured."""
-    found = [one for one in found if x in one.x]
-    if not found:
+def curves(layout: Layout, available: Sequence[Series], x: str) -> Picture | None:
+    """Draw the metric over ``x``.
+
+    Args:
+        layout: The rows and columns.
+        available: The curves of the report.
+        x: A quantity of ``X``.
+
+    Returns:
+        The picture; None without a curve over ``x``.
+    """
+    available = [one for one in available if x in one.x]
+    if not available:
         return None
 
     def draw() -> Figure:
-        return _panels_of(layout, {layout.metric: found}, x)
+        return _panels_of(layout, {layout.metric: available}, x)
 
-    words = in_words({f"{one.row} ({one.column})" if layout.rest else one.row: shown(one.mean[-1], layout.metric) for one in found})
+    words = in_words({f"{one.row} ({one.column})" if layout.rest else one.row: as_text(one.mean[-1], layout.metric) for one in available})
     counted = " One exchange per round, and one for each layer-wise average." if x == "exchanges" else ""
     over = {"round": "rounds", "bytes": "bytes sent and received per client"}.get(x, LABELS[x])
-    caption = f"{_capital(title(layout.metric))} over {over}.{_band(found)}{counted}"
+    caption = f"{_capital(title(layout.metric))} over {over}.{_band(available)}{counted}"
     return Picture(f"curves-{x}", caption, f"Lines: {title(layout.metric)} over {over}. Last values: {words}.", draw)
 
 
 def drift(layout: Layout) -> Picture | None:
-    """How far the running statistics moved, and the smallest running variance."""
-    found = {metric: of for metric in ("drift", "min-var") if (of := series(layout, metric))}
-    if not found:
+    """Draw how far the running statistics moved, and the smallest running variance; None without such numbers."""
+    by_metric = {metric: of for metric in ("drift", "min-var") if (of := series(layout, metric))}
+    if not by_metric:
         return None
-    every = [one for of in found.values() for one in of]
-    alt = f"Lines over rounds: {' and '.join(map(title, found))}, of {', '.join(dict.fromkeys(one.row for one in every))}."
-    caption = f"Drift of the running statistics over rounds: {' and '.join(map(title, found))}.{_band(every)}"
-    return Picture("drift", caption, alt, lambda: _panels_of(layout, found, "round"))
+    every = [one for of in by_metric.values() for one in of]
+    alt = f"Lines over rounds: {' and '.join(map(title, by_metric))}, of {', '.join(dict.fromkeys(one.row for one in every))}."
+    caption = f"Drift of the running statistics over rounds: {' and '.join(map(title, by_metric))}.{_band(every)}"
+    return Picture("drift", caption, alt, lambda: _panels_of(layout, by_metric, "round"))
 
 
-def _panels_of(layout: Layout, found: Mapping[str, Sequence[Series]], x: str) -> Figure:
-    columns = [column for column in layout.columns if any(one.column == column for of in found.values() for one in of)]
-    rows = [row for row in layout.rows if any(one.row == row for of in found.values() for one in of)]
-    most = len(columns) if len(columns) <= 4 and len(found) > 1 else columns_of(len(columns))
+def _panels_of(layout: Layout, by_metric: Mapping[str, Sequence[Series]], x: str) -> Figure:
+    columns = [column for column in layout.columns if any(one.column == column for of in by_metric.values() for one in of)]
+    rows = [row for row in layout.rows if any(one.row == row for of in by_metric.values() for one in of)]
+    most = len(columns) if len(columns) <= 4 and len(by_metric) > 1 else columns_of(len(columns))
     headings = [layout.column_heading(column) for column in columns]
-    names = [name for _ in found for name in [*headings, *([None] * (-len(columns) % most if len(found) > 1 else 0))]]
-    texts = _ranked(next(iter(found.values())), layout) if len(names) == 1 else {row: row for row in rows}
-    with panels(names, list(texts.values()), (5.4, 2.5) if most == 1 and len(found) > 1 else None, most) as (figure, every):
-        for n, (metric, of) in enumerate(found.items()):
+    names = [name for _ in by_metric for name in [*headings, *([None] * (-len(columns) % most if len(by_metric) > 1 else 0))]]
+    texts = _ranked(next(iter(by_metric.values())), layout) if len(names) == 1 else {row: row for row in rows}
+    with panels(names, list(texts.values()), (5.4, 2.5) if most == 1 and len(by_metric) > 1 else None, most) as (figure, every):
+        for n, (metric, of) in enumerate(by_metric.items()):
             panel = every[n * len(columns) : (n + 1) * len(columns)]
             for axes, column in zip(panel, columns, strict=True):
                 for one in (one for one in of if one.column == column):
@@ -100,16 +109,19 @@ def _curve(axes: Axes, one: Series, x: str, index: int, metric: str) -> None:
         logarithmic(axes)
 
 
-def _ranked(found: Sequence[Series], layout: Layout) -> dict[str, str]:
-    """Row -> its last value, the best first, for the legend of one panel."""
+def _ranked(available: Sequence[Series], layout: Layout) -> dict[str, str]:
+    """Return row -> its name and last value, the best first, for the legend of one panel."""
     metric = layout.metric
-    ranked = sorted(found, key=lambda one: one.mean[-1] if layout.lower_is_better else -one.mean[-1])
-    spread = [f" ± {shown(one.std[-1], metric)}" if one.seeds > 1 else "" for one in ranked]
-    return {one.row: f"{one.row}: {shown(one.mean[-1], metric)}{of}" for one, of in zip(ranked, spread, strict=True)}
+    ranked = sorted(available, key=lambda one: one.mean[-1] if layout.lower_is_better else -one.mean[-1])
+    spread = [f" ± {as_text(one.std[-1], metric)}" if one.seeds > 1 else "" for one in ranked]
+    return {one.row: f"{one.row}: {as_text(one.mean[-1], metric)}{of}" for one, of in zip(ranked, spread, strict=True)}
 
 
 def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
-    """The horizontal axis: on a logarithm where some go ten times as far as others; bytes in units that suit their number."""
+    """Set up the horizontal axis.
+
+    It is logarithmic where some curves go ten times as far as others; bytes have a unit that suits their number.
+    """
     ends = [float(way[-1]) for way in ways]
     power = min(4, int(math.log(max(*ends, 1), 1000))) if x == "bytes" else 0
     if x != "round" and min(ends) > 0 and max(ends) / min(ends) >= 10 and min(float(way[0]) for way in ways) > 0:
@@ -122,14 +134,17 @@ def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
 
 
 def _whole(axes: Axes) -> None:
-    """No round is marked at 2.5."""
+    """Put the ticks at whole numbers: there is no round 2.5."""
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
 
 
 def against(layout: Layout, axis: str) -> Picture:
-    """The table's number against a numeric axis, one line per row, one panel for every combination of the other axes.
+    """Draw the table's number against a numeric axis.
 
-    Raises ConfigError where the axis is not there, or has values that are no numbers.
+    There is one line per row, and one panel for every combination of the other axes.
+
+    Raises:
+        ConfigError: No run has the axis, or its values are no numbers.
     """
     layout.check(axis, "against")
     if not layout.numeric(axis):
@@ -165,7 +180,7 @@ def against(layout: Layout, axis: str) -> Picture:
         return figure
 
     words = {
-        " ".join(part for part in (*key, row) if part != "–"): ", ".join(f"{shown(e.mean, layout.metric)} at {x:g}" for x, e in points)
+        " ".join(part for part in (*key, row) if part != "–"): ", ".join(f"{as_text(e.mean, layout.metric)} at {x:g}" for x, e in points)
         for key, of in entries.items()
         for row, points in of.items()
     }
@@ -175,7 +190,7 @@ def against(layout: Layout, axis: str) -> Picture:
 
 
 def _ticks(axes: Axes, values: Sequence[float]) -> None:
-    """At the values that were run; on a logarithm where they are."""
+    """Put the ticks at the values that were run; on a logarithm where they span a factor of 20."""
     if min(values) > 0 and max(values) / min(values) >= 20:
         logarithmic(axes, x=True)
         axes.xaxis.set_minor_locator(NullLocator())
@@ -184,16 +199,16 @@ def _ticks(axes: Axes, values: Sequence[float]) -> None:
 
 
 def diagnostics(layout: Layout) -> list[Picture]:
-    """One picture per column whose runs have diagnostics: every quantity over rounds, and by layer in the last round."""
+    """Draw one picture per column with diagnostics: every quantity over rounds, and by layer in the last round."""
     made = []
     for number, column in enumerate(layout.columns, 1):
-        found = _diagnostics(layout, column)
-        if found:
+        quantities = _diagnostics(layout, column)
+        if quantities:
             name = "diagnostics" if len(layout.columns) == 1 else f"diagnostics-{number}"
             where = f" ({layout.column_heading(column)})" if layout.rest else ""
             caption = f"Diagnostics of the layers{where}: over rounds, median and range over layers; right, by layer in the last round."
-            alt = f"Lines{where}: {', '.join(found)}; over rounds, and by layer in the last round."
-            made.append(Picture(name, caption, alt, partial(_draw_diagnostics, layout, found)))
+            alt = f"Lines{where}: {', '.join(quantities)}; over rounds, and by layer in the last round."
+            made.append(Picture(name, caption, alt, partial(_draw_diagnostics, layout, quantities)))
     return made
 
 
@@ -201,8 +216,8 @@ Layers = Mapping[str, Mapping[int, float]]  # layer -> round -> mean over seeds
 
 
 def _diagnostics(layout: Layout, column: str) -> dict[str, dict[str, Layers]]:
-    """Quantity -> row -> layers."""
-    found: dict[str, dict[str, Layers]] = {}
+    """Return quantity -> row -> layers."""
+    quantities: dict[str, dict[str, Layers]] = {}
     for row in layout.rows:
         cells = [cell for cell in layout.finished(row, column) if cell.layers]
         for quantity in dict.fromkeys(q for cell in cells for q in cell.layers):
@@ -211,24 +226,24 @@ def _diagnostics(layout: Layout, column: str) -> dict[str, dict[str, Layers]]:
                 for layer, of in cell.layers.get(quantity, {}).items():
                     for round, value in of.items():
                         values.setdefault(layer, {}).setdefault(round, []).append(value)
-            found.setdefault(quantity, {})[row] = {
+            quantities.setdefault(quantity, {})[row] = {
                 layer: {round: float(np.mean(v)) for round, v in of.items() if np.isfinite(v).all()} for layer, of in values.items()
             }
-    return found
+    return quantities
 
 
-def _draw_diagnostics(layout: Layout, found: Mapping[str, Mapping[str, Layers]]) -> Figure:
-    rows = [row for row in layout.rows if any(row in of for of in found.values())]
-    layers = {quantity: list(dict.fromkeys(layer for values in of.values() for layer in values)) for quantity, of in found.items()}
-    found = dict(sorted(found.items(), key=lambda one: len(layers[one[0]]) > 1))  # those of one panel fill lines together
-    names: list[str | None] = [quantity for quantity in found if len(layers[quantity]) == 1]
+def _draw_diagnostics(layout: Layout, quantities: Mapping[str, Mapping[str, Layers]]) -> Figure:
+    rows = [row for row in layout.rows if any(row in of for of in quantities.values())]
+    layers = {quantity: list(dict.fromkeys(layer for values in of.values() for layer in values)) for quantity, of in quantities.items()}
+    quantities = dict(sorted(quantities.items(), key=lambda one: len(layers[one[0]]) > 1))  # those of one panel fill lines together
+    names: list[str | None] = [quantity for quantity in quantities if len(layers[quantity]) == 1]
     names += [None] * (len(names) % 2)
-    for quantity in found:
+    for quantity in quantities:
         names += [quantity, f"{quantity}: last round"] if len(layers[quantity]) > 1 else []
     with panels(names, rows, size=(3.8, 2.7), across=2) as (figure, every):
-        left_over = list(every)
-        for quantity, of in found.items():
-            panel = [left_over.pop(0) for _ in range(2 if len(layers[quantity]) > 1 else 1)]
+        free = list(every)
+        for quantity, of in quantities.items():
+            panel = [free.pop(0) for _ in range(2 if len(layers[quantity]) > 1 else 1)]
             for row, values in of.items():
                 look = line(layout.rows.index(row))
                 rounds = sorted({round for curve in values.values() for round in curve})
@@ -252,8 +267,8 @@ def _draw_diagnostics(layout: Layout, found: Mapping[str, Mapping[str, Layers]])
     return figure
 
 
-def _band(found: Sequence[Series]) -> str:
-    return f" {BAND}" if any(one.seeds > 1 for one in found) else ""
+def _band(available: Sequence[Series]) -> str:
+    return f" {BAND}" if any(one.seeds > 1 for one in available) else ""
 
 
 def _capital(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Pictures with areas: heat maps over two axes, accuracy per class, and the clients' spread."""
+"""Draw pictures with areas: heat maps over two axes, accuracy per class, and the spread of the clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from fl_bn.report.cells import Cell, scale, title
-from fl_bn.report.layout import Layout, shown
+from fl_bn.report.layout import Layout, as_text
 from fl_bn.report.pictures import Picture, first_of_lines, panels, wrapped
 from fl_bn.report.settings import Heat
 from fl_bn.run.config import ConfigError
@@ -25,18 +25,26 @@ FRAMED: Any = {"axes.grid": False, "axes.spines.top": True, "axes.spines.right":
 
 
 def heat(layout: Layout, wanted: Heat) -> Picture:
-    """The table's number over two axes, or how much better one row is than another.
+    """Draw the table's number over two axes, or how much better one row is than another.
 
-    Raises ConfigError where an axis or a row is not there.
+    Args:
+        layout: The rows and columns.
+        wanted: The axes, and the rows if not all.
+
+    Raises:
+        ConfigError: No run has such an axis or row.
     """
     for axis in (wanted.x, wanted.y):
         layout.check(axis, "heat")
     fixed = [value for value in (wanted.value, wanted.minus) if value]
     if fixed and layout.row_axis in (wanted.x, wanted.y):
-        raise ConfigError(f"[report] heat has the rows' axis {layout.row_axis!r} as x or y, and cannot take value={fixed[0]!r} from it")
+        raise ConfigError(
+            f"[report] heat: x or y is {layout.row_axis!r}, the axis of the rows, so value={fixed[0]!r} cannot choose a row of it: "
+            "leave out value and minus, or choose other axes"
+        )
     for value in fixed:
         if value not in layout.rows:
-            raise ConfigError(f"[report] heat names {value!r}, but the rows are {', '.join(layout.rows)}")
+            raise ConfigError(f"[report] heat names the row {value!r}, which is not there: the rows are {', '.join(layout.rows)}")
     others = [a for a in (layout.row_axis, *layout.rest) if a not in (wanted.x, wanted.y) and not (fixed and a == layout.row_axis)]
     xs, ys = layout.values(wanted.x), layout.values(wanted.y)
     maps: dict[str, np.ndarray] = {}
@@ -52,16 +60,16 @@ def heat(layout: Layout, wanted: Heat) -> Picture:
     bar = unit if wanted.minus else title(layout.metric)
 
     def draw() -> Figure:
-        x, y = (_said(layout, axis) for axis in (wanted.x, wanted.y))
+        x, y = (_axis_name(layout, axis) for axis in (wanted.x, wanted.y))
         return draw_maps(maps, xs, ys, x, y, bar, layout.metric, difference=bool(wanted.minus))
 
     return Picture("heat", caption, f"Heat map. {caption} {_in_words(maps, xs, ys, layout.metric)}", draw)
 
 
-def _said(layout: Layout, axis: str) -> str:
-    """The axis' name; of one along which partition-parameter goes, which end is IID."""
-    found = {cell.at(axis): cell.config for cell in layout.cells if axis in cell.axes and cell.config}
-    configs = [found[value] for value in layout.values(axis) if value in found]
+def _axis_name(layout: Layout, axis: str) -> str:
+    """Return the axis' name; for an axis of partition-parameter also which end is IID."""
+    by_value = {cell.at(axis): cell.config for cell in layout.cells if axis in cell.axes and cell.config}
+    configs = [by_value[value] for value in layout.values(axis) if value in by_value]
     kinds = {str(config.get("partition", "")) for config in configs}
     values = [float(config.get("partition-parameter", 0.0)) for config in configs]
     monotonic = values in (sorted(values), sorted(values, reverse=True))
@@ -83,7 +91,7 @@ def _in_words(maps: Mapping[str, np.ndarray], xs: Sequence[str], ys: Sequence[st
     for name, values in maps.items():
         for y, row in zip(ys, values, strict=True):
             lines.append(
-                f"{name + ', ' if name else ''}{y}: " + ", ".join(f"{shown(v, metric)} at {x}" for x, v in zip(xs, row, strict=True))
+                f"{name + ', ' if name else ''}{y}: " + ", ".join(f"{as_text(v, metric)} at {x}" for x, v in zip(xs, row, strict=True))
             )
     return "; ".join(lines) + "."
 
@@ -100,9 +108,18 @@ def draw_maps(
     difference: bool = False,
     limit: float = np.inf,
 ) -> Figure:
-    """Draw maps (len(ys), len(xs)) under their names, on one scale of colours; a dash where there is no number.
+    """Draw maps under their names, on one scale of colours; a dash marks a missing number.
 
-    ``limit``: of a difference, from which on the colours do not change.
+    Args:
+        maps: Name -> values (len(ys), len(xs)).
+        xs: The names of the columns.
+        ys: The names of the rows.
+        x: The label of the horizontal axis.
+        y: The label of the vertical axis.
+        bar: The label of the colours.
+        metric: The metric, for the format of the numbers.
+        difference: Whether the values are differences, which may be negative.
+        limit: The size of a difference from which on the colours do not change.
     """
     cell, most = (0.62 if len(xs) <= NUMBERS else 0.2), max(1, min(3, int(11 / (1.4 + 0.62 * min(len(xs), NUMBERS)))))
     room = min(2.4, 0.075 * max(map(len, ys), default=1)) if most == 1 else 0.8
@@ -141,11 +158,11 @@ def _norm(values: np.ndarray, difference: bool, limit: float) -> Normalize:
 
 
 def _number(axes: Axes, row: int, column: int, value: float, colours: Any, norm: Normalize, metric: str, difference: bool) -> None:
-    """In black or white, whichever shows on the square's colour."""
+    """Write a number in black or white, whichever is readable on the square's colour."""
     if not np.isfinite(value):
         axes.text(column + 0.5, row + 0.5, "–", ha="center", va="center", color=INK)
         return
-    text = shown(value, metric)
+    text = as_text(value, metric)
     axes.text(
         column + 0.5, row + 0.5, f"+{text}" if difference and value > 0 else text, ha="center", va="center", fontsize=8,
         color=on(colours(norm(value))),
@@ -153,19 +170,19 @@ def _number(axes: Axes, row: int, column: int, value: float, colours: Any, norm:
 
 
 def per_class(layout: Layout) -> Picture | None:
-    """Accuracy of every class in the last evaluation: rows by class, one map per column."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+    """Draw the accuracy of every class in the last evaluation: rows by class, one map per column."""
+    by_column: dict[str, dict[str, np.ndarray]] = {}
     for column in layout.columns:
         for row in layout.rows:
             values = [of for cell in layout.finished(row, column) if (of := cell.per_class())]
             if values and len({len(of) for of in values}) == 1:
-                found.setdefault(column, {})[row] = np.array(values).mean(0)
-    if not found:
+                by_column.setdefault(column, {})[row] = np.array(values).mean(0)
+    if not by_column:
         return None
-    rows = [row for row in layout.rows if any(row in of for of in found.values())]
-    classes = max(len(of) for by_row in found.values() for of in by_row.values())
+    rows = [row for row in layout.rows if any(row in of for of in by_column.values())]
+    classes = max(len(of) for by_row in by_column.values() for of in by_row.values())
     maps = {}
-    for column, by_row in found.items():
+    for column, by_row in by_column.items():
         map = np.full((len(rows), classes), np.nan)
         for row, values_of in by_row.items():
             map[rows.index(row), : len(values_of)] = values_of
@@ -179,21 +196,22 @@ def per_class(layout: Layout) -> Picture | None:
 
 
 def boxplot(layout: Layout) -> Picture | None:
-    """The metric of the runs' task at each client in the last evaluation, of all seeds."""
+    """Draw the metric of the runs' task at each client in the last evaluation, of all seeds."""
     metric = next((cell.metric for cell in layout.cells if cell.rows), layout.metric)
     name, share = metric.replace("-", " "), scale(metric) == 100
-    found: dict[str, dict[str, list[float]]] = {}
+    by_column: dict[str, dict[str, list[float]]] = {}
     for column in layout.columns:
         for row in layout.rows:
             if values := [value for cell in layout.finished(row, column) for value in cell.of_clients(metric)]:
-                found.setdefault(column, {})[row] = values
-    if not found:
+                by_column.setdefault(column, {})[row] = values
+    if not by_column:
         return None
-    rows = [row for row in layout.rows if any(row in of for of in found.values())]
+    rows = [row for row in layout.rows if any(row in of for of in by_column.values())]
 
     def draw() -> Figure:
-        with panels([layout.column_heading(column) for column in found], size=(3.9, 0.95 + 0.36 * max(3, len(rows)))) as (figure, every):
-            for axes, of in zip(every, found.values(), strict=True):
+        size = (3.9, 0.95 + 0.36 * max(3, len(rows)))
+        with panels([layout.column_heading(column) for column in by_column], size=size) as (figure, every):
+            for axes, of in zip(every, by_column.values(), strict=True):
                 _boxes(axes, of, rows, layout)
                 axes.set_xlabel(f"{name} of a client{' (%)' if share else ''}")
                 named = axes in first_of_lines(every)
@@ -204,8 +222,9 @@ def boxplot(layout: Layout) -> Picture | None:
         return figure
 
     middle = "; ".join(
-        f"{row}{f' ({column})' if layout.rest else ''} {shown(np.median(v), metric)} ({shown(min(v), metric)} to {shown(max(v), metric)})"
-        for column, of in found.items()
+        f"{row}{f' ({column})' if layout.rest else ''} {as_text(np.median(v), metric)} "
+        f"({as_text(min(v), metric)} to {as_text(max(v), metric)})"
+        for column, of in by_column.items()
         for row, v in of.items()
     )
     what = "Accuracies" if metric == CLASSIFICATION.metric else f"{name[:1].upper()}{name[1:]}"

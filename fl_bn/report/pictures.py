@@ -1,4 +1,4 @@
-"""What all pictures of a report have in common: panels, lines that can be told apart, long names, and how they become files."""
+"""Provide what the pictures of a report share: panels, lines, long names, and their files."""
 
 from __future__ import annotations
 
@@ -27,12 +27,19 @@ LOOK: Any = STYLE | {
     "text.parse_math": False,
 }  # fmt: skip
 LEGEND = 26  # letters in a line of the legend
-PAGE, NARROWEST = 13.9, 2.2  # inches: 1000 pixels are what a page has for a picture at its least size, and what a panel needs
+PAGE, NARROWEST = 13.9, 2.2  # inches: the width of a page (1000 pixels at a picture's least size), and the least of a panel
 
 
 @dataclass(frozen=True)
 class Picture:
-    """``name`` is its file's; ``alt`` says in words what it shows, for who cannot see it."""
+    """Hold a picture that is drawn when it is needed.
+
+    Attributes:
+        name: The name of its file, without suffix.
+        caption: The text below it.
+        alt: Its content in words, for people who cannot see it.
+        draw: The function that draws it.
+    """
 
     name: str
     caption: str
@@ -41,7 +48,7 @@ class Picture:
 
     @cached_property
     def figure(self) -> Figure:
-        """Drawn and laid out once for all its files: that takes most of the time."""
+        """Draw and lay out the figure, once for all its files: that takes most of the time."""
         with matplotlib.rc_context(LOOK):
             figure = self.draw()
             figure.draw_without_rendering()
@@ -49,7 +56,7 @@ class Picture:
         return figure
 
     def save(self, folder: Path, kinds: Sequence[str]) -> list[Path]:
-        """As ``png``, ``svg`` or ``pdf``."""
+        """Save the picture in each of ``kinds`` (``png``, ``svg``, ``pdf``); return the paths."""
         made = []
         for kind in kinds:
             undated: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
@@ -59,7 +66,10 @@ class Picture:
         return made
 
     def inline(self) -> str:
-        """An ``<svg>`` element for a page: no name of its own clashes with another picture's, its ink is the page's."""
+        """Return the picture as an ``<svg>`` element of a page.
+
+        Its ids differ from those of other pictures, and its ink is the page's text colour.
+        """
         target = io.StringIO()
         with matplotlib.rc_context(LOOK):
             nothing: Any = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -79,8 +89,17 @@ class Picture:
 def panels(
     names: Sequence[str | None], legend: Sequence[str] = (), size: tuple[float, float] | None = None, across: int = 0
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure with one panel per name (None: a gap), ``across`` in a line (0: so that they fill it), each of ``size`` or narrower, so that
-    a line fits the page; room for ``legend`` right of them."""
+    """Make a figure with one panel per name.
+
+    Args:
+        names: The panels' titles; None leaves a gap.
+        legend: The texts that need room right of the panels.
+        size: Width and height of a panel in inches; it becomes narrower where a line would exceed the page.
+        across: How many panels stand in a line; 0: so that they fill it.
+
+    Yields:
+        The figure and its panels, without the gaps.
+    """
     across = min(across, max(1, len(names))) or columns_of(len(names))
     down = -(-max(1, len(names)) // across)
     each = size or ((6.2, 4.0) if len(names) == 1 else (3.4, 2.7))
@@ -100,25 +119,31 @@ def panels(
 
 
 def columns_of(panels: int) -> int:
-    """How many of them stand in a line: up to three in one, of more 2 to 4, so that as few places as can be stay empty."""
+    """Return how many of ``panels`` stand in a line: up to three in one line, else 2 to 4, with few empty places."""
     return max(1, panels) if panels <= 3 else min((3, 4, 2), key=lambda across: -panels % across)
 
 
 def legend(figure: Figure, panel: Sequence[Axes], rows: Mapping[str, str]) -> None:
-    """One for all panels, right of them: each of ``rows`` once, in this order, and in the words that it has there."""
-    found: dict[str, Any] = {}
+    """Put one legend for all panels right of them, with each row once.
+
+    Args:
+        figure: The figure.
+        panel: Its panels.
+        rows: Row -> its text, in the order of the legend.
+    """
+    handles: dict[str, Any] = {}
     for axes in panel:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(name, handle)
-    shown = {row: text for row, text in rows.items() if row in found}
-    if shown:
-        columns, _ = _columns(list(shown.values()))
-        texts = [wrapped(text, LEGEND) for text in shown.values()]
-        figure.legend([found[row] for row in shown], texts, loc="outside right upper", handlelength=3.2, ncols=columns, fontsize=8)
+            handles.setdefault(name, handle)
+    texts = {row: text for row, text in rows.items() if row in handles}
+    if texts:
+        columns, _ = _columns(list(texts.values()))
+        lines = [wrapped(text, LEGEND) for text in texts.values()]
+        figure.legend([handles[row] for row in texts], lines, loc="outside right upper", handlelength=3.2, ncols=columns, fontsize=8)
 
 
 def _columns(legend: Sequence[str]) -> tuple[int, int]:
-    """Columns of a legend, and the lines of the longest."""
+    """Return the columns of a legend, and the lines of the longest one."""
     heights = [wrapped(text, LEGEND).count("\n") + 1.3 for text in legend]
     columns = -(-int(sum(heights)) // 40) if heights else 0
     each = -(-len(heights) // max(1, columns))
@@ -126,11 +151,12 @@ def _columns(legend: Sequence[str]) -> tuple[int, int]:
 
 
 def wrapped(text: str, width: int) -> str:
+    """Wrap ``text`` at ``width`` letters, never at a hyphen."""
     return "\n".join(textwrap.wrap(text, width, break_on_hyphens=False) or [text])
 
 
 def logarithmic(axes: Axes, x: bool = False) -> None:
-    """With plain numbers at its ticks."""
+    """Make an axis logarithmic, with plain numbers at its ticks."""
     (axes.set_xscale if x else axes.set_yscale)("log")
     axis = axes.xaxis if x else axes.yaxis
     axis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -138,22 +164,24 @@ def logarithmic(axes: Axes, x: bool = False) -> None:
 
 
 def first_of_lines(panel: Sequence[Axes]) -> list[Axes]:
-    """The leftmost of every line of panels."""
+    """Return the leftmost panel of every line."""
     return [axes for axes in panel if (place := axes.get_subplotspec()) is not None and place.is_first_col()]
 
 
 def percent_limits(panel: Sequence[Axes]) -> None:
-    """The same vertical range in all panels, within 0 and 100."""
+    """Give all panels the same vertical range, within 0 and 100."""
     lows, highs = zip(*(axes.get_ylim() for axes in panel), strict=True)
     for axes in panel:
         axes.set_ylim(max(-1.0, min(lows)), min(101.0, max(highs)))
 
 
 def same_limits(panel: Sequence[Axes]) -> None:
+    """Give all panels the same vertical range."""
     lows, highs = zip(*(axes.get_ylim() for axes in panel), strict=True)
     for axes in panel:
         axes.set_ylim(min(lows), max(highs))
 
 
 def in_words(values: Mapping[str, str]) -> str:
+    """Join names and values to one text."""
     return "; ".join(f"{name} {value}" for name, value in values.items())

@@ -1,4 +1,4 @@
-"""How a sweep wants to be shown: the tables [report], [paper] and [notes] of its ``sweep.toml``, checked."""
+"""Read how a sweep is to be reported: the tables [report], [paper] and [notes] of its ``sweep.toml``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ PAPER = ("source", "note", "numbers")
 
 @dataclass(frozen=True)
 class Heat:
-    """A map over the axes ``x`` and ``y``; of the rows ``value`` (empty: one map per row), less the rows ``minus`` (empty: nothing)."""
+    """Describe a heat map.
+
+    Attributes:
+        x: The horizontal axis.
+        y: The vertical axis.
+        value: The row to draw; empty: one map per row.
+        minus: The row to subtract from it; empty: none.
+    """
 
     x: str
     y: str
@@ -32,7 +39,13 @@ class Heat:
 
 @dataclass(frozen=True)
 class Paper:
-    """The paper's own numbers, ``numbers[row][column]``, as they are printed there."""
+    """Hold the paper's own numbers.
+
+    Attributes:
+        source: The paper's name.
+        note: A remark about the numbers.
+        numbers: Row -> column -> the number as it is printed there.
+    """
 
     source: str = ""
     note: str = ""
@@ -41,10 +54,28 @@ class Paper:
 
 @dataclass(frozen=True)
 class Settings:
-    """``columns`` None: every axis that is not ``rows``. ``domains``: ``EACH`` and the mean, the ``AVERAGE`` alone, or empty: the
-    run's own metric. ``apart``: rows that are measured otherwise than the rest, and best of nothing. ``metric`` empty: that of the
-    runs' task. ``order``: axis -> its values as in the sweep file; ``skip``: combinations of values that it leaves out; ``text``: that
-    file."""
+    """Hold the settings of a report.
+
+    Attributes:
+        title: The heading.
+        rows: The axis of the rows; empty: the method.
+        columns: The axes of the columns; None: every axis other than ``rows``.
+        metric: The metric; empty: that of the runs' task.
+        at: ``last`` or ``best``: the round whose number counts.
+        x: The horizontal axes of the curves.
+        against: The numeric axes to draw the number against.
+        heat: The heat map, if any.
+        boxplot: Whether to draw the clients' spread.
+        per_class: Whether to draw the accuracy of each class.
+        drift: Whether to draw the drift of the statistics and the diagnostics.
+        domains: ``EACH``: every domain and the mean; ``AVERAGE``: the mean alone; empty: the run's own metric.
+        apart: Rows with another kind of measurement, which never count as the best.
+        paper: The paper's numbers.
+        notes: A text for the page.
+        order: Axis -> its values, as in the sweep file.
+        skip: The combinations of values that the sweep file skips.
+        text: The text of the sweep file.
+    """
 
     title: str
     rows: str = ""
@@ -66,12 +97,16 @@ class Settings:
     text: str = ""
 
     def leaves_out(self, where: Mapping[str, str]) -> bool:
-        """Whether the sweep has no run at ``where``, the values on some axes, as shown."""
-        return any(left.items() <= where.items() for left in self.skip)
+        """Tell whether the sweep skips the runs at ``where`` (axis -> value as text)."""
+        return any(combination.items() <= where.items() for combination in self.skip)
 
 
 def read_settings(folder: Path) -> Settings:
-    """From ``folder/sweep.toml``. Raises ConfigError where it is missing, is no TOML, or asks for what there is not."""
+    """Read the settings from ``folder/sweep.toml``.
+
+    Raises:
+        ConfigError: The file is missing, is no TOML, or has an unknown key or value.
+    """
     file = folder / "sweep.toml"
     try:
         text = file.read_text(encoding="utf-8")
@@ -87,12 +122,21 @@ def read_settings(folder: Path) -> Settings:
 
 
 def label(value: Any) -> str:
-    """An axis' value as it is shown, and as [paper] and [report] name it."""
+    """Return an axis' value as text, as it is displayed and as [paper] and [report] name it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
-    """From the tables of a sweep file, whose ``text`` is kept; ``name``: its title where it has none. Raises ConfigError."""
+    """Parse the tables of a sweep file.
+
+    Args:
+        tables: The tables.
+        name: The title where the file has none.
+        text: The text of the file, which the settings keep.
+
+    Raises:
+        ConfigError: A key or a value is unknown, or of the wrong type.
+    """
     report, paper, notes = (_table(tables, key) for key in ("report", "paper", "notes"))
     _only(KEYS, report, "[report]")
     _only(PAPER, paper, "[paper]")
@@ -120,28 +164,37 @@ def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
 
 
 def check_axis(axis: str, what: str, known: Sequence[str]) -> None:
-    """Raises ConfigError where ``axis``, which ``what`` of [report] names, is none of ``known``."""
+    """Check that ``axis`` is one of ``known``.
+
+    Args:
+        axis: The axis that [report] names.
+        what: The key of [report] that names it.
+        known: The axes of the runs.
+
+    Raises:
+        ConfigError: No run has this axis.
+    """
     if axis not in known:
         raise ConfigError(f"[report] {what} names the axis {axis!r}, which no run has{nearest(axis, known)} (axes: {', '.join(known)})")
 
 
 def _order(tables: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The values of [axes.NAME], in [run] the lists, and what the variants add to both."""
+    """Return the values of [axes.NAME], the lists in [run], and the values that the variants add."""
     variants = [table for table in _table(tables, "variants").values() if isinstance(table, dict)]
-    found: dict[str, list[str]] = {}
+    order: dict[str, list[str]] = {}
     for source in (tables, *variants):
         axes = {**_table(source, "axes"), **{key: value for key, value in _table(source, "run").items() if isinstance(value, list)}}
         for axis, values in axes.items():
             if isinstance(values, dict | list):
-                known = found.setdefault(axis, [])
+                known = order.setdefault(axis, [])
                 known += [name for name in map(label, values) if name not in known]
-    return found
+    return order
 
 
 def _skip(value: Any) -> tuple[dict[str, str], ...]:
-    if not isinstance(value, list) or not all(isinstance(left, dict) and left for left in value):
+    if not isinstance(value, list) or not all(isinstance(combination, dict) and combination for combination in value):
         raise ConfigError(f"skip must be a list of tables as in [{{ AXIS = VALUE }}], but got {value!r}")
-    return tuple({axis: label(at) for axis, at in left.items()} for left in value)
+    return tuple({axis: label(at) for axis, at in combination.items()} for combination in value)
 
 
 def _heat(value: Any) -> Heat:
@@ -152,7 +205,7 @@ def _heat(value: Any) -> Heat:
     if heat is None or heat.x == heat.y:
         raise ConfigError(f"heat needs two axes, x and y, but got {value!r}")
     if heat.minus and not heat.value:
-        raise ConfigError(f"heat takes minus={heat.minus!r} from a value, but has none: give value too")
+        raise ConfigError(f"heat: minus={heat.minus!r} is subtracted from value, which is missing: give value too")
     return heat
 
 
@@ -163,10 +216,10 @@ def _numbers(table: Any) -> dict[str, dict[str, str]]:
 
 
 def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = tables.get(name, {})
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name} must be a table, but got {found!r}")
-    return found
+    table = tables.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name} must be a table, but got {table!r}")
+    return table
 
 
 def _text(table: Mapping[str, Any], key: str, default: str = "") -> str:

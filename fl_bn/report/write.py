@@ -1,4 +1,4 @@
-"""The report's files."""
+"""Write the files of a report."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ PAGE = "report.html"
 
 
 def write_report(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write tables, pictures and ``report.html`` into the sweep's ``folder``; the files made.
+    """Write tables, pictures and ``report.html`` into the sweep's folder.
 
-    ``formats``: of csv, md, tex (tables), png, svg, pdf (pictures), html. What has not been measured makes no picture.
+    Args:
+        folder: The sweep's folder.
+        formats: Any of csv, md, tex (tables), png, svg, pdf (pictures), html. Quantities without a measurement
+            have no picture.
+
+    Returns:
+        The paths of the files.
 
     Raises:
-        ConfigError: ``folder`` is no sweep's, none of its runs has begun, [report] asks for what there is not, or a format is unknown.
+        ConfigError: ``folder`` is no sweep's, none of its runs has begun, [report] has an unknown key or value,
+            or a format is unknown.
     """
     if unknown := [name for name in formats if name not in ALL]:
         raise ConfigError(expected("formats", unknown[0], ALL))
@@ -51,9 +58,14 @@ def write_report(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
 
 
 def write_index(folders: Sequence[Path], path: Path, title: str = "Experiments") -> Path:
-    """One page, ``path``, with the tables and pictures of several sweeps, and links to their own pages where those are.
+    """Write one page with the tables and pictures of several sweeps.
 
-    A folder that cannot be reported is named with the reason.
+    It links to their own pages, if they exist. A folder without a report is listed with the reason.
+
+    Args:
+        folders: The sweeps' folders.
+        path: The page's file.
+        title: The page's heading.
     """
     listed = []
     for number, folder in enumerate(folders, 1):
@@ -75,18 +87,37 @@ def write_index(folders: Sequence[Path], path: Path, title: str = "Experiments")
 
 
 def write_program_report(folder: Path, source: Path) -> Path:
-    """``report.html`` of what a program that is no sweep has left in ``folder``; ``source`` is the experiment's file, kept there."""
+    """Write ``report.html`` for an experiment that is a program and no sweep.
+
+    Args:
+        folder: The folder with the program's results.
+        source: The experiment's file, which is copied there.
+    """
     _write(folder / program.FILE, source.read_text(encoding="utf-8"))
     return _write(folder / PAGE, program_page(program.read_program(folder)))
 
 
 def read(folder: Path, id: str = "") -> Report:
-    """Everything that a report shows. Raises ConfigError as ``write_report`` does."""
+    """Read everything that a report displays.
+
+    Raises:
+        ConfigError: See ``write_report``.
+    """
     return report_of(read_settings(folder), read_cells(folder), folder.resolve().name, id)
 
 
 def report_of(settings: Settings, cells: Sequence[Cell], folder: str, id: str = "") -> Report:
-    """The report of ``cells``, wherever they come from; ``folder``: the name that it shows. Raises ConfigError as ``write_report`` does."""
+    """Make the report of ``cells``, which may come from several folders.
+
+    Args:
+        settings: The settings of the report.
+        cells: The runs.
+        folder: The name that the report displays.
+        id: The prefix of the page's ids.
+
+    Raises:
+        ConfigError: See ``write_report``.
+    """
     placed = by_domain(cells, settings.domains == EACH) if settings.domains else cells
     layout = lay_out(settings, placed)
     return Report(layout, tabulate(layout, placed), tuple(cells), tuple(_pictures(layout)), folder, id)
@@ -94,8 +125,8 @@ def report_of(settings: Settings, cells: Sequence[Cell], folder: str, id: str = 
 
 def _pictures(layout: Layout) -> list[Picture]:
     settings = layout.settings
-    found = series(layout, layout.metric)
-    made: list[Picture | None] = [line_pictures.curves(layout, found, x) for x in settings.x]
+    available = series(layout, layout.metric)
+    made: list[Picture | None] = [line_pictures.curves(layout, available, x) for x in settings.x]
     made += [line_pictures.against(layout, axis) for axis in settings.against]
     made += [map_pictures.heat(layout, settings.heat)] if settings.heat else []
     made += [map_pictures.boxplot(layout)] if settings.boxplot else []

@@ -1,1 +1,1 @@
-"""Configuration, records, pictures and comparisons: everything around a run."""
+"""Provide everything around a run: its configuration, records, pictures and comparisons."""

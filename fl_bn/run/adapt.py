@@ -1,7 +1,8 @@
-"""A finished run's model for a client that the run did not have: its data, before and after, in numbers and as files.
+"""Adapt a finished run's model to a client that the run did not have.
 
-See ``training.adaptation`` for what the ways of adapting are. The client's training samples serve without their labels, for statistics;
-its test samples measure the metrics of the run's task.
+``federation.adaptation`` has the ways of adapting. Here the new client's data are read, and the results are
+written as numbers and files. Training samples serve without labels, for statistics. Test samples measure the
+metrics of the run's task.
 """
 
 from __future__ import annotations
@@ -34,12 +35,19 @@ from fl_bn.support import durable
 from fl_bn.support.names import expected
 from fl_bn.task import CLASSIFICATION, MetricState, Task
 
-MODEL, CLIENTS, TOLD = "model.safetensors", "clients", "unseen-client.safetensors"
+MODEL, CLIENTS, AVERAGE = "model.safetensors", "clients", "unseen-client.safetensors"
 
 
 @dataclass(frozen=True)
 class Newcomer:
-    """The new client: ``x`` (N, ...) without labels, for statistics, and ``test``. ``seen``: the run was trained on its domain, too."""
+    """Hold the data of the new client.
+
+    Attributes:
+        name: The client's name.
+        x: Training inputs (N, ...), without labels, for statistics.
+        test: Test samples.
+        seen: Whether the run was trained on the client's domain.
+    """
 
     name: str
     x: Tensor
@@ -47,9 +55,13 @@ class Newcomer:
     seen: bool = False
 
     def drawn(self, samples: int, seed: int) -> Newcomer:
-        """With ``samples`` of ``x``, drawn at random (0, or more than there are: all), and the test samples in random order.
+        """Return the client with ``samples`` random training inputs, and the test samples in random order.
 
-        The order is what a batch of test-batch is made of, and files of test samples are often sorted.
+        The order decides which samples share a batch in test-batch; files of test samples are often sorted.
+
+        Args:
+            samples: How many inputs to draw; 0, or more than there are: all.
+            seed: The seed of the draw and of the order.
         """
         rng = np.random.default_rng(np.random.SeedSequence([0xADA97, seed]))
         order = torch.from_numpy(rng.permutation(len(self.test)))
@@ -59,7 +71,15 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One way of adapting, and the evaluations on the newcomer's test samples. ``before``: None where nobody can say."""
+    """Hold one way of adapting and its evaluations on the newcomer's test samples.
+
+    Attributes:
+        how: The way of adapting.
+        before: The evaluation before; None if there is no model to evaluate.
+        after: The evaluation after.
+        model: The adapted model.
+        note: A remark for the table.
+    """
 
     how: str
     before: MetricState | None
@@ -69,7 +89,11 @@ class Outcome:
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The run's config. Raises ConfigError where ``folder`` is no run's."""
+    """Read the config of a finished run.
+
+    Raises:
+        ConfigError: ``folder`` is no run's folder.
+    """
     try:
         return Usage().config(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")))
     except FileNotFoundError as error:
@@ -81,11 +105,11 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def read_run(folder: Path) -> Adaptation:
-    """What the run in ``folder`` can do for new clients.
+    """Read from the run in ``folder`` what is needed to adapt its model.
 
     Raises:
-        ConfigError: it is no run's folder, has no model, or its clients keep tensors that are not at hand.
-        NotAdaptable: see ``Adaptation``.
+        ConfigError: ``folder`` is no run's, has no model, or lacks tensors that its clients kept.
+        NotAdaptable: See ``Adaptation``.
     """
     config = read_config(folder)
     method, network = config.build_method(), assembly.source_model(config)
@@ -96,12 +120,13 @@ def read_run(folder: Path) -> Adaptation:
         return {own.get(name, name): tensor for name, tensor in _tensors(file).items()}
 
     clients = {file.stem.replace("-", " "): tensors(file) for file in files}
-    told = tensors(folder / TOLD) if method.personal and (folder / TOLD).exists() else {}
-    made = Adaptation(network, method, Known(tensors(folder / MODEL), clients, told))
-    if not (clients or told or method.shares(Role.AFFINE)):
+    average = tensors(folder / AVERAGE) if method.personal and (folder / AVERAGE).exists() else {}
+    made = Adaptation(network, method, Known(tensors(folder / MODEL), clients, average))
+    if not (clients or average or method.shares(Role.AFFINE)):
         raise ConfigError(
-            f"{folder}: with {config.method} the affine stays at the clients, and neither their models ({CLIENTS}/client-0.safetensors "
-            f"..., which a simulation writes) nor their average ({TOLD}) is there: without either there is nothing to adapt from"
+            f"{folder}: with {config.method} scale and shift of BatchNorm stay at the clients, so the run's model lacks them. To adapt it, "
+            f"the clients' models ({CLIENTS}/client-0.safetensors ..., which a simulation writes) or their average ({AVERAGE}) are needed, "
+            "but the folder has neither"
         )
     return made
 
@@ -110,44 +135,52 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no {file}: a run writes it when it ends") from error
+        raise ConfigError(f"{file} is missing: a run writes it when it ends, so let the run end first") from error
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} is no safetensors file, or not a whole one: {error}") from error
+        raise ConfigError(f"{file} is no safetensors file, or an incomplete one: {error}") from error
 
 
 def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
-    """The client that ``data`` names (npz:PATH, folder:PATH, another data set, or package.module:function), or a ``domain`` of the run's
-    data; without either, the domain that the run held out.
+    """Load the data of the new client.
+
+    Args:
+        config: The run's config.
+        domain: A domain of the run's data.
+        data: Other data: npz:PATH, folder:PATH, another data set, or package.module:function. Without ``domain``
+            and ``data`` it is the domain that the run held out.
 
     Raises:
-        ConfigError: there is none, or its data do not suit the run's model.
+        ConfigError: There are no such data, or they do not suit the run's model.
     """
     if data and domain:
-        raise ConfigError(f"the client is a domain of the run's data ({domain}) or has data of its own ({data}): give one of them")
+        raise ConfigError(f"expected one source of the client's data, but got --domain {domain} and --data {data}: give one of them")
     if data:
         kind, _, path = data.partition(":")
         own = OwnData(kind, path) if kind in DATASETS else OwnData(data)
-        found = assembly.site_dataset(config, own)
-        return Newcomer(Path(path).stem if kind in DATASETS and path else data, found.x_train, Samples(found.x_test, found.y_test))
+        brought = assembly.site_dataset(config, own)
+        return Newcomer(Path(path).stem if kind in DATASETS and path else data, brought.x_train, Samples(brought.x_test, brought.y_test))
     name = domain or config.hold_out
     if not name:
-        raise ConfigError("which client? The run held no domain out: give --domain, of its data, or --data, with data of its own")
+        raise ConfigError(
+            "there is no client to adapt to, since the run held out no domain: give --domain with a domain of the run's data, or --data "
+            "with the client's own data"
+        )
     if config.dataset == SITES:
-        raise ConfigError(f"the run's data were the sites' own, so {name!r} names none here: give --data")
+        raise ConfigError(f"the domain {name!r} is unknown here, since the run's data are at its sites: give --data")
     try:
-        found = only_domain(assembly.dataset(replace(config, hold_out="", validation_share=0.0)), name)
+        part = only_domain(assembly.dataset(replace(config, hold_out="", validation_share=0.0)), name)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return Newcomer(name, found.x_train, Samples(found.x_test, found.y_test), seen=name != config.hold_out)
+    return Newcomer(name, part.x_train, Samples(part.x_test, part.y_test), seen=name != config.hold_out)
 
 
 def ways(run: Adaptation, text: str) -> list[str]:
-    """The ways that ``text`` names, separated by commas; ``all``: those that the run allows.
+    """Return the ways of adapting in ``text``, separated by commas; for ``all`` those that the run allows.
 
     Raises:
-        ConfigError: one is unknown, or cannot be taken here.
+        ConfigError: A way is unknown, or the run does not allow it.
     """
     if text.strip() == "all":
         return [how for how in HOW if not run.refusal(how)]
@@ -163,10 +196,19 @@ def ways(run: Adaptation, text: str) -> list[str]:
 def adapt(
     run: Adaptation, client: Newcomer, how: Sequence[str], batch_size: int, device: torch.device, task: Task = CLASSIFICATION
 ) -> list[Outcome]:
-    """Adapt in each of these ways, and evaluate before and after. ``batch_size``: of test-batch.
+    """Adapt the model in each way, and evaluate it before and after.
+
+    Args:
+        run: The finished run.
+        client: The new client.
+        how: The ways of adapting.
+        batch_size: Test samples per batch of the way test-batch, at least 2.
+        device: The device of the evaluations.
+        task: The run's task.
 
     Raises:
-        NotAdaptable: see ``Adaptation.adapt``.
+        ConfigError: ``batch_size`` is too small.
+        NotAdaptable: See ``Adaptation.adapt``.
     """
     if TEST_BATCH in how and batch_size < 2:
         raise ConfigError(f"batch-size must be at least 2 (a batch of one has no variance), but got {batch_size}")
@@ -187,7 +229,7 @@ def adapt(
 
 
 def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, folder: Path) -> None:
-    """``adaptation.csv`` (a share as 0..1), ``adaptation.png``, and every model as ``model-HOW.safetensors``, in ``folder``."""
+    """Write ``adaptation.csv`` (a share as 0..1), ``adaptation.png`` and ``model-HOW.safetensors`` into ``folder``."""
     task = assembly.task(config, client.test.y)
     metric, scale = task.metric, task.scale()
     folder.mkdir(parents=True, exist_ok=True)

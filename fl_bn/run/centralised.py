@@ -1,4 +1,4 @@
-"""Training on the union of the clients' data, as the upper end of every comparison."""
+"""Train on the union of the clients' data, as the upper end of every comparison."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ from fl_bn.run.testing import test_metrics
 
 @dataclass(frozen=True)
 class Merged:
-    """One batch: those of the ``clients``, one after the other, as the task reads them."""
+    """Merge one batch of each client to a single batch.
+
+    Attributes:
+        clients: The batches of each client, of which the first counts.
+    """
 
     clients: Sequence[IndexBatches]
 
@@ -49,13 +53,17 @@ class Merged:
 def run_centralised(config: RunConfig) -> RunDirectory:
     """Train one network on the union of the clients' data, with the budget of the federated run.
 
-    With ``update="weights"`` a round has as many steps as a client's, each on a batch of the size of the cohort's batches together, drawn
-    from all data. With ``update="gradients"`` it is DSGD on the merged batches of the cohort: the very batches that the clients would draw
-    (FBN, remark 4.1), so it depends on the division of the data, through sampling alone. Optimiser, schedule and calendar are the run's;
-    the optimiser's momentum lives on. The network has the method's normaliser.
+    With ``update="weights"`` a round has as many steps as a client's round. Each step has a batch from all data, as
+    large as the cohort's batches together. With ``update="gradients"`` it is DSGD on the cohort's own batches,
+    merged (FBN, remark 4.1); so the division of the data matters, through sampling alone. Optimiser, schedule and
+    calendar are the run's. The optimiser's momentum lasts through all rounds. The network has the method's
+    normaliser.
+
+    Returns:
+        The folder of the run.
 
     Raises:
-        ConfigError: see ``check_centralised``.
+        ConfigError: See ``check_centralised``.
     """
     check_centralised(config)
     target, of, method = device(config), task(config, dataset(config).y_train), config.build_method()
@@ -88,11 +96,15 @@ def run_centralised(config: RunConfig) -> RunDirectory:
 
 
 def check_centralised(config: RunConfig) -> None:
-    """Raise ConfigError where a centralised run has no use for a key of ``config``, or where its method is defined by federation alone."""
+    """Check that centralised training can use every key of ``config``.
+
+    Raises:
+        ConfigError: A key has no use without clients, or federation alone defines the method.
+    """
     if (method := config.build_method()) and _federates(method, config.rounds):
         raise ConfigError(
-            f"method={config.method!r} is defined by what its clients keep, report or exchange, and centralised training has no clients: "
-            "give it fedavg (BatchNorm), fixbn, or a normaliser without batch statistics (gn, ln, in, ...)"
+            f"method={config.method!r} needs clients that keep, report or exchange statistics, and centralised training has no clients: "
+            "choose fedavg (BatchNorm), fixbn, or a normaliser without batch statistics (gn, ln, in, ...)"
         )
     for key, without in (("byzantine", 0), ("objective", "none"), ("server-optimizer", "fedavg"), ("join-rounds", "")):
         if (value := config[key]) != without:
@@ -119,7 +131,7 @@ def _optimizer(settings: LocalTraining, parameters: list[nn.Parameter], rate: fl
 
 
 def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatches, Sequence[IndexBatches]]:
-    """The batches of a round, and whose samples they are."""
+    """Return the batches of a round, and the batches of each owner of samples."""
     number, cohort = local.instruction.round, max(1, round_half_up(config.fraction * config.clients))
     if config.update == "gradients":
         chosen = sample_cohort(range(config.clients), cohort, random.Random(f"{config.seed}/{number}"))

@@ -1,4 +1,4 @@
-"""A run's checkpoints in its folder, and how to find the run that a config wants to go on with."""
+"""Keep a run's checkpoints in its folder, and find the run that a config wants to resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fl_bn.support.wire import reason
 
 FOLDER, CONFIG = "checkpoints", "config.toml"
 AT_ONCE = 2  # the one before the last is there in case the last is damaged
-FREE = {  # what may differ from the run that is resumed: none of it decides a number, but for last digits
+FREE = {  # keys that may differ from the resumed run: they change the last digits of a number at most
     "name", "output", "resume", "checkpoint-every", "pictures", "callbacks", "device", "threads", "workers",
     "deterministic", "memory-format", "share-label-counts", "min-replies", "min-cohort", "clients-at-start", "client-nodes", "client-names",
     "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout", "recalibration", "recalibration-memory",
@@ -25,13 +25,19 @@ FREE = {  # what may differ from the run that is resumed: none of it decides a n
 
 
 class Checkpoints:
-    """Those in the run directory ``run``, written with the lengths of its ``history``."""
+    """Keep the checkpoints of the run directory ``run``, with the lengths of its ``history`` files."""
 
     def __init__(self, run: Path, history: History) -> None:
         self.folder, self._history = run / FOLDER, history
 
     def keep(self, checkpoint: Checkpoint) -> int:
-        """Store it, beside the one before; the oldest round that there is then, 0 for none. A full disk is said in the log, and no more."""
+        """Store a checkpoint beside the previous one, and delete older ones.
+
+        A full disk costs the checkpoint and a warning, not the run.
+
+        Returns:
+            The oldest round that has a checkpoint now; 0 for none.
+        """
         try:
             complete = replace(checkpoint, history=self._history.lengths())
             complete.save(self.folder / f"round-{checkpoint.round:06}{durable.SUFFIX}")
@@ -43,7 +49,7 @@ class Checkpoints:
         return min(self.rounds(), default=0)
 
     def newest(self) -> Checkpoint | None:
-        """The newest that is whole; a damaged one is set aside, and said in the log."""
+        """Load the newest checkpoint that is whole; set damaged ones aside, with a warning."""
         for number in reversed(self.rounds()):
             path = self._path(number)
             try:
@@ -53,6 +59,7 @@ class Checkpoints:
         return None
 
     def rounds(self) -> list[int]:
+        """Return the rounds that have a checkpoint, in order."""
         names = (path.name.removeprefix("round-").removesuffix(durable.SUFFIX) for path in self.folder.glob(f"round-*{durable.SUFFIX}"))
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -61,18 +68,18 @@ class Checkpoints:
 
 
 def run_to_resume(config: RunConfig) -> Path:
-    """The folder of the run that ``config.resume`` means: that name, or the newest unfinished one with the same config.
+    """Find the folder of the run that ``config.resume`` names, or the newest unfinished one with the same config.
 
     Raises:
-        ConfigError: there is none, or it was another run; the message says in which keys.
+        ConfigError: There is no such run, or its config differs; the message names the keys.
     """
     root = Path(config.output)
     if config.resume != "latest":
         named = root / config.resume
         if not list((named / FOLDER).glob(f"round-*{durable.SUFFIX}")):
-            raise ConfigError(f"resume={config.resume!r}: {named} has no checkpoint: {_unfinished(root)}")
+            raise ConfigError(f"resume={config.resume!r}: {named} has no checkpoint. Choose one of the {_unfinished(root)}")
         if differing := _differences(named, config):
-            raise ConfigError(f"resume={config.resume!r} was another run: {differing}. Give it the same run config")
+            raise ConfigError(f"resume={config.resume!r} has another run config: {differing}. Give it the same run config")
         return named.resolve()
     runs = _with_checkpoints(root)
     if config.name:
@@ -81,12 +88,13 @@ def run_to_resume(config: RunConfig) -> Path:
         if not _differences(run, config):
             return run.resolve()
     if runs:
-        raise ConfigError(f"resume='latest': the newest unfinished run, {runs[0].name}, was another one: {_differences(runs[0], config)}")
-    raise ConfigError(f"resume='latest': {_unfinished(root)}")
+        differing = _differences(runs[0], config)
+        raise ConfigError(f"resume='latest': the newest unfinished run, {runs[0].name}, has another run config: {differing}")
+    raise ConfigError(f"resume='latest' needs one of the {_unfinished(root)}")
 
 
 def _with_checkpoints(root: Path) -> list[Path]:
-    """Runs with checkpoints, the newest checkpoint first; a run that is finished has none left."""
+    """Return the runs with checkpoints, the newest first; a finished run has none."""
     newest = {
         path.parent.parent: path.stat().st_mtime
         for path in sorted(root.glob(f"*/{FOLDER}/round-*{durable.SUFFIX}"), key=lambda p: p.stat().st_mtime)
@@ -95,12 +103,12 @@ def _with_checkpoints(root: Path) -> list[Path]:
 
 
 def _unfinished(root: Path) -> str:
-    found = ", ".join(run.name for run in _with_checkpoints(root))
-    return f"unfinished runs with checkpoints in {root}: {found or 'none (checkpoint-every makes them)'}"
+    names = ", ".join(run.name for run in _with_checkpoints(root))
+    return f"unfinished runs with checkpoints in {root}: {names or 'none (checkpoint-every makes them)'}"
 
 
 def _differences(run: Path, config: RunConfig) -> str:
-    """The keys that decide numbers in which the two differ, in words; empty if none."""
+    """Name the keys that decide numbers and differ between the two configs; empty if there are none."""
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, *UNREADABLE) as error:

@@ -1,4 +1,4 @@
-"""What a run prints: a live display on a terminal, a short line per round elsewhere."""
+"""Print a run's log: a live display on a terminal, a short line per round elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_bn.task import Task
 
 
 def in_full(record: logging.LogRecord) -> logging.LogRecord:
-    """The record with the line of a round in its long form."""
+    """Return the record with the long form of a round's line."""
     if not hasattr(record, DETAIL):
         return record
     made = copy.copy(record)
@@ -26,10 +26,10 @@ def in_full(record: logging.LogRecord) -> logging.LogRecord:
 
 
 class Console(logging.Handler):
-    """Prints Flower's log in place of ``flower``, the handler that does so otherwise.
+    """Print Flower's log in the place of ``flower``, the handler that otherwise does so.
 
-    On a terminal there is a ``bar`` for the rounds, and everything else is printed above it. Elsewhere every message is a line with the
-    time and without colours. ``verbose``: all is printed as Flower does, with the long line of every round.
+    On a terminal a ``bar`` displays the rounds, and messages are printed above it. Elsewhere every message is a line
+    with the time and without colours. With ``verbose`` messages look as in Flower, with the long line of every round.
     """
 
     def __init__(self, flower: Any, verbose: bool = False) -> None:
@@ -38,6 +38,7 @@ class Console(logging.Handler):
         self.bar = Bar(flower.stream) if flower.stream.isatty() and not verbose else None
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print one message."""
         if self._verbose:
             self.flower.handle(in_full(record))
             return
@@ -53,6 +54,7 @@ class Console(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
+        """Close the bar, if there is one."""
         if self.bar is not None:
             self.bar.on_end(None)
         super().close()
@@ -60,7 +62,10 @@ class Console(logging.Handler):
 
 @contextmanager
 def shown(verbose: bool = False) -> Iterator[None]:
-    """Print the log so while this lasts. Nothing changes where it is printed so already, or not at all."""
+    """Print the log through ``Console`` while the context lasts.
+
+    Handlers that do not print, and those that are a ``Console`` already, stay as they are.
+    """
     before = LOGGER.handlers
     LOGGER.handlers = [Console(one, verbose) if prints(one) else one for one in before]
     try:
@@ -72,15 +77,18 @@ def shown(verbose: bool = False) -> Iterator[None]:
 
 
 def bars(task: Task) -> list[Bar]:
-    """Of the terminals that the log is shown on; they show the metric of ``task``."""
-    found = [handler.bar for handler in LOGGER.handlers if isinstance(handler, Console) and handler.bar is not None]
-    for bar in found:
+    """Return the bars of the terminals that display the log, and let them show the metric of ``task``."""
+    displayed = [handler.bar for handler in LOGGER.handlers if isinstance(handler, Console) and handler.bar is not None]
+    for bar in displayed:
         bar.task = task
-    return found
+    return displayed
 
 
 class LogFile(logging.Handler):
-    """``run.log``: every message with date and time, and the long line of every round. A full disk costs lines, and nothing else."""
+    """Write ``run.log``: every message with date and time, and the long line of every round.
+
+    A full disk costs lines, not the run.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(logging.INFO)
@@ -88,5 +96,6 @@ class LogFile(logging.Handler):
         self._path = path
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Append one message."""
         with suppress(OSError), self._path.open("ab", buffering=0) as file:
             file.write(f"{self.format(in_full(record))}\n".encode())

@@ -1,4 +1,4 @@
-"""Where a run computes, and by which kernels."""
+"""Choose where a run computes, and with which kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from fl_bn.run.keys import known_device
 
 
 def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.device:
-    """Return where to compute, as the client's node config says, else the run config. On a GPU, this process then computes with the kernels
-    that the run config wants.
+    """Choose the device: from the client's node config, else from the run config.
+
+    For a GPU, set this process to the kernels that the run config wants.
 
     Raises:
-        ConfigError: it is no device, or a GPU that torch does not see.
+        ConfigError: It is no device, or a GPU that torch does not see.
     """
     chosen = _device(config, node)
     if chosen.type == "cuda":
@@ -36,7 +37,7 @@ def _device(config: RunConfig, node: Mapping[str, Any] | None) -> torch.device:
     chosen, seen = torch.device(name), torch.cuda.device_count()
     if chosen.type == "cuda" and (chosen.index or 0) >= seen:
         raise ConfigError(
-            f"device={name}, but torch sees {seen or 'no'} GPU in this process. In simulation give clients a share of one: the profile "
-            "local-simulation-gpu, or --federation-config 'options.backend.client-resources.num-gpus=0.2'"
+            f"device={name}, but torch sees {seen or 'no'} GPU in this process. In a simulation, give each client a share of a GPU, by the "
+            "profile local-simulation-gpu or --federation-config 'options.backend.client-resources.num-gpus=0.2'"
         )
     return chosen

@@ -1,7 +1,8 @@
-"""What only somebody who sees all clients' data can measure: the global model on the training data, and why BatchNorm goes astray.
+"""Measure diagnostics that need all clients' data: the global model on the training data, and BatchNorm's errors.
 
-For simulation: the server process reads every client's part of the run's data itself. Measured at every evaluation, on copies of the
-model, without a random number of the run's: a run with diagnostics has the numbers of one without.
+They are for simulation: the server process reads every client's part of the run's data itself. They are measured
+at every evaluation, on copies of the model, and draw none of the run's random numbers. So a run with diagnostics
+has the same results as one without.
 """
 
 from __future__ import annotations
@@ -34,12 +35,20 @@ from fl_bn.task import MetricState
 
 TRAINING_LOSS, DRIFT, GRADIENTS = DIAGNOSTICS
 BATCH = 128  # samples of each client's batch, the same in every round: FedTAN's own batch size
-_STREAM = 0xD1A6  # what the seeded generator is for: apart from batches, dropout and statistics of the clients
+_STREAM = 0xD1A6  # separates this generator from those of batches, dropout and statistics
 EPS = 1e-5
 
 
 class Measurement(NamedTuple):
-    """One line of diagnostics.csv. ``layer`` is empty where it is the whole network, ``client`` None where it is all of them."""
+    """Hold one line of diagnostics.csv.
+
+    Attributes:
+        round: The round.
+        layer: The layer's name; empty for the whole network.
+        client: The client's index; None for all clients.
+        quantity: The name of the quantity.
+        value: The value.
+    """
 
     round: int
     layer: str
@@ -49,23 +58,29 @@ class Measurement(NamedTuple):
 
 
 class Diagnostics:
-    """Measures ``names`` (of ``DIAGNOSTICS``) of the global model at every evaluated round. Byzantine clients are left out.
+    """Measure ``names`` (of ``DIAGNOSTICS``) of the global model at every evaluated round, without Byzantine clients.
 
-    ``training-loss``: loss and the task's metric on the union of the clients' training data, in evaluation mode (``training-loss``,
-    ``training-accuracy``).
+    ``training-loss``: loss and the task's metric on the union of the clients' training data, in evaluation mode
+    (``training-loss``, ``training-accuracy``).
 
-    ``drift`` (FixBN, seed 000, figure 2), per BatchNorm layer, as means over its channels:
-    ``mean-moved``, ``var-moved``: how far the global statistics moved since the evaluation before, |change of the mean| in standard
-    deviations, |log of the variances' ratio|; ``batch-mean-distance``, ``batch-var-distance``: how far the statistics of a client's
-    batch are from the global ones, in the same units, mean over clients; ``batch-mean-spread``, ``batch-var-spread``: variance over the
-    evaluations so far of the same batch's mean (in units of the global variance) and of the log of its variance, mean over clients.
-    Batch statistics are those of the layer's input where the layers below normalise as in training (as in evaluation, once frozen).
+    ``drift`` (FixBN, seed 000, figure 2): per BatchNorm layer, as means over its channels:
 
-    ``gradients``: ``gradient-deviation``, B_i^2 of each client and their mean, and ``centralised-gradient``, the squared norm of the
-    gradient on the union of the batches: see ``gradient_deviation``.
+    * ``mean-moved``, ``var-moved``: how far the global statistics moved since the evaluation before, as |change of
+      the mean| in standard deviations and |log of the variances' ratio|;
+    * ``batch-mean-distance``, ``batch-var-distance``: how far the statistics of a client's batch are from the
+      global ones, in the same units, mean over clients;
+    * ``batch-mean-spread``, ``batch-var-spread``: the variance over the evaluations so far of the same batch's mean
+      (in units of the global variance) and of the log of its variance, mean over clients.
+
+    Batch statistics are those of the layer's input. The layers below normalise as in training, or as in evaluation
+    once the statistics are frozen.
+
+    ``gradients``: ``gradient-deviation``, B_i^2 of each client and their mean, and ``centralised-gradient``, the squared
+    norm of the gradient on the union of the batches: see ``gradient_deviation``.
 
     Raises:
-        ConfigError: an unknown name, data that the server does not have, or a method without a global model or without BatchNorm.
+        ConfigError: A name is unknown, the server does not have the data, or the method has no global model or no
+            BatchNorm.
     """
 
     def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
@@ -74,7 +89,7 @@ class Diagnostics:
         if config.dataset == SITES:
             raise ConfigError(f"diagnostics need all clients' data in one place, but with dataset={SITES!r} the server has none")
         if config.build_method().personal:
-            raise ConfigError(f"diagnostics are of the global model, but under {config.method} every client has one of its own")
+            raise ConfigError(f"diagnostics measure the global model, but under {config.method} every client has a model of its own")
         self.config, self.names = config, tuple(names)
         if set(names) & {DRIFT, GRADIENTS} and not batch_norms(client_model(config)):
             raise ConfigError(f"diagnostics drift and gradients need BatchNorm layers, but under {config.method} the network has none")
@@ -83,11 +98,15 @@ class Diagnostics:
 
     @cached_property
     def clients(self) -> list[Samples]:
-        """The honest clients' training samples."""
+        """Return the honest clients' training samples."""
         return [client_samples(self.config, client)[0] for client in range(self.config.clients - self.config.byzantine)]
 
     def after_round(self, record: RoundRecord, model: nn.Module) -> list[Measurement]:
-        """Measurements of the global ``model``, which is not changed; none in a round that is not evaluated."""
+        """Measure the global ``model``, which stays unchanged.
+
+        Returns:
+            The measurements; empty for a round without evaluation.
+        """
         if record.round % self.config.evaluate_every and record.round != self.config.rounds:
             return []
         rows: list[Measurement] = []
@@ -95,8 +114,8 @@ class Diagnostics:
         if TRAINING_LOSS in self.names:
             on_device = copied(model).to(target)
             of = task(self.config, self.clients[0].y)
-            found = MetricState.union(evaluate(on_device, samples, task=of) for samples in self.clients)
-            for quantity, value in (("training-loss", found.loss), (f"training-{of.metric}", found[of.metric])):
+            union = MetricState.union(evaluate(on_device, samples, task=of) for samples in self.clients)
+            for quantity, value in (("training-loss", union.loss), (f"training-{of.metric}", union[of.metric])):
                 rows.append(Measurement(record.round, "", None, quantity, value))
         if DRIFT in self.names:
             rows += self._drift(record, copied(model).to(target))
@@ -105,7 +124,7 @@ class Diagnostics:
         return rows
 
     def _batches(self, like: Tensor) -> list[tuple[int, Batch]]:
-        """A seeded batch of every client that has enough samples for a variance."""
+        """Return a seeded batch of every client that has enough samples for a variance."""
         batches = []
         for client, samples in enumerate(self.clients):
             if (n := len(samples)) >= 2:
@@ -126,7 +145,7 @@ class Diagnostics:
                 row(name, "mean-moved", _in_deviations(new.mean, old))
                 row(name, "var-moved", _log_ratio(new.var, old))
         self._before = now
-        found: dict[str, list[Moments]] = {name: [] for name in now}
+        by_layer: dict[str, list[Moments]] = {name: [] for name in now}
         spreads: dict[tuple[str, str], list[float]] = {}
         model.eval()
         frozen = record.phase == Phase.FROZEN.value and Role.STATISTIC in self.config.build_method().frozen
@@ -137,13 +156,13 @@ class Diagnostics:
                 model(x)
             for name, part in pooled(observed).items():
                 part = Moments(part.count, part.mean.cpu(), part.var.cpu())
-                found[name].append(part)
+                by_layer[name].append(part)
                 scale = now[name].var.double() + EPS
                 for quantity, value, unit in (("mean", part.mean, scale), ("var", (part.bessel() + EPS).log(), torch.ones_like(scale))):
                     seen = self._seen((name, client, quantity), value)
                     if seen.count > 1:
                         spreads.setdefault((name, quantity), []).append(float((seen.var / unit).mean()))
-        for name, parts in found.items():
+        for name, parts in by_layer.items():
             if parts:
                 row(name, "batch-mean-distance", _mean([_in_deviations(part.mean, now[name]) for part in parts]))
                 row(name, "batch-var-distance", _mean([_log_ratio(part.bessel(), now[name]) for part in parts]))
@@ -152,7 +171,7 @@ class Diagnostics:
         return rows
 
     def _seen(self, key: tuple[str, int, str], value: Tensor) -> Moments:
-        """Moments over the rounds so far of a batch statistic; every round counts 1."""
+        """Update and return the moments of a batch statistic over the rounds so far; every round counts 1."""
         before = self._over_rounds.get(key)
         new = Moments(1, value.double(), torch.zeros_like(value, dtype=torch.float64))
         self._over_rounds[key] = new if before is None else pool([before, new])
@@ -162,10 +181,10 @@ class Diagnostics:
         network = convert(source_model(self.config), METHODS["fedtan"]())
         load_tensors(network, {k: t for k, t in model.state_dict().items() if k in network.state_dict()})
         clients, batches = zip(*self._batches(inputs_like(network).to(target)), strict=True)
-        found = gradient_deviations(network.to(target), batches, task(self.config, self.clients[0].y))
-        rows = [Measurement(round, "", i, "gradient-deviation", value) for i, value in zip(clients, found.squared, strict=True)]
-        rows.append(Measurement(round, "", None, "gradient-deviation", _mean(found.squared)))
-        return [*rows, Measurement(round, "", None, "centralised-gradient", found.centralised)]
+        deviations = gradient_deviations(network.to(target), batches, task(self.config, self.clients[0].y))
+        rows = [Measurement(round, "", i, "gradient-deviation", value) for i, value in zip(clients, deviations.squared, strict=True)]
+        rows.append(Measurement(round, "", None, "gradient-deviation", _mean(deviations.squared)))
+        return [*rows, Measurement(round, "", None, "centralised-gradient", deviations.centralised)]
 
 
 def _in_deviations(mean: Tensor, of: Running) -> float:

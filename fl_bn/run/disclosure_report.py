@@ -1,4 +1,4 @@
-"""disclosure.csv, and the table of summary.md: what left each client in a run, by kind."""
+"""Report what left each client in a run, by kind: disclosure.csv and the table of summary.md."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ COLUMNS = (
     "warning",
 )  # fmt: skip
 SHOWN = 10  # warnings in summary.md
-BATCHES = re.compile(r"(?<=after )\d+(?= batches)")  # in what a disclosure is
+BATCHES = re.compile(r"(?<=after )\d+(?= batches)")  # in the description of a disclosure
 
 
 @dataclass(frozen=True)
 class Kind:
-    """All of one kind that left one client: ``tensors`` of one message, ``nbytes`` of all ``messages``; ``rounds``: in how many.
+    """Sum up the disclosures of one kind by one client.
 
-    ``least``: the disclosure whose statistics summarise the fewest samples, None if there are no statistics, and ``least_round``.
+    Attributes:
+        tensors: Tensors of one message.
+        messages: How many messages there were.
+        rounds: How many rounds had such a message.
+        nbytes: Bytes of all messages.
+        least: The disclosure whose statistics summarise the fewest samples; None without statistics.
+        least_round: The round of ``least``.
     """
 
     tensors: int
@@ -39,50 +45,61 @@ class Kind:
 
     @property
     def traceable(self) -> bool:
+        """Tell whether a statistic summarises so few samples that they may be traced."""
         return self.least is not None and self.least.samples < FEW
 
 
 class DisclosureTotals:
-    """Sums up what has left the clients so far, by client, section and what it is. It grows with the clients, not with the rounds."""
+    """Sum up what left the clients so far, by client, section and description.
+
+    The sums grow with the number of clients, not of rounds.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, str, str], Kind] = {}
+        self._kinds: dict[tuple[int, str, str], Kind] = {}
         self._last: dict[tuple[int, str, str], int] = {}
 
     def add(self, record: RoundRecord) -> None:
-        """Add one round. The exchanges before round 1 (``calibrate``) are in the record of round 1."""
+        """Add one round; the record of round 1 has the exchanges before it (``calibrate``), too."""
         for disclosure in record.disclosures:
             key = disclosure.client, disclosure.section, disclosure.what
-            before = self._found.get(key, Kind(0, 0, 0, 0))
+            before = self._kinds.get(key, Kind(0, 0, 0, 0))
             least, round = before.least, before.least_round
             if disclosure.samples and (least is None or disclosure.samples < least.samples):
                 least, round = disclosure, record.round
             rounds = before.rounds + (self._last.get(key) != record.round)
             tensors, nbytes = max(before.tensors, disclosure.tensors), before.nbytes + disclosure.nbytes
-            self._found[key], self._last[key] = Kind(tensors, before.messages + 1, rounds, nbytes, least, round), record.round
+            self._kinds[key], self._last[key] = Kind(tensors, before.messages + 1, rounds, nbytes, least, round), record.round
 
     def kinds(self, label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
-        """Return the kinds in order. ``label_counts``: of the clients that told theirs when they introduced themselves."""
-        told = {client: len(json.dumps(list(counts))) for client, counts in label_counts.items() if counts}
-        introductions = {(client, "introduction", "samples per class"): Kind(1, 1, 1, nbytes) for client, nbytes in told.items()}
-        return dict(sorted({**self._found, **introductions}.items()))
+        """Return (client, section, description) -> kind, in order.
+
+        Args:
+            label_counts: Client -> its samples per class, for clients that sent them in their introduction.
+        """
+        sizes = {client: len(json.dumps(list(counts))) for client, counts in label_counts.items() if counts}
+        introductions = {(client, "introduction", "samples per class"): Kind(1, 1, 1, nbytes) for client, nbytes in sizes.items()}
+        return dict(sorted({**self._kinds, **introductions}.items()))
 
 
 def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: ClientNames = UNNAMED) -> str:
-    """With a column ``site`` where the clients have names."""
+    """Return the kinds as CSV, with a column ``site`` if the clients have names."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow([COLUMNS[0], *(["site"] if called.names else []), *COLUMNS[1:]])
     for (client, section, what), kind in found.items():
         least = (kind.least.samples, kind.least.values or "", kind.least_round) if kind.least else ("", "", "")
-        told = f"fewer than {FEW} samples" if kind.traceable else ""
+        remark = f"fewer than {FEW} samples" if kind.traceable else ""
         site = [called.site(client)] if called.names else []
-        writer.writerow([client, *site, section, what, kind.tensors, kind.messages, kind.rounds, kind.nbytes, *least, told])
+        writer.writerow([client, *site, section, what, kind.tensors, kind.messages, kind.rounds, kind.nbytes, *least, remark])
     return text.getvalue()
 
 
 def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: ClientNames = UNNAMED) -> list[str]:
-    """Markdown, one line per kind over all clients, whatever their number of batches, and the warnings, one per client."""
+    """Return the kinds as Markdown: one line per kind over all clients, and one warning per traceable client.
+
+    Kinds that differ in their number of batches alone share a line.
+    """
     if not found:
         return []
     lines = [

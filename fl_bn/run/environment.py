@@ -1,4 +1,4 @@
-"""Where a run ran: versions, machine, commit."""
+"""Describe where a run ran: versions, machine, commit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ PACKAGES = ("fl-bn", "flwr", "ray", "torch", "torchvision", "numpy", "grpcio", "
 
 
 def environment() -> dict[str, Any]:
+    """Return the content of environment.json."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

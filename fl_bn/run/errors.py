@@ -1,7 +1,7 @@
-"""What is wrong with a run config. Apart, so that it can be said before torch is loaded."""
+"""Define the error of a wrong run config, in a module that needs no torch."""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A key of the run config is unknown, of the wrong type, or out of range."""
+    """Report a key of the run config that is unknown, of the wrong type, or out of range."""

@@ -1,7 +1,7 @@
-"""How far a client's gradient with its own batch statistics is from what the centralised gradient has of it.
+"""Measure how far a client's gradient with its own batch statistics is from its part of the centralised gradient.
 
-FedTAN (seed 004), assumption 1: the deviation B_i of the local gradient under local statistics, which does not vanish with the learning
-rate, is what keeps FedAvg with batch normalisation from converging where the clients' data differ.
+FedTAN (seed 004), assumption 1: local statistics make the local gradient deviate by B_i. The deviation does not
+vanish with the learning rate, so FedAvg with batch normalisation does not converge where the clients' data differ.
 """
 
 from __future__ import annotations
@@ -26,19 +26,30 @@ Gradient = Mapping[str, Tensor]
 
 
 class Deviations(NamedTuple):
-    """``squared``: B_i^2 of every client; ``centralised``: squared norm of the gradient on the union of the batches, for its scale."""
+    """Hold the deviations of the clients' gradients.
+
+    Attributes:
+        squared: B_i^2 of every client.
+        centralised: The squared norm of the gradient on the union of the batches, for comparison.
+    """
 
     squared: list[float]
     centralised: float
 
 
 def gradient_deviations(model: nn.Module, batches: Sequence[Batch], task: Task = CLASSIFICATION) -> Deviations:
-    """B_i^2 = ||g_i - c_i||^2 of every client's batch, at the weights of ``model``, a network converted for FedTAN.
+    """Compute B_i^2 = ||g_i - c_i||^2 of every client's batch, at the weights of ``model``.
 
-    ``g_i`` is the gradient of client i's mean loss with its own batch statistics, through which gradients pass as in ``nn.BatchNorm``.
-    ``c_i`` is the gradient of the same loss where every BatchNorm layer normalises with the statistics of the union of all batches, and
-    the gradients of these statistics are the cohort's (FedTAN, Algorithms 2 and 3): ``sum p_i c_i`` is the gradient on the union, with
-    ``p_i`` proportional to the batch sizes. Dropout is off. Holds the activations of all clients at a time.
+    ``g_i`` is the gradient of client i's mean loss with its own batch statistics, through which gradients pass as in
+    ``nn.BatchNorm``. ``c_i`` is the gradient of the same loss if every BatchNorm layer normalises with the statistics
+    of the union of all batches, and the gradients of these statistics are the cohort's (FedTAN, Algorithms 2 and 3).
+    So ``sum p_i c_i`` is the gradient on the union, with ``p_i`` proportional to the batch sizes. Dropout is off. The
+    activations of all clients are in memory at a time.
+
+    Args:
+        model: A network converted for FedTAN.
+        batches: Inputs and targets of each client.
+        task: The task, for its loss.
 
     Symbols: B_i^2 -> squared, p_i -> batch sizes, normalised.
     """

@@ -1,4 +1,4 @@
-"""A run's rounds as rows, and the files that grow by them: ``rounds.csv``, ``clients.csv``, ``rounds.jsonl``, ``diagnostics.csv``."""
+"""Write a run's rounds to the files ``rounds.csv``, ``clients.csv``, ``rounds.jsonl`` and ``diagnostics.csv``."""
 
 from __future__ import annotations
 
@@ -29,34 +29,41 @@ AFTER = (
     *(f"bytes-{way}-{section}" for way in ("down", "up") for section in SECTIONS),
 )  # fmt: skip
 DIAGNOSTIC_COLUMNS = ("round", "layer", "client", "quantity", "value")
-PER_CLASS = {CLASS: "per-class"}  # names that series have in rounds.jsonl, where these are not the metric's own
+PER_CLASS = {CLASS: "per-class"}  # series whose name in rounds.jsonl differs from the metric's
 Row = dict[str, Value | None]
 
 
 def metric_columns(task: Task) -> tuple[str, ...]:
-    """``accuracy``, ``accuracy-std``, ``accuracy-min``, and what else the task measures, without series."""
+    """Return ``accuracy``, ``accuracy-std``, ``accuracy-min``, and the task's other metrics that are no series."""
     others = (name for name in task.declared() if name != task.metric and not name.endswith("-"))
     return (task.metric, f"{task.metric}-std", f"{task.metric}-{task.worst()}", *others)
 
 
 def round_columns(task: Task) -> tuple[str, ...]:
-    """The columns of rounds.csv. Raises ValueError where a metric has the name of another column."""
+    """Return the columns of rounds.csv.
+
+    Raises:
+        ValueError: A metric has the name of another column.
+    """
     columns = (*BEFORE, *metric_columns(task), *AFTER)
     if twice := [name for name in columns if columns.count(name) > 1]:
-        raise ValueError(f"task {task.name!r}: a metric cannot be called {twice[0]!r}, as another column of rounds.csv is: rename it")
+        raise ValueError(f"task {task.name!r}: the metric {twice[0]!r} has the name of another column of rounds.csv: rename it")
     return columns
 
 
 def client_columns(task: Task, called: ClientNames = UNNAMED) -> tuple[str, ...]:
-    """The columns of clients.csv; ``site`` where the clients have names."""
+    """Return the columns of clients.csv, with ``site`` if the clients have names."""
     who = ("round", "client", *(("site",) if called.names else ()))
     before = (*who, "samples", "steps", "loss", "bytes-down", "bytes-up", "exchanges", "waited", "distance")
     return (*before, task.metric, "test-loss", "refused")
 
 
 def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
-    """One line of rounds.csv and rounds.jsonl. Bytes are per client; ``drift`` in standard deviations; ``seconds`` of wall clock;
-    ``waited`` of the client that waited longest in exchanges."""
+    """Return one line of rounds.csv and rounds.jsonl.
+
+    Bytes are per client; ``drift`` is in standard deviations; ``seconds`` are of wall clock; ``waited`` are the seconds
+    in exchanges of the client that waited longest.
+    """
     drift, evaluation = record.drift, record.evaluation
     row: Row = {
         "round": record.round,
@@ -83,7 +90,7 @@ def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
 
 
 def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> list[Row]:
-    """One line of clients.csv per client that trained or was evaluated in the round, with the name of its site if it has one."""
+    """Return one line of clients.csv per client that trained or was evaluated, with its site's name if it has one."""
     rows: dict[int, Row] = {}
     for client in record.clients:
         rows[client.client] = {
@@ -104,8 +111,11 @@ def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: Client
 
 
 def round_line(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> dict[str, Any]:
-    """One line of rounds.jsonl: the row of the round, the accuracies per class (null: none of that class) or other series of the task,
-    its metric per domain, the clients' rows, and what left the clients (the fields of ``Disclosure``)."""
+    """Return one line of rounds.jsonl.
+
+    It has the row of the round, the task's series (accuracy per class; null for a class without samples), its
+    metric per domain, the clients' rows, and the disclosures (the fields of ``Disclosure``).
+    """
     lists = {key: [_finite(value) for value in series(record.evaluation, stem)] or None for stem, key in _series(task).items()}
     domains = {name: _finite(value) for name, value in per_domain(record.evaluation, task).items()}
     more = {**lists, "per-domain": domains or None, "clients": client_rows(record, task, called)}
@@ -117,7 +127,10 @@ def _series(task: Task) -> dict[str, str]:
 
 
 def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecord:
-    """The record behind a line of rounds.jsonl, as far as pictures and summaries need it; also of one from before mean IoU was kept."""
+    """Rebuild the record from a line of rounds.jsonl, as far as pictures and summaries need it.
+
+    It accepts lines of earlier versions, without mean IoU, too.
+    """
     down, up = ({s: n for s in SECTIONS if (n := row[f"bytes-{way}-{s}"])} for way in ("down", "up"))
     moved = row["drift-layer"] is not None
     names = {**{name: name for name in metric_columns(task)}, "test-loss": "loss"}
@@ -153,21 +166,24 @@ def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecor
 
 
 def per_domain(metrics: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
-    """The task's metric by domain, of those among ``metrics``."""
+    """Return domain -> the task's metric, from ``metrics``."""
     stem = f"{task.metric}-domain-"
     return {name.removeprefix(stem): value for name, value in metrics.items() if name.startswith(stem)}
 
 
 def named_per_domain(values: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
-    """The inverse of ``per_domain``."""
+    """Return name -> value for ``metrics``: the inverse of ``per_domain``."""
     return {f"{task.metric}-domain-{name}": value for name, value in values.items()}
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The rounds of a rounds.jsonl, none where there is no file, and whether the last line is torn: just being written, or cut by a crash.
+    """Read the rounds of a rounds.jsonl; a missing file has none.
+
+    Returns:
+        The rows, and whether the last line is incomplete: a run is writing it, or a crash cut it.
 
     Raises:
-        ValueError: another line cannot be read.
+        ValueError: Another line cannot be read.
     """
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rows: list[dict[str, Any]] = []
@@ -182,10 +198,15 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 class History:
-    """The files in ``folder``, which grow by a round at a time.
+    """Write the files in ``folder``, which grow by a round at a time.
 
-    What cannot be written, since the disk is full, say, is kept and written with the next round; half a line is never left behind.
-    With ``diagnostics`` there is a file of them, too. ``task``: whose metrics have columns. ``called``: what the clients are called.
+    If a round cannot be written (a full disk, say), it is kept and written with the next one; half a line never stays.
+
+    Args:
+        folder: The run's folder.
+        diagnostics: Whether there is a file of diagnostics.
+        task: The task, whose metrics have columns.
+        called: The names of the clients.
     """
 
     FILES = ("rounds.csv", "clients.csv", "rounds.jsonl")
@@ -199,12 +220,13 @@ class History:
             self._columns["diagnostics.csv"] = DIAGNOSTIC_COLUMNS
 
     def begin(self) -> None:
-        """Empty files with their columns' names."""
+        """Write the names of the columns to empty files."""
         for file, columns in self._columns.items():
             self._waiting[file] = _csv(columns, [dict(zip(columns, columns, strict=True))])
         self._write()
 
     def add(self, record: RoundRecord, diagnostics: Sequence[Row] = ()) -> None:
+        """Append one round to all files; keep it for later if the disk is full."""
         measured = {"diagnostics.csv": list(diagnostics)}
         rows = {"rounds.csv": [round_row(record, self.task)], "clients.csv": client_rows(record, self.task, self.called), **measured}
         for file, columns in self._columns.items():
@@ -213,18 +235,25 @@ class History:
         try:
             self._write()
         except OSError as error:
-            LOGGER.warning("round %s is not in the files of %s yet: %s. Tried again after the next round", record.round, self.folder, error)
+            LOGGER.warning("round %s could not be written to %s: %s. The next round tries again", record.round, self.folder, error)
 
     def lengths(self) -> dict[str, int]:
-        """Lengths in bytes, with all of it on the disk. Raises OSError where that is not so."""
+        """Return the length of every file in bytes, after writing everything to the disk.
+
+        Raises:
+            OSError: Something could not be written.
+        """
         self._write()
         return {file: (self.folder / file).stat().st_size for file in self.files if (self.folder / file).exists()}
 
     def cut(self, lengths: Mapping[str, int]) -> list[RoundRecord]:
-        """Cut the files to an earlier ``lengths()``; the records they hold then.
+        """Cut the files to an earlier ``lengths()``.
+
+        Returns:
+            The records that they hold then.
 
         Raises:
-            Damaged: a file is shorter than that, or cannot be read.
+            Damaged: A file is shorter than that, or cannot be read.
         """
         paths = {self.folder / file: int(lengths.get(file, 0)) for file in self.files}
         for path, length in paths.items():
@@ -265,7 +294,7 @@ def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Value | None]]) -> 
 
 
 def _header(path: Path) -> tuple[str, ...]:
-    """The columns of a file that another version of the program may have begun; empty where there is none."""
+    """Return the columns of a file, which another version may have begun; empty without a file."""
     if not path.exists():
         return ()
     try:

@@ -1,4 +1,4 @@
-"""Ctrl-C at a place of our choosing."""
+"""Defer Ctrl-C until a short piece of work is done."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from types import FrameType
 
 @contextmanager
 def held() -> Iterator[None]:
-    """SIGINT that comes meanwhile is handled at the end, so that what is written here is written whole.
+    """Defer SIGINT to the end of the context, so that files are written whole.
 
-    Only for what is short: nobody can interrupt it. Outside the main thread, which alone gets signals, it does nothing.
+    It is for short work alone, since nobody can interrupt it. Outside the main thread, which alone gets signals, it
+    does nothing.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:  # None: not set from Python
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
 
     signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Labels of a run's data that may be mistakes."""
+"""Find labels of a run's data that may be mistakes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fl_bn.task import LABELS, kind_of
 
 
 def check_labels(data: Dataset) -> None:
-    """Check the labels of all of a run's data (a site's own may lack any class).
+    """Check the labels of all of a run's data; the data of one site may lack any class.
 
-    A class 0 without a sample is a class too many; others may be mistakes.
+    A missing class 0 means one class too many. Another missing class may be a mistake, and is a warning.
 
     Raises:
-        ConfigError: labels count from 1, or no sample has label 0 for another reason.
+        ConfigError: No sample has label 0.
     """
     if kind_of(data.y_train) != LABELS:
         return
@@ -41,6 +41,6 @@ def check_labels(data: Dataset) -> None:
 
 
 def missing_classes(counts: Sequence[int]) -> str:
-    """Return which of the classes 0..len(counts) - 1 have no sample, the first ten by number; empty if none."""
+    """Name the classes 0..len(counts) - 1 without a sample: the first ten, and the number of others; empty if none."""
     none = [str(label) for label, count in enumerate(counts) if not count]
     return "" if not none else ", ".join(none) if len(none) <= 10 else f"{', '.join(none[:10])} and {len(none) - 10} more"

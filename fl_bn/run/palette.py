@@ -1,4 +1,4 @@
-"""Colours, line styles and markers of every picture: people who do not see all colours can tell them apart."""
+"""Define colours, line styles and markers of all pictures; readers who confuse colours can tell them apart."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ STYLE: Any = {
 
 
 def colour(index: int) -> str:
+    """Return the colour of the line at ``index``."""
     return COLOURS[index % len(COLOURS)]
 
 
 def line(index: int) -> dict[str, Any]:
-    """Colour, dashes and marker of the line at ``index``: the same in every picture, and no two alike among 180."""
+    """Return colour, dashes and marker of the line at ``index``: the same in every picture, and unique among 180."""
     look = {"linestyle": LINES[index % len(LINES)], "marker": MARKERS[index % len(MARKERS)]}
     return {"color": colour(index), **look, "lw": 1.4, "ms": 4.2}
 
 
 def on(rgba: Sequence[float]) -> str:
-    """Black or white, whichever can be read on a colour (red, green, blue, ... of 0..1)."""
+    """Return black or white, whichever is readable on a colour (red, green, blue, ... of 0..1)."""
     red, green, blue = rgba[:3]
     return "black" if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.179 else "white"

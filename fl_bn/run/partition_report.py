@@ -1,4 +1,4 @@
-"""Who would hold what: a partition as a table and a picture, without training."""
+"""Describe a partition as a table and a picture, without training."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from fl_bn.run.pictures import draw_labels
 
 
 def write(config: RunConfig, folder: Path) -> tuple[Path, Path]:
-    """``counts.csv`` and ``labels.png`` of the partition of ``config``, in ``folder``; their paths.
+    """Write ``counts.csv`` and ``labels.png`` of the partition of ``config`` into ``folder``.
 
-    counts.csv has a line per client and domain that it has samples of (one line per client where the data have no domains), with the
-    number of samples of each class and in all; of masks, the number of pixels, and in all that of images; of samples without a class
-    in all alone.
+    counts.csv has a line per client and domain of its samples; one line per client if the data have no domains. Each
+    line has the number of samples of each class and their total. For masks it has the number of pixels of each class
+    and the number of images. For samples without a class it has the total alone.
+
+    Returns:
+        The paths of both files.
 
     Raises:
-        ConfigError: the run's data are the sites' own, or cannot be divided so.
+        ConfigError: The data are at the sites, or cannot be divided so.
     """
     if config.dataset == SITES:
         raise ConfigError(f"dataset={SITES!r}: every client brings its own data, so there is nothing to divide")
@@ -46,7 +49,7 @@ def write(config: RunConfig, folder: Path) -> tuple[Path, Path]:
 def _counts(
     labels: NDArray[np.int64], domains: NDArray[np.int64], parts: list[Indices], classes: int
 ) -> list[tuple[int, int, NDArray[np.int64], int]]:
-    """``(client, domain, samples per class, samples)`` of every client and domain that it has samples of."""
+    """Return ``(client, domain, samples per class, samples)`` of every client and each domain of its samples."""
     held = [
         (client, int(domain), part[domains[part] == domain]) for client, part in enumerate(parts) for domain in np.unique(domains[part])
     ]

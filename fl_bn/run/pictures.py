@@ -1,4 +1,4 @@
-"""Pictures of a run and of a comparison."""
+"""Draw the pictures of a run and of a comparison."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ STEPS = (1, 2, 5, 10)  # between numbers of an axis of whole numbers: 20, 40, 60
 
 
 def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task: Task = CLASSIFICATION) -> None:
-    """Over the rounds, one below the other: the task's metric, the clients' training loss, and, where there are running statistics, how
-    far they moved and their smallest variance."""
+    """Draw a run over its rounds: the task's metric and the clients' training loss.
+
+    If there are running statistics, draw how far they moved, and their smallest variance, below.
+    """
     moved = [r for r in records if r.drift is not None]
     panels: list[Callable[[Axes], None]] = [lambda axes: _metric(axes, records, task, split_of(config)), lambda axes: _loss(axes, records)]
     if moved:
@@ -50,22 +52,22 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
 
 
 def split_of(config: RunConfig) -> str:
-    """Return the name of what a run is tested on: test, or validation samples."""
+    """Return the name of the evaluated samples: test or validation."""
     return "validation" if config.validation_share else "test"
 
 
 def in_words(task: Task) -> str:
-    """The name of the task's metric, for pictures and headings: ``mean average precision``."""
+    """Return the name of the task's metric for pictures and headings: ``mean average precision``."""
     return task.metric.replace("-", " ")
 
 
 def axis_of(task: Task, prefix: str = "") -> str:
-    """Its name for an axis, with the unit where it has one: ``accuracy (%)``."""
+    """Return the name of the task's metric for an axis, with its unit: ``accuracy (%)``."""
     return f"{prefix}{in_words(task)}{' (%)' if task.scale() == 100 else ''}"
 
 
 def in_table(task: Task, value: float) -> str:
-    """A value of it below ``axis_of``: ``51.2`` of percent, or ``0.3456``."""
+    """Format a value below the heading ``axis_of``: ``51.2`` of percent, or ``0.3456``."""
     return f"{100 * value:.1f}" if task.scale() == 100 else f"{value:.4g}"
 
 
@@ -115,7 +117,7 @@ def _variance(axes: Axes, moved: Sequence[RoundRecord]) -> None:
 
 
 def _decades(axes: Axes, values: Sequence[float]) -> None:
-    """A logarithm where the values go over more than a factor of five; plain numbers at its ticks."""
+    """Make the axis logarithmic where the values span more than a factor of five, with plain numbers at its ticks."""
     known = [value for value in values if np.isfinite(value) and value > 0]
     if known and max(known) > 5 * min(known):
         axes.set_yscale("log")
@@ -125,7 +127,7 @@ def _decades(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _phases(all_axes: Sequence[Axes], records: Sequence[RoundRecord]) -> None:
-    """Grey where the statistics are frozen, a dotted line where the learning rate steps; above the first panel what each of them is."""
+    """Mark frozen statistics grey and steps of the learning rate by a dotted line; explain both above the first panel."""
     frozen = [r.round for r in records if r.phase == "frozen"]
     rates = [r.learning_rate for r in records]
     level = [i < 2 or rates[i - 1] == rates[i - 2] for i in range(len(rates))]  # a cosine falls from round to round, and has no steps
@@ -140,7 +142,7 @@ def _phases(all_axes: Sequence[Axes], records: Sequence[RoundRecord]) -> None:
 
 
 def _remarks(axes: Axes, remarks: Sequence[tuple[float, str]]) -> None:
-    """Above the panel, each beginning where it belongs, or ending there if it would leave the picture; none over another."""
+    """Write remarks above the panel, each at its place, inside the picture and without overlap."""
     low, high = axes.get_xlim()
     points = axes.get_window_extent().width * 72 / axes.figure.dpi
     rows: list[list[tuple[float, float]]] = []
@@ -158,9 +160,13 @@ def _remarks(axes: Axes, remarks: Sequence[tuple[float, str]]) -> None:
 def draw_labels(
     counts: Mapping[int, Sequence[int]], config: RunConfig, path: Path, domains: Mapping[str, Sequence[int]] | None = None
 ) -> None:
-    """How many samples of each class every client has, stacked: a bar per client, a colour per class.
+    """Draw how many samples of each class every client has: a bar per client, a colour per class.
 
-    ``domains``: domain -> samples of it per client, in the order of the clients; drawn below, where there is more than one.
+    Args:
+        counts: Client -> samples per class.
+        config: The run's config, for names and title.
+        path: The file.
+        domains: Domain -> its samples per client, in the order of the clients; drawn below if there are several.
     """
     table = np.array([counts[client] for client in sorted(counts)])
     clients, classes = table.shape
@@ -191,7 +197,7 @@ def draw_labels(
 
 
 def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> None:
-    """Bars of ``table`` (clients, names), one upon the other; the name stands in a part that has room for it."""
+    """Draw bars of ``table`` (clients, names), one upon the other, with a name in each part that has room."""
     clients, rows = table.shape
     few = rows <= len(SHADES)
     shades = [to_rgba(SHADES[i]) for i in range(rows)] if few else [matplotlib.colormaps[MAP](i / (rows - 1)) for i in range(rows)]
@@ -212,7 +218,7 @@ def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> 
 
 
 def best_first(curves: Mapping[str, np.ndarray], task: Task) -> list[str]:
-    """The names of ``curves``, as ``draw_comparison`` takes them, by the mean of the last round; last those that were not finite then."""
+    """Return the names of ``curves``, ordered by the mean of the last round; names without a finite mean are last."""
     last, sign = {name: float(values[:, -1].mean()) for name, values in curves.items()}, (-1 if task.higher_is_better else 1)
     return sorted(last, key=lambda name: (not np.isfinite(last[name]), sign * last[name]))
 
@@ -225,9 +231,15 @@ def draw_comparison(
     task: Task = CLASSIFICATION,
     split: str = "test",
 ) -> None:
-    """Draw the task's metric over rounds, of several methods; band: one standard deviation.
+    """Draw the task's metric over rounds for several methods; a band is one standard deviation.
 
-    ``curves``: method -> (seeds, evaluations), in percent where it is a share; ``split``: what they were tested on.
+    Args:
+        curves: Method -> values (seeds, evaluations), in percent if the metric is a share.
+        rounds: Method -> the evaluated rounds.
+        title: The heading.
+        path: The file.
+        task: The runs' task.
+        split: The evaluated samples: test or validation.
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8.5, 4.8), layout="constrained")
@@ -250,7 +262,16 @@ def draw_comparison(
 def draw_heat_maps(
     maps: Mapping[str, np.ndarray], rows: Sequence[str], columns: Sequence[str], title: str, path: Path, across: str = "heterogeneity"
 ) -> None:
-    """One map (rows, columns) of percentages per name, side by side, with its numbers; NaN is left white. ``across``: what columns are."""
+    """Draw maps of percentages side by side, with their numbers; NaN stays white.
+
+    Args:
+        maps: Name -> values (rows, columns).
+        rows: The names of the rows.
+        columns: The names of the columns.
+        title: The heading.
+        path: The file.
+        across: The label of the horizontal axis.
+    """
     with plt.rc_context({**STYLE, "axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
         size = (1.6 + len(maps) * (1.0 + 0.75 * len(columns)), 1.6 + 0.45 * len(rows))
         figure, all_axes = plt.subplots(1, len(maps), figsize=size, sharey=True, squeeze=False, layout="constrained")
@@ -269,8 +290,13 @@ def draw_heat_maps(
 
 
 def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], path: Path, task: Task = CLASSIFICATION) -> None:
-    """One panel per title: groups of bars, group -> bar -> values of the task's metric, in percent where it is a share; a bar is their
-    mean, its whisker their standard deviation."""
+    """Draw groups of bars, one panel per title; a bar is a mean, its whisker one standard deviation.
+
+    Args:
+        panels: Title -> group -> bar -> values of the task's metric, in percent if it is a share.
+        path: The file.
+        task: The task.
+    """
     names = list(dict.fromkeys(bar for groups in panels.values() for bars in groups.values() for bar in bars))
     across = min(3, len(panels))
     down = -(-len(panels) // across)
@@ -308,14 +334,14 @@ def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]],
 
 
 def lines(text: str, width: int) -> str:
-    """``text`` in as few lines of at most ``width`` letters as it needs, of about one length: no word stands alone."""
+    """Break ``text`` into as few lines of at most ``width`` letters as it needs, all of about one length."""
     few = textwrap.wrap(text, width)
     narrower = (textwrap.wrap(text, narrow) for narrow in range(max(1, -(-len(text) // max(1, len(few)))), width))
     return "\n".join(next((made for made in narrower if len(made) == len(few)), few))
 
 
 def partition_in_words(config: RunConfig) -> str:
-    """How a run's data are split: ``Dirichlet(0.1)``."""
+    """Return how a run's data are divided: ``Dirichlet(0.1)``."""
     kind = {
         "iid": "IID",
         "classes": f"{config.partition_parameter:g} class{'' if config.partition_parameter == 1 else 'es'} each",
@@ -330,7 +356,7 @@ def partition_in_words(config: RunConfig) -> str:
 
 
 def which_end(partition: str, values: Sequence[float]) -> str:
-    """What an axis with these values of partition-parameter says, and which end of it is IID; nothing where neither is."""
+    """Return the label of an axis with these values of partition-parameter, and which end of it is IID."""
     name = {"similarity": "similarity", "dirichlet": "concentration", "classes": "classes per client"}.get(partition)
     if name is None or len(values) < 2 or values[0] == values[-1]:
         return name or "heterogeneity"

@@ -1,4 +1,4 @@
-"""Any runs in one picture: their metric over the rounds, runs that differ in the seed alone as one line with a band."""
+"""Draw any runs in one picture; runs that differ in the seed alone are one line with a band."""
 
 from __future__ import annotations
 
@@ -22,10 +22,18 @@ SPLIT = ("partition", "partition-parameter", "sizes")
 
 
 def plot(folders: Sequence[Path], picture: Path) -> list[str]:
-    """Draw the runs in ``folders``, or in the folders right below, as ``picture``; the names of the lines.
+    """Draw the metric of the runs in ``folders``, or in the folders right below, over their rounds.
+
+    Args:
+        folders: Folders of runs, or folders of such folders.
+        picture: The file.
+
+    Returns:
+        The names of the lines.
 
     Raises:
-        ConfigError: a folder has no run, a run has no evaluated round, its task is not there, or the runs have metrics of different names.
+        ConfigError: A folder has no run, a run has no evaluated round, its task is not there, or the runs have
+            metrics of different names.
     """
     runs = {run: _config(run) for folder in folders for run in _runs(folder)}
     tasks = {config["task"]: _task(config["task"]) for config in runs.values()}
@@ -37,11 +45,11 @@ def plot(folders: Sequence[Path], picture: Path) -> list[str]:
         groups.setdefault(name, []).append(run)
     curves, rounds = {}, {}
     for name, members in groups.items():
-        found = [_measured(run, task) for run in members]
-        rounds[name] = sorted(set.intersection(*(set(one) for one in found)))
+        by_run = [_measured(run, task) for run in members]
+        rounds[name] = sorted(set.intersection(*(set(one) for one in by_run)))
         if not rounds[name]:
             raise ConfigError(f"{name}: these runs have no evaluated round in common: {', '.join(map(str, members))}")
-        curves[name] = task.scale() * np.array([[one[round] for round in rounds[name]] for one in found])
+        curves[name] = task.scale() * np.array([[one[round] for round in rounds[name]] for one in by_run])
     configs = list(runs.values())
     same = {key: value for key, value in configs[0].items() if all(config.get(key) == value for config in configs)}
     title = [str(same[key]) for key in ("dataset", "model") if key in same]
@@ -60,10 +68,10 @@ def _task(name: str) -> Task:
 
 
 def _runs(folder: Path) -> list[Path]:
-    found = [folder] if (folder / ROUNDS).exists() else sorted(file.parent for file in folder.glob(f"*/{ROUNDS}"))
-    if not found:
+    runs = [folder] if (folder / ROUNDS).exists() else sorted(file.parent for file in folder.glob(f"*/{ROUNDS}"))
+    if not runs:
         raise ConfigError(f"{folder} has no run: expected runs/NAME, which has {ROUNDS}, or a folder of such folders")
-    return found
+    return runs
 
 
 def _config(run: Path) -> dict[str, Any]:
@@ -74,22 +82,22 @@ def _config(run: Path) -> dict[str, Any]:
 
 
 def _measured(run: Path, task: Task) -> dict[int, float]:
-    """The metric by evaluated round."""
+    """Return evaluated round -> the metric."""
     rows = (json.loads(line) for line in (run / ROUNDS).read_text().splitlines())
-    found = {row["round"]: row[task.metric] for row in rows if row.get(task.metric) is not None}
-    if not found:
+    by_round = {row["round"]: row[task.metric] for row in rows if row.get(task.metric) is not None}
+    if not by_round:
         raise ConfigError(f"{run} has no evaluated round yet, so there is nothing to draw")
-    return found
+    return by_round
 
 
 def _names(runs: Mapping[Path, Mapping[str, Any]]) -> list[str]:
-    """Of each run: its method, and the other keys in which the runs differ; the folders' names where several have the same, and seed."""
+    """Name each run by its method and the keys in which the runs differ; by its folder if two have one name and seed."""
     keys = sorted(set(RunConfig.keys()) - FREE - {SEED, "method"})
     differing = [key for key in keys if len({config[key] for config in runs.values()}) > 1]
-    said = []
+    names = []
     for run, config in runs.items():
         plain = run.name.startswith("centralised-seed")  # of fl-bn compare, as the next line
         prefix = "centralised-" if run.name.startswith("centralised-") else ""
         parts = ["centralised" if plain else f"{prefix}{config['method']}", *(f"{key}={config[key]}" for key in differing)]
-        said.append((", ".join(parts), config[SEED]))
-    return [name if said.count((name, seed)) == 1 else run.name for run, (name, seed) in zip(runs, said, strict=True)]
+        names.append((", ".join(parts), config[SEED]))
+    return [name if names.count((name, seed)) == 1 else run.name for run, (name, seed) in zip(runs, names, strict=True)]

@@ -1,4 +1,4 @@
-"""What is tried once, at the server, before a run begins: what can be known to fail is refused in one sentence, before any client works."""
+"""Try a run at the server before it begins: a certain failure is refused in one sentence, before any client works."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from fl_bn.task import Classification, Task
 
 
 def check(config: RunConfig) -> None:
-    """Tries the callbacks' names, the partition, the network on two samples, and what would be sent of it.
+    """Try the callbacks' names, the partition, the network on two samples, and its payload.
 
     Raises:
-        ConfigError: one of them cannot work; the message says why.
+        ConfigError: One of them cannot work; the message has the reason.
     """
     callback_makers(config)
     if config.rounds == 0:
@@ -66,8 +66,8 @@ def check(config: RunConfig) -> None:
     by_itself = config.calibrate == AS_METHOD and not config.dp_noise
     if config.rounds and untouched and not measured and not by_itself and not config.model_weights and batch_norms(model):
         LOGGER.warning(
-            "%s: the statistics freeze before round 1 (freeze-after=%s of rounds=%s), as the network was built: nobody has measured them. "
-            "Set freeze-after to 1 or more, calibrate to -1, or model-weights to those of a trained network",
+            "%s: the statistics freeze before round 1 (freeze-after=%s of rounds=%s) with the values of a new network, which describe no "
+            "data. Set freeze-after to 1 or more, calibrate to -1, or model-weights to those of a trained network",
             config.method,
             config.rounds // 2 if config.freeze_after < 0 else config.freeze_after,
             config.rounds,
@@ -75,8 +75,11 @@ def check(config: RunConfig) -> None:
 
 
 def _two_samples(config: RunConfig) -> tuple[Tensor, Tensor | None] | None:
-    """Inputs and targets of the run's data; where the sites have them, images of the run's shape. None: one's own network may take anything
-    of theirs."""
+    """Return inputs and targets of two samples.
+
+    If the sites have the data, the inputs are images of zeros in the run's shape; None for a user's own network, whose
+    inputs are unknown here.
+    """
     if config.dataset != SITES:
         data = dataset(config)
         return to_input(data.x_train[:2]), data.y_train[:2]
@@ -87,7 +90,7 @@ def _two_samples(config: RunConfig) -> tuple[Tensor, Tensor | None] | None:
 
 
 def _try(config: RunConfig, x: Tensor, y: Tensor | None) -> None:
-    """One batch in evaluation mode, in which every layer of every method works alone."""
+    """Run one batch in evaluation mode, in which every layer of every method works alone."""
     classes, of = shape(config)[0], task(config, y)
     model = copied(client_model(config)).eval()
     x = (x if len(x) > 1 else x.expand(2, *x.shape[1:])).to(inputs_like(model).dtype)
@@ -106,10 +109,9 @@ def _try(config: RunConfig, x: Tensor, y: Tensor | None) -> None:
             _try_loss(config, of, out, y if len(y) > 1 else y.expand(2, *y.shape[1:]))
         return
     if not isinstance(out, Tensor) or out.ndim < 2 or tuple(out.shape[:2]) != (2, classes):
-        came = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ConfigError(
-            f"the network must answer a batch of 2 samples with scores (2, {classes}, ...), one for each class, but model={config.model!r} "
-            f"answers {came}"
+            f"the network must return scores (2, {classes}, ...) for a batch of 2 samples, one for each class, but model={config.model!r} "
+            f"returns {_described(out)}"
         )
 
 
@@ -117,18 +119,21 @@ def _predicted(config: RunConfig, of: Task, raw: Any) -> Any:
     try:
         return of.output(raw)
     except Exception as error:  # a stranger's task: anything may happen in it
-        raise ConfigError(f"task={config.task!r} finds no prediction in what model={config.model!r} answers: {error}") from error
+        raise ConfigError(f"task={config.task!r} finds no prediction in the output of model={config.model!r}: {error}") from error
 
 
 def _try_loss(config: RunConfig, of: Task, out: Any, y: Tensor) -> None:
-    """Loss and metrics of the batch."""
+    """Compute loss and metrics of the batch."""
     try:
         state = of.state()
         state.update(out, y)
         state.result()[of.metric]
     except Exception as error:  # a stranger's task: anything may happen in it
-        came = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ConfigError(
-            f"task={config.task!r} fails on a batch of 2 samples, to which model={config.model!r} answers {came} and whose targets are "
-            f"{tuple(y.shape)}: {type(error).__name__}: {error}"
+            f"task={config.task!r} fails on a batch of 2 samples, for which model={config.model!r} returns {_described(out)} and whose "
+            f"targets are {tuple(y.shape)}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _described(out: Any) -> str:
+    return str(tuple(out.shape)) if isinstance(out, Tensor) else f"a {type(out).__name__}"

@@ -1,4 +1,4 @@
-"""Re-calibrating a finished run's model, or any file of weights: the config of the statistics-only run, and what came out of it."""
+"""Re-calibrate a finished run's model, or any file of weights, by a run of statistics alone."""
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ DECIDED = ("rounds", "calibrate", "model-weights", "scale-start", "resume", "che
 
 @dataclass(frozen=True)
 class Row:
-    """After pass ``number`` (0: before the first). ``moved``: a mean, in sd, ``layer``: where.
+    """Hold the results of one pass.
 
-    ``metric``: the task's, None: not evaluated.
+    Attributes:
+        number: The pass; 0: before the first.
+        clients: How many clients answered.
+        metric: The task's metric; None without an evaluation.
+        moved: The largest move of a mean, in standard deviations.
+        layer: The layer of that move.
     """
 
     number: int
@@ -39,42 +44,51 @@ class Row:
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError, with the reason, where the method or the model has no shared running statistics."""
+    """Check that the method and the model share running statistics.
+
+    Raises:
+        ConfigError: They do not; the message has the reason.
+    """
     bare = replace(config, model_weights="")  # the file may be of a network without them, and would be refused for another reason
     if reason := why_not(client_model(bare), config.build_method()):
         raise ConfigError(reason)
 
 
 def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output: Path | None = None) -> RunConfig:
-    """The statistics-only run for a finished run's folder or a file of weights: same data, same clients, no training.
+    """Return the config of the statistics-only run: same data, same clients, no training.
 
-    ``passes`` 0: as many as make all layers exact. ``output``: the folder to make; by default beside ``source``.
+    Args:
+        source: A finished run's folder, or a file of weights.
+        overrides: Keys that replace those of the run.
+        passes: How many passes to make; 0: as many as make all layers exact.
+        output: The folder to make; by default beside ``source``.
 
     Raises:
-        ConfigError: there is no such run or file, its method shares no running statistics, or a key is wrong or not for here.
+        ConfigError: There is no such run or file, its method shares no running statistics, or a key is wrong or
+            not for here.
     """
     if taken := [key for key in overrides if key in DECIDED]:
-        raise ConfigError(f"{taken[0]} is for recalibrate to decide (--passes and --output are options of its own): leave it out")
+        raise ConfigError(f"recalibrate sets {taken[0]} itself (from --passes and --output, say): leave it out")
     if source.is_dir():
         keys, weights = _keys_of(source), source / MODEL
     elif source.is_file() and source.suffix in FILES:
         keys, weights = ALONE, source
     else:
-        came = f"a file {source.suffix or 'without a suffix'}" if source.exists() else "nothing there"
-        raise ConfigError(f"{source}: expected a finished run's folder, or weights ({', '.join(FILES)}), but there is {came}")
+        kind = f"a file {source.suffix or 'without a suffix'}" if source.exists() else "nothing there"
+        raise ConfigError(f"{source}: expected a finished run's folder, or weights ({', '.join(FILES)}), but there is {kind}")
     folder = (output or source.with_name(f"{source.stem if source.is_file() else source.resolve().name}-recalibrated")).absolute()
     own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve()), "scale-start": "one"}
     own |= {"evaluate-every": 1, "hbn-stat-samples": 0}
     place = {"resume": "", "checkpoint-every": 0, "name": folder.name, "output": str(folder.parent)}
     config = Usage().config({**keys, **overrides, **own, **place}, must=overrides)
     if config.dataset == SITES:
-        raise ConfigError(f"the run's data are at the sites, so it cannot be measured here. The same there: {elsewhere(config)}")
+        raise ConfigError(f"the run's data are at its sites, so statistics cannot be measured here. Run this there: {elsewhere(config)}")
     check(config)
     return config
 
 
 def elsewhere(config: RunConfig) -> str:
-    """The command line that makes the same federated run on Ray (or, with its run config, a deployment)."""
+    """Return the command line that makes the same federated run on Ray (or, with its run config, a deployment)."""
     default = RunConfig().to_mapping()
     keys = {k: v for k, v in config.to_mapping().items() if v != default[k] and k not in ("name", "output", "resume")}
     line = f"flwr run . --run-config {shlex.quote(flower_config(keys))}"
@@ -84,7 +98,7 @@ def elsewhere(config: RunConfig) -> str:
 
 
 def rows(folder: Path, metric: str = CLASSIFICATION.metric) -> list[Row]:
-    """From the folder of the statistics-only run, whose task has ``metric``."""
+    """Read the results from the folder of the statistics-only run, whose task has ``metric``."""
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
     return [Row(r["round"], r["accepted"], r[metric], r["drift"], r["drift-layer"] or "") for r in lines]
 

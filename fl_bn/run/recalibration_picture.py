@@ -1,4 +1,4 @@
-"""``recalibration.png``: how far statistics-only passes moved each layer."""
+"""Draw ``recalibration.png``: how far statistics-only passes moved each layer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from fl_bn.run.palette import MAP, STYLE, colour
 from fl_bn.run.pictures import axis_of
 from fl_bn.task import CLASSIFICATION, Task
 
-NAMED = 12  # layers in a legend; more are told by their colour
+NAMED = 12  # layers in a legend; of more, colours show the order
 
 
 def draw_passes(config: RunConfig, passes: Sequence[Pass], records: Sequence[RoundRecord], path: Path, task: Task = CLASSIFICATION) -> None:
-    """How far each pass moved each layer, on a log scale; above it, in a run of passes alone, the task's metric after them."""
+    """Draw how far each pass moved each layer, on a log scale.
+
+    In a run of passes alone, draw the task's metric after each pass above.
+    """
     evaluated = [r for r in records if task.metric in r.evaluation] if config.rounds == 0 else []
     with plt.rc_context(STYLE):
         figure, all_axes = plt.subplots(

@@ -1,4 +1,4 @@
-"""Statistics-only passes as people read them: ``recalibration.csv`` and a sentence; the picture is ``recalibration_picture``'s."""
+"""Report statistics-only passes: ``recalibration.csv``, and sentences; the picture is in ``recalibration_picture``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ COLUMNS = ("pass", "clients", "layer", "mean-moved", "variance-factor")  # in sd
 
 
 def write_passes(passes: Sequence[Pass], path: Path) -> None:
-    """One line per pass and layer."""
+    """Write one line of CSV per pass and layer."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = ((one.number, one.clients, *movement) for one in passes for movement in one.movements)
         csv.writer(file).writerows([COLUMNS, *rows])
 
 
 def passes_in_words(passes: Sequence[Pass], clients: int) -> list[str]:
-    """How many passes were made, where they stopped and why, how far they moved; what is missing where not all ``clients`` answered."""
+    """Describe how many passes were made, where they stopped and why, and how far they moved.
+
+    A warning follows if not all ``clients`` answered.
+    """
     if not passes:
         return ["no pass was made"]
     last, layers = passes[-1], len(passes[-1].movements)

@@ -1,4 +1,4 @@
-"""The run config with which a run's folder is gone on with."""
+"""Make the run config with which a run continues in its folder."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ from fl_bn.support.wire import reason
 
 
 def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
-    """What ``run`` was made with, and ``resume``. ``deployed``: it is to go on at its sites, else in this process.
+    """Return the config of ``run``, with ``resume`` set to its name.
+
+    Args:
+        run: The run's folder.
+        deployed: Whether it continues at its sites; if not, in this process.
 
     Raises:
-        ConfigError: it is no run's folder, finished, of another version, of sites' own data, or has no checkpoint.
+        ConfigError: ``run`` is no run's folder, or the run is finished, of another version, has its data at sites, or
+            has no checkpoint.
     """
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(
-            f"{run} is no run's folder: its {CONFIG} cannot be read ({reason(str(error))}). Expected runs/NAME, say"
+            f"{run} is no run's folder: its {CONFIG} cannot be read ({reason(str(error))}). Give a folder such as runs/NAME"
         ) from error
     _check_version(run)
     config = Usage().config({**values, "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
     done = _rounds_done(run)
     if done >= config.rounds and (run / "summary.md").exists() and not (run / FOLDER).exists():
-        raise ConfigError(f"{run} is finished: all of its {config.rounds} rounds are done, and {run / 'summary.md'} says how it went")
+        raise ConfigError(f"{run} is finished: all of its {config.rounds} rounds are done, and {run / 'summary.md'} has the results")
     if deployed and not list((run / FOLDER).glob(f"round-*{SUFFIX}")):
         raise ConfigError(f"{run} has no checkpoint to go on from (checkpoint-every makes them): submit the run anew")
     if not deployed and (config.dataset == SITES or config.client_nodes):
         name = run.resolve().name
-        raise ConfigError(f"{run} is a run of deployed sites: fl-bn resume SERVER {name}, SERVER being the server's folder, kit/server say")
+        raise ConfigError(f"{run} is a run of deployed sites: use fl-bn resume SERVER {name}, with the server's folder (kit/server, say)")
     return config
 
 
 def _check_version(run: Path) -> None:
-    """Another version may compute other numbers, or know other keys."""
+    """Refuse a run of another version, which may compute other numbers or know other keys."""
     try:
         was = str(json.loads((run / "environment.json").read_text())["packages"]["fl-bn"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""A run's folder: files that people can open, written as the run goes, so that nothing is lost when it stops."""
+"""Write a run's folder: files that people can open, written as the run goes, so that an early end loses nothing."""
 
 from __future__ import annotations
 
@@ -47,17 +47,24 @@ LOCK, LOG, RELEASES = ".lock", "run.log", "privacy.jsonl"
 
 
 class RunDirectory(Callback):
-    """Use as a context manager around the run that it is a callback of: entering opens the files, ``on_end`` writes model, pictures and
-    summary, also after a failure. Leaving does so where the run never began.
+    """Write the folder of the run that this is a callback and the context manager of.
 
-    With ``output`` empty in the config nothing is written (``path`` is None), only the records are kept. ``resumed``: the checkpoint
-    that the run goes on from, if any.
+    Entering opens the files. ``on_end`` writes model, pictures and summary, also after a failure; leaving does so if
+    the run never began. Without ``output`` in the config ``path`` is None: the records are kept, and nothing is written.
+
+    Attributes:
+        config: The run's config.
+        path: The folder; None without one.
+        records: The records of the rounds so far.
+        strategy: The run's strategy, from ``start`` on.
+        resumed: The checkpoint that the run continues from, if any.
+        task: The run's task.
     """
 
     def __init__(self, config: RunConfig, path: Path | None, *, goes_on: bool = False) -> None:
         self.config, self.path, self._goes_on = config, path, goes_on
         self.records: list[RoundRecord] = []
-        self._left = DisclosureTotals()
+        self._disclosed = DisclosureTotals()
         self.strategy: BatchNormStrategy | None = None
         self.resumed: Checkpoint | None = None
         self._diagnostics = None if path is None else diagnostics_of(config)
@@ -71,11 +78,11 @@ class RunDirectory(Callback):
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
-        """A new folder under ``output``, or the one that ``resume`` means.
+        """Make a new folder under ``output``, or open the one that ``resume`` names.
 
         Raises:
-            FileExistsError: a run of the given ``name`` is there already: none is overwritten.
-            ConfigError: no folder can be made, there is nothing to resume, or the diagnostics cannot be made.
+            FileExistsError: A run of the given ``name`` exists: none is overwritten.
+            ConfigError: No folder can be made, there is nothing to resume, or the diagnostics cannot be made.
         """
         if not config.output:
             return cls(config, None)
@@ -95,11 +102,12 @@ class RunDirectory(Callback):
         except FileExistsError:
             raise
         except OSError as error:
-            raise ConfigError(f"output={config.output!r}: no folder for the run can be made there: {error}") from error
+            raise ConfigError(f"output={config.output!r}: the run's folder cannot be made there: {error}") from error
         return cls(config, path.resolve())
 
     @property
     def name(self) -> str:
+        """Return the name of the folder; empty without one."""
         return "" if self.path is None else self.path.name
 
     def __enter__(self) -> Self:
@@ -110,7 +118,7 @@ class RunDirectory(Callback):
             if self._goes_on:
                 self.resumed = self._checkpoints.newest()
                 if self.resumed is None:
-                    raise ConfigError(f"{self.path}: none of its checkpoints is whole: start the run anew")
+                    raise ConfigError(f"{self.path}: all of its checkpoints are damaged: start the run anew")
                 for record in self._history.cut(self.resumed.history):
                     self._keep(record)
             else:
@@ -122,17 +130,17 @@ class RunDirectory(Callback):
             raise
         if self._log is not None:
             LOGGER.addHandler(self._log)
-        LOGGER.info("run directory: %s", shown(self.path))
+        LOGGER.info("run directory: %s", as_typed(self.path))
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
-        """Tell whose model to save at the end, and whose releases to keep count of."""
+        """Set the strategy, whose model is saved at the end and whose releases are recorded."""
         self.strategy = strategy
         if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Note the metric of every domain, for the callbacks that follow, too."""
+        """Note the metric of every domain, also for the callbacks that follow."""
         note_domains(self.config, record)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
@@ -149,10 +157,15 @@ class RunDirectory(Callback):
             self._board.on_round(record, rounds)
 
     def keep_checkpoint(self, checkpoint: Checkpoint) -> int:
-        """Store it; the oldest round that the run can go back to."""
+        """Store a checkpoint; return the oldest round that the run can go back to, 0 for none."""
         return 0 if self._checkpoints is None else self._checkpoints.keep(checkpoint)
 
     def on_end(self, error: BaseException | None) -> None:
+        """Write model, pictures and summary, once.
+
+        Raises:
+            RunFailed: The run succeeded, but its results could not be written.
+        """
         if self.path is None or self._ended:
             return
         self._ended = True
@@ -160,10 +173,10 @@ class RunDirectory(Callback):
             self._board.on_end(error)
             self._finish(self.path, error)
         except OSError as problem:
-            LOGGER.error("not all of the results could be written to %s: %s", self.path, problem)
+            LOGGER.error("some results could not be written to %s: %s", self.path, problem)
             if error is None:
                 raise RunFailed(
-                    f"the run is trained, but its results could not be written ({problem}). Make room, and go on with "
+                    f"the run trained all its rounds, but its results could not be written ({problem}). Make room, and go on with "
                     f"resume={self.name!r}, if it has checkpoints"
                 ) from problem
 
@@ -183,9 +196,9 @@ class RunDirectory(Callback):
             self._lock = None
 
     def _keep(self, record: RoundRecord) -> None:
-        """What left the clients, most of a record, is summed up."""
+        """Keep the record without its disclosures, most of its size, which are summed up."""
         self.records.append(replace(record, disclosures=[]))
-        self._left.add(record)
+        self._disclosed.add(record)
 
     def _finish(self, path: Path, error: BaseException | None) -> None:
         assert self._history is not None
@@ -195,13 +208,13 @@ class RunDirectory(Callback):
             population = self.strategy.population
             counts = {c.index: c.label_counts for c in population.everyone()} if population else {}
         passes = [] if self.strategy is None else self.strategy.statistics.outcomes
-        left = self._left.kinds(counts)
-        (path / DISCLOSURE).write_text(disclosure_csv(left, self.config.called), newline="")
+        kinds = self._disclosed.kinds(counts)
+        (path / DISCLOSURE).write_text(disclosure_csv(kinds, self.config.called), newline="")
         accountant = self.strategy.secure.accountant if self.strategy and self.strategy.secure else None
         privacy = "" if accountant is None else accountant.statement()
-        told = disclosure_table(left, self.config.called)
-        said = summary(self.config, self.records, error, passes, told, privacy, self.task)
-        durable.write(path / "summary.md", said.encode(), mode=0o666)
+        table = disclosure_table(kinds, self.config.called)
+        text = summary(self.config, self.records, error, passes, table, privacy, self.task)
+        durable.write(path / "summary.md", text.encode(), mode=0o666)
         self._write_passes()
         draws = self.config.pictures and self._can_draw()
         if draws and passes:
@@ -216,10 +229,10 @@ class RunDirectory(Callback):
             if counts and all(counts.values()):
                 draw_labels(counts, self.config, path / "labels.png")
         self._history.lengths()
-        if error is None:  # nobody will go back
+        if error is None:  # nobody will resume it
             for folder in (path / FOLDER, *path.glob("state-*")):
                 shutil.rmtree(folder, ignore_errors=True)
-        LOGGER.info("results: %s", shown(path))
+        LOGGER.info("results: %s", as_typed(path))
         if error is not None:
             self._say_how_to_go_on(path, "interrupted" if isinstance(error, KeyboardInterrupt) else "the run failed")
 
@@ -227,7 +240,7 @@ class RunDirectory(Callback):
         last = max(self._checkpoints.rounds(), default=0) if self._checkpoints else 0
         server = os.environ.get(SERVER, "")
         if last:
-            run = f"{shlex.quote(server)} {path.name}" if server else shown(path)
+            run = f"{shlex.quote(server)} {path.name}" if server else as_typed(path)
             advice = f"Go on from round {last}: fl-bn resume {run}"
         elif self.config.checkpoint_every:
             advice = f"Start it again: the first checkpoint would be after round {self.config.checkpoint_every}"
@@ -236,19 +249,20 @@ class RunDirectory(Callback):
         LOGGER.info("%s after round %s of %s. %s", what, len(self.records), self.config.rounds, advice)
 
     def _can_draw(self) -> bool:
-        told = extras.lacking("a run that is to end with pictures", "matplotlib", "tensorboard")
-        if told:
-            LOGGER.warning("there are no pictures: %s", told)
-        return not told
+        problem = extras.lacking("a run that is to end with pictures", "matplotlib", "tensorboard")
+        if problem:
+            LOGGER.warning("there are no pictures: %s", problem)
+        return not problem
 
     def _write_passes(self) -> None:
         if self.path is not None and self.strategy is not None and (passes := self.strategy.statistics.outcomes):
             write_passes(passes, self.path / "recalibration.csv")
 
     def _save_model(self, strategy: BatchNormStrategy) -> None:
-        """The shared model, as evaluated last, by the names of the unconverted network: all of it but what stays home.
+        """Save the shared model, as evaluated last, without tensors that stay at the clients.
 
-        Of methods that replace BatchNorm (gn and its kin, FedWon, ...): by those of the converted network.
+        The names are those of the unconverted network; for methods that replace BatchNorm (gn, ln, FedWon, ...), those
+        of the converted one.
         """
         assert self.path is not None
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
@@ -257,27 +271,35 @@ class RunDirectory(Callback):
 
         if strategy.unseen:
             plain = plain_names(strategy.shared.model)
-            told = {plain[name]: tensor for name, tensor in strategy.unseen.items()}
-            durable.write(self.path / "unseen-client.safetensors", durable.in_order(save(told, metadata)), mode=0o666)
+            unseen = {plain[name]: tensor for name, tensor in strategy.unseen.items()}
+            durable.write(self.path / "unseen-client.safetensors", durable.in_order(save(unseen, metadata)), mode=0o666)
 
 
-def shown(path: Path) -> str:
-    """As one would type it here."""
+def as_typed(path: Path) -> str:
+    """Return the path as one would type it in the current folder."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def diagnostics_of(config: RunConfig) -> Diagnostics | None:
-    """What is measured beside the evaluations. Raises ConfigError where it cannot be."""
+    """Return the diagnostics that the config names; None without any.
+
+    Raises:
+        ConfigError: They cannot be measured.
+    """
     names = names_of(config.diagnostics)
     return Diagnostics(config, names) if names else None
 
 
 def _locked(path: Path) -> IO[str]:
-    """Hold the run's folder against a second process, as long as this one lives. Raises RunFailed where another holds it."""
+    """Lock the run's folder against a second process, as long as this one lives.
+
+    Raises:
+        RunFailed: Another process holds it.
+    """
 
     def warn() -> None:
-        LOGGER.warning("%s cannot be locked: see to it that no second process goes on with the same run", path)
+        LOGGER.warning("%s cannot be locked: make sure that no second process continues the same run", path)
 
     try:
         return take(path / LOCK, warn)
@@ -286,5 +308,5 @@ def _locked(path: Path) -> IO[str]:
 
 
 def to_toml(values: Mapping[str, Value]) -> str:
-    """Flat TOML of scalars, sorted as given; JSON's strings, numbers and booleans are TOML's."""
+    """Write flat TOML of scalars in the given order; JSON's strings, numbers and booleans are TOML's."""
     return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f") for name, value in values.items())

@@ -1,4 +1,4 @@
-"""summary.md: what was run, what came out, what was done with the normalisation layers."""
+"""Write summary.md: the run, its results, and what happened to the normalisation layers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,17 @@ def summary(
     privacy: str = "",
     task: Task = CLASSIFICATION,
 ) -> str:
-    """Markdown. ``error``: what ended the run early, if anything; ``passes``: of ``calibrate``; ``disclosures``: what left each client;
-    ``privacy``: the accountant's statement."""
+    """Return the summary as Markdown.
+
+    Args:
+        config: The run's config.
+        records: The records of its rounds.
+        error: The error that ended the run early, if any.
+        passes: The statistics-only passes of ``calibrate``.
+        disclosures: The table of what left each client.
+        privacy: The accountant's statement.
+        task: The run's task.
+    """
     if config.rounds == 0:
         return _of_recalibration(config, records, error, passes, disclosures, task)
     lines = [f"# {config.method} on {config.dataset}, seed {config.seed}", ""]
@@ -87,20 +96,20 @@ def _local(config: RunConfig) -> str:
 
 
 def _composition(config: RunConfig) -> list[str]:
-    """What differs from plain federated averaging beside the method."""
-    said = [] if config.objective == "none" else [f"objective `{config.objective}`"]
+    """Name the differences from plain federated averaging, other than the method."""
+    parts = [] if config.objective == "none" else [f"objective `{config.objective}`"]
     if config.maintain_momentum != "reset":
-        said.append(f"momentum kept between rounds ({config.maintain_momentum})")
+        parts.append(f"momentum kept between rounds ({config.maintain_momentum})")
     if (training := config.local_training()).clip != "none":
-        said.append(f"gradients clipped ({training.clip}, {training.clip_limit:g})")
+        parts.append(f"gradients clipped ({training.clip}, {training.clip_limit:g})")
     method = config.build_method()
     if training.frozen_clip and any(method.freezes_statistics(method.phase(round, config.rounds)) for round in (1, config.rounds)):
-        said.append(f"gradients of frozen rounds clipped (adaptive, {training.frozen_clip:g})")
+        parts.append(f"gradients of frozen rounds clipped (adaptive, {training.frozen_clip:g})")
     if config.server_optimizer != "fedavg":
-        said.append(f"server optimizer `{config.server_optimizer}` at {config['server-learning-rate']:g}")
+        parts.append(f"server optimizer `{config.server_optimizer}` at {config['server-learning-rate']:g}")
     if config.secure_aggregation:
-        said.append("secure aggregation")
-    return [f"- {', '.join(said)}"] if said else []
+        parts.append("secure aggregation")
+    return [f"- {', '.join(parts)}"] if parts else []
 
 
 def _validation(config: RunConfig) -> list[str]:
@@ -110,16 +119,16 @@ def _validation(config: RunConfig) -> list[str]:
 
 
 def _metric(evaluated: Sequence[RoundRecord], task: Task) -> list[str]:
-    def said(record: RoundRecord, suffix: str = "") -> str:
+    def value(record: RoundRecord, suffix: str = "") -> str:
         return task.shown(record.evaluation[f"{task.metric}{suffix}"])
 
     last, worst = evaluated[-1], task.worst()
     best = (max if task.higher_is_better else min)(evaluated, key=lambda r: r.evaluation[task.metric])
-    shown = f"- {task.metric} after round {last.round}: **{said(last)}**"
+    line = f"- {task.metric} after round {last.round}: **{value(last)}**"
     if f"{task.metric}-std" in last.evaluation:
-        spread = f"std {said(last, '-std')}, {worst} {said(last, f'-{worst}')}"
-        shown += f" (mean over clients with models of their own; {spread})"
-    return [shown + f"; best {said(best)} in round {best.round}"]
+        spread = f"std {value(last, '-std')}, {worst} {value(last, f'-{worst}')}"
+        line += f" (mean over clients with models of their own; {spread})"
+    return [line + f"; best {value(best)} in round {best.round}"]
 
 
 def _traffic(records: Sequence[RoundRecord]) -> list[str]:

@@ -1,4 +1,4 @@
-"""TensorBoard's events, written after every round."""
+"""Write TensorBoard's events after every round."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Callback):
-    """The numbers of rounds.csv as scalars in ``folder``. Of a run that goes on, later rounds that were there before are replaced."""
+    """Write the numbers of rounds.csv as scalars into ``folder``.
+
+    A run that is resumed replaces the later rounds that were there before.
+    """
 
     def __init__(self, folder: Path, task: Task) -> None:
         self.folder, self.task = folder, task
         self._writer: SummaryWriter | None = None
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
+        """Write the numbers of one round."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # a quarter of a second that the start need not wait for
 
@@ -32,5 +36,6 @@ class TensorBoard(Callback):
         self._writer.flush()
 
     def on_end(self, error: BaseException | None) -> None:
+        """Close the file of events."""
         if self._writer is not None:
             self._writer.close()

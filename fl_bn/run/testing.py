@@ -1,4 +1,4 @@
-"""The test of a run's model: on all test data, and where these have domains, on each domain's."""
+"""Test a run's model on all test data, and on each domain's if there are domains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fl_bn.task import MetricState
 
 
 def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """By the names that records have; ``model`` stays as it is."""
+    """Return the metrics of ``model`` by the names that records have; the model stays as it is."""
     data, model = dataset(config), copied(model).to(device)
     of = task(config, data.y_test)
     if data.domain_test is None:
@@ -30,7 +30,7 @@ def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> d
 
 
 def note_domains(config: RunConfig, record: RoundRecord) -> None:
-    """Where every client evaluated a model of its own on its domain's test data, a domain's metric is the mean over its clients."""
+    """Note each domain's metric as the mean over its clients, if each client evaluated its own model on its domain."""
     of = task(config)
     if (
         config.dataset == SITES
@@ -41,7 +41,7 @@ def note_domains(config: RunConfig, record: RoundRecord) -> None:
     ):
         return
     names = dataset(config).domains
-    found: dict[str, list[float]] = {name: [] for name in names}
+    by_domain: dict[str, list[float]] = {name: [] for name in names}
     for client, metrics in record.client_evaluation.items():
-        found[names[client % len(names)]].append(metrics[of.metric])
-    record.evaluation.update(named_per_domain({name: sum(values) / len(values) for name, values in found.items() if values}, of))
+        by_domain[names[client % len(names)]].append(metrics[of.metric])
+    record.evaluation.update(named_per_domain({name: sum(values) / len(values) for name, values in by_domain.items() if values}, of))

@@ -100,5 +100,5 @@ def test_the_measurement_is_the_same_every_time() -> None:
 
 def test_sites_are_not_measured_from_afar() -> None:
     config = RunConfig.from_mapping({"dataset": "sites", "classes": 4, "channels": 1, "image-size": 4})
-    with pytest.raises(ConfigError, match="the clients' data are not on this machine"):
+    with pytest.raises(ConfigError, match="the clients' data are at their sites"):
         measure(config)

@@ -76,7 +76,7 @@ def test_short_runs_are_the_users_own_but_shorter(tmp_path: Path) -> None:
     assert pilot_cells(["fbn"], 4, {**base, "validation-share": 0.4}, tmp_path)[0].config.validation_share == 0.4
     final = final_cell("fbn", base, tmp_path, 5).config
     assert (final.rounds, final.freeze_after, final.validation_share, final.checkpoint_every) == (40, 20, 0.0, 5)
-    with pytest.raises(ConfigError, match="join-rounds='1:9' names rounds that a pilot does not reach"):
+    with pytest.raises(ConfigError, match="join-rounds='1:9' names rounds after the end of a pilot"):
         pilot_cells(["fbn"], 4, {**base, "join-rounds": "1:9"}, tmp_path)
 
 

@@ -248,13 +248,13 @@ ONCE: dict[str, Callable[[], Iterable[Any]]] = {
 
 @pytest.mark.parametrize("kind", ONCE)
 def test_an_iterator_is_refused_as_a_client_by_its_number(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"client 1: expected batches that can be gone through again, but got a {kind}"):
+    with pytest.raises(ValueError, match=f"client 1: expected batches that can be iterated over again, but got a {kind}"):
         Federation(linear(), methods.fedavg(), [batches(5), ONCE[kind]()], progress=False)
-    with pytest.raises(ValueError, match=f"test: expected batches that can be gone through again, but got a {kind}"):
+    with pytest.raises(ValueError, match=f"test: expected batches that can be iterated over again, but got a {kind}"):
         Federation(linear(), methods.fedavg(), [batches(5)], test=ONCE[kind](), progress=False)
     fed = Federation(linear(), methods.fedavg(), [batches(5)], test=batches(4), progress=False)
     assert fed.evaluate(ONCE[kind]()) == fed.evaluate(batches(5))  # control: once is enough there
-    with pytest.raises(ValueError, match="gone through again"):
+    with pytest.raises(ValueError, match="iterated over again"):
         Federation(linear(), methods.fedbn(), [batches(5)], progress=False).evaluate(ONCE[kind]())
 
 
@@ -274,7 +274,7 @@ def test_a_generator_is_refused_where_it_is_measured_before_training() -> None:
 
 
 class Exhausted:
-    """Says that it can be gone through again, and cannot."""
+    """Says that it can be iterated over again, and cannot."""
 
     def __init__(self) -> None:
         self._once = iter(batches(5))
@@ -287,7 +287,7 @@ def test_a_loader_that_is_empty_the_second_time_is_named(log: pytest.LogCaptureF
     list(Federation(linear(), methods.fedavg(), [batches(5), Exhausted()], optimizer=sgd, progress=False).run(3))
     said = [record.getMessage() for record in log.records if "gave no batch" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith("client 1: its loader gave no batch in round 2. A loader is gone through in every round")
+    assert said[0].startswith("client 1: its loader gave no batch in round 2. Every round iterates over the batches")
 
 
 def test_that_nobody_trained_is_no_divergence() -> None:

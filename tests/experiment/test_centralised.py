@@ -148,7 +148,7 @@ def test_statistics_freeze_after_half_of_the_rounds_with_fixbn() -> None:
 @pytest.mark.parametrize("method", ["fbn", "hbn", "fedbn", "silobn", "single", "fedtan", "fedavg-alg2", "static-bn"])
 def test_a_method_of_federation_alone_is_refused(method: str) -> None:
     overrides = {"update": "weights"} if method in ("fedtan", "fedavg-alg2") else {}
-    with pytest.raises(ConfigError, match=rf"^method='{method}' is defined by what its clients keep, report or exchange"):
+    with pytest.raises(ConfigError, match=rf"^method='{method}' needs clients that keep, report or exchange"):
         run_centralised(config(method=method, **overrides))
 
 

@@ -163,7 +163,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"local_steps": 0}, "give either local epochs or local steps"),
         ({"objective": "scaffold"}, "set optimizer to sgd, momentum to 0"),
         ({"objective": "scaffold", "momentum": 0.0, "clip": "norm"}, "clip to none"),
-        ({"objective": "scaffold", "momentum": 0.0, "method": "fedtan"}, "would be none: take another objective"),
+        ({"objective": "scaffold", "momentum": 0.0, "method": "fedtan"}, "take another objective"),
         ({"objective": "fedsam", "method": "fedtan2"}, "exchanges the statistics of its first batch once"),
         ({"clip": "norm", "method": "fedtan"}, "set clip to none"),
         ({"objective": "fedprox", "method": "single"}, "shares none"),

@@ -230,7 +230,7 @@ def test_measuring_changes_neither_the_model_nor_a_generator(tmp_path: Path) -> 
     ("keys", "names", "message"),
     [
         ({}, ["loss"], "each of diagnostics must be one of training-loss, drift, gradients, but got 'loss'"),
-        ({"method": "fedbn"}, ["training-loss"], "under fedbn every client has one of its own"),
+        ({"method": "fedbn"}, ["training-loss"], "under fedbn every client has a model of its own"),
         ({"method": "gn"}, ["drift"], "under gn the network has none"),
     ],
 )

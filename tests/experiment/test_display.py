@@ -117,10 +117,10 @@ def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
     ("wrong", "message"),
     [
         ("nothing", "is no run's folder: its config.toml cannot be read"),
-        ("no checkpoint", "has no checkpoint: unfinished runs with checkpoints in"),
+        ("no checkpoint", "has no checkpoint. Choose one of the unfinished runs"),
         ("version", "was made by fl-bn 0.0.7, and this is "),
         ("unknown key", "unknown config key 'from-tomorrow'"),
-        ("sites", "is a run of deployed sites: fl-bn resume SERVER run, SERVER being the server's folder"),
+        ("sites", "is a run of deployed sites: use fl-bn resume SERVER run"),
     ],
 )
 def test_what_cannot_go_on_is_refused(wrong: str, message: str, interrupted: tuple[Path, str], tmp_path: Path) -> None:

@@ -70,11 +70,11 @@ def start(folder: Path, **changes: str | int | float | bool) -> Path | None:
     [
         ({"method": "in"}, "model='mlp' under method='in' fails on a batch of shape .2, 1, 4, 4.: ValueError: instance normalisation of"),
         ({"model": f"{HERE}:asserts"}, "fails on a batch of shape .2, 1, 4, 4.: AssertionError: Wrong image height!.* Choose another"),
-        ({"model": f"{HERE}:two_answers"}, "task='auto' finds no prediction in what model=.* answers: .* outputs a, b is the prediction"),
-        ({"model": f"{HERE}:too_few"}, r"scores \(2, 4, ...\), one for each class, but model=.* answers \(2, 3\)"),
+        ({"model": f"{HERE}:two_answers"}, "task='auto' finds no prediction in the output of model=.*: .* outputs a, b is the prediction"),
+        ({"model": f"{HERE}:too_few"}, r"scores \(2, 4, ...\) .* one for each class, but model=.* returns \(2, 3\)"),
         ({"model": f"{HERE}:half_width"}, "is torch.bfloat16, which NumPy, and so a message, does not have: keep the network in float32"),
         ({"model": f"{HERE}:text"}, "must return a torch.nn.Module, but returned str"),
-        ({"output": "/etc/passwd/x"}, "output='/etc/passwd/x': no folder for the run can be made there: .*Not a directory"),
+        ({"output": "/etc/passwd/x"}, "output='/etc/passwd/x': the run's folder cannot be made there: .*Not a directory"),
         ({"partition": "classes", "partition_parameter": 9.0}, "classes per client must be between 1 and 4"),
         ({"clients": 49}, "clients must be between 1 and 48, the number of samples"),
         ({"method": "fedbn", "calibrate": 2}, "calibrate=2 would do nothing: method 'fedbn' keeps .* Set calibrate to 0"),
@@ -135,7 +135,7 @@ def test_statistics_that_freeze_before_anybody_measured_them(
     changes: dict[str, str | int], warned: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start(tmp_path, **changes, output="")
-    said = [record.getMessage() for record in caplog.records if "nobody has measured them" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "the statistics freeze before round 1" in record.getMessage()]
     assert len(said) == bool(warned)
     assert all(warned in line for line in said)
 

@@ -123,7 +123,7 @@ def test_what_cannot_be_re_calibrated(trained: Path, tmp_path: Path) -> None:
         ),
         ((str(tmp_path / "empty"),), "is no finished run: expected config.toml and model.safetensors"),
         ((str(tmp_path / "notes.txt"),), "but there is a file .txt"),
-        ((str(trained), "--run-config", "rounds=3"), "rounds is for recalibrate to decide"),
+        ((str(trained), "--run-config", "rounds=3"), "recalibrate sets rounds itself"),
         ((str(trained), "--run-config", "model='digits-cnn-small'"), "it is a file of another network"),
     ]:
         result = command(*args)
@@ -135,7 +135,7 @@ def test_what_cannot_be_re_calibrated(trained: Path, tmp_path: Path) -> None:
 
 def test_data_at_the_sites_stay_there(trained: Path) -> None:
     keys = {"dataset": "sites", "classes": 10, "channels": 1, "image-size": 8}
-    with pytest.raises(ConfigError, match="data are at the sites, .* The same there: flwr run . --run-config .*rounds=0"):
+    with pytest.raises(ConfigError, match="data are at its sites, .*: flwr run . --run-config .*rounds=0"):
         planned(trained, keys)
 
 

@@ -54,7 +54,7 @@ def test_whatever_decides_a_number_must_be_as_it_was_and_the_rest_may_be_otherwi
             with pytest.raises(ConfigError) as told:
                 run_to_resume(config)
             expected = (
-                f"resume='run' was another run: {name} was {tomllib.loads(f'x = {other}')['x']!r}, and is {config.to_mapping()[name]!r}."
+                f"resume='run' has another run config: {name} was {tomllib.loads(f'x = {other}')['x']!r}, and is {config.to_mapping()[name]!r}."
             )
             assert str(told.value).startswith(expected)
 
@@ -95,7 +95,7 @@ def test_a_run_goes_on_under_other_conditions_with_the_same_results(values: Valu
 )
 def test_another_config_is_refused_with_the_keys_that_differ(change: dict[str, object], told: str, values: Values) -> None:
     before = sorted(file.name for file in stopped(values, 3).iterdir())
-    for resume, name in (("run", "resume='run' was another run: "), ("latest", "the newest unfinished run, run, was another one: ")):
+    for resume, name in (("run", "resume='run' has another run config: "), ("latest", "the newest unfinished run, run, has another run config: ")):
         assert f"{name}{told}" in refused(values, resume=resume, **change)  # type: ignore[arg-type]
     assert sorted(file.name for file in Path(str(values["output"]), "run").iterdir()) == before
     run(values, resume="run")  # control
@@ -132,19 +132,19 @@ def test_latest_is_the_newest_unfinished_run_with_this_config(tmp_path: Path) ->
     assert run_to_resume(config).name == "old"  # mine is finished now
     assert run_to_resume(RunConfig.from_mapping({**config.to_mapping(), "seed": 1})).name == "another"
     assert run_to_resume(RunConfig.from_mapping({**config.to_mapping(), "name": "old"})).name == "old"
-    with pytest.raises(ConfigError, match="resume='latest': the newest unfinished run, another, was another one: seed was 1, and is 2"):
+    with pytest.raises(ConfigError, match="resume='latest': the newest unfinished run, another, has another run config: seed was 1, and is 2"):
         run_to_resume(RunConfig.from_mapping({**config.to_mapping(), "seed": 2}))
 
 
 def test_where_there_is_nothing_to_go_on_with_the_runs_that_could_be_are_named(values: Values) -> None:
-    assert "resume='latest': unfinished runs with checkpoints in" in refused(values, resume="latest")
+    assert "resume='latest' needs one of the unfinished runs with checkpoints in" in refused(values, resume="latest")
     assert "none (checkpoint-every makes them)" in refused(values, resume="latest")
     run(values, name="done")
     stopped(values | {"name": "half"}, 3)
     for name in ("done", "nobody"):
         told = refused(values, resume=name)
         assert told.startswith(f"resume={name!r}: ")
-        assert re.search(r"has no checkpoint: unfinished runs with checkpoints in .*runs: half$", told)
+        assert re.search(r"has no checkpoint. Choose one of the unfinished runs with checkpoints in .*runs: half$", told)
 
 
 def test_a_run_that_stopped_before_its_first_checkpoint_has_none(values: Values) -> None:
@@ -195,7 +195,7 @@ def test_where_every_checkpoint_is_damaged_that_is_said_as_often_as_one_asks(val
     path = stopped(values, 4)
     for file in (path / "checkpoints").iterdir():
         file.write_bytes(file.read_bytes()[:-9])
-    assert "run: none of its checkpoints is whole: start the run anew" in refused(values, resume="run")
+    assert "run: all of its checkpoints are damaged: start the run anew" in refused(values, resume="run")
     for resume in ("run", "latest"):
         told = refused(values, resume=resume)
         assert "checkpoint" in told
@@ -210,7 +210,7 @@ def test_a_run_without_a_whole_checkpoint_does_not_hide_an_older_one_that_has(tm
     path = stopped(values | {"name": "newer"}, 3)
     for file in (path / "checkpoints").iterdir():
         file.write_bytes(b"")
-    with pytest.raises(ConfigError, match="newer: none of its checkpoints is whole"):  # said once,
+    with pytest.raises(ConfigError, match="newer: all of its checkpoints are damaged"):  # said once,
         run(values, name="", resume="latest")
     found = run(values, name="", resume="latest")  # and done with
     assert found.name == "older"

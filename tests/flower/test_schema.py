@@ -75,7 +75,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "missing section": (lambda p: p.pop("moments"), r"moments: missing: expected 6 tensors, but got sections \['weights'\]"),
     "extra section": (lambda p: p.update(spam={}), r"spam: extra: expected only \['moments', 'weights'\]"),
     "missing tensor": (lambda p: p["weights"].pop("9.bias"), "weights/9.bias: missing"),
-    "extra tensor": (lambda p: p["weights"].update({"9.spam": np.ones(1)}), "weights/9.spam: extra: nothing of that name was asked for"),
+    "extra tensor": (lambda p: p["weights"].update({"9.spam": np.ones(1)}), "weights/9.spam: extra: no tensor of that name was expected"),
     "shape": (
         lambda p: p["weights"].update({"9.bias": np.ones((4, 1), "float32")}),
         r"weights/9.bias: expected shape \(4,\), but got \(4, 1\)",

@@ -107,5 +107,5 @@ def test_a_folder_that_is_there_is_left_alone(demo: Path) -> None:
     (demo / "task.py").write_text("mine")
     done = CliRunner().invoke(app, ["new", "my-app"])
     assert done.exit_code == 2
-    assert "my-app is there already" in " ".join(done.output.split())
+    assert "my-app exists already" in " ".join(done.output.split())
     assert (demo / "task.py").read_text() == "mine"

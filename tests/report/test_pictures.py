@@ -134,8 +134,8 @@ def test_a_heat_map_of_one_row_and_of_all(tmp_path: Path) -> None:
         ("against = 'method'", "against needs an axis of numbers, but method has FBN, FedAvg"),
         ("against = 'hh'", "against names the axis 'hh', which no run has: did you mean 'h'"),
         ("heat = { x = 'steps', y = 'g' }", "heat names the axis 'g', which no run has"),
-        ("heat = { x = 'steps', y = 'h', value = 'HBN' }", "heat names 'HBN', but the rows are FBN, FedAvg"),
-        ("heat = { x = 'steps', y = 'method', value = 'FBN' }", "cannot take value='FBN' from it"),
+        ("heat = { x = 'steps', y = 'h', value = 'HBN' }", "heat names the row 'HBN'.*the rows are FBN, FedAvg"),
+        ("heat = { x = 'steps', y = 'method', value = 'FBN' }", "value='FBN' cannot choose a row"),
     ],
 )
 def test_pictures_of_what_is_not_there_are_refused(report: str, message: str, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_everything_said(tmp_path: Path) -> None:
         ("[report]\nboxplot = 1", "boxplot must be true or false"),
         ("[report]\nheat = { x = 'a' }", "heat needs two axes, x and y"),
         ("[report]\nheat = { x = 'a', y = 'a' }", "heat needs two axes"),
-        ("[report]\nheat = { x = 'a', y = 'b', minus = 'c' }", "heat takes minus='c' from a value, but has none"),
+        ("[report]\nheat = { x = 'a', y = 'b', minus = 'c' }", "minus='c' is subtracted from value, which is missing"),
         ("[report]\nheat = { x = 'a', y = 'b', values = 'c' }", "unknown key 'values' in heat: did you mean 'value'"),
         ("[report]\nheat = 'method'", "heat must be a table"),
         ("[paper]\nnumbers = { BN = '45' }", "numbers must be"),

@@ -177,7 +177,7 @@ def test_damaged_files_cost_their_run_only(tmp_path: Path) -> None:
     assert table.entries["BN"]["IID"].values == (60,)
     why = {p.cell.name: p.why for p in table.problems}
     assert why["GN-IID-0"].startswith("cell.json: JSONDecodeError")
-    assert why["GN-IID-1"] == "rounds.jsonl ends within a line"
+    assert why["GN-IID-1"] == "the last line of rounds.jsonl is incomplete"
     assert why["BN-IID-0"] == "finished, but rounds.jsonl has no round"
     assert why["FixBN-1_class-2"] == "running after 1 of 1 rounds"
     assert len(read_cells(tmp_path)) == 11

@@ -93,15 +93,15 @@ def test_near_is_the_papers_own_gap_and_a_margin() -> None:
     ("compare", "more", "message"),
     [
         ([PLACE], {}, "give the paper's own two numbers, or figure"),
-        ([{**PLACE, "near": True, "figure": "3"}], {}, "how near is it in the paper"),
-        ([{**PLACE, "paper": [1, 2], "within": 3}], {}, "a distance of ours is no claim of a paper"),
+        ([{**PLACE, "near": True, "figure": "3"}], {}, "near needs the paper's two numbers"),
+        ([{**PLACE, "paper": [1, 2], "within": 3}], {}, "within is for questions of ours"),
         ([{**PLACE, "paper": [1, 2], "figure": "3"}], {}, "give the paper's own two numbers, or figure"),
         ([{**PLACE, "paper": [1]}], {}, "a comparison is"),
         ([{**PLACE, "left": ["A"], "paper": [1, 2]}], {}, "a comparison is"),
         ([{**PLACE, "left": ["A", "x", -1], "paper": [1, 2]}], {}, "a comparison is"),
         ([{**PLACE, "paper": [1, 2], "than": 3}], {}, "key 'than'"),
         ([{**PLACE, "paper": [1, 2], "near": 1}], {}, "a comparison is"),
-        ([], {}, "needs comparisons, or why it is untestable"),
+        ([], {}, "needs comparisons .compare., or a reason"),
         ([{**PLACE, "paper": [1, 2]}], {"id": "own-x"}, "questions of ours stand in"),
         ([{**PLACE, "paper": [1, 2]}], {"step": [1]}, "key 'step': did you mean 'steps'"),
         ([{**PLACE, "paper": [1, 2]}], {"steps": [0]}, "steps must be of type"),
@@ -119,10 +119,10 @@ def test_a_wrong_register_is_named(tmp_path: Path) -> None:
     tables = tomllib.loads(CLAIMS)
     with pytest.raises(ConfigError, match="table 'claim'"):
         parse_register({"claim": []})
-    with pytest.raises(ConfigError, match="an id is there twice: X-1"):
+    with pytest.raises(ConfigError, match="several entries have the same id.*: X-1"):
         parse_register({"claims": tables["claims"] * 2})
     own = {"id": "own-x", "explains": "X-2", "asks": "?", "compare": [PLACE]}
-    with pytest.raises(ConfigError, match="explains 'X-2', which is no claim"):
+    with pytest.raises(ConfigError, match="explains 'X-2', but there is no claim"):
         parse_register({**tables, "own": [own]})
     with pytest.raises(ConfigError, match="an id of ours begins with own-"):
         parse_register({**tables, "own": [{**own, "id": "x", "explains": "X-1"}]})

@@ -96,7 +96,7 @@ def test_results_of_another_definition_are_refused(experiment: Experiment, tmp_p
     with pytest.raises(ConfigError, match="ran with other settings .learning-rate None there, 0.2 in the experiment's file"):
         gather(folder, experiment.file.parent)
     experiment.file.write_text(DEFINITION.replace("FedBN = {", "Local = {"))
-    with pytest.raises(ConfigError, match="FedBN-seed0 is no cell of the experiment any more"):
+    with pytest.raises(ConfigError, match="the experiment no longer has a cell FedBN-seed0"):
         gather(folder, experiment.file.parent)
 
 

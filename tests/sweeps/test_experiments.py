@@ -80,7 +80,7 @@ def test_names_a_paper_and_one_that_is_not_there() -> None:
 
 
 def test_a_folder_without_experiments_or_with_a_wrong_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="install fl-bn again"):
+    with pytest.raises(ConfigError, match="run this in a checkout"):
         find(folder=tmp_path)
     (tmp_path / "x.toml").write_text('title = "no paper"')
     with pytest.raises(ConfigError, match="an experiment needs a title and"):

@@ -237,7 +237,7 @@ def test_the_clients_average_may_be_told_instead() -> None:
     whole = adaptation()
     names = affine_of(network().state_dict())
     told = {name: sum(state[name] for state in whole.known.clients.values()) / 3 for name in names}
-    run = Adaptation(network(), METHODS["fedbn"](), Known(whole.known.shared, told=told))  # type: ignore[arg-type]
+    run = Adaptation(network(), METHODS["fedbn"](), Known(whole.known.shared, average=told))  # type: ignore[arg-type]
     assert run.before() is None  # the affine alone was told
     for how in (AVERAGE_AFFINE, RECOMPUTE):
         assert largest_deviation(run.adapt(how, OWN.x).model.state_dict(), whole.adapt(how, OWN.x).model.state_dict()) < 1e-12
@@ -264,7 +264,7 @@ def test_no_method_is_missed() -> None:
 def test_other_refusals() -> None:
     with pytest.raises(NotAdaptable, match="single shares nothing"):
         Adaptation(network(), METHODS["single"](), Known({}))
-    with pytest.raises(NotAdaptable, match="nearest: fedavg shares all of BatchNorm, so no client has one of its own"):
+    with pytest.raises(NotAdaptable, match="nearest: fedavg shares all of BatchNorm, so no client has a BatchNorm of its own"):
         adaptation("fedavg").adapt(NEAREST, OWN.x)
     with pytest.raises(ValueError, match="how to adapt must be one of average-affine, recompute, nearest, test-batch, but got 'guess'"):
         adaptation().adapt("guess", OWN.x)

@@ -1,1 +1,1 @@
-"""Experiments that are no sweeps: each a function of a folder (``experiments/catalogue.py``)."""
+"""Provide experiments that are no sweeps: each is a function of a folder (``experiments/catalogue.py``)."""

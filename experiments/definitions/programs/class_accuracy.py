@@ -1,6 +1,6 @@
-"""A finished run's test accuracy on the classes that its model knows least, and on the others.
+"""Measure a finished run's test accuracy on the classes that its model knows least, and on the others.
 
-Where each client holds one class, a robust rule that leaves a client's gradients out leaves its class out.
+If each client holds one class, a robust rule that leaves a client's gradients out leaves its class out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ WAYS = ("all", "three known least", "the others")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Test accuracy in the last round, as a share, mean over the classes, by way."""
+    """Return way -> test accuracy in the last round, as a share, mean over the classes."""
     accuracies = sorted(cell.rows()[-1][PER_CLASS[CLASS]])
     return dict(zip(WAYS, (fmean(accuracies), fmean(accuracies[:LEAST]), fmean(accuracies[LEAST:])), strict=True))

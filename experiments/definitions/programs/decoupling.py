@@ -1,12 +1,13 @@
-"""BatchNorm's statistics and the weights updated in turns: the naive workaround of FixBN's section 3.3.
+"""Update BatchNorm's statistics and the weights in turns: the naive workaround of FixBN's section 3.3.
 
-Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), section 3.3. In each round of one local step
+Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), section 3.3. In each
+round of one local step
 
-    (a) every client updates its statistics by equation 1, with the weights as they are, and the server averages them
+    (a) every client updates its statistics by equation 1, with unchanged weights, and the server averages them
     (b) every client steps with its weights; BatchNorm normalises with these statistics, as in evaluation
     (c) the server averages the weights
 
-The settings are in ``experiments/000-S33.toml``; its row BN is FedAvg, in the same loop.
+The settings are in ``experiments/definitions/000-S33.toml``; its row BN is FedAvg, in the same loop.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ STREAM, BATCH, AUGMENT = 0x5333, 0, 1  # set these draws apart from those of tra
 
 
 class Accuracy(NamedTuple):
-    """Test accuracy in percent after ``round`` rounds."""
+    """Hold the test accuracy in percent after ``round`` rounds."""
 
     method: str
     seed: int
@@ -57,7 +58,7 @@ class Accuracy(NamedTuple):
 
 
 def run(folder: Path, variant: str = "small", data: str = "data") -> list[Accuracy]:
-    """Run the study; return what it also writes to ``folder``: ``decoupling.csv`` and ``.png``."""
+    """Run the study; write ``decoupling.csv`` and ``.png`` into ``folder``, and return the rows."""
     rows = [
         Accuracy(str(cell.axes["method"]), cell.config.seed, round, 100 * accuracy)
         for cell in read(FILE, variant, data).cells(folder)
@@ -73,7 +74,7 @@ def run(folder: Path, variant: str = "small", data: str = "data") -> list[Accura
 def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
     """Train as ``config`` says; yield every evaluated round with its test accuracy, as a share.
 
-    Where the statistics are frozen from the start, they are updated before each round instead.
+    If the statistics are frozen from the start, they are updated before each round instead.
     """
     target, method, settings = device(config), config.build_method(), config.local_training()
     parts = [assembly.client_samples(config, client)[:2] for client in range(config.clients)]
@@ -83,9 +84,9 @@ def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
     for number in range(1, config.rounds + 1):
         if method.phase(number, config.rounds) is Phase.FROZEN:
             update_statistics(server, models, clients, config, number)
-        asked, replies = server.begin(number), list[Reply]()
+        instruction, replies = server.begin(number), list[Reply]()
         for client, (model, own) in enumerate(zip(models, clients, strict=True)):
-            round = LocalRound(model, method, asked, kept[client], settings)
+            round = LocalRound(model, method, instruction, kept[client], settings)
             reply, kept[client] = client_round(round, SampleSource(own, config.seed, client))
             replies.append(reply)
         server.conclude(RoundReplies(range(len(clients)), replies))
@@ -97,18 +98,18 @@ def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
 
 @torch.no_grad()
 def update_statistics(server: Server, models: Sequence[nn.Module], clients: Sequence[Samples], config: RunConfig, number: int) -> None:
-    """Let every client update the shared statistics by one batch in training mode, and the server average them. Weights stay."""
-    found: list[dict[str, Running]] = []
+    """Let every client update the shared statistics by one batch in training mode, and average them; weights stay."""
+    updated: list[dict[str, Running]] = []
     for client, (model, own) in enumerate(zip(models, clients, strict=True)):
         load_tensors(model, server.shared.tensors())
         rng, like = seeded(STREAM, config.seed, client, number, BATCH), inputs_like(model)
         (index,) = draw_batches(len(own), config.batch_size, rng, steps=1)
         x, _ = own.rows(index, augmenter(config.augment, seeded(STREAM, config.seed, client, number, AUGMENT)))
         model.train()(to_input(x.to(like.device), like.dtype))
-        found.append(running_statistics(model))
+        updated.append(running_statistics(model))
     weights, means = [len(own) for own in clients], dict[str, Running]()
-    for layer in found[0]:
-        mean = plain_average([Moments(weight, one[layer].mean, one[layer].var) for weight, one in zip(weights, found, strict=True)])
+    for layer in updated[0]:
+        mean = plain_average([Moments(weight, one[layer].mean, one[layer].var) for weight, one in zip(weights, updated, strict=True)])
         means[layer] = Running(mean.mean, mean.var)
     server.shared.store(means)
 

@@ -1,15 +1,16 @@
-"""FedBN's synthetic study: training loss of FedBN and FedAvg where the clients' features are differently shaped.
+"""Reproduce FedBN's synthetic study: training loss of FedBN and FedAvg for clients with different features.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix F, figure 9.
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001),
+appendix F, figure 9. There are two clients. Samples of label 0 come from N(-1, S), of label 1 from N(1, S), in 10
+dimensions: the labels pose the same problem, but the features differ. S is the identity at the first client. A
+network of two layers with BatchNorm between them (Linear 100, BatchNorm, ReLU, Linear) learns the label, with one
+full-batch step per round; then the weights are averaged.
 
-Two clients. Samples of label 0 come from N(-1, S), of label 1 from N(1, S), in 10 dimensions: the labels are the same problem, the features
-are not. S is the identity at the first client. A network of two layers with BatchNorm between them (Linear 100, BatchNorm, ReLU, Linear)
-learns the label, one full-batch step per round, then the weights are averaged.
-
-``PAPER``: half of the second client's samples have an S with values off its diagonal; 600 steps of rate 1e-5 on the cross-entropy; weights
-and biases start from N(0, 10^2). Left open there, and ours: those values, 0.5, the numbers of samples and seeds, full batches, and where
-BatchNorm stands. ``SMALL``, ours: at the second client, coordinates are correlated, and they and their means differently scaled; the
-squared loss, a rate of 0.05, and torch's initial weights.
+``PAPER``: half of the second client's samples have an S with values off its diagonal; 600 steps of rate 1e-5 on the
+cross-entropy; weights and biases start from N(0, 10^2). The paper leaves open those values (here 0.5), the numbers
+of samples and seeds, full batches, and the place of BatchNorm: they are ours. ``SMALL``, ours: at the second client,
+coordinates are correlated, and they and their means are scaled differently; the squared loss, a rate of 0.05, and
+torch's initial weights.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ COMPARED = ("fedavg", "fedbn")
 
 
 class Loss(NamedTuple):
-    """Training loss after ``step`` steps and the averaging after them: mean over clients, on all their data, in evaluation mode."""
+    """Hold the training loss after ``step`` steps and the averaging after them.
+
+    It is the mean over clients, on all their data, in evaluation mode.
+    """
 
     method: str
     seed: int
@@ -54,7 +58,18 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """``make(samples, shift, rng)``: a client's samples. ``deviation``: of the initial weights and biases, None: torch's own."""
+    """Describe one setting of the study.
+
+    Attributes:
+        seeds: How many seeds to run.
+        samples: Samples of a client.
+        steps: Steps, one per round.
+        rate: The learning rate.
+        make: A function of samples, shift and a generator that makes a client's samples.
+        task: The task, for its loss.
+        outputs: Outputs of the network.
+        deviation: Standard deviation of the initial weights and biases; None: torch's own.
+    """
 
     seeds: int
     samples: int
@@ -67,12 +82,12 @@ class Setting:
 
 
 def run(folder: Path, small: bool = True, shift: float = 1.0) -> list[Loss]:
-    """Run the study; return what it also writes to ``folder``: ``fedbn_synthetic.csv`` and ``.png``.
+    """Run the study; write ``fedbn_synthetic.csv`` and ``.png`` into ``folder``, and return the rows.
 
     Args:
-        folder: Where the files go.
-        small: ``SMALL``, else ``PAPER``.
-        shift: 0 gives all clients the first one's features: the control.
+        folder: The folder of the files.
+        small: Whether to run ``SMALL``; else ``PAPER``.
+        shift: How far the second client's features differ; 0 is the control.
     """
     setting, rows = SMALL if small else PAPER, list[Loss]()
     for seed in range(setting.seeds):
@@ -87,7 +102,7 @@ def run(folder: Path, small: bool = True, shift: float = 1.0) -> list[Loss]:
 
 
 def mixture(samples: int, shift: float, rng: np.random.Generator) -> Samples:
-    """Return equally many of both labels, and of both covariances where ``shift`` is not 0: one has correlations."""
+    """Return equally many samples of both labels; if ``shift`` is not 0, half of them have correlations."""
     shape = (1 - OFF_DIAGONAL) * np.eye(DIMENSIONS) + OFF_DIAGONAL
     labels, correlated = np.arange(samples) % 2, (np.arange(samples) // 2 % 2 == 1) & (shift != 0)
     noise = rng.normal(size=(samples, DIMENSIONS))
@@ -96,7 +111,10 @@ def mixture(samples: int, shift: float, rng: np.random.Generator) -> Samples:
 
 
 def gaussians(samples: int, shift: float, rng: np.random.Generator) -> Samples:
-    """Return equally many of both labels. ``shift`` 0: S is the identity; else coordinates correlate, with deviations 1..1 + 3 shift."""
+    """Return equally many samples of both labels.
+
+    With ``shift`` 0 S is the identity; else coordinates correlate, with deviations from 1 to 1 + 3 shift.
+    """
     correlation = 0.5 * shift / (1 + shift)
     shape = (1 - correlation) * np.eye(DIMENSIONS) + correlation
     deviations = np.linspace(1, 1 + 3 * shift, DIMENSIONS)
@@ -111,10 +129,10 @@ PAPER = Setting(10, 1000, 600, 1e-5, mixture, CLASSIFICATION, 2, deviation=10.0)
 
 
 def losses(name: str, clients: Sequence[Samples], setting: Setting, seed: int) -> list[float]:
-    """Return the mean training loss over clients before the first round and after each, of the models that the clients then have.
+    """Return the clients' mean training loss before the first round and after each, with the averaged models.
 
-    In evaluation mode and after the averaging, as the authors' published code measures it: in training mode each client's batch, here all
-    of its data, would hide what averaging does to the statistics.
+    It is measured in evaluation mode, after the averaging, as in the authors' published code. In training mode each
+    client's batch (here all of its data) would hide the effect of averaging on the statistics.
     """
     method, settings = METHODS[name](), LocalTraining(batch_size=max(len(own) for own in clients), steps=1)
     with torch.random.fork_rng(devices=[]):
@@ -128,9 +146,9 @@ def losses(name: str, clients: Sequence[Samples], setting: Setting, seed: int) -
     models, kept = [copy.deepcopy(server.model) for _ in clients], [NOTHING for _ in clients]
     curve = [_loss(models, clients, setting.task)]
     for step in range(1, setting.steps + 1):
-        asked, replies = server.begin(step), list[Reply]()
+        instruction, replies = server.begin(step), list[Reply]()
         for client, (model, own) in enumerate(zip(models, clients, strict=True)):
-            round = LocalRound(model, method, asked, kept[client], settings)
+            round = LocalRound(model, method, instruction, kept[client], settings)
             reply, kept[client] = client_round(round, SampleSource(own, seed, client, setting.task))
             replies.append(reply)
         server.conclude(RoundReplies(range(len(clients)), replies))

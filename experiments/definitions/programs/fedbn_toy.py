@@ -1,10 +1,9 @@
-"""FedBN's toy problem: what averaging a weight does where two clients' features differ in scale, with BatchNorm and without.
+"""Reproduce FedBN's toy problem: the effect of averaging a weight if two clients' features differ in scale.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), section 1, Figures 1 and 2.
-
-y = cos(w_true x) + noise, and the model is cos(w x). A client sees x times a scale of its own: the same labels, other features. BatchNorm
-divides by gamma, the client's empirical standard deviation. The paper does not say how many samples there are, nor w_true, the
-scales and the noise: they are ours.
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), section
+1, Figures 1 and 2. y = cos(w_true x) + noise, and the model is cos(w x). A client sees x times a scale of its own:
+the same labels, other features. BatchNorm divides by gamma, the client's empirical standard deviation. The paper does
+not give the number of samples, w_true, the scales and the noise: they are ours.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from fl_bn.run.palette import STYLE
 Array = NDArray[np.float64]
 TRUE, SCALES, NOISE, SAMPLES = 2.0, (1.0, 3.0), 0.1, 200
 LOW, HIGH, HIGHEST_GAMMA, POINTS = 0.001, 12.0, 4.0, 240  # w in [0.001, 12], gamma in [0.001, 4]: Figure 2
-LEARNT = 3.0  # a client looks for its weight from here downwards, as gradient descent from a small one would find it
+LEARNT = 3.0  # a client's largest weight: gradient descent from a small one would stay below
 
 
 class Client(NamedTuple):
-    """Samples ``x`` and ``y`` (N,), and ``gamma``, the standard deviation of ``x``."""
+    """Hold samples ``x`` and ``y`` (N,), and ``gamma``, the standard deviation of ``x``."""
 
     x: Array
     y: Array
     gamma: float
 
     def loss(self, w: float, gamma: float = 1.0) -> float:
-        """Mean squared error of cos(w x / gamma)."""
+        """Return the mean squared error of cos(w x / gamma)."""
         return float(np.mean((np.cos(w * self.x / gamma) - self.y) ** 2))
 
 
@@ -57,10 +56,12 @@ def optimum(loss: Callable[[float], float]) -> float:
 
 
 def harmonised(folder: Path) -> dict[str, list[float]]:
-    """Figure 1: both clients' losses over the weight, with BatchNorm and without; write ``fedbn_toy.csv`` and ``.png`` to ``folder``.
+    """Draw Figure 1: both clients' losses over the weight, with BatchNorm and without.
+
+    Writes ``fedbn_toy.csv`` and ``.png`` into ``folder``.
 
     Returns:
-        By "without BN" and "with BN": each client's best weight, and then the mean loss of the clients at the mean of these.
+        "without BN" and "with BN" -> each client's best weight, then the clients' mean loss at the mean of these.
     """
     both, grid, found = clients(), np.linspace(LOW, HIGH, POINTS), dict[str, list[float]]()
     lines: list[tuple[str, int, float, float]] = []
@@ -87,11 +88,13 @@ def harmonised(folder: Path) -> dict[str, list[float]]:
 
 
 def surface(folder: Path) -> dict[str, float]:
-    """Figure 2: the first client's error over the weight and gamma; write ``fedbn_surface.csv`` and ``.png`` to ``folder``.
+    """Draw Figure 2: the first client's error over the weight and gamma.
+
+    Writes ``fedbn_surface.csv`` and ``.png`` into ``folder``.
 
     Returns:
-        Its error at its own best weight and gamma ("own"), at the mean weight with its own gamma ("mean w, own gamma"), and at the means of
-        both ("mean w, mean gamma").
+        The client's error at its own best weight and gamma ("own"), at the mean weight with its own gamma ("mean w,
+        own gamma"), and at the means of both ("mean w, mean gamma").
     """
     both = clients()
     own, gammas = both[0], [client.gamma for client in both]

@@ -1,9 +1,9 @@
-"""New clients after training on five domains of digits: MNIST with changed strokes, as in Morpho-MNIST.
+"""Test new clients after training on five domains of digits: MNIST with changed strokes, as in Morpho-MNIST.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G and Table 17.
-
-Under FedBN a new client takes the mean of all trained clients' affine, and has statistics of its own samples. FedAvg and FedProx are tested
-as shared; with statistics of the new client's own, too, which is no part of the table. The settings are in ``experiments/001-T17.toml``.
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix
+G and Table 17. Under FedBN a new client takes the mean of all trained clients' affine, and has statistics of its own
+samples. FedAvg and FedProx are tested with the shared model. They are tested with statistics of the new client, too,
+which are not in the table. The settings are in ``experiments/definitions/001-T17.toml``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ CLIENTS = {"Morpho-global": ("none", "thin", "thick"), "Morpho-local": ("none", 
 OWN = ", own statistics"
 AXIS = "client"
 WAYS = (*CLIENTS, *(f"{client}{OWN}" for client in CLIENTS))
-SAMPLES = 743  # of each new client: as many as the trained ones have
-SEED = 0  # of the new clients, which are the same for all runs
+SAMPLES = 743  # per new client: as many as the trained ones have
+SEED = 0  # of the new clients' data, which are the same for all runs
 
 
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[tuple[str, int, str, float]]:
-    """Run the study; return method, seed, way and accuracy (percent), which are in ``new_clients.csv`` and ``.png`` in ``folder``, too.
+    """Run the study; write ``new_clients.csv`` and ``.png`` into ``folder``.
+
+    Returns:
+        Method, seed, way and accuracy (percent) of each line.
 
     Raises:
-        RuntimeError: runs failed.
+        RuntimeError: Runs failed.
     """
     cells = plan(folder, variant, data)
     if errors := run_cells(cells, jobs, lambda done, total: None):
@@ -60,7 +63,7 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return the accuracies on the new clients' test samples, as shares, by way."""
+    """Return way -> accuracy on the new clients' test samples, as a share."""
     made, found = read_run(cell.path), dict[str, float]()
     shared = made.before() if made.method.shares(Role.AFFINE) else None
     for client in newcomers(cell.config):
@@ -71,7 +74,7 @@ def measured(cell: Cell) -> dict[str, float]:
 
 
 def newcomers(config: RunConfig) -> tuple[Newcomer, ...]:
-    """Return the new clients for a run: their images are changed at the size that MNIST has, and then resized as the run's are."""
+    """Return the new clients for a run: their images are changed at MNIST's size, and then resized as the run's are."""
     return _newcomers(config.dataset, config.data_path, config.image_size)
 
 

@@ -1,17 +1,18 @@
-"""How far each method's normalised points are from centrally normalised ones: FBN's figures 1 and 2, without a network.
+"""Measure how far each method's normalised points are from centrally normalised ones: FBN's figures 1 and 2.
 
 Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al. (seed 003), sections 3 and 4.
-
-Ten clients have points of the plane, each about a mean of its own: the means stand on a circle of radius 10, and the variance is 1. In each
-of 100 rounds every client draws 30 points. The less similar the clients, the more of a client's points are about its own mean: a share
-``similarity`` of them is drawn from all ten means. The statistics start at (0, 1) and move by 0.1 a round. The error is the Euclidean
-distance of a method's points to the same points normalised by BatchNorm on all of the round's points, averaged over points and rounds.
+There is no network. Ten clients have points of the plane, each about a mean of its own: the means stand on a circle
+of radius 10, and the variance is 1. In each of 100 rounds every client draws 30 points. The less similar the clients,
+the more of a client's points are about its own mean: a share ``similarity`` of them is drawn from all ten means. The
+statistics start at (0, 1) and move by 0.1 a round. The error is the Euclidean distance of a method's points to the
+same points normalised by BatchNorm on all of the round's points, averaged over points and rounds.
 
     naive    each client's own batch
     fixbn    as naive for half of the rounds, then the averaged statistics, frozen
     fbn      shared statistics of the round before, the variance corrected (Algorithm 2)
 
-The text speaks of four levels of heterogeneity in figure 2c, and names none of them: these are levels that it names for figure 3.
+The paper mentions four levels of heterogeneity for figure 2c without their values. Here they are levels of its
+figure 3.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ METHODS_SHOWN = (NAIVE, FIXBN, FBN)
 
 
 class Error(NamedTuple):
-    """Mean and standard deviation over repetitions of a method's normalisation error at one similarity."""
+    """Hold mean and standard deviation over repetitions of a method's normalisation error at one similarity."""
 
     similarity: float
     method: str
@@ -54,19 +55,24 @@ class Error(NamedTuple):
 
 
 class Normalised(NamedTuple):
-    """``points``: of the last round (clients, n, 2), by method; ``raw`` as they are. ``error``: over all rounds, by method."""
+    """Hold the points of the last round and the error over all rounds.
+
+    Attributes:
+        points: Method -> points (clients, n, 2); ``raw``: before normalisation.
+        error: Method -> error over all rounds.
+    """
 
     points: dict[str, Tensor]
     error: dict[str, float]
 
 
 def run(folder: Path, small: bool = True, seed: int = 0) -> list[Error]:
-    """Write the study to ``folder``: ``normalisation_error.csv`` and ``.png``, ``normalised_points.png`` (similarity 0).
+    """Run the study; write ``normalisation_error.csv`` and ``.png``, and ``normalised_points.png`` (similarity 0).
 
     Args:
-        folder: Where the files go.
-        small: One repetition; else 5.
-        seed: Of the draws.
+        folder: The folder of the files.
+        small: Whether to make one repetition; else 5.
+        seed: The seed of the draws.
     """
     errors, last = [], dict[float, Normalised]()
     for similarity in SIMILARITY:
@@ -96,7 +102,7 @@ def draws(similarity: float, rng: np.random.Generator, rounds: int = ROUNDS) -> 
 
 
 def normalised(rounds: Sequence[Tensor]) -> Normalised:
-    """Return how each method normalises the points of ``rounds``, and its distance to centralised BatchNorm."""
+    """Normalise the points of ``rounds`` by each method, and measure the distance to centralised BatchNorm."""
     algorithm_2, plain = METHODS["fbn"](momentum=MOMENTUM), METHODS["fedavg"]()
     fedavg, fbn = convert(_network(), plain), convert(_network(), algorithm_2)
     distance = dict.fromkeys(METHODS_SHOWN, 0.0)
@@ -122,7 +128,7 @@ def _network() -> nn.Module:
 
 
 def _federated_round(shared: nn.Module, method: Method, batches: Tensor) -> None:
-    """One round of statistics, no weights: what the clients report, combined as the method says."""
+    """Update the shared statistics by one round: the clients report, and the method combines."""
     reports: list[dict[str, Moments]] = []
     model, sent = copy.deepcopy(shared).train(), copy.deepcopy(shared.state_dict())
     for own in batches:
@@ -160,7 +166,7 @@ def _draw_errors(errors: Sequence[Error], path: Path) -> None:
 
 
 def _draw_points(found: Normalised, path: Path) -> None:
-    """Figure 1: before and after normalisation, centralised and naive. Figure 2a, b: FBN and FixBN in the last round."""
+    """Draw Figure 1 (before and after normalisation) and Figure 2a, b (FBN and FixBN in the last round)."""
     with plt.rc_context(STYLE):
         panels: Mapping[str, str] = {"raw": f"points of {CLIENTS} clients", CENTRALISED: CENTRALISED, NAIVE: NAIVE, FBN: FBN, FIXBN: FIXBN}
         figure, all_axes = plt.subplots(1, len(panels), figsize=(3 * len(panels), 3.3), layout="constrained")

@@ -1,8 +1,8 @@
-"""A finished run's accuracy with the running statistics that it left behind, and with exact ones of the weights that it is tested with.
+"""Compare a finished run's accuracy with its own running statistics and with exact ones of the tested weights.
 
-A client that keeps its statistics at home (FedBN, SiloBN) gathers them while it trains, with its own weights. It is tested with the
-averaged ones. Measured anew, they are those of its training samples under the averaged weights; where statistics are shared, of all
-clients' samples.
+A client that keeps its statistics at home (FedBN, SiloBN) gathers them while it trains, with its own weights. It is
+tested with the averaged weights. The exact statistics are those of its training samples under the averaged weights;
+with shared statistics, those of all clients' samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAYS = ("as kept", "measured anew")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Test accuracy, as a share, mean over the clients, by way."""
+    """Return way -> test accuracy, as a share, mean over the clients."""
     config = cell.config
     samples = [assembly.client_samples(config, client)[:2] for client in range(config.clients)]
     union, found = torch.cat([train.x for train, _ in samples]), dict[str, list[float]]()
@@ -38,7 +38,7 @@ def measured(cell: Cell) -> dict[str, float]:
 
 
 def measure(model: nn.Module, x: Tensor) -> None:
-    """Exact statistics of ``x`` in every BatchNorm layer of ``model``: all of it as one batch, by which each layer normalises."""
+    """Set the statistics of every BatchNorm layer to the exact ones of ``x``: all of it is one batch."""
     layers = batch_norms(model)
     momentum = {name: layer.momentum for name, layer in layers.items()}
     for layer in layers.values():

@@ -1,8 +1,9 @@
-"""FedAvg's accuracy before and after its averaged statistics are re-calibrated, with the same weights, by skew of the labels.
+"""Compare FedAvg's accuracy before and after re-calibration of its statistics, with the same weights, by label skew.
 
-FedAvg averages running means and, apart from them, running variances: the spread of the clients' means is lost, and the statistics are
-of local models, not of the averaged one. Re-calibration replaces them by the exact ones of the union of the data and leaves the weights
-alone, so the difference is what the statistics cost; what is left to centralised training is in the weights.
+FedAvg averages running means and, separately, running variances. So the spread of the clients' means is lost, and the
+statistics are those of local models, not of the averaged one. Re-calibration replaces them by the exact ones of the
+union of the data, and keeps the weights. The difference in accuracy is the cost of the statistics; the rest of the
+distance to centralised training is in the weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CIFAR: dict[str, Any] = {
 
 
 class Result(NamedTuple):
-    """Test accuracy (0..1) of one run's weights with the statistics after ``passes`` of them (0: FedAvg's own)."""
+    """Hold the test accuracy (0..1) of one run's weights after ``passes`` passes (0: FedAvg's own statistics)."""
 
     split: str
     seed: int
@@ -41,13 +42,19 @@ class Result(NamedTuple):
 
 
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[Result]:
-    """The study, written to ``folder``: ``recalibration.csv`` and ``.png``, and all runs below ``runs``.
+    """Run the study; write ``recalibration.csv`` and ``.png`` into ``folder``, and all runs below ``runs``.
 
-    ``variant``: ``small``, digits, 10 rounds; ``evidence``, the subset of CIFAR-10 in ``data``; ``cause``, the same and each run again
-    with one local step in a round; else digits, 100 rounds. Runs that are finished are not repeated.
+    Finished runs are not repeated.
+
+    Args:
+        folder: The folder of the files.
+        variant: ``small``: digits, 10 rounds; ``evidence``: the subset of CIFAR-10 in ``data``; ``cause``: the same,
+            and each run again with one local step in a round; else digits, 100 rounds.
+        data: The folder of the data.
+        jobs: Runs at a time.
 
     Raises:
-        RuntimeError: runs failed.
+        RuntimeError: Runs failed.
     """
     cells = plan(folder, variant, data)
     if errors := run_cells(cells, jobs, lambda done, total: None):
@@ -60,7 +67,7 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
 
 
 def plan(folder: Path, variant: str, data: str) -> list[Cell]:
-    """One run per seed and split; of ``cause`` a second one with as many local steps in all, each in a round of its own."""
+    """Plan one run per seed and split; for ``cause`` a second one with equally many steps, each in a round of its own."""
     cifar = {**CIFAR, "data-path": f"{data}/cifar10.npz"}
     keys = {"small": DIGITS, "evidence": cifar, "cause": cifar}.get(variant, {**DIGITS, "rounds": 100})
     single = {"local-steps": 1, "rounds": CIFAR["rounds"] * CIFAR["local-steps"]}
@@ -84,7 +91,7 @@ def recalibrated(cell: Cell) -> list[Result]:
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Accuracy, as a share, with either statistics."""
+    """Return the accuracy, as a share, with the averaged and with the exact statistics."""
     first, *_, last = recalibrated(cell)
     return {"averaged": first.accuracy, "exact": last.accuracy}
 

@@ -1,12 +1,14 @@
-"""Unseen domain: train on all domains of digits but one, adapt to that one in every way there is; over methods, domains and seeds.
+"""Train on all domains of digits but one, and adapt to that one in every way; over methods, domains and seeds.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G. The domains, the
-network and the settings are those of the five-domain task (``experiments/001-T11.toml``), with one client per domain that is left.
-The variant ``evidence`` is ``shared`` on the domains of ``DIGITS``.
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix
+G. The domains, the network and the settings are those of the five-domain task
+(``experiments/definitions/001-T11.toml``), with one client per remaining domain. The variant ``evidence`` is ``shared``
+on the domains of ``DIGITS``.
 
-FedAvg is not among the methods: it trains the same weights and affine as SiloBN, bit for bit, as the running statistics have no part in
-the training of either, so with new statistics the two are one model. Nor is FixBN: at this constant learning rate it does not get through
-its frozen half on the small variant's domains (26 % on those that it knows, mean over domains and seeds).
+FedAvg is not among the methods. It trains the same weights and affine as SiloBN, bit for bit, since the running
+statistics have no part in the training of either; so with new statistics the two are one model. FixBN is not among
+them, either: at this constant learning rate its frozen half fails on the small variant's domains (26 % on the known
+domains, mean over domains and seeds).
 """
 
 from __future__ import annotations
@@ -48,7 +50,16 @@ WAYS = (KNOWN, BEFORE, *HOW)
 
 
 class Row(NamedTuple):
-    """Accuracy (percent) of one run. ``how``: a way of adapting, ``before`` any, or the run's own, on the domains that it knows."""
+    """Hold the accuracy (percent) of one run.
+
+    Attributes:
+        held_out: The domain that training left out.
+        method: The method.
+        seed: The seed.
+        how: A way of adapting; ``before`` adapting; or the run's own accuracy on the domains that it knows.
+        accuracy: The accuracy in percent.
+        note: A remark.
+    """
 
     held_out: str
     method: str
@@ -59,14 +70,20 @@ class Row(NamedTuple):
 
 
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[Row]:
-    """The study, written to ``folder``: ``adaptations.csv``, ``table.csv``, ``table.md``, ``unseen_domain.png``, the runs in ``runs``.
+    """Run the study; write ``adaptations.csv``, ``table.csv``, ``table.md``, ``unseen_domain.png`` into ``folder``.
 
-    ``variant``: ``small``, made domains; ``shared`` and ``evidence``, a small network on the digit domains found in ``data``; else the
-    paper's setting. Runs that are finished are not repeated.
+    The runs are below ``runs``; finished ones are not repeated.
+
+    Args:
+        folder: The folder of the files.
+        variant: ``small``: generated domains; ``shared`` and ``evidence``: a small network on the digit domains in
+            ``data``; else the paper's setting.
+        data: The folder of the data.
+        jobs: Runs at a time.
 
     Raises:
-        ConfigError: the data cannot be used.
-        RuntimeError: runs failed.
+        ConfigError: The data cannot be used.
+        RuntimeError: Runs failed.
     """
     cells = plan(folder, variant, data)
     if errors := run_cells(cells, jobs, lambda done, total: None):
@@ -77,7 +94,7 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
 
 
 def plan(folder: Path, variant: str, data: str) -> list[Cell]:
-    """One run per seed, domain held out and method."""
+    """Plan one run per seed, held-out domain and method."""
     keys = {"small": SMALL, "shared": SHARED, "evidence": SHARED}.get(variant, COMMON)
     if variant == "small":
         domains: Sequence[str] = SHIFTS
@@ -97,26 +114,26 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
 
 
 def adapted(cell: Cell) -> Iterator[Row]:
-    """Return the accuracies of a finished run on the domain that it held out, before and after."""
+    """Yield the accuracies of a finished run on the domain that it held out, before and after adapting."""
     at = (str(cell.axes["held out"]), str(cell.axes["method"]), cell.config.seed)
     yield Row(*at, KNOWN, 100 * float(cell.rows()[-1]["accuracy"]))
     made, client = read_run(cell.path), newcomer(cell.config).drawn(0, cell.config.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     outcomes = adapt(made, client, ways(made, "all"), BATCH, device)
     if outcomes[0].before is None:
-        raise ConfigError(f"{cell.path}: the clients' models are not there, so nobody knows what the run would hand out")
+        raise ConfigError(f"{cell.path}: the clients' models are missing, so the model before adapting is unknown: run it again")
     yield Row(*at, BEFORE, 100 * outcomes[0].before["accuracy"])
     for outcome in outcomes:
         yield Row(*at, outcome.how, 100 * outcome.after["accuracy"], outcome.note)
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Accuracy, as a share, by way."""
+    """Return way -> accuracy, as a share."""
     return {row.how: row.accuracy / 100 for row in adapted(cell)}
 
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Per domain held out and method, and the mean over the domains: mean (standard deviation over seeds) in percent, by column."""
+    """Tabulate mean (standard deviation over seeds) in percent, per held-out domain and method, and over the domains."""
     columns = (KNOWN, BEFORE, *HOW)
     domains, methods = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("held_out", "method"))
     made: list[tuple[str, ...]] = [("held out", "method", *columns)]

@@ -1,4 +1,4 @@
-"""The accuracy of FedAvg's weights with one client's statistics, with FedAvg's averaged ones, and with the exact ones of all data."""
+"""Compare the accuracy of FedAvg's weights with one client's, with averaged, and with exact statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAYS = ("one client's", "averaged", "exact")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Test accuracy, as a share, by way; ``one client's`` are those of client 0."""
+    """Return way -> test accuracy, as a share; ``one client's`` statistics are those of client 0."""
     data, clients = assembly.dataset(cell.config), [assembly.client_samples(cell.config, i)[0] for i in range(cell.config.clients)]
 
     def accuracy(measuring: Sequence[Samples]) -> float:

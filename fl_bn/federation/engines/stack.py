@@ -1,4 +1,4 @@
-"""The tensors of several equal networks, stacked, and one forward pass for all of them (``torch.func.vmap``).
+"""Stack the tensors of several equal networks, and run one forward pass for all of them (``torch.func.vmap``).
 
 Legend: K networks, one row of every stack each.
 """
@@ -16,11 +16,11 @@ from fl_bn.moments import Moments
 from fl_bn.roles import inputs_like
 
 Seen = Mapping[str, Sequence[Sequence[Moments]]]
-"""By layer: what each row saw, one ``Moments`` per forward pass."""
+"""Layer -> for each row its moments, one ``Moments`` per forward pass."""
 
 
 class _Holder(nn.Module):
-    """Makes any function of a network and a batch a module, as ``functional_call`` wants one."""
+    """Wrap a function of a network and a batch as a module, for ``functional_call``."""
 
     def __init__(self, model: nn.Module, answer: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class _Holder(nn.Module):
 
 
 class Stack:
-    """The tensors of ``models`` with a first axis of K rows, on the device of ``template``: a network of the same layers.
+    """Hold the tensors of ``models`` with a first axis of K rows, on the device of ``template``.
 
-    ``template``'s modes and hooks are those of all rows; its own tensors are not used. ``parameters`` are leaves, so an optimiser that
-    works number by number steps all rows at once.
+    ``template`` is a network of the same layers. Its modes and hooks are those of all rows; its own tensors are not used.
+    ``parameters`` are leaves, so an optimiser that works number by number steps all rows at once.
     """
 
     def __init__(self, models: Sequence[nn.Module], template: nn.Module) -> None:
@@ -53,13 +53,19 @@ class Stack:
         batch: Sequence[Tensor],
         observed: Mapping[str, list[Moments]],
     ) -> tuple[Tensor, Seen]:
-        """``answer(network, *its batch)`` of the networks ``rows``, stacked; their buffers move as the forward pass moves them.
+        """Run ``answer(network, *batch)`` for the networks ``rows``; their buffers change as in a forward pass.
 
-        ``batch``: stacks of k = len(rows) rows. ``observed``: a dict that hooks of the template's fill in a forward pass; what they add is
-        returned by row, and taken out of it.
+        Args:
+            rows: The networks.
+            answer: A function of a network and its batch.
+            batch: Stacks of k = len(rows) rows.
+            observed: A dict that the template's hooks fill in a forward pass; it is emptied again.
+
+        Returns:
+            The stacked results, and the observed moments by layer and row.
 
         Raises:
-            RuntimeError: the forward pass draws random numbers, or does what cannot be done for all rows at once.
+            RuntimeError: The forward pass draws random numbers, or cannot run for all rows at once.
         """
         counts: dict[str, list[int]] = {}
 
@@ -91,14 +97,14 @@ class Stack:
         return result, seen
 
     def _index(self, rows: Sequence[int]) -> slice | Tensor | None:
-        """What selects ``rows``: nothing for all, a view for the first ones, else copies."""
+        """Return the index of ``rows``: None for all, a slice for the first ones, else a tensor."""
         if list(rows) == list(range(len(rows))):
             return None if len(rows) == self.rows else slice(len(rows))
         return torch.tensor(rows, device=next(iter(self.parameters.values())).device)
 
 
 def groups(batches: Mapping[int, Sequence[Tensor]]) -> Iterator[tuple[list[int], tuple[Tensor, ...]]]:
-    """Rows whose batches are of equal shapes, and the stacks of these."""
+    """Yield rows whose batches have equal shapes, with the stacks of these batches."""
     by_shape: dict[Any, list[int]] = {}
     for row, parts in batches.items():
         by_shape.setdefault(tuple(part.shape for part in parts), []).append(row)

@@ -1,4 +1,4 @@
-"""Processes of this machine that compute the clients' halves of a round at the same time, by joblib's pool."""
+"""Run processes of this machine that compute the clients' halves of a round at the same time, by joblib's pool."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ DIED = "its worker process died (killed, or out of memory)"
 
 
 class Done(NamedTuple):
-    """What became of one task: its ``value``, or the ``error`` that it raised."""
+    """Hold the result of one task: its ``value``, or the ``error`` that it raised."""
 
     value: Any = None
     error: BaseException | None = None
 
 
 class Workers:
-    """``count`` processes; 0: one for each core that this process may use. They start with the first task, or with ``load``.
+    """Run tasks in ``count`` processes; 0: one for each core that this process may use.
 
-    After ``close`` joblib keeps them for the next, and ends them after a while, or with this process.
-
-    Large arrays among a task's arguments lie in shared memory, read-only; an array that several tasks have lies there once.
+    They start with the first task, or with ``load``. After ``close`` joblib keeps them for the next pool, and ends them
+    after a while, or with this process. Large arrays among a task's arguments lie in shared memory, read-only; an array
+    of several tasks lies there once.
     """
 
     def __init__(self, count: int) -> None:
@@ -56,27 +56,27 @@ class Workers:
         self._loading = self._started()(delayed(_logged)(_load, (module,), sys.path) for _ in range(self.count))
 
     def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
-        """``function(*task)`` of every task, in their order, each as soon as those before it are there. What a task logs is logged here, in
-        the same order. Take all of them, or ``close``.
+        """Yield the result of ``function(*task)`` for every task, in their order.
 
-        Where a process dies, the tasks that it may have been at run once more, each alone; the one that kills its process again ends as
-        ``WorkerDied``.
+        Log records of a task are logged here, in the same order. Take all results, or call ``close``. If a process dies, the
+        tasks that it may have run are repeated, each alone; a task that kills its process again ends as ``WorkerDied``.
         """
-        came = 0
+        finished = 0
         with closing(self._attempt(function, tasks)) as first:
             for done in first:
-                came += 1
+                finished += 1
                 yield done
-        for task in tasks[came:]:
+        for task in tasks[finished:]:
             yield next(self._attempt(function, [task]), Done(error=WorkerDied(DIED)))
 
     def close(self) -> None:
+        """Give the processes back to joblib."""
         self._loading = iter(())
         self._open.close()
         self._pool = None
 
     def _attempt(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
-        """Ends early where a process died."""
+        """Yield results; end early if a process dies."""
         try:
             deque(self._loading, 0)  # an error of it comes again in the tasks
             with _ended(self._started()(delayed(_logged)(function, task, sys.path) for task in tasks)) as made:
@@ -88,8 +88,10 @@ class Workers:
             self.close()
 
     def _started(self) -> Parallel:
-        """The pool. joblib replaces a process that grows between two tasks, and loses no task. Where warnings are errors, its warning would
-        end the thread that hands out the tasks, and the round would wait for ever.
+        """Return the pool, and start it if needed.
+
+        joblib replaces a process that grows between two tasks, without losing a task. If warnings are errors, its warning
+        would end the thread that hands out the tasks, and the round would wait forever.
         """
         if self._pool is None:
             warnings.filterwarnings("ignore", REPLACED, UserWarning)
@@ -101,7 +103,7 @@ class Workers:
 
 @contextmanager
 def _ended(results: Generator[Any]) -> Iterator[Generator[Any]]:
-    """Cancels at the end what was not taken, of which joblib warns."""
+    """Cancel the remaining tasks at the end, without joblib's warning."""
     try:
         yield results
     finally:
@@ -111,11 +113,11 @@ def _ended(results: Generator[Any]) -> Iterator[Generator[Any]]:
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended before its task did."""
+    """Report that a worker process ended before its task did."""
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -125,7 +127,7 @@ def _load(module: str) -> None:
 
 
 def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]) -> tuple[Done, list[logging.LogRecord]]:
-    """In a worker: what became of a task, and what it logged. Ctrl-C is the parent's."""
+    """Run a task in a worker; return its result and its log records. Ctrl-C is for the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = path
     with _collected() as records:
@@ -136,16 +138,18 @@ def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]
 
 
 def _travelling(error: Exception) -> Exception:
-    """``error`` with its traceback as a note; as RuntimeError with its name and message where it cannot be pickled and read again, which
-    would end the pool."""
+    """Return ``error`` with its traceback as a note, in a form that can be pickled.
+
+    An error that cannot be pickled and read again would end the pool; it becomes a RuntimeError with its name and message.
+    """
     error.add_note("".join(traceback.format_exception(error)).rstrip())
     try:
         pickle.loads(dumps(error))
     except Exception:
-        told = RuntimeError(f"{type(error).__name__}: {error}")
+        substitute = RuntimeError(f"{type(error).__name__}: {error}")
         for note in error.__notes__:
-            told.add_note(note)
-        return told
+            substitute.add_note(note)
+        return substitute
     return error
 
 

@@ -1,4 +1,4 @@
-"""What a client does in a round."""
+"""Define the client's part of a round."""
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -9,16 +9,18 @@ from fl_bn.methods import fbn
 
 
 def data(context: Context):
+    """Load this client's training and test batches."""
     node = context.node_config
     return load_data(node["partition-id"], node["num-partitions"], context.run_config["batch-size"])
 
 
-app = ClientApp(mods=[Gate()])  # what leaves a client passes it
-answer(app, Net, fbn(), lambda context: data(context)[0])  # the server's questions about the statistics
+app = ClientApp(mods=[Gate()])  # every message that leaves the client passes it
+answer(app, Net, fbn(), lambda context: data(context)[0])  # the server may ask for statistics
 
 
 @app.train()
 def train_round(msg: Message, context: Context):
+    """Train for one round, and send the weights and statistics."""
     batches, _ = data(context)
     with training(msg, context, Net(), fbn(), batches) as round:
         loss = train(round.model, batches, context.run_config["local-epochs"], msg.content["config"]["lr"])
@@ -27,6 +29,7 @@ def train_round(msg: Message, context: Context):
 
 @app.evaluate()
 def evaluate(msg: Message, context: Context):
+    """Evaluate the model on this client's test data."""
     _, batches = data(context)
     loss, accuracy = test(evaluating(msg, context, Net(), fbn()), batches)
     metrics = MetricRecord({"loss": loss, "accuracy": accuracy, "num-examples": len(batches.dataset)})

@@ -1,4 +1,4 @@
-"""The app in this process, without Ray: python run.py"""
+"""Run the app in this process, without Ray: ``python run.py``."""
 
 import tomllib
 from pathlib import Path

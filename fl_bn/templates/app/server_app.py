@@ -1,4 +1,4 @@
-"""What the server does: the rounds, and what comes of them."""
+"""Define the server's part: run the rounds, and print the metrics."""
 
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
@@ -11,6 +11,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
+    """Run the rounds, and print loss and accuracy."""
     config = context.run_config
     strategy = FBN(Net())
     result = strategy.start(grid, num_rounds=config["num-server-rounds"], train_config=ConfigRecord({"lr": config["lr"]}))

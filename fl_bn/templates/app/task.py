@@ -1,4 +1,4 @@
-"""The network, the data and the training loop: yours to change."""
+"""Define the network, the data and the training loop: change them as you like."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ TEST_SAMPLES = 360  # of 1,797
 
 
 class Net(nn.Module):
-    """A small CNN with BatchNorm for grey images of 8 x 8 pixels."""
+    """Classify grey images of 8 x 8 pixels by a small CNN with BatchNorm."""
 
     def __init__(self):
         super().__init__()
@@ -27,11 +27,12 @@ class Net(nn.Module):
         self.head = nn.Linear(32 * 2 * 2, 10)
 
     def forward(self, x):
+        """Return the scores (B, 10) of images (B, 1, 8, 8)."""
         return self.head(self.features(x).flatten(1))
 
 
 def load_data(client: int, clients: int, batch_size: int):
-    """Training batches of one client, with few of the ten digits; and test batches with all of them."""
+    """Load one client's training batches, with few of the ten digits, and test batches with all of them."""
     x, y = load_digits(return_X_y=True)
     shuffled = np.random.default_rng(0).permutation(len(y))
     train, test = shuffled[TEST_SAMPLES:], shuffled[:TEST_SAMPLES]
@@ -43,7 +44,7 @@ def load_data(client: int, clients: int, batch_size: int):
 
 
 def train(net, batches, epochs, lr):
-    """The mean loss of the training steps."""
+    """Train the network; return the mean loss of the steps."""
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     net.train()
     losses = []
@@ -59,7 +60,7 @@ def train(net, batches, epochs, lr):
 
 @torch.no_grad()
 def test(net, batches):
-    """The mean loss and the accuracy."""
+    """Return the mean loss and the accuracy."""
     net.eval()
     loss, right, samples = 0.0, 0, 0
     for images, labels in batches:

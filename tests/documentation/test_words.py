@@ -1,0 +1,82 @@
+"""Docstrings of public names begin with an imperative verb, so that the API pages and the commands' help read alike.
+
+``ruff check`` sees to their form. Here stand the beginnings that are no verb in the imperative: a question word, an article, a
+preposition, a number, or a verb in the third person.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("fl_bn", "fl_bn_site", "experiments", "benchmarks", "server_app", "client_app")
+NOT_YET = (  # packages and files whose docstrings still begin otherwise: remove an entry once it is clean, until none is left
+    "fl_bn/checks/", "fl_bn/data/", "fl_bn/exchange/", "fl_bn/flower/", "fl_bn/methods/", "fl_bn/models/", "fl_bn/objectives/",
+    "fl_bn/robust/", "fl_bn/secure/", "fl_bn/support/", "fl_bn/sweep/", "fl_bn/task/", "fl_bn_site/",
+    "fl_bn/conversion.py", "fl_bn/hybrid.py", "fl_bn/kinds.py", "fl_bn/layers.py", "fl_bn/moments.py", "fl_bn/options.py", "fl_bn/roles.py",
+    "fl_bn/cli/doctor.py", "fl_bn/cli/main.py", "fl_bn/cli/sweep.py",
+    "fl_bn/federation/client.py", "fl_bn/federation/clients.py", "fl_bn/federation/cohort.py", "fl_bn/federation/defence.py",
+    "fl_bn/federation/eager.py", "fl_bn/federation/federation.py", "fl_bn/federation/intake.py", "fl_bn/federation/optimizers.py",
+    "fl_bn/federation/own_loop.py", "fl_bn/federation/passes.py", "fl_bn/federation/pooling.py", "fl_bn/federation/rounds.py",
+    "fl_bn/federation/server.py", "fl_bn/federation/settings.py", "fl_bn/federation/training.py", "fl_bn/federation/values.py",
+    "fl_bn/federation/vectorised.py",
+    "fl_bn/report/page.py", "fl_bn/report/program.py",
+    "fl_bn/run/assembly.py", "fl_bn/run/config.py", "fl_bn/run/data_keys.py", "fl_bn/run/keys.py", "fl_bn/run/overrides.py",
+    "fl_bn/run/run_keys.py", "fl_bn/run/used.py",
+)  # fmt: skip
+QUESTIONS = {"how", "what", "when", "where", "whether", "which", "who", "whose", "why"}
+ARTICLES = {"a", "all", "an", "both", "each", "every", "no", "none", "one", "some", "that", "the", "these", "this", "those", "two"}
+PREPOSITIONS = {
+    "above", "after", "as", "at", "before", "below", "beside", "by", "for", "from", "if", "in", "inside", "of", "on", "per", "with",
+    "without",
+}  # fmt: skip
+NOUNS = {"mean", "percent", "seconds", "bytes", "metrics", "names", "moments", "rows", "values"}
+THIRD_PERSON = {
+    "adds", "applies", "asks", "begins", "builds", "calls", "checks", "computes", "counts", "decides", "declares", "does", "draws", "ends",
+    "finds", "gives", "goes", "has", "holds", "is", "keeps", "lets", "loads", "looks", "makes", "measures", "names", "opens", "prints",
+    "puts", "raises", "reads", "reports", "returns", "runs", "says", "sends", "serves", "sets", "shows", "starts", "stops", "takes",
+    "tells", "tries", "turns", "waits", "wants", "works", "writes", "yields",
+}  # fmt: skip
+OFFENDERS = QUESTIONS | ARTICLES | PREPOSITIONS | NOUNS | THIRD_PERSON
+
+
+def public(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield name and docstring of public functions, classes and methods; functions within functions are nobody's API."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not child.name.startswith("_"):
+            yield f"{prefix}{child.name}", ast.get_docstring(child) or ""
+            if isinstance(child, ast.ClassDef):
+                yield from public(child, f"{child.name}.")
+
+
+def first_word(docstring: str) -> str:
+    """Return the first word in lower case, without marks; a quoted name counts as a noun."""
+    word = docstring.split(maxsplit=1)[0] if docstring.strip() else ""
+    return "a" if word.startswith("`") else word.strip(".,:;").lower()
+
+
+def offenders(paths: Iterable[Path]) -> list[str]:
+    """Return file, name and first line of every docstring that begins with another word than a verb in the imperative."""
+    lines = []
+    for path in paths:
+        for name, docstring in public(ast.parse(path.read_text(encoding="utf-8"))):
+            if first_word(docstring) in OFFENDERS:
+                lines.append(f"{path.relative_to(ROOT)}: {name}: {docstring.splitlines()[0]}")
+    return lines
+
+
+def test_docstrings_begin_with_an_imperative_verb() -> None:
+    files = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
+    assert offenders(path for path in files if not path.relative_to(ROOT).as_posix().startswith(NOT_YET)) == []
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    ["What came up.", "Whether it fits.", "The mean.", "Of all clients.", "Says why.", "``x`` by name.", "Returns it.", "A line."],
+)
+def test_other_beginnings_are_seen(docstring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "one.py").write_text(f'class Kept:\n    """Keep it."""\n\n    def one(self):\n        """{docstring}"""\n')
+    assert offenders([tmp_path / "one.py"]) == [f"one.py: Kept.one: {docstring}"]
