@@ -168,7 +168,7 @@ def test_ranges(text: str, inside: list[float], outside: list[float]) -> None:
 
 
 def test_the_example_of_the_module_runs() -> None:
-    assert doctest.testmod(options) == (0, 7)
+    assert doctest.testmod(options) == (0, 10)
 
 
 @pytest.mark.parametrize("text", ["", "positive", ">=1", "0-9", "(0, 1", ">= x", "1 or"])

@@ -162,14 +162,14 @@ def test_the_named_strategies_bind_their_method() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"clients": 0}, "clients, evaluate_every and max_failed must be at least 1"),
-        ({"fraction": 0.0}, r"fraction must be in \(0, 1\]"),
-        ({"min_replies": 1.5}, r"min_replies in \[0, 1\]"),
-        ({"timeout": 0.0}, "timeout must be > 0 s"),
-        ({"retry": -1.0}, "wait and retry >= 0 s"),
-        ({"min_cohort": 4}, "min_cohort must be 1..3 and checkpoint_every >= 0, but got 4 and 0"),
-        ({"min_cohort": 0}, "min_cohort must be 1..3"),
-        ({"checkpoint_every": -1}, "checkpoint_every >= 0, but got 1 and -1"),
+        ({"clients": 0}, "the round policy's clients must be 1..100000, but got 0"),
+        ({"fraction": 0.0}, r"fraction must be in \(0, 1\], but got 0.0"),
+        ({"min_replies": 1.5}, "min_replies must be 0..1, but got 1.5"),
+        ({"timeout": 0.0}, "timeout must be > 0, but got 0.0"),
+        ({"retry": -1.0}, "retry must be >= 0, but got -1.0"),
+        ({"min_cohort": 4}, "min_cohort must be 1..3, the clients that there are, but got 4"),
+        ({"min_cohort": 0}, "min_cohort must be >= 1, but got 0"),
+        ({"checkpoint_every": -1}, "checkpoint_every must be >= 0, but got -1"),
         ({"client_weights": "steps"}, "client_weights must be one of samples, uniform, but got 'steps'"),
     ],
 )
