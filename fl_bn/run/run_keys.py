@@ -202,7 +202,7 @@ class RunKeys(DataKeys):
 def general_options() -> dict[str, Option]:
     """Return the options of ``RunKeys`` and of ``VALUES`` by key, in the order of docs/config.md.
 
-    An option that has no line in ``RunKeys`` stands behind the last one of its value that has.
+    An option that has no line in ``RunKeys`` stands behind the one that its class declares before it.
 
     Raises:
         ValueError: A class of ``VALUES`` is not derived from the one that fl-bn enters, or two declarations of a key differ.
@@ -212,9 +212,10 @@ def general_options() -> dict[str, Option]:
     for name, kind in VALUES.items():
         if not issubclass(kind, BASES[name]):
             raise ValueError(f"VALUES[{name!r}] must be derived from {BASES[name].__name__}, but got {kind.__name__}")
-        own = {key: spec for key, (_, spec) in options_by_key(kind).items()}
-        for key, spec in own.items():
+        before = order[-1]
+        for key, (_, spec) in options_by_key(kind).items():
             same_key(found.setdefault(key, spec).as_key(key), spec.as_key(key))
-        listed = [order.index(key) for key in own if key in order]
-        order[max(listed) + 1 : max(listed) + 1] = [key for key in own if key not in order]
+            if key not in order:
+                order.insert(order.index(before) + 1, key)
+            before = key
     return {key: found[key] for key in order}
