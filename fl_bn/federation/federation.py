@@ -42,7 +42,7 @@ from fl_bn.federation.payload import Named
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.server import Server, check_learns
-from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.federation.vectorised import (
     AT_ONCE,
@@ -64,7 +64,7 @@ from fl_bn.support.names import check_name
 from fl_bn.task import CLASSIFICATION, Task
 
 LOGGER = logging.getLogger("flwr")
-SGD_05 = partial(SGD, lr=0.05, momentum=0.9)
+SGD_05 = partial(SGD, lr=LEARNING_RATE, momentum=0.9)
 
 
 class Diverged(RuntimeError):

@@ -200,7 +200,7 @@ class RunConfig(RunKeys):
 
     def defence(self) -> Defence:
         """Return the rules on the server, and the number of liars that they withstand."""
-        return self._value("defence", Defence, f=self.byzantine if self.declared_byzantine < 0 else self.declared_byzantine)
+        return self._value(Defence, f=self.byzantine if self.declared_byzantine < 0 else self.declared_byzantine)
 
     def _check_together(self) -> None:
         method, robust = self.build_method(), self.byzantine > 0 or self.defence().active
@@ -219,8 +219,8 @@ class RunConfig(RunKeys):
         """Where the server is to see sums alone: how they are made."""
         if not self.secure_aggregation:
             return None
-        privacy = self._value("privacy", Privacy) if self.dp_noise else None
-        return self._value("secure-aggregation", SecureAggregation, privacy=privacy)
+        privacy = self._value(Privacy) if self.dp_noise else None
+        return self._value(SecureAggregation, privacy=privacy)
 
     def _check_byzantine(self) -> None:
         if self.byzantine >= self.clients:
@@ -278,7 +278,7 @@ class RunConfig(RunKeys):
         corrects = (objective := self.build_objective()).on and objective.travels
         clips_frozen = self.clip == "auto" and not method.starts_constant(self.rounds) and self.update == "weights" and not corrects
         decided = {"clip": clip, "clip_limit": limit, "frozen_clip": FROZEN if clips_frozen else 0.0}
-        return self._value("local-training", LocalTraining, objective=objective, **decided)
+        return self._value(LocalTraining, objective=objective, **decided)
 
     def build_objective(self) -> Objective:
         return build(OBJECTIVES[self.objective], self.__getitem__)
@@ -291,11 +291,11 @@ class RunConfig(RunKeys):
         files = (self.exchange_certificate, self.exchange_key, self.exchange_authority)
         if any(files) and not all(files):
             raise ConfigError("exchange-certificate, exchange-key and exchange-authority belong together: give all three, or none")
-        return self._value("exchange", ExchangeSettings, certificates=self._value("certificates", Certificates) if all(files) else None)
+        return self._value(ExchangeSettings, certificates=self._value(Certificates) if all(files) else None)
 
     def schedule(self) -> Schedule:
         """Return the learning rate's calendar: of a round, and of the number of rounds."""
-        return self._value("schedule", Schedule)
+        return self._value(Schedule)
 
     def round_policy(self) -> Rounds:
         """The server's part.
@@ -319,7 +319,6 @@ class RunConfig(RunKeys):
     def _rounds(self, exchange: ExchangeSettings) -> Rounds:
         training = self.local_training()
         return self._value(
-            "rounds",
             Rounds,
             rate=self.schedule(),
             exchange=exchange,
@@ -329,15 +328,14 @@ class RunConfig(RunKeys):
             at_clients=self.dataset == SITES,
         )
 
-    def _value(self, name: str, kind: type[T], **computed: Any) -> T:
-        """Make one of ``VALUES`` of the keys that are its options.
+    def _value(self, kind: type[T], **computed: Any) -> T:
+        """Make one of ``VALUES``: its options are keys.
 
         Args:
-            name: In ``VALUES``.
-            kind: What it is derived from.
+            kind: In whose place ``VALUES`` may have another, derived from it.
             computed: Fields that are no option, or that several keys decide together.
         """
-        value: T = build(VALUES[name], self.__getitem__, **computed)
+        value: T = build(VALUES[kind], self.__getitem__, **computed)
         return value
 
     def exchanges_in_rounds(self) -> bool:

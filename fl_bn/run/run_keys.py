@@ -9,7 +9,9 @@ All keys, in kebab-case, stand in ``[tool.flwr.app.config]`` of pyproject.toml a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from fl_bn.data.record import SPLITS, TEST
@@ -31,20 +33,11 @@ from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.names import names_of
 
-BASES = {
-    "local-training": LocalTraining,
-    "schedule": Schedule,
-    "rounds": Rounds,
-    "exchange": ExchangeSettings,
-    "certificates": Certificates,
-    "defence": Defence,
-    "secure-aggregation": SecureAggregation,
-    "privacy": Privacy,
-}
-VALUES: dict[str, type[Any]] = dict(BASES)
-"""The classes of the values that a run config makes, whose options are its keys.
+_MADE = (LocalTraining, Schedule, Rounds, ExchangeSettings, Certificates, Defence, SecureAggregation, Privacy)
+VALUES: dict[type[Any], type[Any]] = {kind: kind for kind in _MADE}
+"""What a run config makes of its keys: each class, and the one that is made in its place, whose options are keys.
 
-To add options to one, enter a class derived from what stands here: ``VALUES["local-training"] = Mine``.
+To add options to local training, enter a class derived from what stands here: ``VALUES[LocalTraining] = Mine``.
 """
 
 
@@ -199,19 +192,24 @@ class RunKeys(DataKeys):
     )
 
 
-def general_options() -> dict[str, Option]:
+def general_options() -> Mapping[str, Option]:
     """Return the options of ``RunKeys`` and of ``VALUES`` by key, in the order of docs/config.md.
 
     An option that has no line in ``RunKeys`` stands behind the one that its class declares before it.
 
     Raises:
-        ValueError: A class of ``VALUES`` is not derived from the one that fl-bn enters, or two declarations of a key differ.
+        ValueError: A class of ``VALUES`` is not derived from the one in whose place it stands, or two declarations of a key differ.
     """
+    return _general_options(tuple(VALUES.items()))
+
+
+@lru_cache(maxsize=8)
+def _general_options(values: tuple[tuple[type[Any], type[Any]], ...]) -> Mapping[str, Option]:  # once per process, not for every run config
     found = {kebab(name): spec for name, spec in own_options(RunKeys).items()}
     order = list(found)
-    for name, kind in VALUES.items():
-        if not issubclass(kind, BASES[name]):
-            raise ValueError(f"VALUES[{name!r}] must be derived from {BASES[name].__name__}, but got {kind.__name__}")
+    for base, kind in values:
+        if not issubclass(kind, base):
+            raise ValueError(f"VALUES[{base.__name__}] must be derived from {base.__name__}, but got {kind.__name__}")
         before = order[-1]
         for key, (_, spec) in options_by_key(kind).items():
             same_key(found.setdefault(key, spec).as_key(key), spec.as_key(key))

@@ -22,4 +22,4 @@ class Dampened(LocalTraining):
         return optimizer
 
 
-VALUES["local-training"] = Dampened
+VALUES[LocalTraining] = Dampened

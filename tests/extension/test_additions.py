@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
+from fl_bn.federation.federation import SGD_05, Federation
+from fl_bn.federation.rounds import Rounds, constant_rate
+from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.flower import run_in_process
+from fl_bn.flower.own.strategies import OwnAppStrategy
 from fl_bn.options import own_options
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.run_keys import BASES, VALUES, RunKeys, general_options
+from fl_bn.run.run_keys import VALUES, RunKeys, general_options
 from tests.extension.package import forget, installed
 from tests.integration.runs import TINY
 
@@ -97,7 +103,7 @@ def test_a_local_training_option_is_one_file(site: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="dampening=0.5 has no effect with optimizer='adam': it counts only with optimizer='sgd'"):
         RunConfig.from_mapping({"dampening": 0.5, "optimizer": "adam", "momentum": 0.0})
     training = RunConfig.from_mapping({"dampening": 0.5, "batch-size": 8}).local_training()
-    assert isinstance(training, VALUES["local-training"])
+    assert isinstance(training, VALUES[LocalTraining])
     assert (training.batch_size, training.momentum) == (8, 0.9)  # the keys that all have reach it, too
     (group,) = training.make_optimizer([nn.Parameter(torch.ones(1))], 0.1).param_groups
     assert (group["dampening"], group["momentum"]) == (0.5, 0.9)
@@ -107,14 +113,14 @@ def test_a_local_training_option_is_one_file(site: Path, tmp_path: Path) -> None
 
 def test_without_the_package_there_is_no_such_key() -> None:
     """Control, and that the packages above left nothing behind."""
-    assert VALUES == BASES
+    assert all(base is kind for base, kind in VALUES.items())
     with pytest.raises(ConfigError, match="unknown config key 'dampening'"):
         RunConfig.from_mapping({"dampening": 0.5})
 
 
 def test_what_is_entered_must_be_derived_from_what_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(VALUES, "local-training", nn.Module)
-    with pytest.raises(ConfigError, match=r"VALUES\['local-training'\] must be derived from LocalTraining, but got Module"):
+    monkeypatch.setitem(VALUES, LocalTraining, nn.Module)
+    with pytest.raises(ConfigError, match=r"VALUES\[LocalTraining\] must be derived from LocalTraining, but got Module"):
         RunConfig()
 
 
@@ -131,3 +137,41 @@ def test_a_line_of_the_run_config_is_named_by_its_key() -> None:
 def test_every_option_of_a_value_has_a_line() -> None:
     """Else its key is no attribute that a type checker knows."""
     assert list(general_options()) == [name.replace("_", "-") for name in own_options(RunKeys)]
+
+
+def test_defaults_that_stand_twice_agree_or_are_told_apart_in_the_documentation() -> None:
+    """What ``Federation`` and the strategies repeat of ``Rounds`` for their readers, and how a run config differs from them."""
+    alone = {field.name: field.default for field in fields(Rounds)}
+    for kind, names in (
+        (Federation, {"fraction", "evaluate_every", "calibrate", "unit_scale", "seed"}),
+        (OwnAppStrategy, {"calibrate", "unit_scale", "seed", "rate", "exchange", "payload"}),
+    ):
+        taken = signature(kind).parameters
+        assert {name: taken[name].default for name in names} == {name: alone[name] for name in names}
+    assert SGD_05.keywords == {"lr": LEARNING_RATE, "momentum": RunConfig().momentum}
+    assert RunConfig().learning_rate == LEARNING_RATE == constant_rate(1, 2)
+    page = (HERE.parents[1] / "docs" / "start" / "plain-torch.md").read_text()
+    taken = signature(Federation).parameters
+    for name in ("local_epochs", "evaluate_every"):
+        assert f"| `{name}={taken[name].default}` |" in page
+    for key in ("local-steps", "evaluate-every", "learning-rate-schedule", "weight-decay"):
+        value = RunConfig()[key]
+        assert f"| `{key}={value!r}` |" in page
+
+
+def test_the_run_config_differs_from_a_constructor_where_it_is_said() -> None:
+    """A new difference is a decision: it stands here, too."""
+    told = {
+        (kind.__name__, name)
+        for kind in VALUES
+        for name, spec in own_options(kind).items()
+        if spec.in_run != spec.default and not spec.read
+    }
+    required = {
+        ("LocalTraining", "batch_size"),
+        ("Rounds", "clients"),
+        *(("Privacy", name) for name in ("clip", "statistics_clip", "noise")),
+    }
+    recipe = {("LocalTraining", name) for name in ("steps", "momentum", "weight_decay", "clip")}
+    policy = {("Rounds", "evaluate_every"), ("Rounds", "retry"), ("Rounds", "max_steps"), ("Defence", "f")}
+    assert told == required | recipe | policy
