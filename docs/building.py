@@ -133,9 +133,9 @@ class Docstrings(griffe.Extension):
     def on_attribute_instance(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
         """Show the default of an option as the constructor has it, without the option's range and meaning."""
         value = attr.value
-        if not isinstance(value, griffe.ExprCall) or "field" in attr.labels:
+        if not isinstance(value, griffe.ExprCall):
             return
-        place = DEFAULT_AT.get(str(value.function))
+        place = DEFAULT_AT.get(str(value.function).rpartition(".")[2])
         if place is not None:
             default = value.arguments[place]
             attr.value = None if str(default) == "REQUIRED" else default
