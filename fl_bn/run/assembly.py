@@ -70,8 +70,8 @@ _configs: dict[tuple[object, ...], RunConfig] = {}
 
 def known(values: Mapping[str, Any]) -> RunConfig:
     """``RunConfig.from_mapping``, worked out once per process while its values and the registries stay the same."""
-    entered = (owner for registry in (*REGISTRIES.values(), VALUES) for owner in registry.values())
-    key = (repr(list(values.items())), *entered)
+    entered = (owner for registry in REGISTRIES.values() for owner in registry.values())
+    key = (repr(list(values.items())), *entered, *VALUES.values())
     if key not in _configs:
         if len(_configs) >= KNOWN:
             _configs.clear()
