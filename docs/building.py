@@ -118,6 +118,10 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return PICTURE.sub(r'<a href="\g<address>">\g<0></a>', html)
 
 
+DEFAULT_AT = dict.fromkeys(("option", "over_grpc", "secured", "noisy_option", "ruled"), 0) | {"shared": 2}
+"""By the name of a function that declares an option: which of its arguments is the constructor's default."""
+
+
 class Docstrings(griffe.Extension):
     """Docstrings show their examples as code (``>>>`` would be a quotation in Markdown), and link to the pages that they name."""
 
@@ -125,3 +129,13 @@ class Docstrings(griffe.Extension):
         if obj.docstring is not None:
             text = DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
             obj.docstring.value = outside(text, lambda part: NAMED.sub(r"[\2](../\1/\2.md)", part))
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
+        """Show the default of an option as the constructor has it, without the option's range and meaning."""
+        value = attr.value
+        if not isinstance(value, griffe.ExprCall):
+            return
+        place = DEFAULT_AT.get(str(value.function).rpartition(".")[2])
+        if place is not None:
+            default = value.arguments[place]
+            attr.value = None if str(default) == "REQUIRED" else default

@@ -18,7 +18,22 @@ ValueError: smoothing's strength must be in (0, 1], but got 2
 >>> [(key.name, key.default, key.shown, key.help) for key in keys_of({"smoothing": smoothing}).values()]
 [('smoothing-strength', 0.5, '(0, 1]', 'weight of the new value (alpha in the paper)')]
 
-The run config's keys are collected from registries, dicts from name to constructor (``METHODS``, ``OBJECTIVES``, ``SERVER_OPTIMIZERS``).
+The run config's keys are collected from registries, dicts from name to constructor (``METHODS``, ``OBJECTIVES``, ``SERVER_OPTIMIZERS``),
+and from the values that every run has: local training, rounds, exchange, secure aggregation (``fl_bn.run.run_keys.VALUES``).
+
+A value by itself does nothing that its caller did not name, and a run config is a recipe that trains well. Where the two need different
+defaults, ``option(..., run=...)`` states the run config's beside the constructor's:
+
+>>> @dataclass(frozen=True)
+... class Schedule(Options):
+...     name: ClassVar[str] = "the schedule"
+...     prefix: ClassVar[str] = "rate"
+...     decay: float = option(1.0, "factor per round", "(0, 1]", run=0.3)
+...     after: tuple[int, ...] = option((), "rounds", "ROUND,...", run="", read=lambda text: tuple(map(int, text.split(","))))
+>>> Schedule().decay
+1.0
+>>> build(Schedule, {"rate-decay": 0.3, "rate-after": "5,9"}.__getitem__)
+Schedule(decay=0.3, after=(5, 9))
 """
 
 from __future__ import annotations
@@ -27,7 +42,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -37,6 +52,7 @@ Value = str | int | float | bool
 Values = str | Collection[str]
 LARGEST = 3.4e38  # of float32
 OPTION = "option"  # where a field's metadata have it
+REQUIRED = MISSING  # as an option's default: the constructor has none, only the run config has
 P = ParamSpec("P")
 T = TypeVar("T")
 Chosen = TypeVar("Chosen", bound="Options")
@@ -70,6 +86,30 @@ def used_with(key: str, *values: Value) -> Used:
     "with learning-rate-schedule='step' or 'exponential'"
     """
     return Used(f"with {key}={' or '.join(map(in_config, values))}", lambda config: config[key] in values, (key,))
+
+
+def method_where(words: str, holds: Callable[[Any, Any], bool], *of: str) -> Used:
+    """Return the condition that the run's method, as it is built, is one for which ``holds`` is true.
+
+    Args:
+        words: The condition in words, behind "only".
+        holds: Of the method and the run config.
+        of: The keys that it depends on beside the method.
+    """
+    return Used(words, lambda config: holds(config.build_method(), config), ("method", *of))
+
+
+def parses(parse: Callable[[str], object]) -> Callable[[str], bool]:
+    """Return a check for texts that ``parse`` takes without a ValueError."""
+
+    def check(text: str) -> bool:
+        try:
+            parse(text)
+        except ValueError:
+            return False
+        return True
+
+    return check
 
 
 def in_config(value: Value) -> str:
@@ -178,10 +218,19 @@ class Option:
     otherwise: str
     like: Collection[str]
     used: Used | None
+    run: Value | None = None
+    read: Callable[[Any], Any] | None = None
+
+    @property
+    def in_run(self) -> Any:
+        """The run config's default."""
+        if self.run is not None:
+            return self.run
+        return self.default if self.unset is None else self.unset
 
     @property
     def kind(self) -> type:
-        return type(self.default if self.unset is None else self.unset)
+        return type(self.in_run)
 
     @property
     def meaning(self) -> str:
@@ -191,8 +240,16 @@ class Option:
         return "; ".join([what + unit + symbol, *special])
 
     def check(self, called: str, value: object) -> None:
-        """Raises ValueError, which names the option as ``called``, where ``value`` is of another type or out of range."""
-        if value is None and self.default is None:
+        """Check a field's value. Where the field holds something else than its key's value (``read``), the constructor itself checks it.
+
+        Args:
+            called: The option's name in errors.
+            value: The field's value.
+
+        Raises:
+            ValueError: It is of another type, or out of range.
+        """
+        if self.read is not None or (value is None and self.default is None):
             return
         wanted: type = {int: Integral, float: Real}.get(self.kind, self.kind)
         if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
@@ -203,7 +260,7 @@ class Option:
     def as_key(self, name: str) -> Key:
         """The run config's view: ``unset`` stands for the default."""
         if self.unset is None:
-            return Key(name, self.default, self.meaning, self.values, self.test, self.like)
+            return Key(name, self.in_run, self.meaning, self.values, self.test, self.like)
         shown = f"{_shown(self.unset)} or {self.values}"
         return Key(name, self.unset, self.meaning, shown, lambda value: value == self.unset or self.test(value))
 
@@ -226,15 +283,27 @@ def option(
     otherwise: str = "",
     like: Collection[str] = (),
     used: Used | None = None,
+    run: Value | None = None,
+    read: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """A field of an options class.
+    """Declare a field of an options class.
 
-    ``values``: of a number its range (``range_of``); of a text the names that it may be, or in words what it is, with a ``check`` of it and
-    names ``like`` those in it, for "did you mean". ``key``: of the run config, if not the class's name and the field's. A run config has no
-    None: ``unset`` is the key's value that leaves the default as it is, as None does in code. ``otherwise`` says what then holds, if the
-    default does not. ``used``: when the option counts; None: whenever that is chosen which it belongs to.
+    Args:
+        default: The constructor's default. ``REQUIRED``: it has none. A class (``dict``) makes a new one for each value.
+        help: What the option means.
+        values: Of a number its range (``range_of``). Of a text the names that it may be, or in words what it is.
+        check: Of a text that is none of several names: whether it is one.
+        unit: Of a number, in words.
+        symbol: In the paper.
+        key: Of the run config, if not the class's prefix and the field's name.
+        unset: The key's value that leaves the default as it is, as None does in code: a run config has no None.
+        otherwise: What holds where the option is unset, if the default does not say it.
+        like: Names that may be part of a text, for "did you mean".
+        used: When the option counts. None: whenever that is chosen which it belongs to.
+        run: The run config's default, where it is another than the constructor's.
+        read: Makes the field's value of the key's, where the two are of different kinds.
     """
-    kind = type(default if unset is None else unset)
+    kind = type(run if run is not None else default if unset is None else unset)
     if kind is bool:
         values, test = "true, false", lambda value: True
     elif check is not None:
@@ -243,14 +312,54 @@ def option(
         test = values.__contains__
     else:
         test = range_of(values) if kind in (int, float) else lambda value: True
-    made = Option(default, help, values, test, unit, symbol, key, unset, otherwise, like, used)
+    made = Option(default, help, values, test, unit, symbol, key, unset, otherwise, like, used, run, read)
+    return _field(default, made)
+
+
+def _field(default: Any, made: Option) -> Any:
+    if isinstance(default, type):
+        return field(default_factory=default, metadata={OPTION: made})
     return field(default=default, metadata={OPTION: made})
 
 
+def shared(kind: type, name: str, default: Any, read: Callable[[Any], Any] | None = None) -> Any:
+    """Return a field that reads the key of another class's option: one declaration, two readers.
+
+    Args:
+        kind: The class that declares the option.
+        name: The option's field there.
+        default: The constructor's default here.
+        read: Makes the field's value of the key's; None: it is that value.
+    """
+    return _field(default, replace(_keyed(kind, name), default=default, read=read))
+
+
+def declared(kind: type, name: str) -> Any:
+    """Return the run config's field for an option that another class declares: its default is the run config's.
+
+    Args:
+        kind: The class that declares the option.
+        name: The option's field there.
+    """
+    made = _keyed(kind, name)
+    return _field(made.in_run, made)
+
+
+def _keyed(kind: type, name: str) -> Option:
+    spec = own_options(kind)[name]
+    return replace(spec, key=_key(kind, name, spec))
+
+
 class Options:
-    """Base of options classes. ``name``: of what they are options of, in errors and in the keys of the run config."""
+    """Base of options classes.
+
+    Attributes:
+        name: What they are options of, in errors.
+        prefix: What their keys in the run config begin with. None: the name.
+    """
 
     name: ClassVar[str] = ""
+    prefix: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for field_name, spec in own_options(type(self)).items():
@@ -280,17 +389,34 @@ def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Cal
 
 
 def options_by_key(constructor: object) -> dict[str, tuple[str, Option]]:
-    """Field and option of every run-config key that a constructor takes; empty for one without options."""
-    kind = constructor if isinstance(constructor, type) and issubclass(constructor, Options) else getattr(constructor, "options", None)
+    """Return field and option of every run-config key that a constructor takes; empty for one without options."""
+    kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
     if kind is None:
         return {}
-    return {spec.key or kebab(f"{kind.name}-{name}"): (name, spec) for name, spec in own_options(kind).items()}
+    return {_key(kind, name, spec): (name, spec) for name, spec in own_options(kind).items()}
 
 
-def build(constructor: Callable[..., T], value_of: Callable[[str], Value]) -> T:
-    """What ``constructor`` makes with its options as the run config has them: ``value_of`` a key."""
-    values = {name: (value_of(key), spec.unset) for key, (name, spec) in options_by_key(constructor).items()}
-    return constructor(**{name: value for name, (value, unset) in values.items() if unset is None or value != unset})
+def _key(kind: Any, name: str, spec: Option) -> str:
+    if spec.key:
+        return spec.key
+    prefix = kind.name if kind.prefix is None else kind.prefix
+    return kebab(f"{prefix}-{name}" if prefix else name)
+
+
+def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **computed: Any) -> T:
+    """Make a value of the run config: each option has its key's value.
+
+    Args:
+        constructor: Of the value, with its options.
+        value_of: The run config's value of a key.
+        computed: Fields that are no option, or that several keys decide together.
+    """
+    given = dict(computed)
+    for key, (name, spec) in options_by_key(constructor).items():
+        if name in given or (spec.unset is not None and value_of(key) == spec.unset):
+            continue
+        given[name] = value_of(key) if spec.read is None else spec.read(value_of(key))
+    return constructor(**given)
 
 
 def keys_of(registry: Mapping[str, object]) -> dict[str, Key]:

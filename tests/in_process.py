@@ -124,6 +124,10 @@ class Run:
     trajectory: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
 
 
+def a_tenth(round: int, rounds: int) -> float:
+    return 0.1
+
+
 def run(
     method: Method,
     clients: Sequence[Samples],
@@ -140,7 +144,7 @@ def run(
     grid = grid or WatchedGrid(client_app(method, clients, settings, model=model), len(clients))
     ran = Run.__new__(Run)
     ran.records, ran.trajectory, ran.grid = [], {}, grid
-    plain = {"clients": len(clients), "update": settings.update, "wait": 0.0, "calibrate": 0, "unit_scale": False}
+    plain = {"clients": len(clients), "update": settings.update, "wait": 0.0, "calibrate": 0, "unit_scale": False, "rate": a_tenth}
     rules = Rounds(**{**plain, **(policy or {})})
     ran.strategy = BatchNormStrategy(model or seeded_network("cnn"), method, rules, callbacks=[Kept(ran.records)], **options)
 

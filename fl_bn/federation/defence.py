@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median
 
 import numpy as np
 from torch import Tensor
 
 from fl_bn.moments import Average, Moments, weighted_mean
-from fl_bn.robust import Report, Rule, rule_named
+from fl_bn.options import option, parses
+from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
 
 Named = Mapping[str, Tensor]
+
+
+ruled = partial(
+    option,
+    values=f"{', '.join(RULES)}; before it {' or '.join(f'{name}+' for name in PREAGGREGATIONS)}",
+    check=parses(rule_named),
+    like=[*RULES, *(f"{before}+{rule}" for before in PREAGGREGATIONS for rule in RULES)],
+)
 
 
 def _rule(rule: str | Rule) -> Rule:
@@ -32,9 +41,9 @@ class Defence:
     everyone weighs alike.
     """
 
-    f: int = 0
-    statistics: str | Rule = "mean"
-    updates: str | Rule = "mean"
+    f: int = option(0, "Byzantine clients that the rules withstand; -1: byzantine", ">= -1", key="declared-byzantine", run=-1)
+    statistics: str | Rule = ruled("mean", "how the server combines the clients' BN statistics", key="statistics-rule")
+    updates: str | Rule = ruled("mean", "how it combines their updates", key="update-rule")
 
     def __post_init__(self) -> None:
         if self.f < 0:

@@ -34,7 +34,7 @@ from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import Diverged, run
 from fl_bn.federation.server import Server, check_learns
-from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words, inputs_like
@@ -43,7 +43,7 @@ from fl_bn.task import CLASSIFICATION, Task
 
 __all__ = ["Diverged", "Federation"]
 LOGGER = logging.getLogger("flwr")
-SGD_05 = partial(SGD, lr=0.05, momentum=0.9)
+SGD_05 = partial(SGD, lr=LEARNING_RATE, momentum=0.9)
 
 
 class Federation:

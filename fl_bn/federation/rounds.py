@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
-from fl_bn.federation.settings import UPDATES
-from fl_bn.support.client_names import ClientNames
-from fl_bn.support.names import check_name
+from fl_bn.federation.settings import ALL_SAMPLES, LEARNING_RATE, LocalTraining
+from fl_bn.methods import Method, Phase, Refresh
+from fl_bn.methods.fbn import BOUNDED_SCALE
+from fl_bn.methods.hbn import SCALE
+from fl_bn.options import REQUIRED, Options, Used, method_where, option, parses, shared
+from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
+from fl_bn.support.names import check_name, names_of
 
 RECALIBRATIONS = ("auto", "passes", "exchange")
 """How exact statistics of all BatchNorm layers are measured.
@@ -18,13 +24,14 @@ RECALIBRATIONS = ("auto", "passes", "exchange")
 ``passes``: a message and a forward pass per layer. ``exchange``: one message, one forward pass and an exchange per layer, where all clients
 can be there at once; else by passes. ``auto``: as ``exchange``, but by passes in a simulation, where they mostly cannot.
 """
-MEMORY = 2**30
+GIB = 2**30
+MEMORY = GIB
 UNTIL_STILL = -1  # of ``calibrate``: as many as make the statistics of all layers exact
 AS_METHOD = -2  # the same where the method wants it, else none
 
 
 def constant_rate(round: int, rounds: int) -> float:
-    return 0.1
+    return LEARNING_RATE
 
 
 def all_samples(samples: int) -> int:
@@ -35,62 +42,214 @@ def unbounded(samples: int) -> int:
     return 0
 
 
+def joins_of(text: str) -> dict[int, int]:
+    """Return the first round of clients that join later: of ``"4:10, 5:20"`` {4: 10, 5: 20}, of an empty text none.
+
+    Raises:
+        ValueError: It is not of that form, or names a client twice.
+    """
+    pairs = [re.fullmatch(r"(\d+)\s*:\s*(\d+)", part) for part in names_of(text)]
+    joins = {int(pair[1]): int(pair[2]) for pair in pairs if pair}
+    if len(joins) < len(pairs):
+        raise ValueError(f"expected CLIENT:ROUND,..., each client once, but got {text!r}")
+    return joins
+
+
+def exchanges_in_rounds(method: Method) -> bool:
+    """Tell whether clients of ``method`` exchange layer by layer while they train."""
+    return Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2))
+
+
+def measures_in_the_clear(method: Method, config: Any) -> bool:
+    """Tell whether clients may measure the statistics of all layers at once: in the clear, and without attackers.
+
+    Args:
+        method: As the run config builds it.
+        config: The run config, whose values are read by key.
+    """
+    return _measures_exactly(method, config) and not config["secure-aggregation"] and config["attack"] == "none"
+
+
+def _measures_exactly(method: Method, config: Any) -> bool:
+    if config["calibrate"] == UNTIL_STILL or (method.refresh is Refresh.EXACT and config["rounds"] > 0):
+        return True
+    return config["calibrate"] == AS_METHOD and method.uses_shared(config["rounds"]) and not config["dp-noise"]
+
+
+def _at_server(weights: str) -> str:
+    """Return what the server makes of client-weights: with all samples or some, clients say how many count."""
+    return "samples" if weights == ALL_SAMPLES else weights
+
+
+def _bytes(gib: float) -> int:
+    return int(gib * GIB)
+
+
+KEEPS_LAYERS = method_where("where clients keep layers of their own (fedbn, silobn)", lambda method, config: method.personal)
+MEASURES = method_where(
+    "where clients make the statistics of all layers exact, in the clear and without attackers (hbn, fbn, static-bn, freeze-after=0, "
+    "calibrate=-1)",
+    measures_in_the_clear,
+    "calibrate",
+    "secure-aggregation",
+    "attack",
+)
+MEASURES_AT_ONCE = MEASURES & Used("not one layer after the other", lambda c: c["recalibration"] != "passes", ("recalibration",))
+RESCALES = method_where(
+    "where training starts with calibrated statistics (hbn, fbn, freeze-after=0)",
+    lambda method, config: config["rounds"] > 0 and config["calibrate"] != 0 and method.uses_shared(config["rounds"]),
+    "calibrate",
+    "rounds",
+)
+
+
 @dataclass(frozen=True)
-class Rounds:
+class Rounds(Options):
     """How the server runs rounds.
 
-    ``fraction`` of the clients train per round; ``min_replies`` of a cohort (fraction), and ``min_cohort`` clients, must be usable, or the
-    round changes nothing and counts as failed; after ``max_failed`` failed rounds in a row the run stops. ``timeout`` (s) is the deadline
-    of every message, ``wait`` (s) how long the server waits for ``clients`` before round 1, and for ``min_cohort`` of them before any
-    other. Every ``evaluate_every`` rounds and after the last there is an evaluation, with ``at_clients`` on the clients' own test data.
-    ``retry`` (s): how long a round waits for a client whose node or process died to come back, to be asked again (not in FedTAN's
-    exchange). Every ``checkpoint_every`` rounds there is a checkpoint; 0: never.
-    ``client_weights``: ``samples`` or ``uniform``. ``rate(round, rounds)``: the learning rate. ``exchange``: how
-    FedTAN's layer-wise exchange is carried. ``calibrate``: statistics-only exchanges before round 1 (-1: one per BatchNorm layer, or until
-    nothing moves; -2: so where the method wants it). ``recalibration``: how the statistics of all layers are made exact, see
-    ``RECALIBRATIONS``; ``memory``: bytes of activations that a process may keep for it. ``unit_scale``: after them, where training
-    normalises with shared statistics from its first batch on, weights are rescaled (``training.unit_scale``). ``max_steps``: local steps
-    that the server asks for, so that nobody may claim more; 0: unknown. ``planned_steps``: the same of a client of so many samples.
-    ``auxiliary``: what travels beside the weights (``training.auxiliary.auxiliary`` of the clients' settings).
-    ``unseen``: after the last round clients are asked what they keep of BatchNorm, for the average that unseen clients get.
-    ``at_start``: so many clients suffice for the run to start, 0: all; the others take part from the round before which they came.
-    ``joining``: client by client the first round in which it may take part, where that is not 1.
-    ``planned``: how many different samples a client of so many trains on in a round: its weight is then known before its reply.
-    ``nodes``: Flower's node id of each client, by index, so that no other node is taken for it; empty: not known.
-    ``names``: the name of each client's site, by index, for logs, errors and records; empty: a client is its number.
-    ``payload``: the type in which weights and gradients travel, see ``federation.narrow``.
+    Most fields are options, with their keys in docs/config.md; times are in seconds. A run by itself has other defaults than a run config:
+    it evaluates after every round, and waits for no client that is gone. What is no option, or says more here:
+
+    Attributes:
+        at_start: So many clients suffice for the run to start, 0: all. The others take part from the round before which they came.
+        joining: Client by client the first round in which it may take part, where that is not 1.
+        nodes: Flower's node id of each client, by index, so that no other node is taken for it; empty: not known.
+        names: The name of each client's site, by index, for logs, errors and records; empty: a client is its number.
+        client_weights: ``samples`` or ``uniform``.
+        min_replies: The fraction of a cohort that must be usable, and ``min_cohort`` the number of clients. Else the round changes nothing
+            and counts as failed. After ``max_failed`` failed rounds in a row the run stops.
+        retry: How long a round waits for a client whose process died to come back. FedTAN's exchange does not wait.
+        calibrate: Statistics-only exchanges before round 1, see ``UNTIL_STILL`` and ``AS_METHOD``.
+        recalibration: How the statistics of all layers are made exact, see ``RECALIBRATIONS``.
+        memory: Bytes of activations that a process may keep for it.
+        unit_scale: Whether weights are rescaled after the calibration (``federation.unit_scale``).
+        unseen: Whether clients are asked after the last round what they keep of BatchNorm, for the average that unseen clients get.
+        payload: The type in which weights and gradients travel, see ``federation.narrow``.
+        rate: The learning rate, of a round and of the number of rounds.
+        exchange: How the layer-wise exchange is carried.
+        max_steps: Local steps that the server asks for, so that nobody may claim more; 0: unknown.
+        planned_steps: The same, of a client of so many samples.
+        planned: How many different samples a client of so many trains on in a round: its weight is then known before its reply.
+        at_clients: Whether evaluations are on the clients' own test data.
+        auxiliary: What travels beside the weights (``federation.auxiliary`` of the clients' settings).
     """
 
-    clients: int
-    fraction: float = 1.0
-    min_replies: float = 0.5
-    max_failed: int = 3
-    timeout: float = 600.0
-    wait: float = 120.0
-    evaluate_every: int = 1
-    client_weights: str = "samples"
-    update: str = "weights"
-    seed: int = 0
-    calibrate: int = AS_METHOD
-    unit_scale: bool = True
+    name: ClassVar[str] = "the round policy"
+    prefix: ClassVar[str] = ""
+
+    clients: int = option(REQUIRED, "clients in the population; in simulation equal to options.num-supernodes", "1..100000", run=10)
+    fraction: float = option(1.0, "fraction of the clients that train in a round", "(0, 1]")
+    min_replies: float = option(0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1")
+    max_failed: int = option(3, "failed rounds in a row that stop the run", ">= 1", key="max-failed-rounds")
+    timeout: float = option(600.0, "deadline and time to live of every message", "> 0", unit="seconds", key="round-timeout")
+    wait: float = option(
+        120.0,
+        "how long the server waits for all clients before round 1, and for min-cohort of them later",
+        ">= 0",
+        unit="seconds",
+        key="wait-timeout",
+    )
+    evaluate_every: int = option(1, "rounds between evaluations; the last round is always evaluated", ">= 1", run=5)
+    client_weights: str = shared(LocalTraining, "weigh_all", "samples", _at_server)
+    update: str = shared(LocalTraining, "update", "weights")
+    seed: int = option(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0")
+    calibrate: int = option(
+        AS_METHOD,
+        "statistics-only exchanges before round 1; -1: as many as make all layers exact; -2: so for hbn, fbn and "
+        "freeze-after=0, else none (and none with dp-noise)",
+        ">= -2",
+    )
+    unit_scale: bool = option(
+        True,
+        "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1 "
+        f"(hbn: {SCALE:g}; fbn: {BOUNDED_SCALE:g}, but 1 with fbn-momentum or clip='none')",
+        used=RESCALES,
+    )
     rate: Callable[[int, int], float] = constant_rate
     exchange: ExchangeSettings = ExchangeSettings()
-    max_steps: int = 0
+    max_steps: int = shared(LocalTraining, "steps", 0)
     planned_steps: Callable[[int], int] = unbounded
-    min_cohort: int = 1
+    min_cohort: int = option(
+        1, "clients that must be there for a round to start, and whose replies must be usable, else it changes nothing", ">= 1"
+    )
     at_clients: bool = False
-    retry: float = 0.0
-    checkpoint_every: int = 0
+    retry: float = option(
+        0.0,
+        "how long a round waits for a client whose node or process died to come back and do it again, seconds; 0: goes on without it",
+        ">= 0",
+        key="retry-timeout",
+        run=120.0,
+    )
+    checkpoint_every: int = option(0, "rounds between the server's checkpoints, from which resume goes on; 0: none", ">= 0")
     auxiliary: tuple[Auxiliary, ...] = ()
-    unseen: bool = False
-    at_start: int = 0
-    joining: Mapping[int, int] = field(default_factory=dict)
-    nodes: tuple[int, ...] = ()
-    names: tuple[str, ...] = ()
-    recalibration: str = "auto"
-    memory: int = MEMORY
+    unseen: bool = option(
+        False,
+        "fedbn, silobn: after the last round clients tell what they keep of BatchNorm; the average is for fl-bn adapt",
+        key="unseen-client",
+        used=KEEPS_LAYERS,
+    )
+    at_start: int = option(
+        0,
+        "clients that suffice for the run to start; the others join before whatever round they come; 0: all",
+        ">= 0",
+        key="clients-at-start",
+    )
+    joining: Mapping[int, int] = option(
+        dict,
+        "clients that take part only from a later round, '4:10,5:20': client 4 from round 10",
+        "CLIENT:ROUND,...",
+        parses(joins_of),
+        key="join-rounds",
+        run="",
+        read=joins_of,
+    )
+    nodes: tuple[int, ...] = option(
+        (),
+        "Flower's node ids of clients 0, 1, ..., so that no other node is taken for them (fl-bn submit gives them); empty: a client is who "
+        "it says it is",
+        "NODE,NODE,...",
+        parses(nodes_of),
+        key="client-nodes",
+        run="",
+        read=nodes_of,
+    )
+    names: tuple[str, ...] = option(
+        (),
+        "names of the sites of clients 0, 1, ..., for logs, errors, records and pictures (fl-bn submit gives them); empty: a client is its "
+        "number",
+        "NAME,NAME,...",
+        parses(sites_of),
+        key="client-names",
+        run="",
+        read=sites_of,
+    )
+    recalibration: str = option(
+        "auto",
+        "how the statistics of all layers are made exact (recalibrate, calibrate, hbn-evaluate=exact): passes, a message and a forward "
+        "pass per layer; exchange, one of each and an exchange per layer, if all clients can be there at once, else passes; auto: "
+        "exchange, but passes in a simulation",
+        RECALIBRATIONS,
+        used=MEASURES,
+    )
+    memory: int = option(
+        MEMORY,
+        "with exchange: activations that a process may keep from layer to layer, in GiB; where they are more, every layer takes a forward "
+        "pass",
+        ">= 0",
+        key="recalibration-memory",
+        run=MEMORY / GIB,
+        read=_bytes,
+        used=MEASURES_AT_ONCE,
+    )
     planned: Callable[[int], int] = all_samples
-    payload: str = AS_THE_MODEL
+    payload: str = option(
+        AS_THE_MODEL,
+        "in which weights and gradients travel while clients train: float32, as the model has them; in half the bytes bfloat16, rounded by "
+        "up to 2^-8 of a number, or float16, by up to 2^-11 (numbers up to 65504). Statistics, buffers and what accompanies weights stay "
+        "exact (not fedtan, not secure-aggregation)",
+        PAYLOADS,
+        key="payload-dtype",
+    )
 
     @property
     def asks_for_steps(self) -> bool:
@@ -102,23 +261,11 @@ class Rounds:
         return self.max_steps or self.planned_steps(samples)
 
     def __post_init__(self) -> None:
-        if self.clients < 1 or self.evaluate_every < 1 or self.max_failed < 1:
-            raise ValueError(f"clients, evaluate_every and max_failed must be at least 1, but got {self}")
-        if not 0 < self.fraction <= 1 or not 0 <= self.min_replies <= 1:
-            raise ValueError(f"fraction must be in (0, 1] and min_replies in [0, 1], but got {self.fraction} and {self.min_replies}")
-        if not 1 <= self.min_cohort <= self.clients or self.checkpoint_every < 0:
-            raise ValueError(
-                f"min_cohort must be 1..{self.clients} and checkpoint_every >= 0, but got {self.min_cohort} and {self.checkpoint_every}"
-            )
-        if self.calibrate < AS_METHOD:
-            raise ValueError(f"calibrate must be >= 0, -1 (all layers exact) or -2 (as the method wants), but got {self.calibrate}")
+        super().__post_init__()
+        if self.min_cohort > self.clients:
+            raise ValueError(f"min_cohort must be 1..{self.clients}, the clients that there are, but got {self.min_cohort}")
         if self.memory < 0:
             raise ValueError(f"memory must be >= 0 bytes, but got {self.memory}")
-        if self.timeout <= 0 or self.wait < 0 or self.retry < 0:
-            raise ValueError(f"timeout must be > 0 s, wait and retry >= 0 s, but got {self.timeout}, {self.wait} and {self.retry}")
-        check_name("update", self.update, UPDATES)
-        check_name("payload", self.payload, PAYLOADS)
-        check_name("recalibration", self.recalibration, RECALIBRATIONS)
         check_name("client_weights", self.client_weights, ("samples", "uniform"))
         if strangers := sorted(client for client in self.joining if not 0 <= client < self.clients):
             raise ValueError(f"joining is for clients 0..{self.clients - 1}, but got {strangers}")
@@ -126,7 +273,6 @@ class Rounds:
             raise ValueError(
                 f"of {self.clients} clients {first} may take part in round 1: at_start must be 0..{first}, but got {self.at_start}"
             )
-
         if self.nodes and not len(set(self.nodes)) == len(self.nodes) == self.clients:
             raise ValueError(f"nodes must name one node for each of {self.clients} clients, no node twice, but got {self.nodes}")
         if self.names and not len(set(self.names)) == len(self.names) == self.clients:

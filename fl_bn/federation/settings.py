@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from torch import nn
@@ -12,10 +13,11 @@ from torch.optim import Optimizer
 
 from fl_bn.data.augment import AUGMENTATIONS
 from fl_bn.data.batches import Indices, cuts, distinct, draw_batches
-from fl_bn.federation.clipping import CLIPS
+from fl_bn.federation.clipping import CLIPS, FROZEN, PATH
 from fl_bn.federation.eager import SGD, Adam
 from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.options import REQUIRED, Options, option, used_with
 from fl_bn.support.names import check_name, expected
 
 OPTIMIZERS = ("sgd", "adam")
@@ -23,65 +25,92 @@ UPDATES = ("weights", "gradients")
 PRECISIONS = ("float32", "mixed")
 SCHEDULES = ("constant", "step", "exponential", "cosine", "milestones")
 ALL_SAMPLES = "data"  # of client-weights: all that a client has
+LEARNING_RATE = 0.05
+"""The learning rate of round 1 where nobody names one: of run configs, of ``Rounds``, and of the optimizer that ``Federation`` makes."""
+CLIP_LIMITS = used_with("clip", "norm", "round", "value", "adaptive")
 
 
 @dataclass(frozen=True)
-class LocalTraining:
+class LocalTraining(Options):
     """How a client trains in one round.
 
-    Exactly one of ``epochs`` (passes over its own data) and ``steps`` (batches) is positive. ``momentum`` is the optimiser's.
-    ``update``: send new ``weights``, or one batch's ``gradients`` that the server steps with (DSGD; then ``momentum`` is in EMA form
-    and its buffer stays on the client between rounds). ``precision``: ``mixed`` computes in bfloat16 where torch's autocast does; weights,
-    gradients, batch statistics and all that travels stay as they are. ``augment``: random changes of training images, of
-    ``AUGMENTATIONS``. ``objective``: what is minimised, or how gradients are corrected; one that is off is the plain one. ``maintain``:
-    what becomes of the optimiser's momentum between rounds (``training.momentum``). ``clip``, ``clip_limit``: see ``training.clipping``;
-    ``frozen_clip``: in rounds with frozen statistics the gradients are clipped adaptively to this share of the weights instead, 0: as ever.
-    ``weigh_all``: in averages a client weighs as many samples as it has, not as it trained on in the round.
-    ``drop_last``: a last batch of a pass that is smaller than the others is left out.
+    Each field is an option, and its key stands in docs/config.md. A package of one's own adds options by a class derived from this one:
+    see docs/how-to/method.md. Not an option of its own:
+
+    Attributes:
+        epochs: Passes over the client's own data. Exactly one of ``epochs`` and ``steps`` is positive.
+        update: With ``gradients``, ``momentum`` is in EMA form, and its buffer stays on the client between rounds.
+        objective: What is minimised, or how gradients are corrected. One that is off is the plain one.
+        frozen_clip: In rounds with frozen statistics the gradients are clipped adaptively to this share of the weights. 0: as in others.
+        weigh_all: In averages a client weighs as many samples as it has, not as it trained on in the round.
     """
 
-    batch_size: int
-    epochs: int = 0
-    steps: int = 0
-    optimizer: str = "sgd"
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    update: str = "weights"
-    precision: str = "float32"
-    augment: str = "none"
+    name: ClassVar[str] = "local training"
+    prefix: ClassVar[str] = ""
+
+    batch_size: int = option(REQUIRED, "samples per batch; a last batch of one is merged into the one before", ">= 2", run=16)
+    epochs: int = option(0, "passes over the client's data per round; 0: local-steps count", ">= 0", key="local-epochs")
+    steps: int = option(0, "batches per client and round; 0: local-epochs count", ">= 0", key="local-steps", run=5)
+    optimizer: str = option("sgd", "the clients' optimiser", OPTIMIZERS)
+    momentum: float = option(0.0, "the optimiser's momentum (EMA form, kept over rounds, for update=gradients)", "[0, 1)", run=0.9)
+    weight_decay: float = option(0.0, "L2 penalty", ">= 0", run=1e-4)
+    update: str = option(
+        "weights", "clients send weights, or one batch's gradient that the server steps with (DSGD; needs local-steps=1)", UPDATES
+    )
+    precision: str = option(
+        "float32",
+        "of local training; mixed: bfloat16 where torch's autocast sees fit, batch statistics and all that travels float32",
+        PRECISIONS,
+    )
+    augment: str = option("none", "random changes of training images, drawn once per batch", AUGMENTATIONS)
     objective: Objective = PLAIN
-    maintain: str = "reset"
-    clip: str = "none"
-    clip_limit: float = 1.0
+    maintain: str = option(
+        "reset",
+        "between rounds: reset, kept by each client (local), or averaged by the server (global: double payload)",
+        MAINTAIN,
+        key="maintain-momentum",
+    )
+    clip: str = option(
+        "none",
+        "of gradients: their norm over all parameters, the same so that a round's SGD moves weights by at most clip-limit (round), each "
+        "value, or per output unit by its weights' norm (adaptive: FedWon); auto: round with "
+        f"{PATH:g} for hbn, fbn and freeze-after=0 with several local steps, else none, but adaptive with {FROZEN:g} once statistics are "
+        "frozen",
+        ("auto", *CLIPS),
+        run="auto",
+    )
+    clip_limit: float = option(
+        1.0, "clip: largest norm, path or value; adaptive: share of the weights' norm; auto: has its own", "> 0", used=CLIP_LIMITS
+    )
     frozen_clip: float = 0.0
-    weigh_all: bool = False
-    drop_last: bool = False
+    weigh_all: bool = option(
+        False,
+        "weight of a client in the average of the weights: the different samples it trained on this round (samples), all that it has "
+        "(data), or equal (uniform); with uniform, its running statistics weigh by samples",
+        ("samples", ALL_SAMPLES, "uniform"),
+        key="client-weights",
+        run="samples",
+        read=ALL_SAMPLES.__eq__,
+    )
+    drop_last: bool = option(
+        False,
+        "a last batch smaller than batch-size is left out of each pass, and a client with fewer samples than one batch sits out the round",
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.objective.on:
             object.__setattr__(self, "objective", PLAIN)
-        if self.batch_size < 2:
-            raise ValueError(f"batch_size must be at least 2 (a batch of one has no variance), but got {self.batch_size}")
-        if min(self.epochs, self.steps) < 0 or (self.epochs > 0) == (self.steps > 0):
+        if (self.epochs > 0) == (self.steps > 0):
             raise ValueError(f"give either local epochs or local steps, but got epochs={self.epochs} and steps={self.steps}")
-        check_name("optimizer", self.optimizer, OPTIMIZERS)
         if self.optimizer == "adam" and self.momentum > 0:
             raise ValueError(f"adam has moments of its own: set the optimiser's momentum to 0, but got {self.momentum}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"the optimiser's momentum must be in [0, 1), but got {self.momentum}")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay must not be negative, but got {self.weight_decay}")
-        check_name("update", self.update, UPDATES)
-        check_name("precision", self.precision, PRECISIONS)
-        check_name("augment", self.augment, AUGMENTATIONS)
         if self.update == "gradients" and (self.steps != 1 or self.optimizer != "sgd"):
             raise ValueError(
                 "update='gradients' is one batch, one gradient, one round (DSGD): set local steps to 1, local epochs to 0 and optimizer "
                 f"to sgd, but got steps={self.steps}, epochs={self.epochs}, optimizer={self.optimizer!r}"
             )
-        check_name("clip", self.clip, CLIPS)
-        if not 0 < self.clip_limit < math.inf:
-            raise ValueError(f"clip's limit must be > 0 and finite, but got {self.clip_limit}")
+        check_name("clip", self.clip, CLIPS)  # what auto means depends on the method: whoever knows it chooses
         if not 0 <= self.frozen_clip < math.inf:
             raise ValueError(f"the limit of frozen rounds must be >= 0 and finite, but got {self.frozen_clip}")
         if self.clip == "round" and self.optimizer != "sgd":
@@ -90,7 +119,6 @@ class LocalTraining:
         self._check_objective()
 
     def _check_maintain(self) -> None:
-        check_name("maintain-momentum", self.maintain, MAINTAIN)
         if self.maintain != "reset" and self.update == "gradients":
             raise ValueError("update='gradients' keeps its momentum at the client already: set maintain-momentum to reset")
         if self.maintain != "reset" and self.optimizer == "sgd" and self.momentum == 0:
@@ -162,6 +190,41 @@ def learning_rate(
     if schedule == "milestones":
         return base * next((factor for share, factor in reversed(milestones) if round > share * rounds), 1.0)
     raise ValueError(expected("learning-rate schedule", schedule, SCHEDULES))
+
+
+@dataclass(frozen=True)
+class Schedule(Options):
+    """The learning rate's calendar: call it with a round (from 1) and the number of rounds, as ``learning_rate`` is."""
+
+    name: ClassVar[str] = "the schedule"
+    prefix: ClassVar[str] = "learning-rate"
+
+    base: float = option(LEARNING_RATE, "the optimiser's step size in round 1", "> 0", key="learning-rate")
+    kind: str = option(
+        "cosine",
+        "constant; step: times decay after 50 % and 75 % of the rounds; exponential: times decay per round; cosine: to 0; milestones",
+        SCHEDULES,
+        key="learning-rate-schedule",
+    )
+    decay: float = option(
+        0.3, "the factor of step and exponential", "(0, 1]", used=used_with("learning-rate-schedule", "step", "exponential")
+    )
+    milestones: tuple[tuple[float, float], ...] = option(
+        (),
+        "milestones: share of the rounds:factor of the rate after it, separated by commas",
+        "like 0.6:0.1, 0.8:0.01",
+        run="",
+        read=lambda text: milestones_of(text),
+        used=used_with("learning-rate-schedule", "milestones"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind == "milestones" and not self.milestones:
+            raise ValueError("learning-rate-schedule='milestones' needs milestones: set learning-rate-milestones, to '0.5:0.1' say")
+
+    def __call__(self, round: int, rounds: int) -> float:
+        return learning_rate(self.kind, self.base, self.decay, round, rounds, self.milestones)
 
 
 def milestones_of(text: str) -> tuple[tuple[float, float], ...]:

@@ -33,8 +33,9 @@ from fl_bn.models.standardise import standardised
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role, batch_norms, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
-from fl_bn.run.keys import nodes_of
 from fl_bn.run.labels import check_labels
+from fl_bn.run.run_keys import VALUES
+from fl_bn.support.client_names import nodes_of
 from fl_bn.support.names import names_of
 from fl_bn.support.user_code import OWN, VARIABLE, Modules, function
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
@@ -69,7 +70,8 @@ _configs: dict[tuple[object, ...], RunConfig] = {}
 
 def known(values: Mapping[str, Any]) -> RunConfig:
     """``RunConfig.from_mapping``, worked out once per process while its values and the registries stay the same."""
-    key = (repr(list(values.items())), *(owner for registry in REGISTRIES.values() for owner in registry.values()))
+    entered = (owner for registry in REGISTRIES.values() for owner in registry.values())
+    key = (repr(list(values.items())), *entered, *VALUES.values())
     if key not in _configs:
         if len(_configs) >= KNOWN:
             _configs.clear()

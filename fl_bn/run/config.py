@@ -1,21 +1,19 @@
 """The run config: one frozen value, checked, and the objects that its keys make together.
 
 Its general keys are in ``run_keys``; the others are options of the methods, objectives and server optimisers that are entered in
-``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, at whatever time.
+``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, and of what is entered in ``VALUES``, at whatever time.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from fl_bn.exchange.grpc.service import Certificates
-from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.exchange.settings import Certificates, ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.clipping import FROZEN, chosen
 from fl_bn.federation.composition import check_composition
@@ -23,23 +21,24 @@ from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.federation.narrow import check_payload
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
-from fl_bn.federation.rounds import AS_METHOD, Rounds
-from fl_bn.federation.settings import ALL_SAMPLES, LocalTraining, learning_rate, milestones_of
+from fl_bn.federation.rounds import AS_METHOD, Rounds, exchanges_in_rounds, joins_of, measures_in_the_clear
+from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.flower.population import round_half_up
 from fl_bn.flower.wire.run_id import FOLDER
 from fl_bn.methods import METHODS, Method, attacked, freeze
 from fl_bn.objectives import OBJECTIVES, Objective
 from fl_bn.options import Key, Value, build, kebab, keys_of, options_by_key, own_options, same_key
 from fl_bn.run.errors import ConfigError as ConfigError
-from fl_bn.run.keys import LONGEST, joins_of, nodes_of, sites_of
-from fl_bn.run.run_keys import RunKeys
+from fl_bn.run.keys import LONGEST
+from fl_bn.run.run_keys import VALUES, RunKeys, general_options
 from fl_bn.run.used import check_used, conditions
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
-from fl_bn.support.client_names import ClientNames
+from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 from fl_bn.support.names import short, unknown
 from fl_bn.support.user_code import import_extensions
 
+T = TypeVar("T")
 SITES = "sites"  # the data set that every client brings for itself
 FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
 REGISTRIES: dict[str, Mapping[str, object]] = {"method": METHODS, "objective": OBJECTIVES, "server-optimizer": SERVER_OPTIMIZERS}
@@ -51,7 +50,7 @@ FIELDS = {kebab(name): name for name in own_options(RunKeys)}
 class RunConfig(RunKeys):
     """Everything that decides a run. Raises ConfigError for a value out of range.
 
-    ``options``: pairs of key and value, of the options of methods, objectives and server optimisers; those left out take their default.
+    ``options``: pairs of key and value, of the keys that are no field of ``RunKeys``; those left out take their default.
     ``config["hbn-lam"]`` is the value of any key; the general ones are attributes, too.
     """
 
@@ -109,12 +108,12 @@ class RunConfig(RunKeys):
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        check_used(self, {name: key.default for name, key in keys.items()}, REGISTRIES, RunKeys)
+        check_used(self, {name: key.default for name, key in keys.items()}, REGISTRIES, general_options())
 
     @cached_property
     def without_effect(self) -> frozenset[str]:
         """The keys that the run ignores, whatever their values: two configs that differ in these alone are of the same run."""
-        return frozenset(key for key, used in conditions(self, REGISTRIES, RunKeys).items() if used.unmet(self))
+        return frozenset(key for key, used in conditions(self, REGISTRIES, general_options()).items() if used.unmet(self))
 
     @classmethod
     def keys(cls) -> dict[str, Key]:
@@ -125,7 +124,7 @@ class RunConfig(RunKeys):
         """
         try:
             import_extensions()
-            general = {kebab(name): spec.as_key(kebab(name)) for name, spec in own_options(RunKeys).items()}
+            general = {name: spec.as_key(name) for name, spec in general_options().items()}
             keys: dict[str, Key] = {}
             for name, key in general.items():
                 keys[name] = key
@@ -200,9 +199,8 @@ class RunConfig(RunKeys):
         return attacked(method, self.attack, self.byzantine, self.attack_on, self.attack_strength)
 
     def defence(self) -> Defence:
-        """The rules on the server, and the f that they are told."""
-        declared = self.byzantine if self.declared_byzantine < 0 else self.declared_byzantine
-        return Defence(declared, self.statistics_rule, self.update_rule)
+        """Return the rules on the server, and the number of liars that they withstand."""
+        return self._value(Defence, f=self.byzantine if self.declared_byzantine < 0 else self.declared_byzantine)
 
     def _check_together(self) -> None:
         method, robust = self.build_method(), self.byzantine > 0 or self.defence().active
@@ -221,10 +219,8 @@ class RunConfig(RunKeys):
         """Where the server is to see sums alone: how they are made."""
         if not self.secure_aggregation:
             return None
-        privacy = Privacy(self.dp_clip, self.dp_statistics_clip, self.dp_noise, self.dp_delta) if self.dp_noise else None
-        return SecureAggregation(
-            self.secagg_shares, self.secagg_threshold, self.secagg_clipping_range, self.secagg_quantization_range, privacy
-        )
+        privacy = self._value(Privacy) if self.dp_noise else None
+        return self._value(SecureAggregation, privacy=privacy)
 
     def _check_byzantine(self) -> None:
         if self.byzantine >= self.clients:
@@ -281,24 +277,8 @@ class RunConfig(RunKeys):
         clip, limit = chosen(self.clip, self.clip_limit, drifts=several and method.uses_shared(self.rounds))
         corrects = (objective := self.build_objective()).on and objective.travels
         clips_frozen = self.clip == "auto" and not method.starts_constant(self.rounds) and self.update == "weights" and not corrects
-        return LocalTraining(
-            self.batch_size,
-            self.local_epochs,
-            self.local_steps,
-            self.optimizer,
-            self.momentum,
-            self.weight_decay,
-            self.update,
-            self.precision,
-            self.augment,
-            self.build_objective(),
-            self.maintain_momentum,
-            clip,
-            limit,
-            FROZEN if clips_frozen else 0.0,
-            self.client_weights == ALL_SAMPLES,
-            self.drop_last,
-        )
+        decided = {"clip": clip, "clip_limit": limit, "frozen_clip": FROZEN if clips_frozen else 0.0}
+        return self._value(LocalTraining, objective=objective, **decided)
 
     def build_objective(self) -> Objective:
         return build(OBJECTIVES[self.objective], self.__getitem__)
@@ -311,24 +291,11 @@ class RunConfig(RunKeys):
         files = (self.exchange_certificate, self.exchange_key, self.exchange_authority)
         if any(files) and not all(files):
             raise ConfigError("exchange-certificate, exchange-key and exchange-authority belong together: give all three, or none")
-        return ExchangeSettings(
-            carrier=self.exchange,
-            policy=self.exchange_policy,
-            deadline=self.exchange_timeout,
-            join_deadline=self.exchange_join_timeout,
-            host=self.exchange_host,
-            bind=self.exchange_bind,
-            port=self.exchange_port,
-            certificates=Certificates(*map(Path, files)) if all(files) else None,
-            insecure=self.exchange_insecure,
-        )
+        return self._value(ExchangeSettings, certificates=self._value(Certificates) if all(files) else None)
 
-    def schedule(self) -> Callable[[int, int], float]:
-        """``(round, rounds) -> learning rate``."""
-        milestones = milestones_of(self.learning_rate_milestones)
-        if self.learning_rate_schedule == "milestones" and not milestones:
-            raise ConfigError("learning-rate-schedule='milestones' needs milestones: set learning-rate-milestones, to '0.5:0.1' say")
-        return partial(learning_rate, self.learning_rate_schedule, self.learning_rate, self.learning_rate_decay, milestones=milestones)
+    def schedule(self) -> Schedule:
+        """Return the learning rate's calendar: of a round, and of the number of rounds."""
+        return self._value(Schedule)
 
     def round_policy(self) -> Rounds:
         """The server's part.
@@ -350,35 +317,31 @@ class RunConfig(RunKeys):
         return self._rounds(exchange)
 
     def _rounds(self, exchange: ExchangeSettings) -> Rounds:
-        return Rounds(
-            clients=self.clients,
-            fraction=self.fraction,
-            min_replies=self.min_replies,
-            max_failed=self.max_failed_rounds,
-            timeout=self.round_timeout,
-            wait=self.wait_timeout,
-            evaluate_every=self.evaluate_every,
-            client_weights="samples" if self.client_weights == ALL_SAMPLES else self.client_weights,
-            update=self.update,
-            max_steps=self.local_steps,
-            planned_steps=self.local_training().most_steps,
-            seed=self.seed,
-            calibrate=self.calibrate,
-            unit_scale=self.unit_scale,
+        training = self.local_training()
+        return self._value(
+            Rounds,
             rate=self.schedule(),
             exchange=exchange,
-            min_cohort=self.min_cohort,
+            auxiliary=auxiliary(training),
+            planned=training.planned,
+            planned_steps=training.most_steps,
             at_clients=self.dataset == SITES,
-            retry=self.retry_timeout,
-            checkpoint_every=self.checkpoint_every,
-            auxiliary=auxiliary(self.local_training()),
-            unseen=self.unseen_client,
-            at_start=self.clients_at_start,
-            joining=joins_of(self.join_rounds),
-            nodes=nodes_of(self.client_nodes),
-            names=sites_of(self.client_names),
-            recalibration=self.recalibration,
-            memory=int(self.recalibration_memory * 2**30),
-            planned=self.local_training().planned,
-            payload=self.payload_dtype,
         )
+
+    def _value(self, kind: type[T], **computed: Any) -> T:
+        """Make one of ``VALUES``: its options are keys.
+
+        Args:
+            kind: In whose place ``VALUES`` may have another, derived from it.
+            computed: Fields that are no option, or that several keys decide together.
+        """
+        value: T = build(VALUES[kind], self.__getitem__, **computed)
+        return value
+
+    def exchanges_in_rounds(self) -> bool:
+        """Tell whether clients exchange layer by layer while they train."""
+        return exchanges_in_rounds(self.build_method())
+
+    def exchanges_to_measure(self) -> bool:
+        """Tell whether clients may exchange layer by layer to make statistics exact."""
+        return measures_in_the_clear(self.build_method(), self) and self.recalibration != "passes"

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from fl_bn.data.augment import AUGMENTATIONS
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.partition import KINDS
 from fl_bn.data.shift import SHIFTS
-from fl_bn.federation.rounds import RECALIBRATIONS
+from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
-from fl_bn.methods.fbn import BOUNDED_SCALE
 from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
-from fl_bn.methods.hbn import SCALE
 from fl_bn.methods.method import BOUNDED_FROZEN_RATE, FROZEN_RATE
 from fl_bn.models import MODELS
 from fl_bn.models.standardise import STANDARDS
-from fl_bn.options import option
+from fl_bn.options import declared, option, parses
 from fl_bn.roles import BUFFER_ROLES, parse_buffer_roles
 from fl_bn.run import keys
 from fl_bn.run import used as when
@@ -67,7 +65,7 @@ class DataKeys:
         f"what becomes of the network's own buffers, '*.codebook=shared, site_*=kept': {', '.join(BUFFER_ROLES)}; empty: known kinds by "
         "their type, all others shared",
         "NAME=ROLE,...",
-        keys.parses(parse_buffer_roles),
+        parses(parse_buffer_roles),
     )
     task: str = option(
         AUTO,
@@ -101,7 +99,7 @@ class DataKeys:
     hold_out: str = option(
         "", "a domain that the run is trained and tested without, to adapt to afterwards (fl-bn adapt)", "a domain's name"
     )
-    augment: str = option("none", "random changes of training images, drawn once per batch", AUGMENTATIONS)
+    augment: str = declared(LocalTraining, "augment")
     standardise: str = option(
         "none", "images by the published mean and deviation of a data set; none: 0..255 becomes -1..1", ("none", *STANDARDS)
     )
@@ -133,38 +131,11 @@ class DataKeys:
         "fedbn, silobn, single: clients tell how far their own statistics moved (largest drift, least variance, growth), for the log",
         used=when.KEEPS_STATISTICS,
     )
-    unseen_client: bool = option(
-        False,
-        "fedbn, silobn: after the last round clients tell what they keep of BatchNorm; the average is for fl-bn adapt",
-        used=when.KEEPS_LAYERS,
-    )
-    calibrate: int = option(
-        -2,
-        "statistics-only exchanges before round 1; -1: as many as make all layers exact; -2: so for hbn, fbn and "
-        "freeze-after=0, else none (and none with dp-noise)",
-        ">= -2",
-    )
-    recalibration: str = option(
-        "auto",
-        "how the statistics of all layers are made exact (recalibrate, calibrate, hbn-evaluate=exact): passes, a message and a forward "
-        "pass per layer; exchange, one of each and an exchange per layer, if all clients can be there at once, else passes; auto: "
-        "exchange, but passes in a simulation",
-        RECALIBRATIONS,
-        used=when.MEASURES,
-    )
-    recalibration_memory: float = option(
-        1.0,
-        "with exchange: activations that a process may keep from layer to layer, in GiB; where they are more, every layer takes a forward "
-        "pass",
-        ">= 0",
-        used=when.MEASURES_AT_ONCE,
-    )
-    unit_scale: bool = option(
-        True,
-        "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1 "
-        f"(hbn: {SCALE:g}; fbn: {BOUNDED_SCALE:g}, but 1 with fbn-momentum or clip='none')",
-        used=when.RESCALES,
-    )
+    unseen_client: bool = declared(Rounds, "unseen")
+    calibrate: int = declared(Rounds, "calibrate")
+    recalibration: str = declared(Rounds, "recalibration")
+    recalibration_memory: float = declared(Rounds, "memory")
+    unit_scale: bool = declared(Rounds, "unit_scale")
     centre_gradients: str = option(
         "auto",
         "the gradients of weights before the head lose their mean over the inputs, as BatchNorm's do by themselves; auto: with fbn "

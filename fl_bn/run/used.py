@@ -1,7 +1,8 @@
 """When the general keys of the run config count, and the refusal of those that the user set and the run ignores.
 
-Each option states its own condition where it is declared (``option(used=...)``). An option of a method, an objective or a server optimiser
-counts where that is chosen. A key counts as set if its value is not the default: Flower passes every key of pyproject.toml to a run.
+Each option states its own condition where it is declared (``option(used=...)``); here are those of ``RunKeys`` and ``DataKeys``. An option
+of a method, an objective or a server optimiser counts where that is chosen. A key counts as set if its value is not the default: Flower
+passes every key of pyproject.toml to a run.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fl_bn.data.partition import BY_DOMAIN, PARAMETRISED
-from fl_bn.federation.rounds import AS_METHOD, UNTIL_STILL
-from fl_bn.methods import METHODS, Method, Phase, Refresh
+from fl_bn.methods import METHODS, Method
 from fl_bn.models import is_torchvision
-from fl_bn.options import Used, Value, in_config, kebab, options_by_key, own_options, used_with
+from fl_bn.options import Option, Used, Value, in_config, method_where, options_by_key, used_with
 from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, STRENGTHS
 from fl_bn.roles import Role
 from fl_bn.run.errors import ConfigError
@@ -33,15 +33,15 @@ class HasNoEffect(ConfigError):
 Registries = Mapping[str, Mapping[str, object]]
 
 
-def conditions(config: Any, registries: Registries, general: type) -> dict[str, Used]:
+def conditions(config: Any, registries: Registries, general: Mapping[str, Option]) -> dict[str, Used]:
     """Return the condition of every key that has one.
 
     Args:
         config: A run config, whose values are asked for by key.
         registries: By the key that chooses from it, what has options of its own.
-        general: The options class of all other keys.
+        general: The options of all other keys, by key.
     """
-    found: dict[str, Used | None] = {kebab(name): spec.used for name, spec in own_options(general).items()}
+    found: dict[str, Used | None] = {key: spec.used for key, spec in general.items()}
     for chooser, registry in registries.items():
         takers: dict[str, dict[str, Used | None]] = {}
         for name, constructor in registry.items():
@@ -55,7 +55,7 @@ def conditions(config: Any, registries: Registries, general: type) -> dict[str, 
     return {key: used for key, used in found.items() if used is not None}
 
 
-def check_used(config: Any, defaults: Mapping[str, Value], registries: Registries, general: type) -> None:
+def check_used(config: Any, defaults: Mapping[str, Value], registries: Registries, general: Mapping[str, Option]) -> None:
     """Refuse keys that the user set and ``config`` ignores.
 
     Args:
@@ -84,27 +84,6 @@ def refusal(config: Any, key: str, unmet: Used) -> str:
     )
 
 
-def method_where(words: str, holds: Any, *of: str) -> Used:
-    """Return the condition that the run's method, as it is built, is one for which ``holds`` is true."""
-    return Used(words, lambda config: holds(config.build_method(), config), ("method", *of))
-
-
-def _exchanges(method: Method) -> bool:
-    return Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2))
-
-
-def _measures_exactly(method: Method, config: Any) -> bool:
-    """Whether statistics of all layers are made exact in the course of the run."""
-    if config["calibrate"] == UNTIL_STILL or (method.refresh is Refresh.EXACT and config["rounds"] > 0):
-        return True
-    return config["calibrate"] == AS_METHOD and method.uses_shared(config["rounds"]) and not config["dp-noise"]
-
-
-def _may_meet(method: Method, config: Any) -> bool:
-    """Whether clients may measure statistics layer by layer, all at once."""
-    return _measures_exactly(method, config) and not config["secure-aggregation"] and config["attack"] == "none"
-
-
 def _freezes_later(method: Method, config: Any) -> bool:
     first, last = (method.freezes_statistics(method.phase(round, config["rounds"])) for round in (1, max(1, config["rounds"])))
     return last and not first
@@ -129,37 +108,7 @@ OWN_DOMAINS = used_with("partition", *BY_DOMAIN)
 KEEPS_STATISTICS = method_where(
     "where running statistics stay at the clients (fedbn, silobn, single)", lambda m, c: Role.STATISTIC in m.local
 )
-KEEPS_LAYERS = method_where("where clients keep layers of their own (fedbn, silobn)", lambda m, c: m.personal)
-MEASURES = method_where(
-    "where clients make the statistics of all layers exact, in the clear and without attackers (hbn, fbn, static-bn, freeze-after=0, "
-    "calibrate=-1)",
-    _may_meet,
-    "calibrate",
-    "secure-aggregation",
-    "attack",
-)
-MEASURES_AT_ONCE = MEASURES & Used("not one layer after the other", lambda c: c["recalibration"] != "passes", ("recalibration",))
-RESCALES = method_where(
-    "where training starts with calibrated statistics (hbn, fbn, freeze-after=0)",
-    lambda m, c: c["rounds"] > 0 and c["calibrate"] != 0 and m.uses_shared(c["rounds"]),
-    "calibrate",
-    "rounds",
-)
-FEDTAN = method_where("in rounds with a layer-wise exchange (fedtan, fedtan2, fedavg-alg2)", lambda m, c: _exchanges(m))
-EXCHANGES = method_where(
-    "where clients exchange layer by layer: in rounds (fedtan, fedtan2, fedavg-alg2), or to make statistics exact (hbn, fbn, static-bn, "
-    "freeze-after=0, calibrate=-1; in the clear, without attackers, and not by passes)",
-    lambda m, c: _exchanges(m) or (_may_meet(m, c) and c["recalibration"] != "passes"),
-    "calibrate",
-    "recalibration",
-)
-OVER_GRPC = EXCHANGES & used_with("exchange", "auto", "grpc")
 ATTACKERS = Used("with attackers, byzantine > 0", lambda c: c["byzantine"] > 0, ("byzantine",))
 LIES = used_with("attack", *(name for name in ATTACKS if name != LABEL_FLIP))
 STRENGTH = used_with("attack", *STRENGTHS)
-SECURE = used_with("secure-aggregation", True)
-NOISE = SECURE & Used("with dp-noise > 0", lambda c: c["dp-noise"] > 0, ("dp-noise",))
-DECAYS = used_with("learning-rate-schedule", "step", "exponential")
-MILESTONES = used_with("learning-rate-schedule", "milestones")
-CLIPS = used_with("clip", "norm", "round", "value", "adaptive")
 WRITES = Used("with an output, the folder that runs are written to", lambda c: bool(c["output"]), ("output",))

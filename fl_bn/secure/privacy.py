@@ -20,35 +20,53 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fl_bn.options import REQUIRED, Options, Used, option, used_with
 from fl_bn.support.durable import append
 
 MOST = 2  # releases of one exchange: of the updates and of the statistics
 
 
-@dataclass(frozen=True)
-class Privacy:
-    """``clip``: L2 norm of an update; ``statistics_clip``: of the standardised statistics; ``noise``: multiplier of both.
+SECURE = used_with("secure-aggregation", True)
+noisy_option = partial(option, used=SECURE & Used("with dp-noise > 0", lambda config: config["dp-noise"] > 0, ("dp-noise",)))
 
-    ``delta``: at which epsilon is stated; it should be well below one over the number of clients.
+
+@dataclass(frozen=True)
+class Privacy(Options):
+    """How clients clip and what noise they add. Each field is an option, with its key in docs/config.md.
+
+    Attributes:
+        clip: Largest L2 norm of an update.
+        statistics_clip: Largest L2 norm of the standardised statistics.
+        noise: Multiplier of both clips.
+        delta: At which epsilon is stated; it should be well below one over the number of clients.
     """
 
-    clip: float
-    statistics_clip: float
-    noise: float
-    delta: float = 1e-5
+    name: ClassVar[str] = "privacy"
+    prefix: ClassVar[str] = "dp"
+
+    clip: float = noisy_option(REQUIRED, "with dp-noise: largest L2 norm of a client's update", "> 0", run=1.0)
+    statistics_clip: float = noisy_option(REQUIRED, "with dp-noise: largest L2 norm of its standardised statistics", "> 0", run=1.0)
+    noise: float = option(
+        REQUIRED,
+        "multiplier of the noise that clients add before they are summed (needs client-weights=uniform); 0: none",
+        ">= 0",
+        run=0.0,
+        used=SECURE,
+    )
+    delta: float = noisy_option(1e-5, "with dp-noise: delta at which epsilon is stated", "(0, 1)")
 
     def __post_init__(self) -> None:
-        for name in ("clip", "statistics_clip", "noise"):
-            if not 0 < (value := float(getattr(self, name))) < math.inf:
-                raise ValueError(f"{name} must be a finite number > 0 (without it there is no privacy to account for), but got {value}")
-        if not 0 < self.delta < 1:
-            raise ValueError(f"delta must be in (0, 1), but got {self.delta}")
+        super().__post_init__()
+        if self.noise == 0:
+            raise ValueError(f"privacy's noise must be > 0 (without it there is no privacy to account for), but got {self.noise}")
 
 
 def norm(vector: Mapping[str, Tensor]) -> float:

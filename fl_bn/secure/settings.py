@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
-from fl_bn.secure.privacy import Privacy
+from fl_bn.options import Options, option
+from fl_bn.secure.privacy import SECURE, Privacy
 
 MODULUS = 2**32  # of the sums
 FINEST, WIDEST = 1e-6, 1e3  # of clipping ranges: a wider one would round an honest client's vector away
 LEAST = 3  # clients: with two, each knows the other's share of the sum
 
 
-@dataclass(frozen=True)
-class SecureAggregation:
-    """Parameters of SecAgg+.
+secured = partial(option, used=SECURE)
 
-    ``shares`` of each client's secrets, odd or 0 for one per client of the cohort (a client is masked against ``shares - 1`` others);
-    ``threshold`` of them recover a secret, 0 for more than half, which is the fewest allowed. ``clipping_range``: values beyond it are cut
-    off, in standard deviations for statistics, in their own units for weights; ``quantization_range``: bits per value in between.
-    ``privacy``: clips, and noise that the clients add before they mask.
+
+@dataclass(frozen=True)
+class SecureAggregation(Options):
+    """Parameters of SecAgg+. Most fields are options, with their keys in docs/config.md.
+
+    Attributes:
+        shares: Parts of each client's secrets, odd, or 0 for one per client of the cohort. A client is masked against
+            ``shares - 1`` others.
+        threshold: Parts that recover a secret; 0: more than half, which is the fewest allowed.
+        clipping_range: Values beyond it are cut off, in standard deviations for statistics, in their own units for weights.
+        quantization_range: Bits per value within that range.
+        privacy: Clips, and noise that the clients add before they mask.
     """
 
-    shares: int = 0
-    threshold: int = 0
-    clipping_range: float = 8.0
-    quantization_range: int = 22
+    name: ClassVar[str] = "secure aggregation"
+    prefix: ClassVar[str] = "secagg"
+
+    shares: int = secured(0, "parts of each client's secrets, an odd number; 0: one per client of the cohort", f"0 or >= {LEAST}")
+    threshold: int = secured(0, "parts that recover a secret, more than half; 0: the fewest allowed", ">= 0")
+    clipping_range: float = secured(
+        8.0, "values beyond are cut off: standard deviations of statistics, units of the update of weights", f"{FINEST}..{WIDEST:.0f}"
+    )
+    quantization_range: int = secured(22, "bits per value within that range", "4..30")
     privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
-        if self.shares and (self.shares < LEAST or self.shares % 2 == 0):
+        super().__post_init__()
+        if self.shares and self.shares % 2 == 0:
             raise ValueError(f"secagg-shares must be 0 (one per client) or an odd number from {LEAST}, but got {self.shares}")
-        if self.threshold < 0 or (self.shares and self.threshold and not self.shares < 2 * self.threshold <= 2 * self.shares):
-            raise ValueError(
-                f"secagg-threshold must be 0 or more than half of the {self.shares or 'cohort'} shares, but got {self.threshold}"
-            )
-        if not FINEST <= self.clipping_range <= WIDEST:
-            raise ValueError(f"secagg-clipping-range must be a number from {FINEST} to {WIDEST:.0f}, but got {self.clipping_range}")
-        if not 4 <= self.quantization_range <= 30:
-            raise ValueError(f"secagg-quantization-range must be 4..30 bits, but got {self.quantization_range}")
+        if self.shares and self.threshold and not self.shares < 2 * self.threshold <= 2 * self.shares:
+            raise ValueError(f"secagg-threshold must be 0 or more than half of the {self.shares} shares, but got {self.threshold}")
 
     def shares_of(self, clients: int) -> int:
         return min(self.shares or clients, clients)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fl_bn.support.names import names_of
+
 SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a site's name, which becomes the name of files and folders
 
 
@@ -47,3 +49,28 @@ class ClientNames:
 
 
 UNNAMED = ClientNames()
+
+
+def nodes_of(text: str) -> tuple[int, ...]:
+    """Return Flower's node ids in ``text``: of ``"17, 4"`` (17, 4), of an empty text none.
+
+    Raises:
+        ValueError: It is no list of node ids, or names a node twice.
+    """
+    names = names_of(text)
+    nodes = tuple(int(name) for name in names if re.fullmatch(r"\d{1,20}", name, re.ASCII))
+    if len(set(nodes)) < len(names):
+        raise ValueError(f"expected NODE,NODE,..., each node once, but got {text!r}")
+    return nodes
+
+
+def sites_of(text: str) -> tuple[str, ...]:
+    """Return the names of sites in ``text``: of ``"east, west"`` ("east", "west"), of an empty text none.
+
+    Raises:
+        ValueError: It is no list of names of sites, or has a name twice.
+    """
+    names = names_of(text)
+    if not all(map(SITE.fullmatch, names)) or len({name.casefold() for name in names}) < len(names):
+        raise ValueError(f"expected NAME,NAME,..., each site once, but got {text!r}")
+    return names

@@ -84,6 +84,12 @@ def test_every_public_name_is_in_the_reference(site: Path, pages: dict[Path, Pag
     assert [name for name in fl_bn.__all__ if name not in ("__version__", "methods") and f"fl_bn.{name}" not in reference] == []
 
 
+def test_signatures_show_the_defaults_of_options_alone(site: Path) -> None:
+    texts = [re.sub(r"<[^>]+>", "", file.read_text()) for file in (site / "reference").rglob("*.html")]
+    assert [text for text in texts if re.search(r"\b(option|shared)\(", text)] == []
+    assert any(re.search(r"fraction:\s*float\s*=\s*1\.0", text) for text in texts)
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on PATH: the search is not tried in a browser (apt-get install chromium)")
 def test_search_works_from_a_folder(site: Path, tmp_path: Path) -> None:
     assert BROWSER is not None

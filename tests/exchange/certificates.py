@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fl_bn.exchange.grpc.service import Certificates
+from fl_bn.exchange.settings import Certificates
 from fl_bn_site.certificates import make_authority, make_server
 
 

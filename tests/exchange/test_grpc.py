@@ -11,8 +11,9 @@ import torch
 
 from fl_bn.exchange.call import ExchangeFailed, Key, Layer, Quantity
 from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.exchange.grpc.service import Certificates, ExchangeService
+from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.session import Session
+from fl_bn.exchange.settings import Certificates
 from tests.exchange.certificates import make_certificates
 from tests.exchange.over_grpc import (
     BROKE,

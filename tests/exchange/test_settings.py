@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.exchange.grpc.service import Certificates
 from fl_bn.exchange.session import POLICIES
-from fl_bn.exchange.settings import CARRIERS, ExchangeSettings
+from fl_bn.exchange.settings import CARRIERS, Certificates, ExchangeSettings
 from fl_bn.support.loopback import is_loopback
 from tests.exchange.certificates import make_certificates
 
@@ -30,14 +29,14 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "carrier": ({"carrier": "pigeon"}, "carrier must be one of auto, grpc, replay, local, but got 'pigeon'"),
     "no carrier": ({"carrier": ""}, "carrier must be one of"),
     "policy": ({"policy": "hope"}, "policy must be one of abort, shrink, but got 'hope'"),
-    "no deadline": ({"deadline": 0.0}, r"deadlines must be > 0 s and its port 0..65535, but got 0.0, 30.0, 0"),
-    "negative deadline": ({"deadline": -1.0}, "deadlines must be > 0 s"),
-    "deadline that is no number": ({"deadline": float("nan")}, "deadlines must be > 0 s"),
-    "no join deadline": ({"join_deadline": 0.0}, r"deadlines must be > 0 s .* but got 30.0, 0.0, 0"),
-    "negative join deadline": ({"join_deadline": -5.0}, "deadlines must be > 0 s"),
-    "join deadline that is no number": ({"join_deadline": float("nan")}, "deadlines must be > 0 s"),
-    "negative port": ({"port": -1}, r"its port 0..65535, but got 30.0, 30.0, -1"),
-    "port": ({"port": 65536}, "its port 0..65535, but got 30.0, 30.0, 65536"),
+    "no deadline": ({"deadline": 0.0}, "the exchange's deadline must be > 0, but got 0.0"),
+    "negative deadline": ({"deadline": -1.0}, "deadline must be > 0, but got -1.0"),
+    "deadline that is no number": ({"deadline": float("nan")}, "deadline must be > 0, but got nan"),
+    "no join deadline": ({"join_deadline": 0.0}, "join_deadline must be > 0, but got 0.0"),
+    "negative join deadline": ({"join_deadline": -5.0}, "join_deadline must be > 0, but got -5.0"),
+    "join deadline that is no number": ({"join_deadline": float("nan")}, "join_deadline must be > 0, but got nan"),
+    "negative port": ({"port": -1}, "port must be 0..65535, but got -1"),
+    "port": ({"port": 65536}, "port must be 0..65535, but got 65536"),
 }
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import inspect
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,7 +29,7 @@ from fl_bn.options import Options, keys_of, option, options_by_key, range_of, ta
 from fl_bn.run.assembly import dataset, source_model
 from fl_bn.run.config import REGISTRIES, ConfigError, RunConfig
 from fl_bn.run.keys import defaults, table
-from fl_bn.support.user_code import import_extensions
+from tests.extension.package import installed
 from tests.integration.runs import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +166,7 @@ def test_ranges(text: str, inside: list[float], outside: list[float]) -> None:
 
 
 def test_the_example_of_the_module_runs() -> None:
-    assert doctest.testmod(options) == (0, 7)
+    assert doctest.testmod(options) == (0, 10)
 
 
 @pytest.mark.parametrize("text", ["", "positive", ">=1", "0-9", "(0, 1", ">= x", "1 or"])
@@ -228,25 +226,9 @@ def test_strategies_take_the_options_of_their_methods() -> None:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An installed package: a file for each of ``OWN``, and a line for each in its entry points."""
-    site, metadata = tmp_path / "site", tmp_path / "site" / "own_package-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (site / "own_package").mkdir()
-    for name in OWN:
-        shutil.copy(ROOT / "tests" / "extension" / f"{name}.py", site / "own_package")
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-package\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[fl_bn]\n" + "".join(f"{name} = own_package.{name}\n" for name in OWN))
-    kept = {name: dict(registry) for name, registry in REGISTRIES.items()}
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr("fl_bn.run.run_directory.environment", dict)  # takes as long as the run
-    import_extensions.cache_clear()
-    yield site
-    for name, registry in REGISTRIES.items():
-        registry.clear()  # type: ignore[attr-defined]
-        registry.update(kept[name])  # type: ignore[attr-defined]
-    for module in [name for name in sys.modules if name.partition(".")[0] == "own_package"]:
-        del sys.modules[module]
-    import_extensions.cache_clear()
-    importlib.invalidate_caches()
+    modules = {name: (ROOT / "tests" / "extension" / f"{name}.py").read_text() for name in OWN}
+    with installed(tmp_path / "site", modules, monkeypatch):
+        yield tmp_path / "site"
 
 
 def weights(tmp_path: Path, name: str, **keys: Any) -> dict[str, torch.Tensor]:

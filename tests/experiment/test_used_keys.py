@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
 from fl_bn.methods import METHODS
-from fl_bn.options import kebab, own_options
 from fl_bn.run import config as config_module
 from fl_bn.run.assembly import partitions
 from fl_bn.run.checkpoints import run_to_resume
 from fl_bn.run.config import REGISTRIES, ConfigError, RunConfig
 from fl_bn.run.resume import config_to_resume
-from fl_bn.run.run_keys import RunKeys
+from fl_bn.run.run_keys import general_options
 from fl_bn.run.usage import Usage
 from fl_bn.run.used import HasNoEffect, conditions
 from fl_bn.sweep.attack_grid import Grid, cells_of
@@ -125,8 +124,8 @@ def test_a_key_is_refused_where_the_run_ignores_it_and_only_there(
 
 
 def test_every_key_with_a_condition_has_a_case() -> None:
-    of_registries = set(RunConfig.keys()) - set(map(kebab, own_options(RunKeys)))
-    conditioned = of_registries | set(conditions(RunConfig(), REGISTRIES, RunKeys))
+    of_registries = set(RunConfig.keys()) - set(general_options())
+    conditioned = of_registries | set(conditions(RunConfig(), REGISTRIES, general_options()))
     of_one_condition = {"channels": "classes", "fbn-report": "fbn-momentum", "scaffold-strength": "scaffold-option"}
     of_one_condition |= {"moon-mu": "moon-temperature", "fedtan-momentum": "fedtan-schedule"}
     of_one_condition |= dict.fromkeys((key for key in of_registries if key.startswith("hbn-")), "hbn-stat-samples")

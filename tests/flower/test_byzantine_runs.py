@@ -193,7 +193,7 @@ def test_robust_fbn_is_fbn_with_the_rules(clients: list[Samples]) -> None:
     assert mixed.defence == Defence(2, "nnm+trimmed-mean", "krum")
     expected = {"tracking": FBNOptions.tracking, "momentum": 0.5, "report": Report.FIRST}
     assert mixed.method.combine.keywords == expected  # type: ignore[attr-defined]
-    as_rounds = {"calibrate": rounds.calibrate, "unit_scale": rounds.unit_scale}
+    as_rounds = {"calibrate": rounds.calibrate, "unit_scale": rounds.unit_scale, "rate": rounds.rate}
     by_hand: Run = run(METHODS["fbn"](), clients, 2, policy=as_rounds, defence=both(F, "nnm+median"))
     ends = end(robust)
     assert identical(ends, by_hand.trajectory[2])

@@ -137,11 +137,11 @@ def test_what_cannot_work_is_refused_before_the_run(change: dict[str, object], s
     ("settings", "said"),
     [
         ({"shares": 4}, "an odd number from 3"),
-        ({"shares": 1}, "an odd number from 3"),
+        ({"shares": 1}, "shares must be 0 or >= 3, but got 1"),
         ({"shares": 5, "threshold": 2}, "more than half of the 5 shares"),
-        ({"threshold": -1}, "secagg-threshold must be"),
-        ({"clipping_range": 0.0}, "secagg-clipping-range must be"),
-        ({"quantization_range": 31}, "4..30 bits"),
+        ({"threshold": -1}, "secure aggregation's threshold must be >= 0, but got -1"),
+        ({"clipping_range": 0.0}, "clipping_range must be 1e-06..1000, but got 0.0"),
+        ({"quantization_range": 31}, "quantization_range must be 4..30, but got 31"),
     ],
 )
 def test_settings_that_hide_nothing_or_overflow_are_refused(settings: dict[str, float], said: str) -> None:

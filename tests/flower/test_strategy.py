@@ -17,7 +17,7 @@ from fl_bn.flower import BatchNormStrategy, FedAvgBNStrategy, FixBNStrategy, HBN
 from fl_bn.flower.wire import codec
 from fl_bn.methods import METHODS, freeze
 from fl_bn.secure.settings import SecureAggregation
-from tests.in_process import FULL_BATCH, WatchedGrid, arrays_of, client_app, identical, run
+from tests.in_process import FULL_BATCH, WatchedGrid, a_tenth, arrays_of, client_app, identical, run
 from tests.kept import Kept
 from tests.networks import seeded_network
 
@@ -123,7 +123,7 @@ def test_clients_count_by_their_samples_or_alike(client_weights: str, shares: tu
 def test_the_loop_of_flowers_base_class_gives_the_same_bits(name: str, clients: list[Samples]) -> None:
     method = METHODS[name]()
     ours = run(method, clients, 3)
-    strategy = BatchNormStrategy(seeded_network("cnn"), method, Rounds(3, wait=0.0))
+    strategy = BatchNormStrategy(seeded_network("cnn"), method, Rounds(3, wait=0.0, rate=a_tenth))
     grid = WatchedGrid(client_app(method, clients), 3)
     result = Strategy.start(strategy, grid, codec.arrays_of(strategy.shared.tensors()), num_rounds=3)
     assert identical(arrays_of(result.arrays), ours.trajectory[3])
@@ -132,7 +132,7 @@ def test_the_loop_of_flowers_base_class_gives_the_same_bits(name: str, clients: 
 
 def test_a_run_can_start_from_given_arrays(clients: list[Samples]) -> None:
     first = run(FBN, clients, 2)
-    strategy = BatchNormStrategy(seeded_network("cnn", seed=5), FBN, Rounds(3, wait=0.0, calibrate=0))
+    strategy = BatchNormStrategy(seeded_network("cnn", seed=5), FBN, Rounds(3, wait=0.0, calibrate=0, rate=a_tenth))
     grid = WatchedGrid(client_app(FBN, clients), 3)
     strategy.start(grid, first.result.arrays, num_rounds=1)
     (sent, *_) = grid.train(1)
@@ -162,14 +162,14 @@ def test_the_named_strategies_bind_their_method() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"clients": 0}, "clients, evaluate_every and max_failed must be at least 1"),
-        ({"fraction": 0.0}, r"fraction must be in \(0, 1\]"),
-        ({"min_replies": 1.5}, r"min_replies in \[0, 1\]"),
-        ({"timeout": 0.0}, "timeout must be > 0 s"),
-        ({"retry": -1.0}, "wait and retry >= 0 s"),
-        ({"min_cohort": 4}, "min_cohort must be 1..3 and checkpoint_every >= 0, but got 4 and 0"),
-        ({"min_cohort": 0}, "min_cohort must be 1..3"),
-        ({"checkpoint_every": -1}, "checkpoint_every >= 0, but got 1 and -1"),
+        ({"clients": 0}, "the round policy's clients must be 1..100000, but got 0"),
+        ({"fraction": 0.0}, r"fraction must be in \(0, 1\], but got 0.0"),
+        ({"min_replies": 1.5}, "min_replies must be 0..1, but got 1.5"),
+        ({"timeout": 0.0}, "timeout must be > 0, but got 0.0"),
+        ({"retry": -1.0}, "retry must be >= 0, but got -1.0"),
+        ({"min_cohort": 4}, "min_cohort must be 1..3, the clients that there are, but got 4"),
+        ({"min_cohort": 0}, "min_cohort must be >= 1, but got 0"),
+        ({"checkpoint_every": -1}, "checkpoint_every must be >= 0, but got -1"),
         ({"client_weights": "steps"}, "client_weights must be one of samples, uniform, but got 'steps'"),
     ],
 )

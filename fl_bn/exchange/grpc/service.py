@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import ssl
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 import grpc
@@ -22,36 +20,13 @@ from fl_bn.exchange.call import Answer, ExchangeFailed, Refused
 from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc.wire import decode_request, encode_answer
 from fl_bn.exchange.session import LOGGER, Session
+from fl_bn.exchange.settings import Certificates
 
 T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"].full_name
 TOKEN = "fl-bn-token"
 TICK = 0.1  # seconds between looks at the clock
 FRAME = 4096  # bytes of a message around its values, at most
-
-
-@dataclass(frozen=True)
-class Certificates:
-    """PEM files of the service: its certificate, its key, and the authority's certificate, which clients get with the token."""
-
-    certificate: Path
-    key: Path
-    authority: Path
-
-    def check(self) -> None:
-        """Raises FileNotFoundError for a missing file, ValueError for files that do not belong together. Clients have none of them."""
-        for name, path in vars(self).items():
-            if not Path(path).is_file():
-                raise FileNotFoundError(f"the exchange's {name} is not a file: {path}")
-        try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(self.certificate, self.key)
-            context.load_verify_locations(self.authority)
-        except ssl.SSLError as error:
-            files = f"{self.certificate}, {self.key} and {self.authority}"
-            raise ValueError(
-                f"the exchange's {files} are no certificate, its key and an authority's certificate in PEM: {error}"
-            ) from error
 
 
 class Ticket(NamedTuple):

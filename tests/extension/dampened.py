@@ -1,0 +1,25 @@
+"""A local-training option of one's own: SGD whose momentum takes only a part of each gradient. Copied by ``test_additions.py``."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.options import option, used_with
+from fl_bn.run.run_keys import VALUES
+
+
+@dataclass(frozen=True)
+class Dampened(LocalTraining):
+    dampening: float = option(0.0, "share of a gradient that momentum leaves out", "[0, 1)", used=used_with("optimizer", "sgd"))
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> Optimizer:
+        optimizer = super().make_optimizer(parameters, learning_rate)
+        for group in optimizer.param_groups if self.dampening else ():
+            group["dampening"] = self.dampening
+        return optimizer
+
+
+VALUES[LocalTraining] = Dampened

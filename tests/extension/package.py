@@ -1,0 +1,51 @@
+"""A package of one's own, installed in a folder for the time of a test."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fl_bn.run.config import REGISTRIES
+from fl_bn.run.run_keys import VALUES
+from fl_bn.support.user_code import import_extensions
+
+
+@contextmanager
+def installed(site: Path, modules: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install ``own_package`` in the folder ``site``, with an entry point for each of its ``modules``, and forget it afterwards.
+
+    Args:
+        site: A new folder, which becomes one that Python imports from.
+        modules: Name and text.
+        monkeypatch: Of the test.
+    """
+    metadata, folder = site / "own_package-1.0.dist-info", site / "own_package"
+    for made in (metadata, folder):
+        made.mkdir(parents=True)
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-package\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[fl_bn]\n" + "".join(f"{name} = own_package.{name}\n" for name in modules))
+    registries = [*REGISTRIES.values(), VALUES]
+    kept = [dict(registry) for registry in registries]
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr("fl_bn.run.run_directory.environment", dict)  # takes as long as the run
+    import_extensions.cache_clear()
+    yield
+    for registry, before in zip(registries, kept, strict=True):
+        registry.clear()  # type: ignore[attr-defined]
+        registry.update(before)  # type: ignore[attr-defined]
+    forget()
+
+
+def forget() -> None:
+    """Let the next run config import the package as a new process does."""
+    for module in [name for name in sys.modules if name.partition(".")[0] == "own_package"]:
+        del sys.modules[module]
+    import_extensions.cache_clear()
+    importlib.invalidate_caches()

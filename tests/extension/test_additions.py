@@ -1,0 +1,177 @@
+"""One file of a package of one's own adds a method with an option, or an option of local training: printed, checked, and used in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner
+
+from fl_bn.cli.main import app
+from fl_bn.federation.federation import SGD_05, Federation
+from fl_bn.federation.rounds import Rounds, constant_rate
+from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
+from fl_bn.flower import run_in_process
+from fl_bn.flower.own.strategies import OwnAppStrategy
+from fl_bn.options import own_options
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.run_keys import VALUES, RunKeys, general_options
+from tests.extension.package import forget, installed
+from tests.integration.runs import TINY
+
+HERE = Path(__file__).parent
+EMPTY = {"additions": '"""What this package adds to fl-bn."""\n', "other": '"""Another module of the package."""\n'}
+PLAIN = {**TINY, "method": "fedavg", "rounds": 2}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a package that adds nothing yet."""
+    with installed(tmp_path / "site", EMPTY, monkeypatch):
+        yield tmp_path / "site"
+
+
+def files(site: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in site.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+
+def add(site: Path, name: str) -> None:
+    """Write ``tests/extension/NAME.py`` into one file of the package, which touches no other."""
+    before = files(site)
+    (site / "own_package" / "additions.py").write_text((HERE / f"{name}.py").read_text())
+    assert [file for file, text in files(site).items() if before[file] != text] == ["additions.py"]
+    forget()
+
+
+def weights(tmp_path: Path, **keys: Any) -> dict[str, torch.Tensor]:
+    """Return the network after a short run."""
+    values = {
+        **PLAIN,
+        "output": str(tmp_path / f"runs-{len(list(tmp_path.iterdir()))}"),
+        **{k.replace("_", "-"): v for k, v in keys.items()},
+    }
+    folder = run_in_process(RunConfig.from_mapping(values).to_mapping())
+    assert folder is not None
+    return load_file(folder / "model.safetensors")
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def printed(*arguments: str) -> list[str]:
+    return CliRunner().invoke(app, ["config", *arguments]).output.splitlines()
+
+
+# A method with an option
+
+
+def test_a_method_with_an_option_is_one_file(site: Path, tmp_path: Path) -> None:
+    add(site, "halves")
+    assert "| `halves-weight` | `0.5` | (0, 1] | halves: weight of a round's pooled moments (h in the paper) |" in printed()
+    assert "halves-weight = 0.5" in printed("--toml")
+    with pytest.raises(ConfigError, match=r"halves-weight must be in \(0, 1\], but got 2"):
+        RunConfig.from_mapping({"method": "halves", "halves-weight": 2})
+    with pytest.raises(ConfigError, match="halves-weight=0.3 has no effect with method='fedavg': it counts only with method='halves'"):
+        RunConfig.from_mapping({"method": "fedavg", "halves-weight": 0.3})
+    ran = weights(tmp_path, method="halves", halves_weight=0.3, halves_report="pass")
+    assert equal(ran, weights(tmp_path, method="fbn", fbn_momentum=0.3, fbn_report="pass"))
+    assert not equal(ran, weights(tmp_path, method="halves", halves_report="pass"))  # control
+
+
+# An option of local training
+
+
+def test_a_local_training_option_is_one_file(site: Path, tmp_path: Path) -> None:
+    without = weights(tmp_path)
+    add(site, "dampened")
+    assert "| `dampening` | `0.0` | [0, 1) | share of a gradient that momentum leaves out |" in printed()
+    keys = list(RunConfig.keys())
+    assert keys[keys.index("dampening") - 1] == "drop-last"  # behind the option that is declared before it
+    assert "dampening = 0.0" in printed("--toml")
+    with pytest.raises(ConfigError, match=r"dampening must be in \[0, 1\), but got 1.0"):
+        RunConfig.from_mapping({"dampening": 1.0})
+    with pytest.raises(ConfigError, match="unknown config key 'dampenin': did you mean 'dampening'?"):
+        RunConfig.from_mapping({"dampenin": 0.1})
+    with pytest.raises(ConfigError, match="dampening=0.5 has no effect with optimizer='adam': it counts only with optimizer='sgd'"):
+        RunConfig.from_mapping({"dampening": 0.5, "optimizer": "adam", "momentum": 0.0})
+    training = RunConfig.from_mapping({"dampening": 0.5, "batch-size": 8}).local_training()
+    assert isinstance(training, VALUES[LocalTraining])
+    assert (training.batch_size, training.momentum) == (8, 0.9)  # the keys that all have reach it, too
+    (group,) = training.make_optimizer([nn.Parameter(torch.ones(1))], 0.1).param_groups
+    assert (group["dampening"], group["momentum"]) == (0.5, 0.9)
+    assert equal(without, weights(tmp_path))  # its default changes no bit
+    assert not equal(without, weights(tmp_path, dampening=0.5))
+
+
+def test_without_the_package_there_is_no_such_key() -> None:
+    """Control, and that the packages above left nothing behind."""
+    assert all(base is kind for base, kind in VALUES.items())
+    with pytest.raises(ConfigError, match="unknown config key 'dampening'"):
+        RunConfig.from_mapping({"dampening": 0.5})
+
+
+def test_what_is_entered_must_be_derived_from_what_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(VALUES, LocalTraining, nn.Module)
+    with pytest.raises(ConfigError, match=r"VALUES\[LocalTraining\] must be derived from LocalTraining, but got Module"):
+        RunConfig()
+
+
+# One declaration
+
+
+def test_a_line_of_the_run_config_is_named_by_its_key() -> None:
+    """Else its attribute and its key would differ."""
+    named = {name: spec.key for name, spec in own_options(RunKeys).items() if spec.key}
+    assert len(named) > 60
+    assert {name: key for name, key in named.items() if name.replace("_", "-") != key} == {}
+
+
+def test_every_option_of_a_value_has_a_line() -> None:
+    """Else its key is no attribute that a type checker knows."""
+    assert list(general_options()) == [name.replace("_", "-") for name in own_options(RunKeys)]
+
+
+def test_defaults_that_stand_twice_agree_or_are_told_apart_in_the_documentation() -> None:
+    """What ``Federation`` and the strategies repeat of ``Rounds`` for their readers, and how a run config differs from them."""
+    alone = {field.name: field.default for field in fields(Rounds)}
+    for kind, names in (
+        (Federation, {"fraction", "evaluate_every", "calibrate", "unit_scale", "seed"}),
+        (OwnAppStrategy, {"calibrate", "unit_scale", "seed", "rate", "exchange", "payload"}),
+    ):
+        taken = signature(kind).parameters
+        assert {name: taken[name].default for name in names} == {name: alone[name] for name in names}
+    assert SGD_05.keywords == {"lr": LEARNING_RATE, "momentum": RunConfig().momentum}
+    assert RunConfig().learning_rate == LEARNING_RATE == constant_rate(1, 2)
+    page = (HERE.parents[1] / "docs" / "start" / "plain-torch.md").read_text()
+    taken = signature(Federation).parameters
+    for name in ("local_epochs", "evaluate_every"):
+        assert f"| `{name}={taken[name].default}` |" in page
+    for key in ("local-steps", "evaluate-every", "learning-rate-schedule", "weight-decay"):
+        value = RunConfig()[key]
+        assert f"| `{key}={value!r}` |" in page
+
+
+def test_the_run_config_differs_from_a_constructor_where_it_is_said() -> None:
+    """A new difference is a decision: it stands here, too."""
+    told = {
+        (kind.__name__, name)
+        for kind in VALUES
+        for name, spec in own_options(kind).items()
+        if spec.in_run != spec.default and not spec.read
+    }
+    required = {
+        ("LocalTraining", "batch_size"),
+        ("Rounds", "clients"),
+        *(("Privacy", name) for name in ("clip", "statistics_clip", "noise")),
+    }
+    recipe = {("LocalTraining", name) for name in ("steps", "momentum", "weight_decay", "clip")}
+    policy = {("Rounds", "evaluate_every"), ("Rounds", "retry"), ("Rounds", "max_steps"), ("Defence", "f")}
+    assert told == required | recipe | policy
