@@ -75,10 +75,17 @@ class Where:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file, read: ``keys`` that all runs have, ``axes`` by name: label -> the keys of that value.
+    """Hold the runs of a sweep file, of ``fl-bn compare`` or of ``fl-bn attack-grid``: every combination of the axes.
 
-    ``own``: keys that at least one of the runs must use. Of a variant these are its own ones: what stands in the file's [run] and [axes] is
-    for all variants.
+    Attributes:
+        title: what the report calls it.
+        keys: run config keys of all runs.
+        axes: axis -> label -> the keys of that value.
+        skip: combinations to leave out, each by its labels on some axes.
+        own: keys that at least one run must use. Of a variant these are its own keys, since the file's keys serve all variants.
+        where: keys of some combinations, which count more.
+        tables: the file's other tables, such as [report].
+        strict: whether every run must use all keys of its values on the axes. Runs of a sweep file leave out what they ignore.
     """
 
     title: str
@@ -88,6 +95,7 @@ class Sweep:
     own: frozenset[str] = frozenset()
     where: tuple[Where, ...] = ()
     tables: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Every combination: where it stands on the axes, and its keys. Seeds turn slowest, so that the first is complete first."""
@@ -137,8 +145,9 @@ class Sweep:
             name = "-".join(_plain(f"{axis}{value}" if isinstance(value, int | float) else str(value)) for axis, value in where.items())
             own = {"output": str((output / "runs").resolve()), "name": name or "run", "pictures": False}
             method, centralised = trained_as(keys.get("method", RunConfig.method))
+            must = {key for axis, value in where.items() for key in self.axes[axis][str(value)]} if self.strict else set()
             try:
-                config = use.config({**keys, "method": method, **own})
+                config = use.config({**keys, "method": method, **own}, must)
             except ConfigError as error:
                 raise ConfigError(f"{_at(where)}: {error}") from error
             made.append(Cell(config, where, centralised))
@@ -273,6 +282,11 @@ def _axis(axis: str, values: Any) -> Axis:
     if nested := [f"{label}: {key}" for label, keys in values.items() for key, value in keys.items() if isinstance(value, list | dict)]:
         raise ConfigError(f"a value of [axes.{axis}] takes plain keys, but has a list or table ({nested[0]}): make it an axis of its own")
     return {label: dict(keys) for label, keys in values.items()}
+
+
+def without_decided(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``keys`` without those that the sweep decides for each run."""
+    return _without(keys, DECIDED)
 
 
 def _without(keys: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
