@@ -55,7 +55,7 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only check the file, the data and the networks, and list the runs")] = False,
     run_config: RunConfigOption = "",
 ) -> None:
-    """Every combination of a sweep file's axes; interrupted, the same command goes on. Tables, pictures and a page at the end."""
+    """Run every combination of a sweep file's axes; interrupted, the same command goes on. Tables, pictures and a page at the end."""
     from fl_bn.run.config import ConfigError
     from fl_bn.sweep.run import Place
 
@@ -172,7 +172,7 @@ def carry_out(
 
 
 def report(folder: Annotated[Path, typer.Argument(help="of a sweep, finished or not")]) -> None:
-    """Tables (CSV, Markdown, LaTeX), pictures, and one page that opens offline, of what a sweep has so far."""
+    """Write tables (CSV, Markdown, LaTeX), pictures, and one page that opens offline, of a sweep's runs so far."""
     from fl_bn.report import write_report
     from fl_bn.run.config import ConfigError
 
@@ -185,7 +185,7 @@ def report(folder: Annotated[Path, typer.Argument(help="of a sweep, finished or 
 
 
 class _bars:
-    """One display for a sweep: rounds in all, and of every run that is going on."""
+    """Show the rounds of a whole sweep, and of every run that is going on."""
 
     ROWS = 16  # runs shown at a time
 
