@@ -14,6 +14,7 @@ import pytest
 
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import ConfigError
+from fl_bn.run.plot import plot
 from fl_bn.run.run_directory import to_toml
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.cells import Cell, run_cell, run_cells
@@ -187,3 +188,10 @@ def test_one_seed_has_no_standard_deviation_and_no_run_no_picture(tmp_path: Path
     write(Curves({}, {}, {"fbn": 1}), "nothing", tmp_path)
     assert not (tmp_path / "comparison.png").exists()
     assert "| fbn | failed | failed | 0 of 1 |" in (tmp_path / "table.md").read_text()
+
+
+def test_plot_finds_the_runs_of_a_comparison(tmp_path: Path) -> None:
+    for cell in cells(tmp_path, "fbn", "fedavg"):
+        finish(cell, [None, 0.5, 0.6])
+    assert sorted(plot([tmp_path], tmp_path / "all.png")) == ["fbn (2 seeds)", "fedavg (2 seeds)"]
+    assert (tmp_path / "all.png").stat().st_size > 10_000
