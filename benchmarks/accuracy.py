@@ -18,8 +18,8 @@ from rich.progress import Progress
 
 from fl_bn.run.config import RunConfig
 from fl_bn.run.pictures import partition_in_words
-from fl_bn.sweep.cells import run_cells
-from fl_bn.sweep.compare import Variant, gather, plan, write
+from fl_bn.sweep.compare import Variant, comparison, read_curves, write
+from fl_bn.sweep.run import Place, check, plan, run
 
 COMMON: dict[str, str | int | float] = {
     "dataset": "npz", "model": "simple-cnn", "batch-size": 32, "momentum": 0.9, "weight-decay": 1e-4,
@@ -63,11 +63,15 @@ def main(
         base = {**COMMON, **setting, "data-path": str(data.resolve())}
         folder = work / name
         chosen = methods.split(",") if methods else METHODS_OF.get(name, METHODS)
-        cells = plan([Variant.parse(text) for text in chosen], range(seeds), base, folder)
+        title = f"CIFAR-10 subset (12,000 / 2,000), {describe(base)}"
+        sweep = comparison([Variant.parse(text) for text in chosen], range(seeds), base, title)
+        planned = plan(sweep, folder, retry=True)
+        check(planned.todo)
         with Progress(console=console) as bar:
             task = bar.add_task(name, total=None)
-            errors = run_cells(cells, jobs, lambda done, total: bar.update(task, completed=done, total=total))  # noqa: B023
-        write(gather(cells), f"CIFAR-10 subset (12,000 / 2,000), {describe(base)}", folder)
+            place = Place(jobs=jobs)
+            errors = run(sweep, planned, folder, place, lambda done, total: bar.update(task, completed=done, total=total))  # noqa: B023
+        write(read_curves(planned.cells), title, folder)
         (results / name).mkdir(parents=True, exist_ok=True)
         for file in ("table.md", "table.csv", "curves.csv", "comparison.png"):
             shutil.copy(folder / file, results / name / file)

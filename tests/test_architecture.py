@@ -206,7 +206,7 @@ def test_no_path_of_a_machine_is_in_the_tree() -> None:
 
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "grpc": "grpcio", "google": "protobuf"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ALONE = {"llvmlite", "datasets"}  # tried, and done without; Hugging Face's, which flwr-datasets brings
+ALONE = {"llvmlite"}  # tried, and done without
 
 
 def distributions(wanted: list[str]) -> set[str]:

@@ -77,7 +77,7 @@ def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any],
     """
     cells = []
     for label in candidates:
-        config = Variant.parse(label).config(base, int(base.get("seed", 0)), output, Usage())
+        config = _config(label, base, output)
         if config.join_rounds:
             raise ConfigError(f"join-rounds={config.join_rounds!r} names rounds after the end of a pilot: leave out join-rounds or --pilot")
         freeze = config.freeze_after if config.freeze_after < 1 else max(1, round(config.freeze_after * rounds / config.rounds))
@@ -96,9 +96,17 @@ def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any],
 
 def final_cell(label: str, base: Mapping[str, Any], output: Path, checkpoint_every: int) -> Cell:
     """Plan the whole run of the chosen method: on all training data, tested on the test data."""
-    config = Variant.parse(label).config(base, int(base.get("seed", 0)), output, Usage())
+    config = _config(label, base, output)
     pictures, every = bool(base.get("pictures", True)), config.checkpoint_every or checkpoint_every
     return Cell(replace(config, pictures=pictures, checkpoint_every=every), {"method": label})
+
+
+def _config(label: str, base: Mapping[str, Any], output: Path) -> RunConfig:
+    """Return the config of the candidate ``label``, without the keys of ``base`` that it would ignore."""
+    variant, seed = Variant.parse(label), int(base.get("seed", 0))
+    folder = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in label)
+    own = {"method": variant.method, "output": str(output.resolve()), "name": f"{folder}-seed{seed}", "pictures": False}
+    return Usage().config({**base, **variant.overrides, **own}, must=variant.overrides)
 
 
 def result(cell: Cell, of: Task) -> float:

@@ -22,10 +22,9 @@ from fl_bn.cli.data import data
 from fl_bn.cli.doctor import doctor
 from fl_bn.cli.new import new
 from fl_bn.cli.partition import partition
-from fl_bn.cli.progress import rounds_bar
 from fl_bn.cli.recalibrate import recalibrate
 from fl_bn.cli.refusal import Commands, refused
-from fl_bn.cli.sweep import report, sweep
+from fl_bn.cli.sweep import carry_out, report, sweep
 from fl_bn.support.extras import DEPLOYMENT, NotInstalled, lacking
 from fl_bn.support.imports import without_gc
 
@@ -150,26 +149,25 @@ def compare(
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.pictures import partition_in_words
     from fl_bn.run.usage import Usage
-    from fl_bn.sweep.cells import run_cells
-    from fl_bn.sweep.compare import Variant, gather, heading, plan, write
+    from fl_bn.sweep.compare import Variant, check_metric, comparison, heading, read_curves, write
     from fl_bn.sweep.compare import table as rows_of
+    from fl_bn.sweep.run import Place
 
     folder = Path(output or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}")
     try:
         base = parse_overrides(run_config)
         config = Usage().config(base)
-        cells = plan([Variant.parse(text) for text in methods.split(",")], range(config.seed, config.seed + seeds), base, folder)
+        title = f"{config.dataset}, {config.model}, {config.clients} clients, {partition_in_words(config)}, {config.rounds} rounds"
+        chosen = range(config.seed, config.seed + seeds)
+        sweep = comparison([Variant.parse(text) for text in methods.split(",")], chosen, base, title)
+        check_metric(sweep.cells(folder))
+        planned, errors = carry_out(sweep, folder, Place(jobs=jobs), retry=True)
     except ConfigError as error:
         raise refused(error) from error
-    with rounds_bar(console) as bar:
-        task = bar.add_task(f"{len(cells)} runs", total=None)
-        errors = run_cells(cells, jobs, lambda done, total: bar.update(task, completed=done, total=total))
-    outcome = gather(cells)
-    split = partition_in_words(config)
-    title = f"{config.dataset}, {config.model}, {config.clients} clients, {split}, {config.rounds} rounds"
-    write(outcome, title, folder)
-    shown = Table(*heading(outcome), title=title)
-    for row in rows_of(outcome):
+    curves = read_curves(planned.cells)
+    write(curves, title, folder)
+    shown = Table(*heading(curves), title=title)
+    for row in rows_of(curves):
         shown.add_row(*row)
     console.print(shown)
     console.print(f"table.md, table.csv, curves.csv, comparison.png and all runs: {folder}")
@@ -217,23 +215,22 @@ def attack_grid(
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.usage import Usage
     from fl_bn.sweep.attack_grid import parse_axes, run_grid, write
+    from fl_bn.sweep.file import Sweep
+    from fl_bn.sweep.run import Place
 
     folder = Path(output or f"runs/attack-grid-{datetime.now():%Y%m%d-%H%M%S}")
+
+    def perform(sweep: Sweep, retry: bool) -> dict[str, str]:
+        return carry_out(sweep, folder, Place(jobs=jobs), retry)[1]
+
     try:
         grid = parse_axes(methods, heterogeneity, byzantine, rules, attacks)
         base = parse_overrides(run_config)
         config = Usage().config({"partition": "similarity", **base})
-        with rounds_bar(console) as bar:
-            task = bar.add_task("attack grid", total=None)
-            chosen = range(config.seed, config.seed + seeds)
-
-            def show(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
-
-            scores, errors = run_grid(grid, chosen, base, folder, jobs, show, too_few)
+        title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition}, {config.rounds} rounds"
+        scores, errors = run_grid(grid, range(config.seed, config.seed + seeds), base, title, folder, perform, too_few)
     except ConfigError as error:
         raise refused(error) from error
-    title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition}, {config.rounds} rounds"
     write(grid, scores, title, folder, config.partition)
     console.print((folder / "table.md").read_text(), highlight=False, soft_wrap=True)
     console.print(f"cells.csv, table.csv, table.md, heat maps and all runs: {folder}")

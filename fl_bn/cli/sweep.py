@@ -1,4 +1,7 @@
-"""The commands ``fl-bn sweep`` and ``fl-bn report``. Imports are inside them, since torch takes seconds."""
+"""The commands ``fl-bn sweep`` and ``fl-bn report``, and the way that every sweep runs.
+
+Imports are inside functions, since torch takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from fl_bn.cli.refusal import refused
 
 if TYPE_CHECKING:  # torch takes seconds, which --help need not
     from fl_bn.sweep.cells import Cell
-    from fl_bn.sweep.run import Place
+    from fl_bn.sweep.file import Sweep
+    from fl_bn.sweep.run import Place, Plan
 
 console = Console()
 
@@ -51,7 +55,7 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only check the file, the data and the networks, and list the runs")] = False,
     run_config: RunConfigOption = "",
 ) -> None:
-    """Every combination of a sweep file's axes; interrupted, the same command goes on. Tables, pictures and a page at the end."""
+    """Run every combination of a sweep file's axes; interrupted, the same command goes on. Tables, pictures and a page at the end."""
     from fl_bn.run.config import ConfigError
     from fl_bn.sweep.run import Place
 
@@ -81,32 +85,36 @@ def perform(
     known: Mapping[str, str] = MappingProxyType({}),
     dry_run: bool = False,
 ) -> dict[str, str]:
-    """Check, run and report one sweep; the errors of its failed cells. Raises ConfigError before anything runs.
+    """Check, run and report one sweep.
 
-    ``known``: cells that have their result elsewhere and are not run, by name; the file that it stands in.
+    Args:
+        file: the sweep file.
+        variant: of the file; empty: the file itself.
+        data: the folder that {data} means.
+        folder: of the results.
+        place: where the cells run.
+        retry: whether cells that failed before are begun anew.
+        run_config: keys that count more than the file's.
+        only: a shell pattern for the names of cells.
+        known: cells that have their result elsewhere and are not run, by name; the file that holds it.
+        dry_run: whether nothing is run.
+
+    Returns:
+        The errors of the failed cells, by name.
+
+    Raises:
+        ConfigError: before anything runs.
     """
     from fl_bn.report import write_report
     from fl_bn.run.overrides import parse_overrides
-    from fl_bn.sweep import run
     from fl_bn.sweep.file import made, maker, read
 
     if function := maker(file, variant):
         data = str(made(function, folder / "data"))
     chosen = read(file, variant, data, parse_overrides(run_config))
-    planned = run.plan(chosen, folder, retry=retry, only=only, known=known)
-    run.check(planned.todo)
-    done = len([cell for cell in planned.cells if cell.finished()])
-    console.print(f"{chosen.title}: {len(planned.cells)} runs, {done} of them finished before, {len(planned.todo)} to do", highlight=False)
-    if known:
-        where = ", ".join(sorted(set(known.values())))
-        console.print(f"{len(known)} more have their result in {where} and are not run", highlight=False, soft_wrap=True)
-    if dry_run:
-        for cell in planned.cells:
-            console.print(f"  {cell.config.name}", highlight=False)
+    planned, errors = carry_out(chosen, folder, place, retry, only, known=known, dry_run=dry_run)
     if dry_run or not planned.cells:
         return {}
-    with _bars() as (show, running):
-        errors = run.run(chosen, planned, folder, place, show, running)
     files = write_report(folder)
     if (table := folder / "table.md").exists():
         console.print(table.read_text(), highlight=False, markup=False, soft_wrap=True)
@@ -118,8 +126,53 @@ def perform(
     return errors
 
 
+def carry_out(
+    chosen: Sweep,
+    folder: Path,
+    place: Place,
+    retry: bool,
+    only: str = "",
+    *,
+    known: Mapping[str, str] = MappingProxyType({}),
+    dry_run: bool = False,
+) -> tuple[Plan, dict[str, str]]:
+    """Plan a sweep, check it and run it behind its bars: of a file, of ``fl-bn compare`` or of ``fl-bn attack-grid``.
+
+    Args:
+        chosen: the sweep. The other arguments are those of ``perform``.
+        folder: of the results.
+        place: where the cells run.
+        retry: whether cells that failed before are begun anew.
+        only: a shell pattern for the names of cells.
+        known: cells that have their result elsewhere, by name.
+        dry_run: whether nothing is run.
+
+    Returns:
+        The plan, and the errors of the failed cells by name.
+
+    Raises:
+        ConfigError: before anything runs.
+    """
+    from fl_bn.sweep import run
+
+    planned = run.plan(chosen, folder, retry=retry, only=only, known=known)
+    run.check(planned.todo)
+    done = len([cell for cell in planned.cells if cell.finished()])
+    console.print(f"{chosen.title}: {len(planned.cells)} runs, {done} of them finished before, {len(planned.todo)} to do", highlight=False)
+    if known:
+        where = ", ".join(sorted(set(known.values())))
+        console.print(f"{len(known)} more have their result in {where} and are not run", highlight=False, soft_wrap=True)
+    if dry_run:
+        for cell in planned.cells:
+            console.print(f"  {cell.config.name}", highlight=False)
+    if dry_run or not planned.cells:
+        return planned, {}
+    with _bars() as (show, running):
+        return planned, run.run(chosen, planned, folder, place, show, running)
+
+
 def report(folder: Annotated[Path, typer.Argument(help="of a sweep, finished or not")]) -> None:
-    """Tables (CSV, Markdown, LaTeX), pictures, and one page that opens offline, of what a sweep has so far."""
+    """Write tables (CSV, Markdown, LaTeX), pictures, and one page that opens offline, of a sweep's runs so far."""
     from fl_bn.report import write_report
     from fl_bn.run.config import ConfigError
 
@@ -132,7 +185,7 @@ def report(folder: Annotated[Path, typer.Argument(help="of a sweep, finished or 
 
 
 class _bars:
-    """One display for a sweep: rounds in all, and of every run that is going on."""
+    """Show the rounds of a whole sweep, and of every run that is going on."""
 
     ROWS = 16  # runs shown at a time
 

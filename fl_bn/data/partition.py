@@ -6,7 +6,7 @@ computes the whole partition for itself, so the same arguments must give the sam
 randomness comes from ``numpy.random.SeedSequence``.
 
 Each function returns one sorted int64 index array per client. They are disjoint, none is empty, and together they hold
-every sample, unless said otherwise. Partitioners of flwr-datasets serve where that is installed: ``flower.partitioner``.
+every sample, unless said otherwise.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""A round's replies taken one by one: what a reply adds to the average is added when it comes, and its weights are freed.
+"""A round's replies added to the average one by one, as they arrive; the weights of an added reply are freed.
+
+So the server needs the memory of three models however many clients there are: 138 MB for 50 replies of a ResNet-18, streamed, where a
+list of all replies takes 2,266 MB (``benchmarks/server.py``).
 
 Clients are added in client order, so that the order of arrival changes no bit; a reply that is ahead of its turn waits. The average is the
 sum of the replies times ``weight / total``, and the total is known only with the last reply: what is used is the total that was planned, of
-all clients of the cohort. Where all of them count as much as planned, the average is bit for bit that of ``aggregation.average``. Where not
+all clients of the cohort. Where all of them count as much as planned, the average is bit for bit that of ``aggregation.average``. Otherwise
 (a client is lost or refused), it is multiplied by ``planned / total`` at the end, which rounds once more in float64.
 
 A reply that may yet be refused waits, and with it all after it, until all have come: one with numbers so large that the server's step could
@@ -29,13 +32,26 @@ TOGETHER = 2  # replies that are added at once: the sum is read and written half
 
 @dataclass
 class PartialAverage:
-    """The first part of an average: ``sum`` of the tensors of those clients that are in it, each times its weight / ``planned``."""
+    """Hold the first part of an average.
+
+    Attributes:
+        planned: the total weight of the cohort.
+        sum: of the added clients' tensors, each times its weight / ``planned``.
+    """
 
     planned: float
     sum: WeightedSum = field(default_factory=WeightedSum)
 
     def mean(self, parts: Sequence[Reply], section: str, weights: Sequence[float]) -> dict[str, Tensor]:
-        """The average of all ``parts``, those in the sum among them. Without others it takes the sum itself, which is then empty."""
+        """Return the average of all replies, those in the sum among them.
+
+        Without other replies the result takes the sum's own memory, and the sum is empty afterwards.
+
+        Args:
+            parts: all replies of the average.
+            section: of the replies, whose tensors are averaged.
+            weights: of ``parts``.
+        """
         total, others = float(sum(weights)), [(p, w) for p, w in zip(parts, weights, strict=True) if not p.folded]
         made, self.sum = self.sum, self.sum.copy() if others else WeightedSum()
         if others:
@@ -47,11 +63,7 @@ class PartialAverage:
 
 
 class StreamingAverage:
-    """Adds replies up as they come.
-
-    ``planned``: the weight of each client of the cohort; ``weigh``: a reply's; ``waits``: whether it may yet be refused, given some of the
-    others; ``least``: how many replies must have come before one is added.
-    """
+    """Add replies up as they arrive."""
 
     def __init__(
         self,
@@ -60,23 +72,31 @@ class StreamingAverage:
         waits: Callable[[Reply, Collection[Reply]], bool],
         least: int = 1,
     ) -> None:
+        """Begin an average.
+
+        Args:
+            planned: the weight of each client of the cohort.
+            weigh: takes a reply, returns its weight.
+            waits: takes a reply and some of the others, and tells whether it may yet be refused.
+            least: how many replies must be there before one is added.
+        """
         self._turns, self._weigh, self._waits, self._least = deque(sorted(planned)), weigh, waits, least
         self._replies: dict[int, Reply] = {}
         self._absent, self._next = set[int](), list[Reply]()
         self._folded = PartialAverage(float(sum(planned.values())) or 1.0)
 
     def take(self, reply: Reply) -> None:
-        """A checked reply; each client's first."""
+        """Take a checked reply, the first of its client."""
         self._replies[reply.client] = reply
         self._advance()
 
     def leave_out(self, client: int) -> None:
-        """There will be no usable reply of ``client``."""
+        """Expect no usable reply of ``client``."""
         self._absent.add(client)
         self._advance()
 
     def end(self) -> tuple[list[Reply], PartialAverage]:
-        """All replies in client order, and the sum of those whose turn came; their weights are tensors without memory."""
+        """Return all replies in client order, and the sum of the added ones, whose weights are tensors without memory."""
         self._fold()
         return [self._replies[client] for client in sorted(self._replies)], self._folded
 

@@ -26,19 +26,22 @@ GRID = np.geomspace(0.1, 20.0, 12)  # strengths that an optimised attack tries, 
 
 
 def sign_flip(honest: np.ndarray, f: int) -> np.ndarray:
-    """The honest mean, negated."""
+    """Send the honest mean, negated."""
     return _copies(-honest.mean(0), f)
 
 
 def foe(epsilon: float = 0.5) -> Attack:
-    """Fall of empires (inner product manipulation): the honest mean times ``-epsilon``. Xie et al., UAI 2019."""
+    """Make "Fall of empires" (inner product manipulation): the honest mean times ``-epsilon``. Xie et al., UAI 2019."""
     return lambda honest, f: _copies(-epsilon * honest.mean(0), f)
 
 
 def alie(z: float | None = None) -> Attack:
-    """A little is enough: the honest mean minus ``z`` of the honest standard deviations, per coordinate; None: the paper's ``z_max``.
+    """Make "A little is enough": the honest mean minus ``z`` honest standard deviations, per coordinate.
 
     Baruch et al., NeurIPS 2019.
+
+    Args:
+        z: the number of standard deviations; None: the paper's ``z_max``.
     """
 
     def attack(honest: np.ndarray, f: int) -> np.ndarray:
@@ -49,7 +52,7 @@ def alie(z: float | None = None) -> Attack:
 
 
 def z_max(n: int, f: int) -> float:
-    """The largest z at which ALIE hides: with s = floor(n/2 + 1) - f honest rows farther out, f and those s are a majority.
+    """Return the largest z at which ALIE hides: with s = floor(n/2 + 1) - f honest rows farther out, f and those s are a majority.
 
     The quantile of the normal distribution at (n - f - s) / (n - f), as in ALIE's algorithm 3, not below 0.
     """
@@ -59,25 +62,30 @@ def z_max(n: int, f: int) -> float:
 
 
 def mimic(victim: int = 0) -> Attack:
-    """Every Byzantine client sends what honest client ``victim`` sends. Karimireddy et al., ICLR 2022."""
+    """Make the attack that repeats the row of honest client ``victim``. Karimireddy et al., ICLR 2022."""
     return lambda honest, f: _copies(honest[victim % len(honest)], f)
 
 
 def gaussian(sigma: float = 1.0, seed: int = 0) -> Attack:
-    """Independent noise of standard deviation ``sigma`` about zero, in every coordinate."""
+    """Make independent noise of standard deviation ``sigma`` about zero, in every coordinate."""
     return lambda honest, f: np.random.default_rng(seed).normal(0.0, sigma, (f, honest.shape[1]))
 
 
 def constant(value: float) -> Attack:
-    """The same number everywhere: Inf, NaN, or any other."""
+    """Make rows of one number: Inf, NaN, or any other."""
     return lambda honest, f: np.full((f, honest.shape[1]), value)
 
 
 def optimised(family: Callable[[float], Attack], damage: Damage, grid: np.ndarray = GRID) -> Attack:
-    """The attack of ``family(strength)`` that does the most ``damage``; its rows are alike, and affine in the strength (FOE, ALIE).
+    """Make the attack of a family that does the most damage.
 
     Strengths are those of ``grid`` and of its negative, so that it need not be known on which side a rule is weak; the best is
     refined between its neighbours. Shejwalkar and Houmansadr (NDSS 2021) and ByzFL search on one side only.
+
+    Args:
+        family: strength -> attack, whose rows are alike and affine in the strength (FOE, ALIE).
+        damage: of a row that every Byzantine client sends.
+        grid: strengths > 0, in a geometric series.
     """
 
     def attack(honest: np.ndarray, f: int) -> np.ndarray:
@@ -98,7 +106,7 @@ def optimised(family: Callable[[float], Attack], damage: Damage, grid: np.ndarra
 
 
 def flip_labels(labels: T, classes: int) -> T:
-    """Every label y of 0 .. classes - 1 as classes - 1 - y."""
+    """Replace every label y of 0 .. classes - 1 by classes - 1 - y."""
     return classes - 1 - labels
 
 
@@ -126,10 +134,13 @@ STRENGTH = {"foe": 0.5, "gaussian": 1.0}  # where none is given; alie's is z_max
 
 @dataclass(frozen=True)
 class Adversary:
-    """``f`` Byzantine clients, the last of the population, and what they do.
+    """Hold the attack of the Byzantine clients, which are the last of the population.
 
-    ``attack``: a name of ``ATTACKS``, or an attack of one's own. ``on`` their BN statistics, their updates, or both. ``strength``: FOE's
-    epsilon, ALIE's z, the noise's standard deviation, mimic's victim; 0 is the attack's own default.
+    Attributes:
+        attack: a name of ``ATTACKS``, or an attack of one's own.
+        f: the number of Byzantine clients.
+        on: what they lie about: ``statistics``, ``updates`` or ``both``.
+        strength: FOE's epsilon, ALIE's z, the noise's standard deviation, mimic's victim; 0: the attack's own default.
     """
 
     attack: str | Attack
@@ -146,10 +157,23 @@ class Adversary:
 
     @property
     def flips_labels(self) -> bool:
+        """Tell whether the attack is honest training on flipped labels."""
         return self.attack == LABEL_FLIP
 
     def rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """What the Byzantine clients send (f, d); ``damage`` is what an optimised attack looks for."""
+        """Return the rows of the Byzantine clients.
+
+        Args:
+            honest: (h, d), the rows of the honest clients.
+            f: how many rows to make.
+            damage: the measure that an optimised attack maximises.
+
+        Returns:
+            (f, d).
+
+        Raises:
+            ValueError: the attack is on the data.
+        """
         if not isinstance(self.attack, str):
             return self.attack(honest, f)
         family = ATTACKS[self.attack]
@@ -160,7 +184,10 @@ class Adversary:
         return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)
 
     def statistics_rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """The same for one layer's statistics, (h, 2C): means, then variances. Sign flipping leaves the variances (FBN, section 5)."""
+        """Return the Byzantine clients' statistics of one layer, as ``rows`` does for (h, 2C): means, then variances.
+
+        Sign flipping leaves the variances (FBN, section 5).
+        """
         rows = self.rows(honest, f, damage)
         if self.attack == "sign-flip":
             half = honest.shape[1] // 2

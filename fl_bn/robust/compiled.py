@@ -1,5 +1,10 @@
 """The middle of every column by machine code: the extra ``robust`` (llvmlite).
 
+What it gains on one thread beside NumPy alone: the median and the trimmed mean of 10 to 50 rows of 0.1 to 11 million float32 numbers are
+5 to 13 times as fast (10 rows of 11 million: 88 ms become 16). After nearest-neighbour mixing, whose distances take most of the time,
+they are 1.1 to 1.6 times as fast. A defended round of a run, which first copies the updates to float64, gains a factor of 1.1 to 1.5.
+``benchmarks/robust.py`` repeats the comparison.
+
 For a number of rows and of values to cut, LLVM makes a function of the pruned sorting network: a straight line of minima and maxima on 32
 bytes of every row at a time, which stay in registers and in the first-level cache. It reads the rows where they lie and sums the middle in
 the order in which ``coordinate`` does on few rows, so that its bits are those of the same network run by NumPy.
@@ -25,9 +30,12 @@ AHEAD = 256  # bytes of a row that are fetched before they are needed
 
 
 class Middle:
-    """The mean of what remains of every column of ``n`` rows without its ``trim`` smallest and ``trim`` largest values.
+    """Average every column of ``n`` rows without its smallest and largest values.
 
-    ``double``: of float64 instead of float32 rows.
+    Attributes:
+        n: the number of rows.
+        dtype: float32 or float64, of rows and results.
+        lanes: columns in one operation.
     """
 
     def __init__(self, engine: Any, n: int, double: bool) -> None:
@@ -39,20 +47,28 @@ class Middle:
         self.lanes = VECTOR // self.dtype.itemsize
 
     def of_rows(self, rows: Sequence[Any], out: np.ndarray) -> bool:
-        """Fills ``out`` (width,) from ``rows``, n of (width,), all contiguous. Whether they are finite: if not, ``out`` means nothing."""
+        """Fill ``out`` from ``rows``.
+
+        Args:
+            rows: n arrays (width,), each contiguous.
+            out: (width,).
+
+        Returns:
+            Whether all numbers are finite. If not, ``out`` means nothing.
+        """
         if len(out) < self.lanes:
             return self._of_few(np.stack(rows), out)
         addresses = [row.__array_interface__["data"][0] for row in rows]
         return self._run(np.array(addresses, np.uintp), out)
 
     def of_block(self, block: np.ndarray, out: np.ndarray) -> bool:
-        """As ``of_rows``, from a block (n, width) whose rows are contiguous."""
+        """Fill ``out`` as ``of_rows`` does, from a block (n, width) whose rows are contiguous."""
         if len(out) < self.lanes:
             return self._of_few(block, out)
         return self._run(block.ctypes.data + np.arange(len(block), dtype=np.uintp) * np.uintp(block.strides[0]), out)
 
     def _of_few(self, block: np.ndarray, out: np.ndarray) -> bool:
-        """Of fewer columns than one operation takes."""
+        """Fill ``out`` of fewer columns than one operation takes."""
         if not len(out):
             return True
         padded, values = np.zeros((self.n, self.lanes), self.dtype), np.empty(self.lanes, self.dtype)
@@ -67,7 +83,16 @@ class Middle:
 
 @lru_cache(maxsize=64)
 def middle(n: int, trim: int, double: bool) -> Middle | None:
-    """The function for these numbers of rows and of values to cut; None if there is none: without llvmlite, or for too many rows."""
+    """Make the function for ``n`` rows of which ``trim`` values are cut at either end.
+
+    Args:
+        n: the number of rows.
+        trim: how many of the smallest and of the largest values of a column do not count.
+        double: whether rows are float64.
+
+    Returns:
+        The function; None without llvmlite, or for more than ``MOST`` rows.
+    """
     try:
         import llvmlite.binding as llvm
     except ImportError:
@@ -84,9 +109,9 @@ def middle(n: int, trim: int, double: bool) -> Middle | None:
 
 
 def code(n: int, trim: int, double: bool) -> str:
-    """The function in LLVM's language: ``middle(addresses of the rows, columns, out)`` gives 0 if all numbers are finite.
+    """Write the function in LLVM's language: ``middle(addresses of the rows, columns, out)`` gives 0 if all numbers are finite.
 
-    The last step goes back to where a whole vector is left.
+    The last step goes back to where a whole vector remains.
     """
     number, size = ("double", 8) if double else ("float", 4)
     lanes = VECTOR // size
@@ -135,7 +160,7 @@ def code(n: int, trim: int, double: bool) -> str:
 
 
 def _sum(lines: list[str], vector: str, name: str, values: list[str]) -> str:
-    """Adds ``values`` from first to last; the name of the sum."""
+    """Append the sum of ``values``, from first to last, to ``lines``; return the sum's name."""
     total = values[0]
     for k, value in enumerate(values[1:]):
         lines.append(f" %{name}{k} = fadd {vector} {total}, {value}")

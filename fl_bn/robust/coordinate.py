@@ -21,7 +21,7 @@ STRIP = 128  # columns per transposed strip: (128, n) fits a first-level cache
 
 
 def trimmed_mean(block: Any, trim: int) -> Any:
-    """(width,): mean of the values that remain in every column without its ``trim`` smallest and ``trim`` largest."""
+    """Return the mean (width,) of every column of ``block`` (n, width) without its ``trim`` smallest and ``trim`` largest values."""
     n = len(block)
     if trim == 0:
         return block.sum(0) / n
@@ -42,12 +42,12 @@ def trimmed_mean(block: Any, trim: int) -> Any:
 
 
 def median(block: Any) -> Any:
-    """(width,): the middle value of every column, of an even number of rows the mean of the two middle ones."""
+    """Return the middle value (width,) of every column; of an even number of rows the mean of the two middle ones."""
     return trimmed_mean(block, (len(block) - 1) // 2)
 
 
 def _network(block: Any, trim: int) -> list[Any]:
-    """The middle order statistics of every column, as rows (in no particular order)."""
+    """Return the middle order statistics of every column, as rows (in no particular order)."""
     xp = torch if isinstance(block, Tensor) else np
     wires = [block[i] for i in range(len(block))]
     spare = xp.empty_like(wires[0])
@@ -65,7 +65,7 @@ def _network(block: Any, trim: int) -> list[Any]:
 
 
 def _median_of_bits(block: np.ndarray, trim: int) -> np.ndarray:
-    """The median by the floats' bit patterns, read as integers: NumPy sorts those in two thirds of the time.
+    """Return the median by the floats' bit patterns, read as integers: NumPy sorts those in two thirds of the time.
 
     As integers the negative numbers come first, but in descending order: the k-th smallest of m negatives is at m - 1 - k.
     """
@@ -80,7 +80,7 @@ def _median_of_bits(block: np.ndarray, trim: int) -> np.ndarray:
 
 
 def _sorted_columns(block: np.ndarray) -> np.ndarray:
-    """``block`` (n, width) transposed, each of its columns sorted: (width, n)."""
+    """Return ``block`` (n, width) transposed, each of its columns sorted: (width, n)."""
     columns = np.empty((block.shape[1], len(block)), block.dtype)
     for at in range(0, block.shape[1], STRIP):
         strip = columns[at : at + STRIP]
@@ -90,7 +90,15 @@ def _sorted_columns(block: np.ndarray) -> np.ndarray:
 
 
 def weighted_median(block: Any, weights: np.ndarray) -> np.ndarray:
-    """(width,): the value at which half of the ``weights`` (n,) lie on either side; the mean of two where it falls between them."""
+    """Return the weighted median of every column.
+
+    Args:
+        block: (n, width).
+        weights: (n,), of the rows.
+
+    Returns:
+        (width,): the value with half of the weight on either side; the mean of two values where it falls between them.
+    """
     values, cumulated = _cumulated(block, weights)
     half, column = cumulated[-1] / 2, np.arange(block.shape[1])
     tolerance = 1e-12 * cumulated[-1]
@@ -101,7 +109,16 @@ def weighted_median(block: Any, weights: np.ndarray) -> np.ndarray:
 
 
 def weighted_trimmed_mean(block: Any, weights: np.ndarray, trim: float) -> np.ndarray:
-    """(width,): weighted mean of what remains when ``trim`` of the total weight is cut off at either end of every column."""
+    """Return the weighted mean of every column without the weight ``trim`` at either end.
+
+    Args:
+        block: (n, width).
+        weights: (n,), of the rows.
+        trim: the part of the total weight to cut, in the unit of ``weights``.
+
+    Returns:
+        (width,).
+    """
     values, cumulated = _cumulated(block, weights)
     before = np.concatenate([np.zeros((1, block.shape[1])), cumulated[:-1]])
     total = cumulated[-1]

@@ -16,7 +16,7 @@ ITERATIONS = 10_000
 
 
 class _Scene:
-    """The rows about the medoid m: coordinates b stand for the point x_m + sum_k b_k s_k (x_k - x_m)."""
+    """Hold the rows about the medoid m: coordinates b stand for the point x_m + sum_k b_k s_k (x_k - x_m)."""
 
     def __init__(self, gram: Gram, reach: float = 0.0) -> None:
         self.n = len(gram.products)
@@ -29,16 +29,18 @@ class _Scene:
         self.products = gram.about(self.m) * np.outer(self.scale, self.scale)
 
     def distances(self, b: np.ndarray) -> np.ndarray:
+        """Return the distances (n,) of the rows to the point ``b``."""
         pulled = self.products @ b
         squares: np.ndarray = np.maximum(b @ pulled - 2 * pulled + np.diag(self.products), 0.0)
         lengths: np.ndarray = np.sqrt(squares)
         return lengths
 
     def length(self, b: np.ndarray) -> float:
+        """Return the length of the difference ``b`` of two points."""
         return float(np.sqrt(max(b @ self.products @ b, 0.0)))
 
     def weights(self, b: np.ndarray) -> np.ndarray:
-        """(n,), their sum 1: of the rows themselves."""
+        """Return the point ``b`` as weights (n,) of the rows themselves, their sum 1."""
         w = b * self.scale
         w[self.m] = 0.0
         w[self.m] = 1.0 - w.sum()
@@ -46,7 +48,13 @@ class _Scene:
 
 
 def weiszfeld(gram: Gram, weights: np.ndarray | None, tolerance: float) -> np.ndarray:
-    """Weights (n,) of the geometric median."""
+    """Return the weights (n,) of the geometric median.
+
+    Args:
+        gram: inner products of the n rows.
+        weights: (n,), of the rows; None: all alike.
+        tolerance: the movement at which to stop, as a share of the usual distance.
+    """
     scene = _Scene(gram)
     w = np.full(scene.n, 1 / scene.n) if weights is None else weights
     b = np.zeros(scene.n)
@@ -74,7 +82,14 @@ def weiszfeld(gram: Gram, weights: np.ndarray | None, tolerance: float) -> np.nd
 
 
 def clip(gram: Gram, weights: np.ndarray | None, radius: float | None, steps: int) -> np.ndarray:
-    """Weights (n,) of centred clipping's result."""
+    """Return the weights (n,) of the result of centred clipping.
+
+    Args:
+        gram: inner products of the n rows.
+        weights: (n,), of the rows; None: all alike.
+        radius: to which differences are clipped; None: the usual distance.
+        steps: the number of iterations.
+    """
     scene = _Scene(gram, radius or 0.0)
     w = np.full(scene.n, 1 / scene.n) if weights is None else weights
     reach = scene.usual if radius is None else radius

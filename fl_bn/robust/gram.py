@@ -20,38 +20,50 @@ FEW = 12  # rows up to which torch (MKL) multiplies them four times as fast as N
 
 @dataclass(frozen=True)
 class Gram:
-    """``products`` (n, n), float64: inner products of the rows about their ``centre`` (a row's index; None: the origin)."""
+    """Hold the inner products of n rows.
+
+    Attributes:
+        products: (n, n), float64.
+        centre: the row that the products are about; None: the origin.
+    """
 
     products: np.ndarray
     centre: int | None = None
 
     @property
     def squared_distances(self) -> np.ndarray:
-        """(n, n), the diagonal zero."""
+        """Return the squared distances (n, n) between the rows, the diagonal zero."""
         norms = np.diag(self.products)
         squares: np.ndarray = np.maximum(norms[:, None] + norms[None, :] - 2 * self.products, 0.0)
         np.fill_diagonal(squares, 0.0)
         return squares
 
     def mixed(self, mix: np.ndarray) -> Gram:
-        """Of the rows ``mix @ rows``; ``mix`` (m, n), each of its rows sums to 1."""
+        """Return the Gram matrix of the rows ``mix @ rows``, for ``mix`` (m, n) whose rows each sum to 1."""
         return Gram(mix @ self.products @ mix.T)
 
     def about(self, row: int) -> np.ndarray:
-        """The products about ``row``."""
+        """Return the products about ``row``."""
         products = self.products
         centred: np.ndarray = products - products[row][None, :] - products[:, row][:, None] + products[row, row]
         return centred
 
 
 def gram(table: Table, checked: bool = False) -> Gram:
-    """Inner products, as exact as distances between the rows need.
+    """Compute the inner products of a table's rows, as exact as distances between the rows need.
 
     float32 rows are multiplied in float32 and summed over blocks in float64. Where the rows have so much in common that their
     differences drown in rounding, once more in float64, and then about a row in their midst.
 
+    Args:
+        table: the rows.
+        checked: whether the rows are known to be finite.
+
+    Returns:
+        The products, about the origin or about a row.
+
     Raises:
-        NonFinite: a row is not finite, or so large that its square overflows float64; with ``checked`` the table has been asked before.
+        NonFinite: a row is not finite, or so large that its square overflows float64.
     """
     products = _products(table, double=table.double, checked=checked)
     if not table.double and (not np.isfinite(products).all() or _lost(products, FLOAT32_LOSS)):
@@ -65,14 +77,20 @@ def gram(table: Table, checked: bool = False) -> Gram:
 
 
 def medoid(squared_distances: np.ndarray) -> int:
-    """The row whose nearest majority is nearest: in the midst of the honest ones if they are the majority. Sums decide between equals."""
+    """Return the row whose nearest majority is nearest: among the honest rows if these are the majority.
+
+    Sums decide between equals.
+
+    Args:
+        squared_distances: (n, n).
+    """
     n = len(squared_distances)
     nearest = np.sort(np.minimum(squared_distances, squared_distances.T), axis=1)[:, : n // 2 + 1]
     return int(np.lexsort((nearest.sum(1), nearest[:, -1]))[0])
 
 
 def _lost(products: np.ndarray, loss: float) -> bool:
-    """Whether some squared distance is so small beside the squared norms that its digits are rounding errors.
+    """Tell whether some squared distance is so small beside the squared norms that its digits are rounding errors.
 
     Of rows closer than usual (copies, say) it is enough to know that.
     """

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Keep(IntFlag):
-    """Which results of an exchange are wanted."""
+    """Say which results of an exchange are wanted."""
 
     LOW = 1
     HIGH = 2
@@ -22,7 +22,7 @@ class Keep(IntFlag):
 
 
 class Exchange(NamedTuple):
-    """Wire ``low`` takes the minimum of both, wire ``high`` the maximum, as far as ``keep`` says."""
+    """Give wire ``low`` the minimum of both and wire ``high`` the maximum, as far as ``keep`` says."""
 
     low: int
     high: int
@@ -30,7 +30,7 @@ class Exchange(NamedTuple):
 
 
 def batcher(n: int) -> list[tuple[int, int]]:
-    """Pairs ``(i, j)``, i < j, that sort ``n`` wires in ascending order when exchanged one after the other.
+    """Return pairs ``(i, j)``, i < j, that sort ``n`` wires in ascending order when exchanged one after the other.
 
     Depth first: a half is sorted before the other half begins, so that the wires of neighbouring exchanges are still in registers or
     in the first-level cache.
@@ -57,7 +57,14 @@ def batcher(n: int) -> list[tuple[int, int]]:
 
 @lru_cache
 def selection(n: int, trim: int) -> tuple[Exchange, ...]:
-    """Exchanges after which wires ``trim .. n - trim - 1`` hold the middle order statistics of ``n`` values, in no particular order.
+    """Return exchanges after which wires ``trim .. n - trim - 1`` hold the middle order statistics, in no particular order.
+
+    Args:
+        n: the number of values.
+        trim: how many are cut at either end.
+
+    Returns:
+        The exchanges, to be made one after the other.
 
     Raises:
         ValueError: nothing would remain.

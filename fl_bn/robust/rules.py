@@ -26,15 +26,22 @@ Weights = Sequence[float] | np.ndarray
 
 
 class Rule(Protocol):
-    """``(rows, f) -> Outcome``."""
+    """Combine n rows, at most f of them Byzantine: ``(rows, f) -> Outcome``."""
 
-    def __call__(self, rows: Rows | View, f: int = 0) -> Outcome: ...
+    def __call__(self, rows: Rows | View, f: int = 0) -> Outcome:
+        """Return the rule's value and report."""
 
     def __hash__(self) -> int: ...
 
 
 def mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
-    """The weighted mean, accumulated in float64: no defence beyond the cap on ``weights``."""
+    """Return the weighted mean, accumulated in float64: no defence beyond the cap on ``weights``.
+
+    Args:
+        rows: n rows, at most f of them Byzantine.
+        f: the number of Byzantine rows to withstand.
+        weights: (n,), claims that are capped; None: all rows count alike.
+    """
 
     def rule(view: View) -> Outcome:
         return view.linear(np.full(view.n, 1 / view.n) if view.weights is None else view.weights)
@@ -43,9 +50,14 @@ def mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Ou
 
 
 def median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
-    """Coordinate-wise median; of an even number of rows the mean of the two middle values.
+    """Return the coordinate-wise median; of an even number of rows the mean of the two middle values.
 
     Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
+
+    Args:
+        rows: n rows, at most f of them Byzantine.
+        f: the number of Byzantine rows to withstand.
+        weights: (n,), claims that are capped; None: all rows count alike.
     """
 
     def rule(view: View) -> Outcome:
@@ -57,9 +69,14 @@ def median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> 
 
 
 def trimmed_mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
-    """Coordinate-wise mean without the f smallest and the f largest values (weighted: without the mass that the f heaviest hold).
+    """Return the coordinate-wise mean without the f smallest and the f largest values.
 
-    Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
+    With weights, the mass that the f heaviest rows hold is cut at either end. Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
+
+    Args:
+        rows: n rows, at most f of them Byzantine.
+        f: the number of Byzantine rows to withstand.
+        weights: (n,), claims that are capped; None: all rows count alike.
     """
 
     def rule(view: View) -> Outcome:
@@ -72,19 +89,29 @@ def trimmed_mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = Non
 
 
 def krum(rows: Rows | View, f: int = 0) -> Outcome:
-    """The row with the smallest sum of squared distances to its n - f - 2 nearest others; the first of equals.
+    """Return the row with the smallest sum of squared distances to its n - f - 2 nearest others; the first of equals.
 
     Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
+
+    Args:
+        rows: n rows, at most f of them Byzantine.
+        f: the number of Byzantine rows to withstand.
     """
     return multi_krum(rows, f, select=1)
 
 
 def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neighbours: int | None = None) -> Outcome:
-    """Mean of the ``select`` (default n - f) rows with the best Krum scores, over the n - f - 2 nearest ``neighbours`` as in the paper.
+    """Return the mean of the rows with the best Krum scores. Blanchard et al., NeurIPS 2017.
 
-    ByzFL counts n - f - 1 neighbours. Blanchard et al., NeurIPS 2017.
+    Args:
+        rows: n rows, at most f of them Byzantine.
+        f: the number of Byzantine rows to withstand.
+        select: the number of rows to average; None: n - f.
+        neighbours: over how many of its nearest rows a row is scored; None: n - f - 2, as in the paper. ByzFL counts n - f - 1.
+
+    Raises:
+        ValueError: ``select`` or ``neighbours`` is below 1, or there are too few rows.
     """
-
     if select is not None and select < 1 or neighbours is not None and neighbours < 1:
         raise ValueError(f"multi-Krum needs select and neighbours >= 1, but got {select} and {neighbours}")
 
@@ -102,9 +129,15 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
 
 
 def geometric_median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None, tolerance: float = 1e-10) -> Outcome:
-    """The point with the smallest sum of distances to the rows, iterated until it moves by less than ``tolerance`` of their usual distance.
+    """Return the point with the smallest sum of distances to the rows.
 
     Weiszfeld's iteration with Vardi and Zhang's step at data points (PNAS 2000), on the n weights instead of the d columns.
+
+    Args:
+        rows: n rows, at most f of them Byzantine.
+        f: the number of Byzantine rows to withstand.
+        weights: (n,), claims that are capped; None: all rows count alike.
+        tolerance: the movement at which the iteration stops, as a share of the rows' usual distance.
     """
 
     def rule(view: View) -> Outcome:
@@ -116,10 +149,20 @@ def geometric_median(rows: Rows | View, f: int = 0, *, weights: Weights | None =
 def centered_clipping(
     rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10, weights: Weights | None = None
 ) -> Outcome:
-    """``v <- v + mean(min(1, radius / |x - v|) (x - v))``, ``steps`` times from the row in the midst of all.
+    """Iterate ``v <- v + mean(min(1, radius / |x - v|) (x - v))`` from the row in the midst of all.
 
-    ``radius`` None: the median distance from there to the others. Karimireddy et al., Learning from History for Byzantine Robust
-    Optimization, ICML 2021 (there v starts at the aggregate of the round before).
+    Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML 2021 (there v starts at the aggregate of the
+    round before).
+
+    Args:
+        rows: n rows, at most f of them Byzantine.
+        f: the number of Byzantine rows to withstand.
+        radius: to which differences are clipped; None: the median distance from the first v to the rows.
+        steps: the number of iterations.
+        weights: (n,), claims that are capped; None: all rows count alike.
+
+    Raises:
+        ValueError: ``radius`` or ``steps`` is out of range, or there are too few rows.
     """
     if radius is not None and not radius > 0 or steps < 1:
         raise ValueError(f"centered clipping needs radius > 0 and steps >= 1, but got {radius} and {steps}")
@@ -131,9 +174,14 @@ def centered_clipping(
 
 
 def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
-    """Nearest-neighbour mixing: every row becomes the mean of its n - f nearest (itself one of them), then ``then``.
+    """Mix every row with its nearest neighbours, to the mean of its n - f nearest (itself one of them), and apply ``then``.
 
     Of equally near rows the first come first. Allouah et al., Fixing by Mixing, AISTATS 2023.
+
+    Args:
+        rows: n rows, at most f of them Byzantine.
+        f: the number of Byzantine rows to withstand.
+        then: the rule for the mixed rows.
     """
 
     def rule(view: View) -> Outcome:
@@ -147,9 +195,19 @@ def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
 
 
 def bucketing(rows: Rows | View, f: int = 0, *, then: Rule = median, size: int = 2, seed: int = 0) -> Outcome:
-    """The rows, shuffled by ``seed``, in buckets of ``size``: the means of the buckets, then ``then``.
+    """Shuffle the rows into buckets, average each bucket, and apply ``then`` to the means.
 
     Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022.
+
+    Args:
+        rows: n rows, at most f of them Byzantine.
+        f: the number of Byzantine rows to withstand.
+        then: the rule for the buckets' means.
+        size: the number of rows in a bucket.
+        seed: of the shuffle.
+
+    Raises:
+        ValueError: ``size`` is below 1, or there are too few rows.
     """
     if size < 1:
         raise ValueError(f"buckets need a size of at least 1, but got {size}")
@@ -181,7 +239,10 @@ PREAGGREGATIONS: dict[str, Any] = {"nnm": nnm, "bucketing": bucketing}
 
 
 def rule_named(name: str) -> Rule:
-    """``"median"``, ``"nnm+trimmed-mean"``, ``"bucketing+nnm+krum"``: pre-aggregations from left to right, then the rule.
+    """Return the rule of a name: ``"median"``, ``"nnm+trimmed-mean"``, ``"bucketing+nnm+krum"``.
+
+    Args:
+        name: pre-aggregations from left to right, and then the rule, joined by ``+``.
 
     Raises:
         ValueError: a part of the name is unknown.

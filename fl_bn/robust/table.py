@@ -30,7 +30,15 @@ class NonFinite(ArithmeticError):
 
 @dataclass(frozen=True)
 class Segment:
-    """Columns ``start .. start + size`` of every row: one layer. ``rows`` are flat views."""
+    """Hold one layer: columns ``start .. start + size`` of every row.
+
+    Attributes:
+        name: of the layer; None: the rows are vectors.
+        shape: of the layer.
+        start: its first column.
+        size: its number of columns.
+        rows: n flat views.
+    """
 
     name: str | None
     shape: tuple[int, ...]
@@ -40,7 +48,7 @@ class Segment:
 
 
 class Table:
-    """n rows of d columns. ``like`` is the first row as it came: results take its type, dtype and device."""
+    """Hold n rows of d columns. Results take type, dtype and device of ``like``, the first row as it was given."""
 
     def __init__(self, segments: list[Segment], like: Array | Mapping[str, Array]) -> None:
         self.segments, self.like = segments, like
@@ -53,7 +61,11 @@ class Table:
 
     @classmethod
     def of(cls, rows: Rows) -> Table:
-        """Raises ValueError where rows differ in names or shapes, or are no floating-point numbers."""
+        """Make a table of a matrix, of a list of vectors, or of a list of named layers.
+
+        Raises:
+            ValueError: rows differ in names or shapes, or are no floating-point numbers.
+        """
         if isinstance(rows, np.ndarray | Tensor) and rows.ndim != 2:
             raise ValueError(f"expected a matrix (n, d) or a list of rows, but got an array of shape {tuple(rows.shape)}")
         listed = list(rows)
@@ -65,29 +77,37 @@ class Table:
         return cls(list(_segments(listed, named=True)), listed[0])
 
     def keep(self, chosen: Sequence[int]) -> Table:
-        """The table of these rows alone."""
+        """Return the table of the rows ``chosen`` alone."""
         segments = [Segment(s.name, s.shape, s.start, s.size, [s.rows[i] for i in chosen]) for s in self.segments]
         return Table(segments, self.like)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Column ranges ``(start, stop)``, in order."""
+        """Yield column ranges ``(start, stop)``, in order."""
         width = self.width()
         for start in range(0, self.d, width):
             yield start, min(start + width, self.d)
 
     @property
     def in_place(self) -> bool:
-        """Whether machine code may read the rows where they lie: all float32 and contiguous."""
+        """Tell whether machine code may read the rows where they lie: all are float32 and contiguous."""
         rows = (row for segment in self.segments for row in segment.rows)
         return all(isinstance(row, np.ndarray) and row.dtype == np.float32 and row.flags.c_contiguous for row in rows)
 
     def width(self) -> int:
-        """Columns of a full block."""
+        """Return the number of columns of a full block."""
         limit = BLOCK_BYTES if self.device is None else GPU_BLOCK_BYTES
         return max(64, limit // ((8 if self.double else 4) * self.n) // 64 * 64)
 
     def load(self, start: int, stop: int, checked: bool = True) -> Any:
-        """Columns ``start .. stop`` of all rows, (n, stop - start), in a buffer that the next call overwrites.
+        """Read columns ``start .. stop`` of all rows into a buffer that the next call overwrites.
+
+        Args:
+            start: the first column.
+            stop: the column after the last.
+            checked: whether the rows are known to be finite.
+
+        Returns:
+            (n, stop - start).
 
         Raises:
             NonFinite: a number is not finite, and ``checked`` is false.
@@ -106,7 +126,7 @@ class Table:
         return block
 
     def scratch(self, name: str, rows: int, columns: int, double: bool = False) -> Any:
-        """A buffer (rows, columns), the same one at every call of this name."""
+        """Return a buffer (rows, columns), the same one at every call of this name."""
         double = double or self.double
         buffer = self._scratch.get(name)
         if buffer is None or buffer.shape[0] < rows or buffer.shape[1] < columns:
@@ -119,7 +139,7 @@ class Table:
         return buffer[:rows, :columns]
 
     def wide(self, block: Any) -> Any:
-        """``block`` in float64, in a buffer that the next call overwrites; itself if it is that already."""
+        """Return ``block`` in float64, in a buffer that the next call overwrites; itself where it is float64 already."""
         if self.double:
             return block
         wide = self.scratch("wide", len(block), block.shape[1], double=True)
@@ -127,26 +147,26 @@ class Table:
         return wide
 
     def mixed(self, mix: np.ndarray, block: Any) -> Any:
-        """``mix @ block`` (m, width), in the block's precision, in a buffer that the next call overwrites."""
+        """Return ``mix @ block`` (m, width), in the block's precision, in a buffer that the next call overwrites."""
         out = self.scratch("mixed", len(mix), block.shape[1])
         if self.device is None:
             return np.matmul(mix.astype(block.dtype), block, out=out)
         return torch.matmul(torch.as_tensor(mix, dtype=block.dtype, device=block.device), block, out=out)
 
     def total(self, shares: np.ndarray, block: Any) -> Any:
-        """``shares @ block`` (width,), in float64."""
+        """Return ``shares @ block`` (width,), in float64."""
         wide = self.wide(block)
         return shares @ wide if self.device is None else torch.as_tensor(shares, device=wide.device) @ wide
 
     def finite(self, block: Any) -> np.ndarray:
-        """Per row, whether the sum of its columns is finite."""
+        """Tell for each row whether the sum of its columns is finite."""
         ones = np.ones(block.shape[1], block.dtype) if self.device is None else torch.ones_like(block[0])
         with np.errstate(all="ignore"):
             finite: np.ndarray = np.isfinite(to_numpy(block @ ones))
         return finite
 
     def nonfinite(self) -> list[int]:
-        """Rows with a number that is not finite, or whose square overflows float64."""
+        """Return the rows with a number that is not finite, or whose square overflows float64."""
         bad = np.zeros(self.n, dtype=bool)
         for start, stop in self.blocks():
             block = self.load(start, stop)
@@ -157,6 +177,7 @@ class Table:
         return [int(i) for i in np.flatnonzero(bad)]
 
     def output(self) -> Output:
+        """Return a place for one result that looks like the rows."""
         return Output(self)
 
 
@@ -164,7 +185,12 @@ LARGEST = 1e140  # a float64 row with a larger number is no update: its squared 
 
 
 class Output:
-    """A result of d columns, written block by block, that looks like the rows. ``flat``: a vector for each of the table's segments."""
+    """Collect a result of d columns, written block by block, that looks like the rows.
+
+    Attributes:
+        value: the result.
+        flat: a vector for each of the table's segments, in the same memory.
+    """
 
     def __init__(self, table: Table) -> None:
         self.value: Any
@@ -219,7 +245,7 @@ def _segments(rows: Sequence[Mapping[str, Array]], named: bool) -> Iterator[Segm
 
 
 def _flat(array: Array) -> Array:
-    """A flat view, by NumPy where it can."""
+    """Return a flat view, by NumPy where it can read the array."""
     if isinstance(array, Tensor):
         array = array.detach().reshape(-1)
         if array.device.type == "cpu" and array.dtype is not torch.bfloat16:
@@ -233,4 +259,5 @@ def _as_it_came(array: Any, like: Any) -> Any:
 
 
 def to_numpy(array: Any) -> np.ndarray:
+    """Return ``array`` as one of NumPy's, copied from a GPU where it lies there."""
     return array.cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)

@@ -1,4 +1,4 @@
-"""What a rule sees: the rows, or mixes of them, and the f among them; and what it gives back."""
+"""A rule's input, the rows or mixes of them with the f among them, and its result."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ FAR = 3.0  # times the median distance
 
 
 class Report:
-    """Who was rejected, who is far.
+    """Tell which rows were rejected, and which are far from the value.
 
-    ``n``, ``f``: as given. ``rejected``: rows with numbers that are not finite (or overflow when squared). ``weights`` (n,): each row's
-    share in the value, None for rules that decide by coordinate. ``scores`` (n,): Krum's, None for other rules. ``distances`` (n,) of the
-    rows to the value, Inf for rejected ones, are worked out when first asked for (one more pass).
+    Attributes:
+        n: the number of rows, the rejected ones among them.
+        f: the declared number of Byzantine rows.
+        rejected: rows with numbers that are not finite, or that overflow when squared.
+        kept: the other rows.
+        weights: (n,), each row's share in the value; None for rules that decide by coordinate.
+        scores: (n,), Krum's; None for other rules.
     """
 
     def __init__(self, table: Table, value: Any, rejected: tuple[int, ...], f: int, weights: np.ndarray | None, scores: np.ndarray | None):
@@ -33,6 +37,7 @@ class Report:
 
     @cached_property
     def distances(self) -> np.ndarray:
+        """Return the distances (n,) of the rows to the value, Inf for rejected ones; the first call passes over the rows."""
         table, squares = self._table, np.zeros(self._table.n)
         value = Table.of([self._value])
         with np.errstate(over="ignore"):
@@ -44,7 +49,7 @@ class Report:
 
     @property
     def far(self) -> tuple[int, ...]:
-        """Rows farther from the value than ``FAR`` times the median distance, the rejected ones among them."""
+        """Return the rows farther from the value than ``FAR`` times the median distance, the rejected ones among them."""
         limit = FAR * float(np.median(self.distances[self.kept]))
         return tuple(int(i) for i in np.flatnonzero(self.distances > limit))
 
@@ -55,17 +60,28 @@ class Report:
 
 
 class Outcome(NamedTuple):
-    """What a rule returns."""
+    """Hold the result of a rule.
+
+    Attributes:
+        value: one row, of the type of the rows.
+        report: who was rejected, and who is far.
+    """
 
     value: Any
     report: Report
 
 
 class View:
-    """``n`` rows, each a row of ``table`` or, with ``mix`` (n, rows of the table), a combination of them; at most ``f`` are Byzantine.
+    """Hold n rows, of which at most ``f`` are Byzantine: the rows of a table, or combinations of them.
 
-    ``rejected`` rows have left the table, of ``declared`` Byzantine ones. ``checked``: what is left is known to be finite. ``known`` is
-    shared by all views of a table.
+    Attributes:
+        table: the rows, without rejected ones.
+        f: Byzantine rows that may still be among them.
+        declared: Byzantine rows before any was rejected.
+        rejected: rows that the table does not have any more.
+        checked: whether all numbers of the table are known to be finite.
+        mix: (n, rows of the table), the combinations; None: the rows themselves.
+        known: inner products, shared by all views of a table.
     """
 
     def __init__(
@@ -78,21 +94,21 @@ class View:
 
     @cached_property
     def gram(self) -> Gram:
-        """Inner products of this view's rows."""
+        """Return the inner products of this view's rows."""
         if "gram" not in self.known:
             self.known["gram"] = gram(self.table, self.checked)
         whole = self.known["gram"]
         return whole if self.mix is None else whole.mixed(self.mix)
 
     def mixed(self, mix: np.ndarray) -> View:
-        """The view of ``mix @ rows``; every row of ``mix`` sums to 1."""
+        """Return the view of ``mix @ rows``; every row of ``mix`` sums to 1."""
         whole = mix if self.mix is None else mix @ self.mix
         view = View(self.table, self.f, self.declared, self.rejected, self.checked, whole)
         view.known = self.known
         return view
 
     def linear(self, weights: np.ndarray, scores: np.ndarray | None = None) -> Outcome:
-        """The combination of this view's rows with ``weights`` (n,), accumulated in float64."""
+        """Combine this view's rows with ``weights`` (n,), accumulated in float64."""
         shares = weights if self.mix is None else weights @ self.mix
         looked_at = self.checked or "gram" in self.known
         output, used = self.table.output(), np.flatnonzero(shares) if looked_at else np.arange(self.table.n)
@@ -102,7 +118,7 @@ class View:
         return self._outcome(output, shares, scores)
 
     def by_coordinate(self, kernel: Callable[[Any], Any]) -> Outcome:
-        """``kernel`` on every block of this view's rows, mixed as they are read."""
+        """Apply ``kernel`` to every block of this view's rows, mixed as they are read."""
         table, output = self.table, self.table.output()
         for start, stop in table.blocks():
             block = table.load(start, stop, self.checked)
@@ -110,7 +126,7 @@ class View:
         return self._outcome(output, None, None)
 
     def middle(self, trim: int) -> Outcome:
-        """What remains of every column without its ``trim`` smallest and ``trim`` largest values, averaged."""
+        """Average every column without its ``trim`` smallest and ``trim`` largest values."""
         table, by_numpy = self.table, partial(coordinate.trimmed_mean, trim=trim)
         large = table.device is None and table.n * table.d >= compiled.WORTH
         fast = compiled.middle(self.n, trim, table.double) if large and trim > 0 else None
@@ -133,7 +149,7 @@ class View:
         return self.n
 
     def __getitem__(self, row: int) -> Any:
-        """One row, worked out: for rules that are not ours."""
+        """Return one row, computed, for rules that are not ours."""
         if not 0 <= row < self.n:
             raise IndexError(row)
         shares = np.eye(self.n)[row]
@@ -148,6 +164,17 @@ class View:
 
 def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[[View], Outcome], weights: Any = None) -> Outcome:
     """Apply ``rule`` to ``rows`` without those that are not finite.
+
+    Args:
+        rows: n rows.
+        f: how many of them may be Byzantine.
+        smallest: the number of rows that the rule needs.
+        name: of the rule, for messages.
+        rule: takes a view of the finite rows.
+        weights: (n,), claims that are capped; None: all rows count alike.
+
+    Returns:
+        The rule's value, and its report.
 
     Raises:
         ValueError: f is no whole number >= 0, there are fewer than ``smallest`` rows, none is finite, or weights do not fit.

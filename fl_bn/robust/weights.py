@@ -8,9 +8,16 @@ import numpy as np
 
 
 def capped(weights: Sequence[float] | np.ndarray, f: int) -> np.ndarray:
-    """(n,): ``weights`` cut off at the largest common cap under which the ``f`` heaviest hold less than half of the total; their sum is 1.
+    """Cut ``weights`` at the largest common cap under which the ``f`` heaviest hold less than half of the total.
 
-    The share left to them is at most (n - 1) / 2n: what the largest minority of equal clients has.
+    The share of these f is at most (n - 1) / 2n, as that of the largest minority of equal clients.
+
+    Args:
+        weights: (n,), each at least 0.
+        f: the number of rows that may be Byzantine.
+
+    Returns:
+        (n,), their sum is 1.
 
     Raises:
         ValueError: a weight is negative or not finite, all are zero, or f is not below n / 2.
@@ -37,7 +44,7 @@ def capped(weights: Sequence[float] | np.ndarray, f: int) -> np.ndarray:
 
 
 def _cap(heavy: np.ndarray, f: int, allowed: float) -> float:
-    """The c at which the f heaviest hold the share ``allowed``; 0 if too few weigh anything for there to be one.
+    """Return the c at which the f heaviest hold the share ``allowed``; 0 if too few weigh anything for there to be one.
 
     With the k heaviest at c and the others below it, min(k, f) c + uncut = allowed (k c + rest), uncut the others among the f heaviest.
     """

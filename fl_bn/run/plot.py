@@ -68,7 +68,8 @@ def _task(name: str) -> Task:
 
 
 def _runs(folder: Path) -> list[Path]:
-    runs = [folder] if (folder / ROUNDS).exists() else sorted(file.parent for file in folder.glob(f"*/{ROUNDS}"))
+    below = (file.parent for at in ("*", "runs/*") for file in folder.glob(f"{at}/{ROUNDS}"))
+    runs = [folder] if (folder / ROUNDS).exists() else sorted(below)
     if not runs:
         raise ConfigError(f"{folder} has no run: expected runs/NAME, which has {ROUNDS}, or a folder of such folders")
     return runs

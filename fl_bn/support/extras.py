@@ -15,7 +15,6 @@ EXTRAS = {  # a module that is imported where it is needed: its extra in pyproje
     "ray": "simulation",
     "torchvision": "vision",
     "segmentation_models_pytorch": "segmentation",
-    "flwr_datasets": "partitioners",
     "packaging": "deployment",
 }
 DEPLOYMENT = ("packaging",)  # modules of the extra of this name: without them there is no fl-bn kit, start, submit, ...

@@ -1,32 +1,44 @@
-"""Heterogeneity x f x rule x attack: what is left of the accuracy when Byzantine clients do their worst.
+"""The attack grid: the sweep over heterogeneity x f x rule x attack, and its report, the accuracy under the worst attack.
 
-Every cell is a run like any other, kept in the output folder and not repeated. Beside the accuracy under the worst attack stand the
-figures without which it means little: no attackers and no defence, the rule told of attackers who are not there, and told of one too few.
+Beside that accuracy stand the figures without which it means little: no attackers and no defence, the rule when its declared attackers
+do nothing, and the rule with one attacker too few declared. The last is a second pass, since it needs the worst attack of the first.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fl_bn.run.assembly import task
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.config import ConfigError
 from fl_bn.run.pictures import draw_heat_maps, which_end
 from fl_bn.run.usage import Usage
-from fl_bn.sweep.cells import Cell, run_cells
+from fl_bn.sweep.cells import Cell
+from fl_bn.sweep.file import Sweep, without_decided
 from fl_bn.task import CLASSIFICATION
 
 NONE = "none"
+Perform = Callable[[Sweep, bool], dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One cell but for its seed. ``declared``: the f that the rule is told; ``rule``: of both statistics and updates, or ``one/other``."""
+    """Name one combination of the grid, which all seeds share.
+
+    Attributes:
+        method: the run config's ``method``.
+        heterogeneity: the run config's ``partition-parameter``.
+        byzantine: the number f of attackers.
+        declared: the f that the rule expects.
+        rule: the rule of both statistics and updates, or ``statistics/updates``.
+        attack: the run config's ``attack``.
+    """
 
     method: str
     heterogeneity: float
@@ -35,29 +47,27 @@ class Setting:
     rule: str
     attack: str
 
-    def config(self, base: Mapping[str, Any], seed: int, output: Path, use: Usage) -> RunConfig:
+    @property
+    def place(self) -> dict[str, str]:
+        """Return where the setting stands on the axes of the sweep."""
+        attackers = f"f{self.byzantine}-told{self.declared}-{self.rule}-{self.attack}"
+        return {"method": self.method, "heterogeneity": f"{self.heterogeneity:g}", "attackers": attackers}
+
+    @property
+    def keys(self) -> dict[str, dict[str, Any]]:
+        """Return the run config keys of each of these places."""
         statistics, _, updates = self.rule.partition("/")
-        name = f"{self.method}-{self.heterogeneity:g}-f{self.byzantine}-told{self.declared}-{self.rule}-{self.attack}-seed{seed}"
-        own = {
-            "method": self.method,
-            "partition-parameter": self.heterogeneity,
-            "byzantine": self.byzantine,
-            "declared-byzantine": self.declared,
-            "statistics-rule": statistics,
-            "update-rule": updates or statistics,
-            "attack": self.attack,
-            "seed": seed,
-            "output": str(output.resolve()),
-            "name": name.replace("/", "_"),
-            "pictures": False,
+        rules = {"statistics-rule": statistics, "update-rule": updates or statistics}
+        return {
+            "method": {"method": self.method},
+            "heterogeneity": {"partition-parameter": self.heterogeneity},
+            "attackers": {"byzantine": self.byzantine, "declared-byzantine": self.declared, **rules, "attack": self.attack},
         }
-        config = use.config({"partition": "similarity", **base, **own}, must=own)
-        return RunConfig.from_mapping({**config.to_mapping(), "max-failed-rounds": config.rounds})  # a run that diverges is a result, too
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The axes. ``settings`` lists the cells; ``misdeclared`` those that are known only when the worst attacks are."""
+    """Hold the axes of the grid, each with its values."""
 
     methods: Sequence[str]
     heterogeneity: Sequence[float]
@@ -66,30 +76,41 @@ class Grid:
     attacks: Sequence[str]
 
     def rows(self) -> list[tuple[str, float, int, str]]:
+        """Return the rows of the table: method, heterogeneity, f and rule."""
         return [(m, h, f, rule) for m in self.methods for h in self.heterogeneity for f in self.byzantine for rule in self.rules]
 
     def settings(self) -> list[Setting]:
-        """Without defence and attackers, with defence alone, and under every attack; the data are split over n - f clients in all."""
-        found = []
+        """Return the settings of the first pass: without defence and attackers, with defence alone, and under every attack.
+
+        The data are split over n - f clients in all of them.
+        """
+        settings = []
         for m, h, f, rule in self.rows():
-            found += [Setting(m, h, f, 0, "mean", NONE), Setting(m, h, f, f, rule, NONE)]
-            found += [Setting(m, h, f, f, rule, attack) for attack in self.attacks]
-        return list(dict.fromkeys(found))
+            settings += [Setting(m, h, f, 0, "mean", NONE), Setting(m, h, f, f, rule, NONE)]
+            settings += [Setting(m, h, f, f, rule, attack) for attack in self.attacks]
+        return list(dict.fromkeys(settings))
 
     def misdeclared(self, scores: Scores) -> list[Setting]:
-        """Each rule told of one attacker too few, under the attack that was worst for it."""
+        """Return the settings of the second pass: each rule with one attacker too few declared, under its worst attack."""
         worst = {row: self.worst(scores, *row) for row in self.rows() if row[3] != "mean"}
         return [Setting(m, h, f, f - 1, rule, attack) for (m, h, f, rule), attack in worst.items() if attack]
 
     def worst(self, scores: Scores, method: str, heterogeneity: float, f: int, rule: str) -> str:
-        """The attack with the lowest mean accuracy after the last round; empty if none was run to its end."""
+        """Return the attack with the lowest mean accuracy after the last round; empty if none was run to its end."""
         known = {a: scores[s].last for a in self.attacks if (s := Setting(method, heterogeneity, f, f, rule, a)) in scores}
         return min(known, key=known.__getitem__, default="")
 
 
 @dataclass(frozen=True)
 class Score:
-    """Means over ``seeds`` finished runs, in percent: after the ``last`` round, its standard deviation, and the ``best`` over time."""
+    """Summarise the finished runs of a setting, in percent.
+
+    Attributes:
+        last: mean accuracy after the last round.
+        std: its standard deviation over the runs.
+        best: mean of the runs' best accuracies over time.
+        seeds: the number of runs.
+    """
 
     last: float
     std: float
@@ -100,49 +121,75 @@ class Score:
 Scores = dict[Setting, Score]
 
 
-def cells_of(
-    settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[str, Any], output: Path, use: Usage
-) -> dict[Setting, list[Cell]]:
-    """Raises ConfigError where a setting makes no sense, or its folder holds another run."""
-    made: dict[Setting, list[Cell]] = {}
+def grid_sweep(settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[str, Any], title: str) -> Sweep:
+    """Return the sweep over ``settings`` and ``seeds``; its report is this module's.
+
+    Args:
+        settings: the combinations to run.
+        seeds: the values of the axis ``seed``. An interrupted grid is complete for the first of them.
+        base: keys of all runs; at least one run must use each. The partition is ``similarity`` unless they name another.
+        title: what the tables and the pictures are called.
+
+    Raises:
+        ConfigError: a key of ``base`` is unknown, or its value is out of range.
+    """
+    keys = {"partition": "similarity", **without_decided(base)}
+    keys["max-failed-rounds"] = Usage().config(keys).rounds  # a run that diverges is a result, too
+    axes: dict[str, dict[str, dict[str, Any]]] = {}
     for setting in settings:
-        made[setting] = [Cell(setting.config(base, seed, output, use), {**asdict(setting), "seed": seed}) for seed in seeds]
-        for cell in made[setting]:
-            if (metric := task(cell.config).metric) != CLASSIFICATION.metric:
-                raise ConfigError(f"attack-grid compares accuracies, but task={cell.config.task!r} has {metric}: use fl-bn sweep")
-            cell.finished()
-    return made
+        for axis, label in setting.place.items():
+            axes.setdefault(axis, {})[label] = setting.keys[axis]
+    places = [setting.place for setting in settings]
+    every = (dict(zip(axes, labels, strict=True)) for labels in itertools.product(*axes.values()))
+    skip = tuple(place for place in every if place not in places)
+    axes["seed"] = {str(seed): {"seed": seed} for seed in seeds}
+    return Sweep(title, keys, axes, skip, frozenset(base), strict=True)
 
 
 def run_grid(
-    grid: Grid,
-    seeds: Sequence[int],
-    base: Mapping[str, Any],
-    output: Path,
-    jobs: int,
-    progress: Callable[[int, int], None],
-    too_few: bool = True,
+    grid: Grid, seeds: Sequence[int], base: Mapping[str, Any], title: str, output: Path, perform: Perform, too_few: bool = True
 ) -> tuple[Scores, dict[str, str]]:
-    """Run what has not been run, then (``too_few``) the rules told of one attacker too few; scores, and the errors by run."""
-    runs, use = output / "runs", Usage()
-    cells = cells_of(grid.settings(), seeds, base, runs, use)
-    use.check(base)
-    errors = run_cells(_by_seed(cells), jobs, progress)
-    scores = gather(cells)
-    late = cells_of(grid.misdeclared(scores) if too_few else (), seeds, base, runs, use)
-    errors |= run_cells(_by_seed(late), jobs, progress)
-    return scores | gather(late), errors
+    """Run the grid and then, under each rule's worst attack, the same rule with one attacker too few declared.
+
+    Args:
+        grid: the axes.
+        seeds: of all settings.
+        base: keys of all runs.
+        title: what the grid is called.
+        output: the sweep's folder.
+        perform: runs a sweep, with the cells that failed before where its second argument says so; returns errors by run.
+        too_few: whether the second part is run.
+
+    Returns:
+        The scores of the settings with a finished run, and the errors by run.
+
+    Raises:
+        ConfigError: a setting makes no sense, its folder holds another run, or the task has no accuracy.
+    """
+    settings = grid.settings()
+    sweep = grid_sweep(settings, seeds, base, title)
+    cells = sweep.cells(output)
+    for cell in cells:
+        if (metric := task(cell.config).metric) != CLASSIFICATION.metric:
+            raise ConfigError(f"attack-grid compares accuracies, but task={cell.config.task!r} has {metric}: use fl-bn sweep")
+    errors = perform(sweep, True)
+    scores = read_scores(settings, cells)
+    if late := grid.misdeclared(scores) if too_few else []:
+        for cell in grid_sweep(late, seeds, base, title).cells(output):
+            cell.remove_failed()  # of an earlier command; what failed a moment ago is not tried again
+        settings += late
+        sweep = grid_sweep(settings, seeds, base, title)
+        errors = perform(sweep, False)
+        scores = read_scores(settings, sweep.cells(output))
+    return scores, errors
 
 
-def _by_seed(cells: Mapping[Setting, list[Cell]]) -> list[Cell]:
-    """Seed by seed, so that an interrupted grid is complete for the first seeds."""
-    return [cell for group in zip(*cells.values(), strict=True) for cell in group]
-
-
-def gather(cells: Mapping[Setting, list[Cell]]) -> Scores:
+def read_scores(settings: Sequence[Setting], cells: Sequence[Cell]) -> Scores:
+    """Return the scores of the ``settings`` with a finished run among ``cells`` that was evaluated."""
     scores = {}
-    for setting, runs in cells.items():
-        curves = [[100 * row["accuracy"] for row in run.rows() if row["accuracy"] is not None] for run in runs if run.finished()]
+    for setting in settings:
+        runs = [cell for cell in cells if setting.place.items() <= cell.axes.items() and cell.finished()]
+        curves = [[100 * row["accuracy"] for row in run.rows() if row["accuracy"] is not None] for run in runs]
         if curves := [curve for curve in curves if curve]:
             last, best = np.array([curve[-1] for curve in curves]), np.array([max(curve) for curve in curves])
             scores[setting] = Score(last.mean(), last.std(ddof=1) if len(last) > 1 else 0.0, best.mean(), len(curves))
@@ -156,16 +203,19 @@ COLUMNS = (
 
 
 def table(grid: Grid, scores: Scores) -> list[dict[str, Any]]:
-    """One row per method, heterogeneity, f and rule; accuracies in percent, means over seeds, None where nothing finished."""
+    """Return one row per method, heterogeneity, f and rule, by ``COLUMNS``.
+
+    Accuracies are means over seeds in percent, and None where no run finished.
+    """
     rows = []
     for m, h, f, rule in grid.rows():
         worst = grid.worst(scores, m, h, f, rule)
         under = [scores[s] for a in grid.attacks if (s := Setting(m, h, f, f, rule, a)) in scores]
         at = scores.get(Setting(m, h, f, f, rule, worst))
         few = scores.get(Setting(m, h, f, f - 1, rule, worst))
-        clean, told = scores.get(Setting(m, h, f, 0, "mean", NONE)), scores.get(Setting(m, h, f, f, rule, NONE))
+        clean, idle = scores.get(Setting(m, h, f, 0, "mean", NONE)), scores.get(Setting(m, h, f, f, rule, NONE))
         values = (
-            m, h, f, rule, clean and clean.last, told and told.last, np.mean([s.last for s in under]) if under else None, worst or None,
+            m, h, f, rule, clean and clean.last, idle and idle.last, np.mean([s.last for s in under]) if under else None, worst or None,
             at and at.last, at and at.std, min((s.best for s in under), default=None), few and few.last, at.seeds if at else 0,
         )  # fmt: skip
         rows.append(dict(zip(COLUMNS, values, strict=True)))
@@ -173,7 +223,15 @@ def table(grid: Grid, scores: Scores) -> list[dict[str, Any]]:
 
 
 def write(grid: Grid, scores: Scores, title: str, output: Path, partition: str = "similarity") -> None:
-    """``cells.csv`` (every setting), ``table.csv``, ``table.md``, and per f a heat map of the last round and one of the best."""
+    """Write ``cells.csv`` (every setting), ``table.csv``, ``table.md``, and per f a heat map of the last round and one of the best.
+
+    Args:
+        grid: the axes.
+        scores: of its settings.
+        title: what the tables and the pictures are called.
+        output: the folder; it is made.
+        partition: of the runs; decides how the heat maps name heterogeneity.
+    """
     output.mkdir(parents=True, exist_ok=True)
     with (output / "cells.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -181,7 +239,7 @@ def write(grid: Grid, scores: Scores, title: str, output: Path, partition: str =
         for setting, score in scores.items():
             cell = [getattr(setting, spec.name) for spec in fields(Setting)]
             writer.writerow([*cell, f"{score.last:.2f}", f"{score.std:.2f}", f"{score.best:.2f}", score.seeds])
-    rows = [{k: shown(v) for k, v in row.items()} for row in table(grid, scores)]
+    rows = [{k: as_text(v) for k, v in row.items()} for row in table(grid, scores)]
     with (output / "table.csv").open("w", newline="") as file:
         rowwriter = csv.DictWriter(file, COLUMNS)
         rowwriter.writeheader()
@@ -201,14 +259,19 @@ def write(grid: Grid, scores: Scores, title: str, output: Path, partition: str =
             )  # fmt: skip
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Return a value of the table as it is written."""
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def parse_axes(methods: str, heterogeneity: str, byzantine: str, rules: str, attacks: str) -> Grid:
-    """Axes from text, values separated by commas. Raises ConfigError for a value that is no number, or an axis without values."""
+    """Read the axes from text, each with its values separated by commas.
+
+    Raises:
+        ConfigError: a value is no number, or an axis has no value.
+    """
 
     def split(name: str, text: str, kind: Callable[[str], Any] = str) -> list[Any]:
         try:

@@ -39,7 +39,13 @@ OWN = {"output", "name", "pictures", "resume", "workers", "callbacks"}  # keys t
 
 @dataclass(frozen=True)
 class Cell:
-    """One run among many. ``axes``: where it stands, for tables; ``centralised``: trained on the union of the data."""
+    """Hold one run among many.
+
+    Attributes:
+        config: its run config.
+        axes: where it stands, for tables.
+        centralised: whether it is trained on the union of the data.
+    """
 
     config: RunConfig
     axes: Mapping[str, Value] = field(default_factory=dict)
@@ -47,13 +53,15 @@ class Cell:
 
     @property
     def path(self) -> Path:
+        """Return the run's folder."""
         return Path(self.config.output) / self.config.name
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rounds written so far, without one that a crash has torn."""
+        """Return the rounds written so far, without one that a crash has torn."""
         return read_rows(self.path / "rounds.jsonl")[0]
 
     def rounds_done(self) -> int:
+        """Return the number of rounds written so far."""
         file = self.path / "rounds.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
@@ -62,36 +70,43 @@ class Cell:
         return _config(self.path / CONFIG)
 
     def finished(self) -> bool:
-        """Whether this cell has run to its end in this folder before, on whatever device and engine.
+        """Tell whether this cell has run to its end in this folder before, on whatever device and engine.
 
         Raises:
             ConfigError: the folder holds a run with another config, which is not to be lost.
         """
-        keys, said = self.ran(), self.outcome()
+        keys, outcome = self.ran(), self.outcome()
         if not keys:
             return False
-        there = {**keys, CENTRALISED: said.get(CENTRALISED, self.centralised)}
+        there = {**keys, CENTRALISED: outcome.get(CENTRALISED, self.centralised)}
         here = {**self.config.to_mapping(), CENTRALISED: self.centralised}
         free = OWN | ROUNDS_OTHERWISE | self.config.without_effect
         deciding = [k for k in {**there, **here} if k not in free]
         if differing := [f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in deciding if there.get(k) != here.get(k)]:
             raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove it")
-        if said.get("status") != "finished":
+        if outcome.get("status") != "finished":
             return False
         return self.config.rounds == 0 or len(self.rows()) == self.config.rounds  # re-calibration: as many passes as it took
 
     def outcome(self) -> dict[str, Any]:
-        """What cell.json says of it; empty: it never ended."""
+        """Return the contents of cell.json; empty where the run never ended."""
         try:
-            found: dict[str, Any] = json.loads((self.path / OUTCOME).read_text())
+            outcome: dict[str, Any] = json.loads((self.path / OUTCOME).read_text())
         except (OSError, ValueError):
             return {}
-        return found
+        return outcome
 
     def write_outcome(self, status: str, seconds: float, error: str = "") -> None:
+        """Write cell.json.
+
+        Args:
+            status: ``finished`` or ``failed``.
+            seconds: of the run.
+            error: why it failed.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        said = {"axes": dict(self.axes), "config": self.config.to_mapping(), "centralised": self.centralised}
-        text = json.dumps({**said, "status": status, "seconds": round(seconds, 2), "error": error}, indent=1) + "\n"
+        about = {"axes": dict(self.axes), "config": self.config.to_mapping(), "centralised": self.centralised}
+        text = json.dumps({**about, "status": status, "seconds": round(seconds, 2), "error": error}, indent=1) + "\n"
         durable.write(self.path / OUTCOME, text.encode(), mode=0o666)
 
     def remove_failed(self) -> None:
@@ -137,12 +152,12 @@ def trained_as(method: str) -> tuple[str, bool]:
 
 
 def log_of(path: Path) -> Path:
-    """The log of the run in the folder ``path``: beside it."""
+    """Return the log of the run in the folder ``path``, which lies beside it."""
     return path.parent / f"{path.name}.log"
 
 
 def run_cell(cell: Cell) -> None:
-    """In a worker process: hold the cell and run it.
+    """Hold the cell and run it, in a worker process.
 
     Raises:
         RunFailed: another process runs it, which is no outcome of the cell.
@@ -152,7 +167,7 @@ def run_cell(cell: Cell) -> None:
 
 
 def run_held(cell: Cell) -> None:
-    """One run, its log in ``<name>.log`` beside its folder. What another process has finished meanwhile is left as it is.
+    """Run the cell, its log in ``<name>.log`` beside its folder. What another process has finished meanwhile is left as it is.
 
     An interrupted run of the same cell goes on from its last checkpoint, where it has one, and is begun anew where it has none.
 
@@ -190,10 +205,19 @@ def run_cells(
     progress: Callable[[int, int], None],
     running: Callable[[Sequence[Cell]], None] = lambda cells: None,
 ) -> dict[str, str]:
-    """Run the cells that are not finished, ``jobs`` at a time; return the error of each that failed, by folder name.
+    """Run the cells that are not finished.
 
-    ``progress(rounds done, rounds in all)`` and ``running(cells)`` are called about twice a second. A worker that dies (for want of
-    memory, say) fails the cell that it was at, and only that. The workers end with this process, however it ends.
+    A worker that dies (for want of memory, say) fails the cell that it was at, and only that. The workers end with this process,
+    however it ends.
+
+    Args:
+        cells: finished ones may be among them.
+        jobs: runs at a time.
+        progress: takes rounds done and rounds in all; called about twice a second.
+        running: takes the cells that run; called about twice a second.
+
+    Returns:
+        The error of each cell that failed, by folder name.
     """
     todo = [cell for cell in cells if not cell.finished()]
     jobs = at_a_time(jobs, todo)
@@ -236,13 +260,13 @@ def run_cells(
 
 
 def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
-    """``jobs``, or fewer where cells have workers of their own: together no more processes than cores."""
+    """Return ``jobs``, or fewer where cells have workers of their own: together no more processes than cores."""
     workers = max((cell.config.workers or cores() for cell in cells), default=1)
     return jobs if workers == 1 else max(1, min(jobs, cores() // workers))
 
 
 def _config(file: Path) -> dict[str, Any]:
-    """Keys that a newer version knows and the file does not have their default. Empty: no run was begun, or its file did not get whole."""
+    """Read a run config, with defaults for keys that only a newer version knows; empty without a whole file."""
     try:
         keys = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -251,7 +275,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _end_with_parent() -> None:
-    """In a worker: leave Ctrl-C to the parent, and do not outlive it."""
+    """Leave Ctrl-C to the parent process, and end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = mp.parent_process()
     assert parent is not None

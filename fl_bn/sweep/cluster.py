@@ -37,7 +37,7 @@ DIED = "its process died twice (killed, or out of memory)"
 
 @dataclass(frozen=True)
 class Node:
-    """A living node: Ray's id, its name for people, and how many cells it takes at a time."""
+    """Name a living node: Ray's id, its name for people, and how many cells it takes at a time."""
 
     id: str
     name: str
@@ -46,8 +46,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Done:
-    """What a task returns. ``error``: empty if the run succeeded; ``folder``: the run's files as a tar, empty where the sweep's folder is
-    shared."""
+    """Hold the result of a task.
+
+    Attributes:
+        error: empty if the run succeeded.
+        folder: the run's files as a tar; empty where the sweep's folder is shared.
+    """
 
     error: str
     folder: bytes
@@ -55,6 +59,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Task:
+    """Hold a cell that runs, its node, and when it began (seconds of ``time.monotonic``)."""
+
     cell: Cell
     node: Node
     begun: float
@@ -69,16 +75,23 @@ def run_cells(
     address: str = "",
     gpus: float = 0.0,
 ) -> dict[str, str]:
-    """Run the cells that are not finished on the nodes of a Ray cluster; return the error of each that failed, by folder name.
-
-    ``address``: of the cluster's head, HOST:PORT; empty: RAY_ADDRESS, or the cluster of this machine, or a new one of this machine alone.
-    ``jobs``: at most so many at a time, 0: as many as the nodes have CPUs (and ``gpus`` of a GPU for each). ``progress`` and ``running`` as
-    in ``cells.run_cells``; rounds of a cell that runs are seen where the folder is shared.
+    """Run the cells that are not finished on the nodes of a Ray cluster.
 
     A cell whose node is lost is begun anew on another, or goes on from its checkpoint where the folder is shared. A process that dies on a
     living node costs its cell one of two tries.
 
     A run takes ``threads`` x ``workers`` CPUs of its node, one worker where the run config says 0.
+
+    Args:
+        cells: finished ones may be among them.
+        jobs: runs at a time, at most; 0: as many as the nodes have CPUs, and ``gpus`` of a GPU for each.
+        progress: as in ``cells.run_cells``. Rounds of a cell that runs count where the folder is shared.
+        running: as in ``cells.run_cells``.
+        address: of the cluster's head, HOST:PORT; empty: RAY_ADDRESS, the cluster of this machine, or a new one of this machine alone.
+        gpus: each run's share of a GPU.
+
+    Returns:
+        The error of each cell that failed, by folder name.
 
     Raises:
         ConfigError: there is no such cluster, or none of its nodes has the CPUs and GPUs that a run needs.
@@ -93,13 +106,13 @@ def run_cells(
 
 
 def _there(config: RunConfig) -> RunConfig:
-    """The config in a process of any node: paths from the root, and no more workers than Ray was asked for."""
+    """Return the config in a process of any node: paths from the root, and no more workers than Ray was asked for."""
     return replace(config, output=str(Path(config.output).absolute()), workers=max(1, config.workers))
 
 
 @contextmanager
 def _connected(address: str, folder: Path) -> Iterator[Path]:
-    """Connect to the cluster and log to ``folder``; the file by which a task sees whether that folder is the one here."""
+    """Connect to the cluster and log to ``folder``; yield the file by which a task sees whether it shares that folder."""
     try:
         _connect(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -161,7 +174,7 @@ class _Sweep:
         return self.errors
 
     def cut_off(self) -> bool:
-        """Whether this process's own node is lost: then Ray gives it no place on any other, and says nothing."""
+        """Tell whether this process's own node is lost: then Ray silently gives it no place on any other."""
         return not any(node["NodeID"] == self.own and node["Alive"] for node in ray.nodes())
 
     def connect_again(self) -> None:
@@ -173,16 +186,16 @@ class _Sweep:
         self.own = ray.get_runtime_context().get_node_id()
 
     def nodes(self) -> list[Node]:
-        """Those that are alive, and have not lost a cell's process while Ray still thinks so."""
-        found = []
+        """Return the nodes that are alive, without those that lost a cell's process while Ray still counts them."""
+        nodes = []
         for node in ray.nodes():
             if node["Alive"] and node["NodeID"] not in self.lost:
                 has = node["Resources"]
                 room = int(has.get("CPU", 0) // self.cpus)
                 if self.gpus:
                     room = min(room, int(has.get("GPU", 0) / self.gpus + 1e-9))
-                found.append(Node(node["NodeID"], f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}", room))
-        return found
+                nodes.append(Node(node["NodeID"], f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}", room))
+        return nodes
 
     def submit(self) -> None:
         """Give every free place a cell, the emptiest node first."""
@@ -199,7 +212,7 @@ class _Sweep:
             self.tasks[self.run_on.options(scheduling_strategy=place).remote(cell, str(self.shared))] = Task(cell, node, time.monotonic())
 
     def take(self, future: Any, task: Task) -> None:
-        """Enter what a task brought, or let its cell be begun anew."""
+        """Enter the result of a task, or let its cell be begun anew."""
         name, seconds = task.cell.config.name, time.monotonic() - task.begun
         try:
             done: Done = ray.get(future)
@@ -232,7 +245,7 @@ class _Sweep:
 
 
 def _gone(node: Node, patience: float = 10.0) -> bool:
-    """Whether Ray has given the node up, which it may notice some seconds after its processes died."""
+    """Tell whether Ray has given the node up, which may be some seconds after its processes died."""
     end = time.monotonic() + patience
     while any(one["NodeID"] == node.id and one["Alive"] for one in ray.nodes()):
         if time.monotonic() > end:
@@ -242,7 +255,12 @@ def _gone(node: Node, patience: float = 10.0) -> bool:
 
 
 def on_node(cell: Cell, shared: str) -> Done:
-    """In a process of a node: run the cell. ``shared``: a file that exists here if the sweep's folder is the one of the command."""
+    """Run the cell, in a process of a node.
+
+    Args:
+        cell: to run.
+        shared: a file that exists on this node if the sweep's folder is that of the command.
+    """
     try:
         with cell.held(PATIENCE):
             return _done(cell, shared)
@@ -265,7 +283,7 @@ def _done(cell: Cell, shared: str) -> Done:
 
 
 def pack(path: Path) -> bytes:
-    """A run's folder and its log, as a tar."""
+    """Return a run's folder and its log, as a tar."""
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w") as tar:
         for part in (path, log_of(path)):
@@ -275,6 +293,6 @@ def pack(path: Path) -> bytes:
 
 
 def unpack(folder: bytes, into: Path) -> None:
-    """The inverse of ``pack``."""
+    """Unpack the tar of ``pack``."""
     with tarfile.open(fileobj=io.BytesIO(folder)) as tar:
         tar.extractall(into, filter="data")

@@ -1,4 +1,4 @@
-"""Several methods, several seeds, one table and one picture."""
+"""A comparison: the sweep over several methods and seeds, and its report, one table and one picture."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from typing import Any
 import numpy as np
 
 from fl_bn.run.assembly import task
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.config import ConfigError
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.pictures import best_first, draw_comparison, in_words, split_of
-from fl_bn.run.usage import Usage
-from fl_bn.sweep.cells import Cell, trained_as
+from fl_bn.sweep.cells import Cell
+from fl_bn.sweep.file import Sweep, without_decided
 from fl_bn.task import CLASSIFICATION, Task
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of a comparison: a method (``centralised`` or ``centralised-gn``, too), and the config keys in which it differs."""
+    """Name a method to compare (``centralised`` and ``centralised-gn``, too), and the config keys in which it differs.
+
+    Attributes:
+        label: the text that was typed.
+        method: the run config's ``method``, or a centralised one.
+        overrides: keys of this variant alone, which each of its runs must use.
+    """
 
     label: str
     method: str
@@ -31,52 +37,55 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """``fbn`` or ``fbn:learning-rate=0.01;local-steps=1``."""
+        """Read a variant from text: ``fbn`` or ``fbn:learning-rate=0.01;local-steps=1``."""
         method, _, options = text.strip().partition(":")
         overrides = parse_overrides(options.replace(";", " "))
         return cls(text.strip(), method, overrides)
 
-    def config(self, base: Mapping[str, Any], seed: int, output: Path, use: Usage) -> RunConfig:
-        """Return the config of its run with ``seed``: it leaves out keys of ``base`` that it would ignore.
 
-        Raises:
-            ConfigError: A key of its own has no effect, is unknown, or its value is out of range.
-        """
-        method, _ = trained_as(self.method)
-        folder = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in self.label)
-        own = {"method": method, "seed": seed, "output": str(output.resolve()), "name": f"{folder}-seed{seed}", "pictures": False}
-        return use.config({**base, **self.overrides, **own}, must=self.overrides)
+def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, Any], title: str) -> Sweep:
+    """Return the sweep over ``variants`` and ``seeds``; its report is this module's.
 
-
-def plan(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, Any], output: Path) -> list[Cell]:
-    """All cells, seed by seed, so that an interrupted comparison is complete for the first seeds.
+    Args:
+        variants: the values of the axis ``method``.
+        seeds: the values of the axis ``seed``. An interrupted comparison is complete for the first of them.
+        base: keys of all runs. A run leaves out those that it would ignore; at least one run must use each.
+        title: what the tables and the picture are called.
 
     Raises:
-        ConfigError: a variant's config is wrong, no variant uses a key of ``base``, two have one label, or a folder holds a run with
-            another config.
+        ConfigError: two variants have one label.
     """
-    if len({v.label for v in variants}) < len(variants):
-        raise ConfigError(f"every variant needs a label of its own, but got {[v.label for v in variants]}")
-    use = Usage()
-    cells = [
-        Cell(variant.config(base, seed, output, use), {"method": variant.label, "seed": seed}, trained_as(variant.method)[1])
-        for seed in seeds
-        for variant in variants
-    ]
-    use.check(base)
-    if len({cell.path for cell in cells}) < len(cells):
-        raise ConfigError(f"labels that differ in punctuation only share a folder: {[v.label for v in variants]}")
+    labels = [variant.label for variant in variants]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"every variant needs a label of its own, but got {labels}")
+    axes = {
+        "method": {variant.label: {"method": variant.method, **variant.overrides} for variant in variants},
+        "seed": {str(seed): {"seed": seed} for seed in seeds},
+    }
+    return Sweep(title, without_decided(base), axes, own=frozenset(base), strict=True)
+
+
+def check_metric(cells: Sequence[Cell]) -> None:
+    """Check that all cells measure the same metric.
+
+    Raises:
+        ConfigError: they do not.
+    """
     if len(metrics := {task(cell.config).metric for cell in cells}) > 1:
         raise ConfigError(f"methods can be compared by one metric, but these runs have {' and '.join(sorted(metrics))}: give all one task")
-    for cell in cells:
-        cell.finished()
-    return cells
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """``values``: label -> (seeds, evaluations) of the task's metric, in percent where it is a share, after ``rounds[label]``, of the runs
-    that finished; NaN where it was not finite. ``seeds``: how many runs each label should have. ``split``: what they were tested on."""
+class Curves:
+    """Hold what the finished runs of a comparison measured.
+
+    Attributes:
+        rounds: label -> the evaluated rounds.
+        values: label -> (seeds, evaluations) of the task's metric after these rounds, in percent where it is a share. NaN: not finite.
+        seeds: label -> how many runs it should have.
+        task: whose metric it is.
+        split: the samples that the runs were tested on.
+    """
 
     rounds: dict[str, list[int]]
     values: dict[str, np.ndarray]
@@ -85,36 +94,37 @@ class Outcome:
     split: str = "test"
 
     def of(self, label: str) -> tuple[np.ndarray, np.ndarray]:
-        """Of each seed the last value and the best one that is finite."""
+        """Return the last value of each seed, and its best finite one."""
         values = self.values[label]
         return values[:, -1], (np.fmax if self.task.higher_is_better else np.fmin).reduce(values, 1)
 
 
-def gather(cells: Sequence[Cell]) -> Outcome:
-    """Read the finished cells' curves."""
+def read_curves(cells: Sequence[Cell]) -> Curves:
+    """Read the curves of the cells that finished."""
     of = task(cells[0].config)
     metric, scale = of.metric, of.scale()
-    curves: dict[str, list[dict[int, float]]] = {}
+    by_label: dict[str, list[dict[int, float]]] = {}
     for cell in cells:
         if cell.finished():
             evaluated = [row for row in cell.rows() if _evaluated(cell, row, metric)]
             curve = {row["round"]: math.nan if row[metric] is None else scale * row[metric] for row in evaluated}
-            curves.setdefault(str(cell.axes["method"]), []).append(curve)
-    rounds = {label: sorted(set().union(*found)) for label, found in curves.items()}
-    values = {label: np.array([[curve.get(at, math.nan) for at in rounds[label]] for curve in found]) for label, found in curves.items()}
+            by_label.setdefault(str(cell.axes["method"]), []).append(curve)
+    rounds = {label: sorted(set().union(*curves)) for label, curves in by_label.items()}
+    values = {k: np.array([[curve.get(at, math.nan) for at in rounds[k]] for curve in curves]) for k, curves in by_label.items()}
     seeds = Counter(str(cell.axes["method"]) for cell in cells)
-    return Outcome(rounds, values, dict(seeds), of, split_of(cells[0].config))
+    return Curves(rounds, values, dict(seeds), of, split_of(cells[0].config))
 
 
 def _evaluated(cell: Cell, row: Mapping[str, Any], metric: str) -> bool:
-    """Whether the round has ``metric``, or should have: a run that diverged has none to write."""
+    """Tell whether the round has ``metric``, or should have: a run that diverged has none to write."""
     return row[metric] is not None or row["round"] % cell.config.evaluate_every == 0 or row["round"] == cell.config.rounds
 
 
-def table(outcome: Outcome) -> list[tuple[str, str, str, str]]:
-    """Rows ``(label, metric after the last round, best over rounds, runs)``, best first; mean (standard deviation).
+def table(curves: Curves) -> list[tuple[str, str, str, str]]:
+    """Return a row for every label, the best first: label, metric after the last round, best over rounds, number of runs.
 
-    A label with a run that is not finite stands after the others; one none of whose runs finished is there, too.
+    Metrics are mean (standard deviation). A label with a run that is not finite stands after the others. A label without any
+    finished run comes last.
     """
 
     def mean_std(values: np.ndarray) -> str:
@@ -122,42 +132,43 @@ def table(outcome: Outcome) -> list[tuple[str, str, str, str]]:
             return "not finite"
         return f"{values.mean():{digits}}" + (f" ({values.std(ddof=1):{digits}})" if len(values) > 1 else "")
 
-    digits = ".1f" if outcome.task.scale() == 100 else ".3g"
+    digits = ".1f" if curves.task.scale() == 100 else ".3g"
     rows = []
-    for label in best_first(outcome.values, outcome.task):
-        (last, best), wanted = outcome.of(label), outcome.seeds[label]
+    for label in best_first(curves.values, curves.task):
+        (last, best), wanted = curves.of(label), curves.seeds[label]
         runs = str(wanted) if len(last) == wanted else f"{len(last)} of {wanted}, the others failed"
         rows.append((label, mean_std(last), mean_std(best), runs))
-    return rows + [(label, "failed", "failed", f"0 of {wanted}") for label, wanted in outcome.seeds.items() if label not in outcome.values]
+    return rows + [(label, "failed", "failed", f"0 of {wanted}") for label, wanted in curves.seeds.items() if label not in curves.values]
 
 
-def heading(outcome: Outcome) -> tuple[str, ...]:
-    unit = " (%)" if outcome.task.scale() == 100 else ""
+def heading(curves: Curves) -> tuple[str, ...]:
+    """Return the titles of the columns of ``table``."""
+    unit = " (%)" if curves.task.scale() == 100 else ""
     return ("method", f"last round{unit}", f"best round{unit}", "runs")
 
 
-def write(outcome: Outcome, title: str, output: Path) -> None:
-    """``table.md``, ``table.csv``, ``curves.csv`` and ``comparison.png``."""
-    rows, metric = table(outcome), in_words(outcome.task)
-    lines = [f"| {' | '.join(heading(outcome))} |", "|---|---|---|---|"]
+def write(curves: Curves, title: str, output: Path) -> None:
+    """Write ``table.md``, ``table.csv``, ``curves.csv`` and ``comparison.png`` into the folder ``output``."""
+    rows, metric = table(curves), in_words(curves.task)
+    lines = [f"| {' | '.join(heading(curves))} |", "|---|---|---|---|"]
     lines += [f"| {label} | {last} | {best} | {seeds} |" for label, last, best, seeds in rows]
-    head = f"{title}. {outcome.split.capitalize()} {metric}, mean (standard deviation) over seeds."
+    head = f"{title}. {curves.split.capitalize()} {metric}, mean (standard deviation) over seeds."
     (output / "table.md").write_text(f"{head}\n\n" + "\n".join(lines) + "\n")
-    digits = ".3f" if outcome.task.scale() == 100 else ".6g"
+    digits = ".3f" if curves.task.scale() == 100 else ".6g"
     with (output / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["method", "last mean", "last std", "best mean", "best std", "seeds"])
-        for label in (label for label, *_ in rows if label in outcome.values):
-            last, best = outcome.of(label)
+        for label in (label for label, *_ in rows if label in curves.values):
+            last, best = curves.of(label)
             spread = [v.std(ddof=1) if len(v) > 1 else float("nan") for v in (last, best)]
             numbers = (last.mean(), spread[0], best.mean(), spread[1])
             writer.writerow([label, *(f"{number:{digits}}" for number in numbers), len(last)])
     with (output / "curves.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["method", "seed index", "round", outcome.task.metric])
-        for label, values in outcome.values.items():
+        writer.writerow(["method", "seed index", "round", curves.task.metric])
+        for label, values in curves.values.items():
             for index, curve in enumerate(values):
-                for round, value in zip(outcome.rounds[label], curve, strict=True):
+                for round, value in zip(curves.rounds[label], curve, strict=True):
                     writer.writerow([label, index, round, f"{value:{digits}}"])
-    if outcome.values:
-        draw_comparison(outcome.values, outcome.rounds, title, output / "comparison.png", outcome.task, outcome.split)
+    if curves.values:
+        draw_comparison(curves.values, curves.rounds, title, output / "comparison.png", curves.task, curves.split)

@@ -63,7 +63,7 @@ Axis = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Where:
-    """Keys of the combinations that stand ``at`` these values of axes."""
+    """Give keys to the combinations that stand ``at`` these values of axes."""
 
     at: Mapping[str, str]
     keys: Mapping[str, Any]
@@ -75,10 +75,17 @@ class Where:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file, read: ``keys`` that all runs have, ``axes`` by name: label -> the keys of that value.
+    """Hold the runs of a sweep file, of ``fl-bn compare`` or of ``fl-bn attack-grid``: every combination of the axes.
 
-    ``own``: keys that at least one of the runs must use. Of a variant these are its own ones: what stands in the file's [run] and [axes] is
-    for all variants.
+    Attributes:
+        title: what the report calls it.
+        keys: run config keys of all runs.
+        axes: axis -> label -> the keys of that value.
+        skip: combinations to leave out, each by its labels on some axes.
+        own: keys that at least one run must use. Of a variant these are its own keys, since the file's keys serve all variants.
+        where: keys of some combinations, which count more.
+        tables: the file's other tables, such as [report].
+        strict: whether every run must use all keys of its values on the axes. Runs of a sweep file leave out what they ignore.
     """
 
     title: str
@@ -88,19 +95,23 @@ class Sweep:
     own: frozenset[str] = frozenset()
     where: tuple[Where, ...] = ()
     tables: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Every combination: where it stands on the axes, and its keys. Seeds turn slowest, so that the first is complete first."""
+        """Yield every combination: where it stands on the axes, and its keys.
+
+        Seeds turn slowest, so that the first is complete first.
+        """
         names = sorted(self.axes, key=lambda name: name != "seed")
         for labels in itertools.product(*(self.axes[name] for name in names)):
             at = dict(zip(names, labels, strict=True))
             keys = {**self.keys, **{k: v for name in names for k, v in self.axes[name][at[name]].items()}}
             for case in self.where:
                 keys |= case.keys if case.has(at, keys) else {}
-            for name, said in at.items():
-                keys = keys if name == DATA else _filled(keys, name, said)
+            for name, label in at.items():
+                keys = keys if name == DATA else _filled(keys, name, label)
             where = {name: keys[name] if name in keys and str(keys[name]) == at[name] else at[name] for name in self.axes}
-            if not any(all(str(where.get(name)) == str(value) for name, value in left.items()) for left in self.skip):
+            if not any(all(str(where.get(name)) == str(value) for name, value in case.items()) for case in self.skip):
                 yield where, keys
 
     def used(self) -> Sweep:
@@ -113,7 +124,7 @@ class Sweep:
         return replace(self, keys=_without(self.keys, use.ignored), axes=axes, where=where)
 
     def to_toml(self) -> str:
-        """The sweep as it is run, without what other variants have: a sweep file that does the same."""
+        """Write a sweep file that does the same, without the parts of other variants."""
         tables: dict[str, Any] = {"title": self.title, "skip": list(self.skip), "run": self.keys, "axes": self.axes}
         there = [case for case in self.where if all(value in self.axes.get(axis, {}) for axis, value in case.at.items())]
         tables |= {"where": [{"at": case.at, "keys": case.keys} for case in there]}
@@ -125,7 +136,7 @@ class Sweep:
         return "\n".join(lines) + "\n"
 
     def cells(self, output: Path) -> list[Cell]:
-        """One per combination, below ``output/runs``.
+        """Return one cell per combination, with its folder below ``output/runs``.
 
         Raises:
             ConfigError: a key is unknown or its value out of range (with the combination it is of), none of the runs uses a key of ``own``,
@@ -137,8 +148,9 @@ class Sweep:
             name = "-".join(_plain(f"{axis}{value}" if isinstance(value, int | float) else str(value)) for axis, value in where.items())
             own = {"output": str((output / "runs").resolve()), "name": name or "run", "pictures": False}
             method, centralised = trained_as(keys.get("method", RunConfig.method))
+            must = {key for axis, value in where.items() for key in self.axes[axis][str(value)]} if self.strict else set()
             try:
-                config = use.config({**keys, "method": method, **own})
+                config = use.config({**keys, "method": method, **own}, must)
             except ConfigError as error:
                 raise ConfigError(f"{_at(where)}: {error}") from error
             made.append(Cell(config, where, centralised))
@@ -154,10 +166,16 @@ class Sweep:
 
 
 def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[str, Any] | None = None) -> Sweep:
-    """The sweep in ``path``, in its ``variant`` if one is named; ``overrides`` are keys that count more than the file's.
+    """Read a sweep file.
+
+    Args:
+        path: of the file.
+        variant: of the file; empty: the file itself.
+        data: the folder that {data} means.
+        overrides: keys that count more than the file's.
 
     Raises:
-        ConfigError: it is not there, is no TOML, or has a table, key or value that it should not have.
+        ConfigError: the file is not there, is no TOML, or has a table, key or value that it should not have.
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -172,7 +190,7 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
 
 
 def maker(path: Path, variant: str) -> str:
-    """The function "module:function" that makes the variant's data in a folder, empty where it has none."""
+    """Return the function "module:function" that makes the variant's data in a folder; empty where it has none."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -181,6 +199,18 @@ def maker(path: Path, variant: str) -> str:
 
 
 def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrides: Mapping[str, Any]) -> Sweep:
+    """Make a sweep of the tables of a file.
+
+    Args:
+        tables: the file's.
+        name: the sweep's title where the file has none.
+        variant: of the file; empty: the file itself.
+        data: the folder that {data} means.
+        overrides: keys that count more than the file's.
+
+    Raises:
+        ConfigError: there is a table, key or value that should not be.
+    """
     _only(TABLES, tables, "table")
     chosen = _variant(tables, variant)
     run = {**_table(tables, "run"), **_table(chosen, "run")}
@@ -215,7 +245,7 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     shown["report"] = {**_table(tables, "report"), **_table(chosen, "report")}
     _check_report(shown, name, axes)
     skip = tuple(chosen.get("skip", tables.get("skip", ())))
-    for name_ in (name_ for left in skip for name_ in left):
+    for name_ in (name_ for case in skip for name_ in case):
         if name_ not in {*axes, *_table(tables, "axes"), *run}:  # an axis may be a single value in this variant
             raise ConfigError(unknown("axis in skip:", name_, list(axes)))
     return Sweep(str(tables.get("title", name)), keys, axes, skip, frozenset(own), where, shown)
@@ -240,7 +270,7 @@ def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str
 
 
 def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]) -> None:
-    """Refuses before the first run what the report would refuse after the last."""
+    """Refuse before the first run what the report would refuse after the last."""
     settings = parse_settings(tables, name, "")
     every = [*axes, *([DOMAIN] if settings.domains else [])]
     others = [axis for axis in every if axis != SEED]
@@ -275,12 +305,17 @@ def _axis(axis: str, values: Any) -> Axis:
     return {label: dict(keys) for label, keys in values.items()}
 
 
+def without_decided(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``keys`` without those that the sweep decides for each run."""
+    return _without(keys, DECIDED)
+
+
 def _without(keys: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key not in ignored}
 
 
 def _keys_in(axes: Mapping[str, Any]) -> set[str]:
-    """The keys that the values of the axes have; an axis that is a list of labels has none of its own."""
+    """Return the keys that the values of the axes have; an axis that is a list of labels has none of its own."""
     return {key for values in axes.values() if isinstance(values, dict) for keys in values.values() for key in keys}
 
 
@@ -291,26 +326,26 @@ def _kept(axis: str, values: Axis, labels: list[Any]) -> Axis:
 
 
 def _overridden(axis: str, values: Axis, overrides: Mapping[str, Any]) -> Axis:
-    """The axis without the keys that count more than its own."""
-    left = {label: {key: value for key, value in keys.items() if key not in overrides} for label, keys in values.items()}
+    """Return the axis without the keys that count more than its own."""
+    remaining = {label: {key: value for key, value in keys.items() if key not in overrides} for label, keys in values.items()}
     for one, other in itertools.combinations(values, 2):
         varied = [key for key in overrides if values[one].get(key) != values[other].get(key)]
-        if axis in varied or (varied and left[one] == left[other]):
+        if axis in varied or (varied and remaining[one] == remaining[other]):
             key = axis if axis in varied else varied[0]
             raise ConfigError(f"{key} is what [axes.{axis}] varies, so it cannot be given for {one!r} and {other!r} alike: leave it out")
-    return left
+    return remaining
 
 
-def _filled(keys: Mapping[str, Any], name: str, said: str) -> dict[str, Any]:
-    """``keys`` with ``said`` wherever a text has ``{name}``."""
-    return {key: value.replace(f"{{{name}}}", said) if isinstance(value, str) else value for key, value in keys.items()}
+def _filled(keys: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
+    """Return ``keys`` with ``text`` wherever a value has ``{name}``."""
+    return {key: value.replace(f"{{{name}}}", text) if isinstance(value, str) else value for key, value in keys.items()}
 
 
 def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = tables.get(name, {})
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name} must be a table, but is {found!r}")
-    return found
+    table = tables.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name} must be a table, but is {table!r}")
+    return table
 
 
 def _only(known: tuple[str, ...], tables: Mapping[str, Any], what: str) -> None:
@@ -326,7 +361,7 @@ def _label(value: Any) -> str:
 
 
 def _section(name: str, table: Mapping[str, Any]) -> list[str]:
-    """``[name]`` with its values, then the tables in it; those two levels down are inline."""
+    """Return the lines of ``[name]`` with its values, then the tables in it; those two levels down are inline."""
     nested = {key: value for key, value in table.items() if isinstance(value, Mapping) and "." not in name}
     lines = ["", f"[{name}]", *(f"{_key(key)} = {_inline(value)}" for key, value in table.items() if key not in nested)]
     for key, value in nested.items():
@@ -355,7 +390,7 @@ def _at(where: Mapping[str, Any]) -> str:
 
 
 def made(maker: str, folder: Path) -> Path:
-    """``folder`` with the data that ``maker``, "module:function", makes in it, unless they are there."""
+    """Make data in ``folder`` by ``maker``, "module:function", unless they are there; return the folder."""
     if not folder.exists():
         make = _named(maker)
         unfinished = folder.with_name(f"{folder.name}.unfinished")
@@ -366,7 +401,7 @@ def made(maker: str, folder: Path) -> Path:
 
 
 def _named(name: str) -> Callable[..., Any]:
-    """A function of fl-bn's, or of a module of one's own: a file of a sweep runs no command either. Raises ConfigError."""
+    """Return a function of fl-bn's, or of a module of one's own: a file of a sweep runs no command either."""
     try:
         return function("a sweep's function", name, Modules.of(None, f"{OWN}, fl_bn"))
     except ValueError as error:

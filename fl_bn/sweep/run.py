@@ -1,4 +1,4 @@
-"""Running a sweep: everything that can be wrong is said before the first run, and what was done is never done again."""
+"""Planning and running a sweep: mistakes are refused before the first run, and finished cells are not run again."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ JOBS = 2  # runs at a time in process, unless told otherwise
 
 @dataclass(frozen=True)
 class Place:
-    """Where cells run. ``jobs``: at a time; 0: ``JOBS`` in process, on Ray as many as the nodes have room for.
+    """Say where cells run.
 
-    ``address`` of a Ray cluster, and the share of a GPU that each run has there: see ``cluster.run_cells``.
+    Attributes:
+        engine: one of ``ENGINES``.
+        jobs: runs at a time; 0: ``JOBS`` in process, on Ray as many as the nodes have room for.
+        address: of a Ray cluster.
+        gpus: the share of a GPU that each run has there.
     """
 
     engine: str = "in-process"
@@ -40,7 +44,7 @@ class Place:
             raise ConfigError("an address and GPUs per run are for --engine ray")
 
     def run(self, cells: Sequence[Cell], progress: Callable[[int, int], None], running: Callable[[Sequence[Cell]], None]) -> dict[str, str]:
-        """Run the cells that are not finished; the errors of those that failed, by name."""
+        """Run the cells that are not finished; return the errors of those that failed, by name."""
         if self.engine == "in-process":
             return run_cells(cells, self.jobs or JOBS, progress, running)
         from fl_bn.sweep import cluster  # imports Ray
@@ -50,7 +54,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cells of a sweep. ``todo``: to run now; ``failed``: failed before and are left, by name with their error."""
+    """Divide the cells of a sweep.
+
+    Attributes:
+        cells: all of them.
+        todo: the cells to run now.
+        failed: the errors of cells that failed before and are not run, by name.
+    """
 
     cells: list[Cell]
     todo: list[Cell]
@@ -58,9 +68,14 @@ class Plan:
 
 
 def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", known: Collection[str] = ()) -> Plan:
-    """What is to be done. ``retry``: cells that failed before are begun anew.
+    """Plan which cells of a sweep run.
 
-    ``only``: a shell pattern for the names of cells; the others are no part of the plan. Nor are those in ``known``.
+    Args:
+        sweep: whose cells.
+        output: the sweep's folder.
+        retry: whether cells that failed before are begun anew.
+        only: a shell pattern for the names of the plan's cells.
+        known: names of cells that are no part of the plan.
 
     Raises:
         ConfigError: a cell's config is wrong, its folder holds another run, or no cell's name fits ``only``.
@@ -112,7 +127,19 @@ def run(
     progress: Callable[[int, int], None],
     running: Callable[[Sequence[Cell]], None] = lambda cells: None,
 ) -> dict[str, str]:
-    """Run what is to be done; the errors of the cells that failed, now or before, by name. ``sweep.toml`` in ``output``: as run."""
+    """Run the planned cells of a sweep, and write it as run to ``sweep.toml``.
+
+    Args:
+        sweep: the sweep.
+        chosen: its plan.
+        output: its folder.
+        place: where the cells run.
+        progress: takes rounds done and rounds in all.
+        running: takes the cells that run.
+
+    Returns:
+        The errors of the cells that failed, now or before, by name.
+    """
     output.mkdir(parents=True, exist_ok=True)
     (output / FILE).write_text(sweep.used().to_toml(), encoding="utf-8")
     for cell in chosen.todo:
@@ -120,6 +147,6 @@ def run(
     for cell in chosen.cells:  # where it stands may have been renamed since
         if cell.finished() and cell.outcome().get("axes") != dict(cell.axes):
             cell.write_outcome("finished", float(cell.outcome().get("seconds", 0.0)))
-    left = {cell.config.name for cell in chosen.todo} | {cell.config.name for cell in chosen.cells if cell.finished()}
-    errors = place.run([cell for cell in chosen.cells if cell.config.name in left], progress, running)
+    names = {cell.config.name for cell in chosen.todo} | {cell.config.name for cell in chosen.cells if cell.finished()}
+    errors = place.run([cell for cell in chosen.cells if cell.config.name in names], progress, running)
     return {**chosen.failed, **errors}

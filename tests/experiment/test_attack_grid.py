@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,32 @@ from typer.testing import CliRunner
 from fl_bn.cli.main import app
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.usage import Usage
 from fl_bn.sweep import cells as cells_module
-from fl_bn.sweep.attack_grid import COLUMNS, Grid, Score, Scores, Setting, cells_of, gather, parse_axes, run_grid, shown, table, write
+from fl_bn.sweep.attack_grid import (
+    COLUMNS,
+    Grid,
+    Score,
+    Scores,
+    Setting,
+    as_text,
+    grid_sweep,
+    parse_axes,
+    read_scores,
+    run_grid,
+    table,
+    write,
+)  # fmt: skip
 from fl_bn.sweep.cells import Cell
+from fl_bn.sweep.file import Sweep
+from fl_bn.sweep.run import Place, plan, run
 from tests.experiment.small_data import small_config
 from tests.experiment.test_compare import Threads, finish
 
 GRID = Grid(["fbn"], [1.0, 0.1], [2], ["mean", "nnm+median"], ["sign-flip", "foe"])
+
+
+def grid_cells(settings: list[Setting], folder: Path, seeds: Sequence[int] = (0,), **base: Any) -> list[Cell]:
+    return grid_sweep(settings, seeds, base, "a grid").cells(folder)
 
 
 def score(last: float, best: float = 90.0, std: float = 1.0, seeds: int = 2) -> Score:
@@ -95,20 +113,29 @@ def test_told_of_one_too_few_under_the_attack_that_was_worst() -> None:
     [("mean", "mean", "mean"), ("nnm+median", "nnm+median", "nnm+median"), ("nnm+median/krum", "nnm+median", "krum")],
 )
 def test_a_settings_config(rule: str, statistics: str, updates: str, tmp_path: Path) -> None:
-    made = Setting("fbn", 0.1, 2, 1, rule, "foe").config({"rounds": 7, "learning-rate": 0.2}, 5, tmp_path, Usage())
+    (cell,) = grid_cells([Setting("fbn", 0.1, 2, 1, rule, "foe")], tmp_path, [5], **{"rounds": 7, "learning-rate": 0.2})
+    made = cell.config
     assert (made.method, made.partition, made.partition_parameter, made.seed) == ("fbn", "similarity", 0.1, 5)
     assert (made.byzantine, made.declared_byzantine, made.attack) == (2, 1, "foe")
     assert (made.statistics_rule, made.update_rule) == (statistics, updates)
     assert (made.rounds, made.max_failed_rounds, made.learning_rate) == (7, 7, 0.2)
-    assert made.name == f"fbn-0.1-f2-told1-{rule.replace('/', '_')}-foe-seed5"
-    assert (made.output, made.pictures) == (str(tmp_path.resolve()), False)
-    assert Setting("fbn", 0.1, 0, 0, "mean", "none").config({"partition": "dirichlet"}, 0, tmp_path, Usage()).partition == "dirichlet"
+    assert made.name == f"fbn-0.1-f2_told1_{rule.replace('/', '_')}_foe-seed5"
+    assert (made.output, made.pictures) == (str((tmp_path / "runs").resolve()), False)
+    (cell,) = grid_cells([Setting("fbn", 0.1, 0, 0, "mean", "none")], tmp_path, partition="dirichlet")
+    assert cell.config.partition == "dirichlet"
 
 
 def test_every_cell_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    cells = cells_of(GRID.settings(), [0, 1], {}, tmp_path, Usage())
-    assert len({cell.path for runs in cells.values() for cell in runs}) == 2 * len(GRID.settings())
-    assert [cell.config.seed for cell in cells[GRID.settings()[0]]] == [0, 1]
+    cells = grid_cells(GRID.settings(), tmp_path, [0, 1])
+    assert len({cell.path for cell in cells}) == len(cells) == 2 * len(GRID.settings())
+    first = GRID.settings()[0].place
+    assert [cell.config.seed for cell in cells if first.items() <= cell.axes.items()] == [0, 1]
+
+
+def test_combinations_that_are_no_setting_are_no_cells(tmp_path: Path) -> None:
+    settings = [Setting("fbn", 1.0, 2, 1, "median", "foe"), Setting("fedavg", 0.1, 2, 1, "median", "sign-flip")]
+    cells = grid_cells(settings, tmp_path)
+    assert [(cell.config.method, cell.config.attack) for cell in cells] == [("fbn", "foe"), ("fedavg", "sign-flip")]
 
 
 @pytest.mark.parametrize(
@@ -122,14 +149,14 @@ def test_every_cell_has_a_folder_of_its_own(tmp_path: Path) -> None:
 )
 def test_a_setting_that_makes_no_sense_is_refused_before_anything_runs(setting: Setting, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        cells_of([setting], [0], {}, tmp_path, Usage())
+        grid_cells([setting], tmp_path)
 
 
 def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
-    (cell,) = cells_of(GRID.settings()[:1], [0], {"rounds": 3}, tmp_path, Usage())[GRID.settings()[0]]
+    (cell,) = grid_cells(GRID.settings()[:1], tmp_path, rounds=3)
     finish(cell, [0.1, 0.2, 0.3])
     with pytest.raises(ConfigError, match="holds another run"):
-        cells_of(GRID.settings()[:1], [0], {"rounds": 4}, tmp_path, Usage())
+        grid_cells(GRID.settings()[:1], tmp_path, rounds=4)
 
 
 # The scores
@@ -137,26 +164,27 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
 
 def test_scores_are_means_over_finished_seeds_in_percent(tmp_path: Path) -> None:
     setting, other = GRID.settings()[:2]
-    cells = cells_of([setting, other], [0, 1, 2], {"rounds": 3}, tmp_path, Usage())
-    finish(cells[setting][0], [0.2, 0.9, 0.7])
-    finish(cells[setting][1], [0.6, None, 0.5])
-    finish(cells[setting][2], [0.1])  # was interrupted
-    scores = gather(cells)
+    cells = grid_cells([setting, other], tmp_path, [0, 1, 2], rounds=3)
+    of = {(cell.axes["attackers"], cell.config.seed): cell for cell in cells}
+    finish(of[setting.place["attackers"], 0], [0.2, 0.9, 0.7])
+    finish(of[setting.place["attackers"], 1], [0.6, None, 0.5])
+    finish(of[setting.place["attackers"], 2], [0.1])  # was interrupted
+    scores = read_scores([setting, other], cells)
     assert list(scores) == [setting]
     got = scores[setting]
     assert (got.last, got.best, got.seeds) == (pytest.approx(60), pytest.approx(75), 2)
     assert got.std == pytest.approx(math.sqrt(200))  # of 70 and 50
-    finish(cells[other][1], [None, 0.25, 0.25])
-    assert gather(cells)[other] == Score(25.0, 0.0, 25.0, 1)
+    finish(of[other.place["attackers"], 1], [None, 0.25, 0.25])
+    assert read_scores([setting, other], cells)[other] == Score(25.0, 0.0, 25.0, 1)
 
 
 def test_a_finished_run_that_was_never_evaluated_has_no_score(tmp_path: Path) -> None:
     """Every client failed to evaluate its own model, say: no reason to lose the scores of all the others."""
     clean, told = GRID.settings()[:2]
-    cells = cells_of([clean, told], [0], {"rounds": 1}, tmp_path, Usage())
-    finish(cells[clean][0], [0.5])
-    finish(cells[told][0], [None])
-    assert gather(cells) == {clean: Score(50.0, 0.0, 50.0, 1)}
+    cells = grid_cells([clean, told], tmp_path, rounds=1)
+    finish(cells[0], [0.5])
+    finish(cells[1], [None])
+    assert read_scores([clean, told], cells) == {clean: Score(50.0, 0.0, 50.0, 1)}
 
 
 BY_HAND: Scores = {
@@ -200,7 +228,7 @@ def test_an_accuracy_of_0_is_no_missing_one() -> None:
 
 @pytest.mark.parametrize(("value", "text"), [(None, "-"), (83.333, "83.3"), (0.0, "0"), (100.0, "100"), (3, "3"), ("foe", "foe")])
 def test_what_is_shown(value: Any, text: str) -> None:
-    assert shown(value) == text
+    assert as_text(value) == text
 
 
 def read(file: Path) -> list[list[str]]:
@@ -268,20 +296,26 @@ def test_a_run_of_the_grid(too_few: bool, tmp_path: Path, monkeypatch: pytest.Mo
     def run_cell(cell: Cell) -> None:
         ran.append(cell.config)
         if cell.config.attack == "foe" and cell.config.seed == 1:
+            cell.write_outcome("failed", 0.0, "ValueError: the disk is full")
             raise ValueError("the disk is full")
         finish(cell, [0.5 if cell.config.attack == "none" else 0.3 if cell.config.attack == "sign-flip" else 0.1])
 
     monkeypatch.setattr(cells_module, "run_cell", run_cell)
     grid = Grid(["fbn"], [1.0], [2], ["mean", "nnm+median"], ["sign-flip", "foe"])
-    scores, errors = run_grid(grid, [0, 1], {"rounds": 1}, tmp_path, 1, lambda done, total: None, too_few)
+
+
+    def perform(sweep: Sweep, retry: bool) -> dict[str, str]:
+        return run(sweep, plan(sweep, tmp_path, retry=retry), tmp_path, Place(jobs=1), lambda done, total: None)
+
+    scores, errors = run_grid(grid, [0, 1], {"rounds": 1}, "a grid", tmp_path, perform, too_few)
     few = [Setting("fbn", 1.0, 2, 1, "nnm+median", "foe")] if too_few else []
     assert [config.seed for config in ran] == [0] * 7 + [1] * 7 + [0, 1] * len(few)
     assert set(scores) == {*grid.settings(), *few}
-    foes = [f"fbn-1-f2-told2-{rule}-foe-seed1" for rule in grid.rules] + ["fbn-1-f2-told1-nnm+median-foe-seed1"] * len(few)
+    foes = [f"fbn-1-f2_told2_{rule}_foe-seed1" for rule in grid.rules] + ["fbn-1-f2_told1_nnm+median_foe-seed1"] * len(few)
     assert errors == dict.fromkeys(foes, "ValueError: the disk is full")
     assert scores[Setting("fbn", 1.0, 2, 2, "mean", "foe")] == Score(10.0, 0.0, 10.0, 1)
     count = len(ran)
-    run_grid(grid, [0, 1], {"rounds": 1}, tmp_path, 1, lambda done, total: None, too_few)
+    run_grid(grid, [0, 1], {"rounds": 1}, "a grid", tmp_path, perform, too_few)
     assert len(ran) - count == len(errors)  # what finished is not repeated
 
 
@@ -314,10 +348,10 @@ def test_a_tiny_grid_from_the_command_line(tmp_path: Path, in_threads: None) -> 
     assert [row[11] == "-" for row in rows[1:]] == [True, False]
     assert len(read(tmp_path / "out" / "cells.csv")) == 1 + 3 + 4 + 1
     runs = tmp_path / "out" / "runs"
-    defended = read(runs / "fbn-1-f1-told1-nnm+median-foe-seed0" / "clients.csv")
+    defended = read(runs / "fbn-1-f1_told1_nnm+median_foe-seed0" / "clients.csv")
     distance = defended[0].index("distance")
     assert all(float(row[distance]) > 0 for row in defended[1:])
-    refused = read(runs / "fbn-1-f1-told1-nnm+median-nan-seed0" / "clients.csv")
+    refused = read(runs / "fbn-1-f1_told1_nnm+median_nan-seed0" / "clients.csv")
     assert "not finite" in ",".join(refused[-1])
     with Image.open(tmp_path / "out" / "heat-map-f1-best.png") as image:
         assert min(image.size) > 100
@@ -327,7 +361,7 @@ def test_a_tiny_grid_from_the_command_line(tmp_path: Path, in_threads: None) -> 
     ("args", "message"),
     [
         (["--byzantine", "few"], "ConfigError: byzantine must be numbers separated by commas, but got 'few'"),
-        (["--rules", "medain"], "ConfigError: statistics-rule must be mean, median,"),
+        (["--rules", "medain"], "statistics-rule must be mean, median,"),
         (["--byzantine", "5"], "among at least 11, but got n=10"),
         (["--byzantine", "0"], "has no effect with byzantine=0"),
         (["--run-config", "roundz=3"], "ConfigError: unknown config key 'roundz'"),

@@ -66,29 +66,36 @@ def test_a_name_that_exists_is_refused(tmp_path: Path) -> None:
 
 
 def test_compare_then_again(tmp_path: Path) -> None:
-    args = ("compare", "--methods", "centralised,fbn,gn:groups=7", "--seeds", "1", "--jobs", "1", "--output", str(tmp_path))
+    args = ("compare", "--methods", "centralised,fbn,fedavg:learning-rate=1e30", "--seeds", "1", "--jobs", "1", "--output", str(tmp_path))
     result = command(*args, "--run-config", run_config(rounds=2, evaluate_every=1))
     assert result.exit_code == 1
     text = said(result)
-    assert "failed gn_groups=7-seed0: ConfigError:" in text
-    assert "7 groups do not divide 64 channels" in text
+    assert "failed fedavg_learning_rate=1e30-seed0: RunFailed:" in text
     lines = (tmp_path / "table.md").read_text().splitlines()
-    assert {line.split("|")[1].strip() for line in lines if line.startswith("|")} == {"method", "---", "centralised", "fbn", "gn:groups=7"}
+    assert {line.split("|")[1].strip() for line in lines if line.startswith("|")} == {"method", "---", "centralised", "fbn", "fedavg:learning-rate=1e30"}
     assert (tmp_path / "comparison.png").exists()
-    assert "[round 2/2]" in (tmp_path / "fbn-seed0.log").read_text()
-    assert "accuracy after round 2" in (tmp_path / "centralised-seed0" / "summary.md").read_text()
+    assert "[round 2/2]" in (tmp_path / "runs" / "fbn-seed0.log").read_text()
+    assert "accuracy after round 2" in (tmp_path / "runs" / "centralised-seed0" / "summary.md").read_text()
 
-    made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*-seed0/rounds.jsonl")}
+    made = {file: file.stat().st_mtime_ns for name in ("centralised", "fbn") for file in tmp_path.glob(f"runs/{name}-seed0/rounds.jsonl")}
     assert len(made) == 2
     again = command(*args[:2], "centralised,fbn", *args[3:], "--run-config", run_config(rounds=2, evaluate_every=1))
     assert again.exit_code == 0, again.output
-    assert made == {file: file.stat().st_mtime_ns for file in tmp_path.glob("*-seed0/rounds.jsonl")}
+    assert made == {file: file.stat().st_mtime_ns for file in made}
 
 
-def test_compare_refuses_a_wrong_variant_before_it_starts(tmp_path: Path) -> None:
-    result = command("compare", "--methods", "fbn,nope", "--output", str(tmp_path / "x"))
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("nope", f"ConfigError: method nope, seed 0: method must be one of {', '.join(METHODS)}, but got 'nope'"),
+        ("gn:groups=7", "ConfigError: gn_groups=7-seed0: block1.norm (BatchNorm1d): 7 groups do not divide 64 channels"),
+    ],
+)
+def test_compare_refuses_a_wrong_variant_before_it_starts(variant: str, message: str, tmp_path: Path) -> None:
+    keys = ("--run-config", run_config(rounds=1))
+    result = command("compare", "--methods", f"fbn,{variant}", "--output", str(tmp_path / "x"), *keys)
     assert result.exit_code == 2
-    assert f"ConfigError: method must be one of {', '.join(METHODS)}, but got 'nope'" in said(result)
+    assert message in said(result)
     assert not (tmp_path / "x").exists()
 
 

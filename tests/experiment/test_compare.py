@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import pytest
 
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import ConfigError
+from fl_bn.run.plot import plot
 from fl_bn.run.run_directory import to_toml
-from fl_bn.run.usage import Usage
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.cells import Cell, run_cell, run_cells
-from fl_bn.sweep.compare import Outcome, Variant, gather, plan, table, write
+from fl_bn.sweep.compare import Curves, Variant, comparison, read_curves, table, write
+from fl_bn.sweep.file import Sweep
 
 
 @pytest.mark.parametrize(
@@ -34,22 +36,31 @@ def test_a_variant_from_text(text: str, method: str, overrides: dict[str, Any]) 
     assert (variant.label, variant.method, variant.overrides) == (text.strip(), method, overrides)
 
 
+def compared(*variants: str, seeds: Sequence[int] = (0,), **base: Any) -> Sweep:
+    keys = {key.replace("_", "-"): value for key, value in base.items()}
+    return comparison([Variant.parse(text) for text in variants], seeds, keys, "a comparison")
+
+
 def test_a_variants_config_is_the_base_with_its_own_keys(tmp_path: Path) -> None:
-    config = Variant.parse("fbn:rounds=7;batch-size=8").config({"rounds": 3, "clients": 2}, 4, tmp_path, Usage())
+    (cell,) = compared("fbn:rounds=7;batch-size=8", seeds=[4], rounds=3, clients=2).cells(tmp_path)
+    config = cell.config
     assert (config.method, config.rounds, config.batch_size, config.clients, config.seed) == ("fbn", 7, 8, 2, 4)
-    assert (config.output, config.pictures) == (str(tmp_path), False)
+    assert (config.output, config.pictures) == (str(tmp_path / "runs"), False)
     assert "/" not in config.name
-    assert Variant.parse("centralised").config({}, 0, tmp_path, Usage()).method == "fedavg"
-    with pytest.raises(ConfigError, match="unknown config key 'round'"):
-        Variant.parse("fbn:round=7").config({}, 0, tmp_path, Usage())
+    (cell,) = compared("centralised").cells(tmp_path)
+    assert (cell.config.method, cell.centralised) == ("fedavg", True)
+    with pytest.raises(ConfigError, match="method fbn:round=7, seed 0: unknown config key 'round'"):
+        compared("fbn:round=7").cells(tmp_path)
 
 
 def test_the_plan_completes_one_seed_after_the_other(tmp_path: Path) -> None:
-    cells = plan([Variant.parse("fbn"), Variant.parse("gn")], [3, 4], {"rounds": 2}, tmp_path)
+    cells = compared("fbn", "gn", seeds=[3, 4], rounds=2).cells(tmp_path)
     assert [(cell.config.method, cell.config.seed) for cell in cells] == [("fbn", 3), ("gn", 3), ("fbn", 4), ("gn", 4)]
     assert len({cell.path for cell in cells}) == 4
     with pytest.raises(ConfigError, match="every variant needs a label of its own"):
-        plan([Variant.parse("fbn"), Variant.parse("fbn")], [0], {}, tmp_path)
+        compared("fbn", "fbn")
+    with pytest.raises(ConfigError, match="punctuation only share a folder"):
+        compared("fbn:rounds=1;clients=2", "fbn:rounds=1 clients=2").cells(tmp_path)
 
 
 def finish(cell: Cell, accuracies: list[float | None]) -> None:
@@ -63,7 +74,7 @@ def finish(cell: Cell, accuracies: list[float | None]) -> None:
 
 
 def cells(folder: Path, *variants: str, seeds: int = 2, rounds: int = 3) -> list[Cell]:
-    return plan([Variant.parse(text) for text in variants], range(seeds), {"rounds": rounds, "evaluate-every": 2}, folder)
+    return compared(*variants, seeds=range(seeds), rounds=rounds, evaluate_every=2).cells(folder)
 
 
 def test_what_counts_as_finished(tmp_path: Path) -> None:
@@ -92,7 +103,7 @@ def test_the_rest_of_an_interrupted_run_is_gone(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(cells_module, "run_in_process", lambda config: found.append(cell.path.exists()))
     run_cell(cell)
     assert found == [False]
-    assert (tmp_path / "fbn-seed0.log").exists()
+    assert (tmp_path / "runs" / "fbn-seed0.log").exists()
 
 
 def test_finished_cells_are_not_repeated_and_failing_ones_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +125,7 @@ def test_finished_cells_are_not_repeated_and_failing_ones_are_reported(tmp_path:
     assert told[-1] == (9, 12)
     run_cells(planned, 1, lambda done, total: None)
     assert ran[3:] == ["gn-seed1"]
-    rows = table(gather(planned))
+    rows = table(read_curves(planned))
     assert rows == [("gn", "60.0", "60.0", "1 of 2, the others failed"), ("fbn", "40.0 (28.3)", "40.0 (28.3)", "2")]
 
 
@@ -124,16 +135,16 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     for cell in planned:
         if (key := (cell.config.method, cell.config.seed)) in values:
             finish(cell, values[key])  # type: ignore[arg-type]
-    outcome = gather(planned)
-    assert outcome.rounds == {"fbn": [1, 2, 3], "fedavg": [2, 3]}
-    assert np.allclose(outcome.values["fbn"], [[20, 90, 70], [20, 60, 80]])
+    curves = read_curves(planned)
+    assert curves.rounds == {"fbn": [1, 2, 3], "fedavg": [2, 3]}
+    assert np.allclose(curves.values["fbn"], [[20, 90, 70], [20, 60, 80]])
     # fbn: last 70, 80: mean 75, std 7.07; best 90, 80: mean 85, std 7.07. fedavg: 90, 80
-    assert table(outcome) == [
+    assert table(curves) == [
         ("fedavg", "85.0 (7.1)", "85.0 (7.1)", "2"),
         ("fbn", "75.0 (7.1)", "85.0 (7.1)", "2"),
         ("hbn", "failed", "failed", "0 of 2"),
     ]
-    write(outcome, "three methods", tmp_path)
+    write(curves, "three methods", tmp_path)
     assert "| fbn | 75.0 (7.1) | 85.0 (7.1) | 2 |" in (tmp_path / "table.md").read_text()
     assert "| hbn | failed | failed | 0 of 2 |" in (tmp_path / "table.md").read_text()
     with (tmp_path / "table.csv").open() as file:
@@ -147,9 +158,9 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_table_says_what_the_runs_were_tested_on(tmp_path: Path) -> None:
-    write(Outcome({"fbn": [1]}, {"fbn": np.array([[70.0]])}, {"fbn": 1}, split="validation"), "one method", tmp_path)
+    write(Curves({"fbn": [1]}, {"fbn": np.array([[70.0]])}, {"fbn": 1}, split="validation"), "one method", tmp_path)
     assert "one method. Validation accuracy, mean" in (tmp_path / "table.md").read_text()
-    write(Outcome({"fbn": [1]}, {"fbn": np.array([[70.0]])}, {"fbn": 1}), "one method", tmp_path)
+    write(Curves({"fbn": [1]}, {"fbn": np.array([[70.0]])}, {"fbn": 1}), "one method", tmp_path)
     assert "one method. Test accuracy, mean" in (tmp_path / "table.md").read_text()
 
 
@@ -158,22 +169,29 @@ def test_a_run_that_diverged_is_not_ranked_by_what_it_had_before(tmp_path: Path)
     values = {"fbn": ([None, 0.9, None], [None, 0.8, 0.7]), "fedavg": ([None, 0.6, 0.5], [None, 0.6, 0.6]), "hbn": ([None] * 3, [None] * 3)}
     for cell in planned:
         finish(cell, values[cell.config.method][cell.config.seed])
-    outcome = gather(planned)
-    assert outcome.rounds == {"fbn": [2, 3], "fedavg": [2, 3], "hbn": [2, 3]}
-    assert table(outcome) == [
+    curves = read_curves(planned)
+    assert curves.rounds == {"fbn": [2, 3], "fedavg": [2, 3], "hbn": [2, 3]}
+    assert table(curves) == [
         ("fedavg", "55.0 (7.1)", "60.0 (0.0)", "2"),  # control: finite
         ("fbn", "not finite", "85.0 (7.1)", "2"),
         ("hbn", "not finite", "not finite", "2"),
     ]
-    write(outcome, "two that diverged", tmp_path)
+    write(curves, "two that diverged", tmp_path)
     assert "| fbn | not finite | 85.0 (7.1) | 2 |" in (tmp_path / "table.md").read_text()
     with (tmp_path / "curves.csv").open() as file:
         assert ["fbn", "0", "3", "nan"] in list(csv.reader(file))
 
 
 def test_one_seed_has_no_standard_deviation_and_no_run_no_picture(tmp_path: Path) -> None:
-    one = Outcome({"fbn": [1]}, {"fbn": np.array([[50.0]])}, {"fbn": 1})
+    one = Curves({"fbn": [1]}, {"fbn": np.array([[50.0]])}, {"fbn": 1})
     assert table(one) == [("fbn", "50.0", "50.0", "1")]
-    write(Outcome({}, {}, {"fbn": 1}), "nothing", tmp_path)
+    write(Curves({}, {}, {"fbn": 1}), "nothing", tmp_path)
     assert not (tmp_path / "comparison.png").exists()
     assert "| fbn | failed | failed | 0 of 1 |" in (tmp_path / "table.md").read_text()
+
+
+def test_plot_finds_the_runs_of_a_comparison(tmp_path: Path) -> None:
+    for cell in cells(tmp_path, "fbn", "fedavg"):
+        finish(cell, [None, 0.5, 0.6])
+    assert sorted(plot([tmp_path], tmp_path / "all.png")) == ["fbn (2 seeds)", "fedavg (2 seeds)"]
+    assert (tmp_path / "all.png").stat().st_size > 10_000

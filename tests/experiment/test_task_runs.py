@@ -21,7 +21,7 @@ from fl_bn.run.assembly import dataset, forget, source_model, task
 from fl_bn.run.centralised import run_centralised
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.partition_report import write as write_partition
-from fl_bn.sweep.compare import Variant, gather, plan, table, write
+from fl_bn.sweep.compare import Variant, check_metric, comparison, read_curves, table, write
 from fl_bn.task import MultiLabel, Regression
 
 SHORT: dict[str, Any] = {
@@ -215,13 +215,13 @@ def test_what_does_not_go_together_is_refused_before_a_client_works(
 
 def test_tables_of_another_task_put_the_lowest_error_first(package: str, tmp_path: Path) -> None:
     base = {**SHORT, "dataset": f"{package}:data", "model": f"{package}:model", "task": f"{package}:Grades", "rounds": 2}
-    cells = plan([Variant.parse("fedavg:learning-rate=0.0001"), Variant.parse("fedavg")], [0], base, tmp_path / "runs")
+    cells = comparison([Variant.parse("fedavg:learning-rate=0.0001"), Variant.parse("fedavg")], [0], base, "two rates").cells(tmp_path)
     for cell in cells:
         run_in_process(cell.config.to_mapping())
         cell.write_outcome("finished", 0.0)
-    outcome = gather(cells)
-    write(outcome, "two rates", tmp_path)
-    assert [row[0] for row in table(outcome)] == ["fedavg", "fedavg:learning-rate=0.0001"]
+    curves = read_curves(cells)
+    write(curves, "two rates", tmp_path)
+    assert [row[0] for row in table(curves)] == ["fedavg", "fedavg:learning-rate=0.0001"]
     text = (tmp_path / "table.md").read_text()
     assert text.startswith("two rates. Test mean distance, mean (standard deviation) over seeds.\n\n| method | last round | best round |")
     assert (tmp_path / "curves.csv").read_text().startswith("method,seed index,round,mean-distance")
@@ -231,7 +231,7 @@ def test_tables_of_another_task_put_the_lowest_error_first(package: str, tmp_pat
     assert best.startswith("| fedavg |")
     mixed = [Variant.parse("fedavg"), Variant.parse("fbn:task='auto';model='mlp'")]
     with pytest.raises(ConfigError, match="these runs have accuracy and mean-distance: give all one task"):
-        plan(mixed, [0], base, tmp_path / "other")
+        check_metric(comparison(mixed, [0], base, "mixed").cells(tmp_path / "other"))
 
 
 def test_adaptation_and_recalibration_of_a_regression(package: str, tmp_path: Path) -> None:

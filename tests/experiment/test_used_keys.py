@@ -17,11 +17,10 @@ from fl_bn.run.checkpoints import run_to_resume
 from fl_bn.run.config import REGISTRIES, ConfigError, RunConfig
 from fl_bn.run.resume import config_to_resume
 from fl_bn.run.run_keys import general_options
-from fl_bn.run.usage import Usage
 from fl_bn.run.used import HasNoEffect, conditions
-from fl_bn.sweep.attack_grid import Grid, cells_of
+from fl_bn.sweep.attack_grid import Grid, grid_sweep
 from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.compare import Variant, plan
+from fl_bn.sweep.compare import Variant, comparison
 from fl_bn.sweep.file import Sweep, parse
 from tests.experiment.resuming import Values, small_run, stopped
 from tests.experiment.small_data import small_config
@@ -238,19 +237,19 @@ def test_a_variant_must_use_its_own_keys_and_not_all_of_the_files(tmp_path: Path
 
 def test_the_methods_of_a_comparison_leave_out_what_they_ignore(tmp_path: Path) -> None:
     base = {"groups": 4, "rounds": 2}
-    cells = plan([Variant.parse("fbn"), Variant.parse("gn")], [0], base, tmp_path)
+    cells = comparison([Variant.parse("fbn"), Variant.parse("gn")], [0], base, "").cells(tmp_path)
     assert [cell.config["groups"] for cell in cells] == [RunConfig()["groups"], 4]
     with pytest.raises(ConfigError, match="groups=4 has no effect"):
-        plan([Variant.parse("fbn"), Variant.parse("fedavg")], [0], base, tmp_path)
+        comparison([Variant.parse("fbn"), Variant.parse("fedavg")], [0], base, "").cells(tmp_path)
     with pytest.raises(ConfigError, match="groups=8 has no effect"):
-        plan([Variant.parse("fbn:groups=8"), Variant.parse("gn")], [0], base, tmp_path)
+        comparison([Variant.parse("fbn:groups=8"), Variant.parse("gn")], [0], base, "").cells(tmp_path)
 
 
 def test_an_axis_of_the_attack_grid_must_count(tmp_path: Path) -> None:
     settings = Grid(["fbn"], [0.1], [2], ["mean"], ["foe"]).settings()
-    cells_of(settings, [0], {}, tmp_path, Usage())  # control
+    grid_sweep(settings, [0], {}, "").cells(tmp_path)  # control
     with pytest.raises(ConfigError, match="partition-parameter=0.1 has no effect with partition='iid'"):
-        cells_of(settings, [0], {"partition": "iid"}, tmp_path, Usage())
+        grid_sweep(settings, [0], {"partition": "iid"}, "").cells(tmp_path)
 
 
 # Runs of before
