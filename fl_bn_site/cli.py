@@ -193,7 +193,7 @@ def _said(line: str) -> None:
 
 def _carried_out(run: Callable[[], bool]) -> None:
     from fl_bn_site.control import ControlError
-    from fl_bn_site.queue import QueueError
+    from fl_bn_site.queue_store import QueueError
 
     try:
         completed = run()
@@ -255,7 +255,8 @@ def fetch(
 def queue(folder: ServerArgument, control: ControlOption = "") -> None:
     """Starts the runs that wait, until Ctrl-C. `fl-bn start` of the server does it, too."""
     from fl_bn_site.control import ControlError, control_of
-    from fl_bn_site.queue import Queue, QueueError
+    from fl_bn_site.queue import Queue
+    from fl_bn_site.queue_store import QueueError
 
     with _refusals(), control_of(_server(folder), control) as superlink:
         runs, told = Queue(_server(folder)), ""
@@ -316,7 +317,7 @@ def _looks(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
     """The status every two seconds, and what is wrong where it is not that of now. What is wrong for long, or at first, is raised."""
     from fl_bn_site.control import SILENCE, ControlError
     from fl_bn_site.folders import FolderError
-    from fl_bn_site.queue import QueueError
+    from fl_bn_site.queue_store import QueueError
     from fl_bn_site.status import status as of
 
     found, wrong, answered = of(_server(folder), control), "", time.monotonic()
@@ -384,7 +385,7 @@ def _refusals() -> Iterator[None]:
     from fl_bn_site.control import ControlError
     from fl_bn_site.folders import FolderError
     from fl_bn_site.kit import KitError
-    from fl_bn_site.queue import QueueError
+    from fl_bn_site.queue_store import QueueError
 
     try:
         yield

@@ -9,6 +9,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_type_hints
 
+import tomli_w
+
 from fl_bn.support.client_names import SITE
 from fl_bn.support.names import unknown
 
@@ -234,7 +236,7 @@ def render(kind: type[Folder], **values: object) -> str:
     lines = []
     for spec in kind.lines():
         value = values.pop(spec.name, spec.default)
-        lines.append((f"{_kebab(spec)} = {_toml(value)}", spec.metadata["help"]))
+        lines.append((f"{_kebab(spec)} = {one_line(value)}", spec.metadata["help"]))
     if values:
         raise TypeError(f"{kind.file} has no {', '.join(values)}")
     width = min(40, max(len(line) for line, _ in lines))
@@ -245,12 +247,11 @@ def _kebab(spec: Field[Any]) -> str:
     return spec.name.replace("_", "-")
 
 
-def _toml(value: object) -> str:
+def one_line(value: object) -> str:
+    """Return ``value`` as TOML on one line, beside which a comment fits: tomli-w gives each item of a list a line of its own."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    if isinstance(value, (int, float)):
-        return str(value)
-    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return f"[{', '.join(one_line(item) for item in value)}]"
+    return tomli_w.dumps({"value": str(value) if isinstance(value, Path) else value}).removeprefix("value = ").rstrip("\n")
 
 
 def _within(folder: Path, path: str) -> Path:

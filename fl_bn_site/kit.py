@@ -8,20 +8,9 @@ from pathlib import Path
 
 from fl_bn_site.certificates import alternative_name, make_authority, make_server, write_site_key
 from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
-from fl_bn_site.guides import kit_readme, server_guide, site_guide
-from fl_bn_site.policy import TEMPLATE
+from fl_bn_site.guides import kit_file, kit_readme, server_guide, site_guide
 
 LOCAL = ("localhost", "127.0.0.1", "::1")  # runs are submitted from the server's own machine
-START = """\
-#!/bin/sh
-# Starts this machine's part and keeps it running; Ctrl-C stops it. FL_BN: where fl-bn is, if its environment is not active.
-cd "$(dirname "$0")" && exec "${FL_BN:-fl-bn}" start . "$@"
-"""
-RUN = """\
-#!/bin/sh
-# Submits a run and shows its log: ./run.sh --run-config "method='hbn' rounds=40"
-cd "$(dirname "$0")" && exec "${FL_BN:-fl-bn}" submit . "$@"
-"""
 
 
 class KitError(ValueError):
@@ -97,8 +86,8 @@ def create(plan: Plan, output: Path) -> None:
         sites=list(plan.sites),
     )
     (server / ServerFolder.file).write_text(text)
-    _script(server / "start.sh", START)
-    _script(server / "run.sh", RUN)
+    _script(server / "start.sh")
+    _script(server / "run.sh")
     (server / "GUIDE.md").write_text(server_guide(plan.fleet_port, plan.exchange_port))
 
     for name in plan.sites:
@@ -115,11 +104,12 @@ def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes) ->
     server, exchange_host = (address.rpartition(":")[0] for address in (fleet, exchange))
     other = "" if exchange_host == server else exchange_host
     (folder / SiteFolder.file).write_text(render(SiteFolder, site=name, superlink=fleet, exchange_addresses=other))
-    (folder / "policy.toml").write_text(TEMPLATE)
-    _script(folder / "start.sh", START)
+    (folder / "policy.toml").write_text(kit_file("policy.toml"))
+    _script(folder / "start.sh")
     (folder / "GUIDE.md").write_text(site_guide(name, fleet, exchange))
 
 
-def _script(path: Path, text: str) -> None:
-    path.write_text(text)
+def _script(path: Path) -> None:
+    """Write the script of the kit with that name, for its owner and others to run."""
+    path.write_text(kit_file(path.name))
     path.chmod(0o755)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tomllib
@@ -16,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fl_bn.support.durable import write
 from fl_bn_site.certificates import Identity, make_server, names_in, read_certificate, read_public, write_site_key
-from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, site_name
+from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, one_line, site_name
 from fl_bn_site.kit import KitError, joined, write_site
 
 SOON = 30  # days before a certificate ends that are worth a word
@@ -167,7 +166,7 @@ def _renamed(server: ServerFolder, sites: Sequence[str]) -> str:
     """server.toml with other ``sites``, all else as it is, its comments too. Raises KitError where that cannot be done."""
     path = server.path / server.file
     old = path.read_text(encoding="utf-8")
-    text, count = re.subn(r"(?ms)^sites\s*=\s*\[.*?\]", lambda _: f"sites = {json.dumps(list(sites))}", old)
+    text, count = re.subn(r"(?ms)^sites\s*=\s*\[.*?\]", lambda _: f"sites = {one_line(sites)}", old)
     if count != 1:
         raise KitError(f"{path}: expected one line `sites = [...]`, but found {count}: correct it by hand")
     with suppress(tomllib.TOMLDecodeError):

@@ -24,18 +24,6 @@ PACKAGE = "fl_bn/"  # what code = "installed" compares
 BATCHES = ("batch-size", "hbn-stat-samples")  # keys of the run config: samples that statistics summarise; 0: all of the site's
 GB = 1 << 30
 
-TEMPLATE = """\
-# What this site takes part in. A missing line allows everything; It is read anew for every message.
-# Delete the # before a line to set it. The page "Who may do what" says what each line does and does not stop.
-#allow-methods = ["fedbn", "hbn"]   # the run config's method
-#allow-modules = []                 # modules of which a run config may name a function (dataset, model, task ...), the app's own included
-#allow-code = "installed"           # run only code that equals the fl-bn installed here, file by file; "sent": what the server sends
-#max-memory = 8.0                   # GB that the process of a message may hold
-#min-samples = 8                    # fewest samples that a statistic, a number of an evaluation, or a reply, may summarise
-#max-evaluations = 40               # evaluations on this site's test data that a run gets an answer to; 0: none
-#max-unknown-rounds = 0             # secure sums with states of more earlier rounds, in which this site took no part, are refused
-"""
-
 
 class PolicyError(ValueError):
     """The policy file is not what it should be; the message names the file and the line."""

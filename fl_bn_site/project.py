@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import tomli_w
+
 from fl_bn.support.commit import COMMIT, commit_of
 from fl_bn_site.folders import FolderError, ServerFolder
 
@@ -61,5 +63,5 @@ def staged(project: Path) -> Iterator[Path]:
         except shutil.Error as error:
             raise FolderError("; ".join(f"{source} cannot be copied: {why}" for source, _, why in error.args[0][:3])) from error
         if (made / "fl_bn").is_dir() and (commit := commit_of(project)):
-            (made / "fl_bn" / COMMIT).write_text(f'commit = "{commit}"\n')
+            (made / "fl_bn" / COMMIT).write_text(tomli_w.dumps({"commit": commit}))
         yield made

@@ -14,7 +14,8 @@ from typing import Any
 from fl_bn.support.flower_config import Scalar
 from fl_bn_site.control import Control, control_of
 from fl_bn_site.folders import ServerFolder
-from fl_bn_site.queue import Queue, run_name
+from fl_bn_site.queue import Queue
+from fl_bn_site.queue_store import run_name
 from fl_bn_site.registered import Submitted
 
 ACTIVE = ("pending", "starting", "running")

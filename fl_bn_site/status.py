@@ -13,7 +13,8 @@ from fl_bn_site.certificates import public_in
 from fl_bn_site.control import control_of, key_of
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.membership import days_left
-from fl_bn_site.queue import Entry, Queue, run_name
+from fl_bn_site.queue import Queue
+from fl_bn_site.queue_store import Entry, run_name
 from fl_bn_site.registered import Submitted
 from fl_bn_site.runs import folder_of, rounds_of, rows_of
 

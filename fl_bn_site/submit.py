@@ -17,7 +17,8 @@ from fl_bn.support.flower_config import Scalar, flower_config
 from fl_bn_site.control import SILENCE, Control, ControlError, control_of
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.membership import check_expiry
-from fl_bn_site.queue import REFUSED, STARTED, Entry, NoQueue, Queue, QueueError
+from fl_bn_site.queue import Queue
+from fl_bn_site.queue_store import REFUSED, STARTED, Entry, NoQueue, QueueError
 
 COMPLETED = "finished:completed"
 LOOK = 1.0  # seconds between looks at the queue
@@ -86,13 +87,13 @@ def _own(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]
         ConfigError: A key of ``given`` has no effect, is unknown, or its value is out of range.
     """
     use = Usage()
-    use.config(Queue(server).completed(given), must=given)
+    use.config(Queue(server).complete_config(given), must=given)
     keys = RunConfig.keys()
     return {**given, **{key: keys[key].default for key in use.ignored}}
 
 
 def _checked(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    config = Queue(server).completed(given)
+    config = Queue(server).complete_config(given)
     RunConfig.from_mapping(config)
     try:
         flower_config(config)
@@ -118,13 +119,13 @@ def _carried_out(server: ServerFolder, given: Mapping[str, Any], address: str, s
         try:
             entry = queue.add(given, parallel, rename)
         except NoQueue:
-            say(f"{queue.folder} may not be written to: the run does not wait for others, but starts at once")
+            say(f"{queue.store.folder} may not be written to: the run does not wait for others, but starts at once")
             run = queue.submit(given, control)
         else:
             name, run = entry.name, _its_turn(queue, entry, control, say)
             if not run:
                 return False
-        sites = ", ".join(queue.sites(queue.completed(given)))
+        sites = ", ".join(queue.sites(queue.complete_config(given)))
         say(f"run {run} is submitted to {control.address} as {name}{f', for sites {sites}' if sites else ''}")
         try:
             status = _follow(control, run, say)
@@ -152,7 +153,7 @@ def _its_turn(queue: Queue, entry: Entry, control: Control, say: Say) -> str:
             ahead: list[str] = []
             try:
                 why = queue.dispatch(control).get(entry.number, "")
-                now, ahead = queue.find(entry.number), [other.name for other in queue.waiting() if other.number < entry.number]
+                now, ahead = queue.store.find(entry.number), [other.name for other in queue.waiting() if other.number < entry.number]
             except (ControlError, FolderError, QueueError, OSError) as error:
                 if time.monotonic() - answered > SILENCE:
                     _say_that_it_stays(queue, entry, say)

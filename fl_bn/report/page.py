@@ -8,20 +8,19 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import compress
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fl_bn.report.cells import Cell
 from fl_bn.report.formats import number, problem_text
 from fl_bn.report.layout import LEFT_OUT, Layout, Table
-from fl_bn.report.look import CSS, SCRIPT
 from fl_bn.report.pictures import Picture
 from fl_bn.report.program import Program
 from fl_bn.report.settings import SEED, Settings, label
-from fl_bn.report.template import INDEX, PROGRAM, REPORT
 
 COMMANDS = ("fl-bn sweep {folder}/sweep.toml", "fl-bn report {folder}")
 OF_THE_RUN = (SEED, "name", "output", "resume", "pictures")  # config keys in which runs differ whatever they are
@@ -198,22 +197,26 @@ def _page(report: Report, statement: Statement | None, contents: list[tuple[str,
     contents += [("figures", "Figures")] if report.pictures else []
     contents += [("problems", "Runs that are not in the numbers")] if report.problems else []
     contents += [("settings", "Settings"), ("again", "To do it again")]
-    return _render(REPORT, {"title": report.settings.title, "report": report, "statement": statement, "contents": contents})
+    return _render("report.html", {"title": report.settings.title, "report": report, "statement": statement, "contents": contents})
 
 
 def index_page(title: str, reports: Sequence[Listed]) -> str:
-    return _render(INDEX, {"title": title, "reports": reports})
+    return _render("index.html", {"title": title, "reports": reports})
 
 
 def program_page(program: Program) -> str:
-    return _render(PROGRAM, {"title": program.title, "one": program})
+    return _render("program.html", {"title": program.title, "one": program})
 
 
 def _render(template: str, values: Mapping[str, Any]) -> str:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    own = {"css": Markup(CSS), "script": Markup(SCRIPT), "hash": Markup(digest)}
-    return environment.from_string(template).render({**own, **values})
+    """Return the page that the file ``template`` of ``fl_bn/report/templates`` makes of ``values``."""
+    environment = Environment(
+        loader=PackageLoader("fl_bn.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    style, script = (files("fl_bn.report").joinpath("templates", name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    own = {"css": Markup(style), "script": Markup(script), "hash": Markup(digest)}
+    return environment.get_template(template).render({**own, **values})
 
 
 def _labelled(svg: str, alt: str) -> Markup:

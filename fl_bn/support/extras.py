@@ -17,8 +17,9 @@ EXTRAS = {  # a module that is imported where it is needed: its extra in pyproje
     "segmentation_models_pytorch": "segmentation",
     "flwr_datasets": "partitioners",
     "packaging": "deployment",
+    "prometheus_client": "deployment",
 }
-DEPLOYMENT = ("packaging",)  # modules of the extra of this name: without them there is no fl-bn kit, start, submit, ...
+DEPLOYMENT = ("packaging", "prometheus_client")  # modules of the extra of this name: without them there is no fl-bn kit, start, submit, ...
 
 
 class NotInstalled(ImportError, ValueError):

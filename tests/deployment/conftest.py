@@ -36,7 +36,7 @@ def superlink(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(where, "control_of", control_of)
     monkeypatch.setattr("fl_bn_site.submit.time.sleep", lambda seconds: None)
     monkeypatch.setattr(module, "staged", staged)
-    monkeypatch.setattr(module, "available", lambda: 100_000)
+    monkeypatch.setattr(module, "free_memory", lambda: 100_000)
     return made
 
 

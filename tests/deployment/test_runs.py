@@ -65,7 +65,7 @@ def test_resume_reads_the_stored_config_and_the_sites_as_they_are_now(server: Se
 
 def test_resume_without_a_site_that_took_part_says_which(server: ServerFolder, superlink: Any) -> None:
     interrupted_run(server, superlink, **{"client-names": "a,gone"})
-    with pytest.raises(ControlError, match="gone took part in died, and is no more a site here"):
+    with pytest.raises(ControlError, match="gone took part in died, but is no longer a site in"):
         resume(server, "died", say=lambda line: None)
 
 
