@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from fl_bn.support.extras import DEPLOYMENT, need
+from fl_bn.cli.refusal import refused
+from fl_bn.support.extras import DEPLOYMENT, NotInstalled, lacking
 from fl_bn.support.finding import Finding
 
 COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
@@ -48,7 +49,8 @@ def _findings(folder: Path | None, run_config: str) -> Iterator[Finding]:
         from fl_bn.checks.run import diagnose
 
         return diagnose(run_config)
-    need("a look at a site's folder", *DEPLOYMENT)
+    if missing := lacking("a look at a folder of a kit", *DEPLOYMENT):
+        raise refused(NotInstalled(missing))
     from fl_bn_site import doctor as deployed
 
     return deployed.diagnose(folder, run_config)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -35,14 +35,71 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
+TRAIN, COMPARE, LOOK, MODEL, DEPLOY = "Train", "Compare", "Look first", "With a trained model", "Separate machines"
+DEPLOYED = ("kit", "start", "register", "submit", "status", "runs", "abort", "fetch", "queue")  # the commands of fl_bn_site
+EXPERIMENTS = "experiments"  # the commands of the repository's own tool
+CHECKOUT = Path(__file__).parents[2]  # of the repository, where this package is part of one
+
+
+class AllCommands(Commands):
+    """Add the commands of ``fl_bn_site`` and of the repository's tool.
+
+    Both are imported only where one of their commands, or the help, is asked for: no other command loads a line of them. Without the extra
+    ``deployment`` the help does not list the commands of a deployment, and each of them says what to install.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands that can be used here."""
+        deployed = () if lacking("a deployment", *DEPLOYMENT) else DEPLOYED
+        return [*super().list_commands(ctx), *deployed, *((EXPERIMENTS,) if _in_checkout() else ())]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command ``cmd_name``; None where there is none."""
+        if cmd_name in DEPLOYED:
+            return _deployed(cmd_name)
+        if cmd_name == EXPERIMENTS and _in_checkout():
+            return _experiments()
+        return super().get_command(ctx, cmd_name)
+
+
+def _deployed(name: str) -> Any:
+    """Return a command of a deployment, or, where its packages are missing, one that says what to install."""
+    commands = typer.Typer()
+    if lacking("a deployment", *DEPLOYMENT):
+        anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+        commands.command(name, context_settings=anything, add_help_option=False)(_not_installed)
+        return typer.main.get_command(commands)
+    from fl_bn_site.cli import add_to
+
+    add_to(commands, DEPLOY)
+    return typer.main.get_group(commands).commands[name]
+
+
+def _not_installed(context: typer.Context) -> None:
+    raise refused(NotInstalled(lacking(f"fl-bn {context.info_name}", *DEPLOYMENT)))
+
+
+def _experiments() -> Any:
+    if str(CHECKOUT) not in sys.path:
+        sys.path.append(str(CHECKOUT))
+    from experiments.cli import experiments
+
+    commands = typer.Typer()
+    commands.add_typer(experiments, name=EXPERIMENTS, rich_help_panel=COMPARE)
+    return typer.main.get_group(commands).commands[EXPERIMENTS]
+
+
+def _in_checkout() -> bool:
+    return (CHECKOUT / "experiments" / "cli.py").is_file()
+
+
 app = typer.Typer(
-    cls=Commands,
+    cls=AllCommands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Batch normalisation that works in federated learning.",
 )
-TRAIN, COMPARE, LOOK, MODEL, DEPLOY = "Train", "Compare", "Look first", "With a trained model", "Separate machines"
 app.command(rich_help_panel=TRAIN)(new)
 console = Console()
 
@@ -102,13 +159,14 @@ def resume(
     control: Annotated[str, typer.Option("--control", metavar="HOST:PORT", help="of a deployed run: the SuperLink's Control API")] = "",
 ) -> None:
     """Go on with a run that was interrupted, from its last checkpoint, with the run config in its folder."""
-    from fl_bn.run.config import ConfigError
-
     if (folder / "server.toml").exists():
+        if missing := lacking("a run on separate machines", *DEPLOYMENT):
+            raise refused(NotInstalled(missing))
         from fl_bn_site.cli import resume as go_on
 
         go_on(folder, name, control)
         return
+    from fl_bn.run.errors import ConfigError
     from fl_bn.run.resume import config_to_resume
 
     try:
@@ -308,42 +366,11 @@ OF_OTHER_FILES: Mapping[str, Sequence[Callable[..., None]]] = {
     MODEL: (adapt, recalibrate),
     LOOK: (doctor,),
 }
-DEPLOYED = ("kit", "start", "register", "submit", "status", "runs", "abort", "fetch", "queue")
 for _panel, _commands in OF_OTHER_FILES.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
 data.command()(partition)
 app.add_typer(data, name="data", rich_help_panel=LOOK)
-
-
-def _add_deployment() -> None:
-    """Add the commands of a deployment, where its extra is installed; elsewhere they say what to install."""
-    if lacking("a deployment", *DEPLOYMENT):
-        for name in DEPLOYED:
-            app.command(name, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(_absent)
-        return
-    from fl_bn_site.cli import add_to
-
-    add_to(app, DEPLOY)
-
-
-def _absent(context: typer.Context) -> None:
-    raise refused(NotInstalled(lacking(f"fl-bn {context.info_name}", *DEPLOYMENT)))
-
-
-def _add_experiments() -> None:
-    """Add the tool of the repository, where this package is one of a checkout."""
-    checkout = Path(__file__).parents[2]
-    if not (checkout / "experiments" / "cli.py").is_file():
-        return
-    sys.path.append(str(checkout))
-    from experiments.cli import experiments
-
-    app.add_typer(experiments, name="experiments", rich_help_panel=COMPARE)
-
-
-_add_deployment()
-_add_experiments()
 
 if __name__ == "__main__":
     app()
