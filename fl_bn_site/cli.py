@@ -1,4 +1,7 @@
-"""``fl-bn kit``, ``start``, ``register`` and ``submit``: what people type. Imports are inside the commands, since torch takes seconds."""
+"""Define the commands of a deployment: ``fl-bn kit``, ``start``, ``register``, ``submit`` and others.
+
+Imports are inside the commands, since torch takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def create(
     fleet_port: Annotated[int, typer.Option(help="where sites connect")] = 9092,
     exchange_port: Annotated[int, typer.Option(help="where FedTAN's exchange listens")] = 9095,
 ) -> None:
-    """Makes a kit: an authority, the server's folder, and one folder per site."""
+    """Make a kit: an authority, the server's folder, and one folder per site."""
     from fl_bn_site.kit import KitError, Plan
     from fl_bn_site.kit import create as make
 
@@ -66,7 +69,7 @@ def add_site(
     public_key: PublicKeyOption = None,
     output: SiteFolderOption = None,
 ) -> None:
-    """Lets another site take part, also while the server and a run go on: no other site notices."""
+    """Let another site take part, also while the server and a run go on: no other site notices."""
     from fl_bn_site.membership import add_site as add
 
     with _refusals():
@@ -81,7 +84,7 @@ def add_site(
 
 @kit.command("remove-site")
 def remove_site(server: ServerArgument, name: SiteArgument) -> None:
-    """Shuts a site out at once: it gets no further message, also of a run that goes on."""
+    """Shut a site out at once: it gets no further message, also of a run that goes on."""
     from fl_bn_site.membership import remove_site as remove
 
     with _refusals():
@@ -101,7 +104,7 @@ def renew(
     ] = None,
     days: Annotated[int, typer.Option(min=1, help="validity of the server's certificate")] = 825,
 ) -> None:
-    """Makes the server's certificate anew, or a site's key; what it replaces stays in a folder `former`."""
+    """Make the server's certificate anew, or a site's key; what it replaces stays in a folder `former`."""
     from fl_bn_site.membership import days_left, renew_server, renew_site
 
     with _refusals():
@@ -120,7 +123,7 @@ def renew(
 
 @kit.command()
 def verify(folder: Annotated[Path, typer.Argument(help="a kit, its server folder, or one of its sites")]) -> None:
-    """Whether certificates, keys, modes and TOML files fit together: one line per check; exit code 1 if one fails."""
+    """Check whether certificates, keys, modes and TOML files fit together: one line per check; exit code 1 if one fails."""
     from fl_bn_site.verify import verify as checks_of
 
     checks = checks_of(folder.absolute())
@@ -137,7 +140,7 @@ def start(
     show: Annotated[bool, typer.Option("--print", help="only show what would run")] = False,
     only: Annotated[str, typer.Option(metavar="supernode|clientapp", help="of a site: one program, where each has a user of its own")] = "",
 ) -> None:
-    """Runs this machine's part of the deployment, and keeps it running until Ctrl-C or SIGTERM."""
+    """Run this machine's part of the deployment, and keep it running until Ctrl-C or SIGTERM."""
     from fl_bn_site.commands import commands, prepare
     from fl_bn_site.folders import FolderError, read_folder
     from fl_bn_site.membership import check_expiry
@@ -157,7 +160,10 @@ def start(
 
 
 def register(folder: ServerArgument, control: ControlOption = "") -> None:
-    """Tells a running SuperLink who takes part: it lets the sites of server.toml in, and nobody else. `fl-bn start` does it, too."""
+    """Tell a running SuperLink who takes part: it lets the sites of server.toml in, and nobody else.
+
+    `fl-bn start` does it, too.
+    """
     from fl_bn_site.control import ControlError, register_sites
     from fl_bn_site.folders import FolderError, ServerFolder
 
@@ -174,14 +180,17 @@ def submit(
     control: ControlOption = "",
     parallel: Annotated[int, typer.Option(min=0, help="start beside others, up to so many runs at a time; 0: as server.toml says")] = 0,
 ) -> None:
-    """Submits a run to the deployed sites, shows its log, and exits with 1 if it does not complete. It waits for runs before it."""
+    """Submit a run to the deployed sites, show its log, and exit with 1 if it does not complete.
+
+    It waits for runs before it.
+    """
     from fl_bn_site.submit import submit as run
 
     _carried_out(lambda: run(_server(folder), run_config, control, _said, parallel))
 
 
 def resume(folder: Path, name: str, control: str) -> None:
-    """Goes on with a deployed run, as ``submit`` does with a new one."""
+    """Resume a deployed run. Its log is shown as ``submit`` does it."""
     from fl_bn_site.submit import resume as run
 
     _carried_out(lambda: run(_server(folder), name, control, _said))
@@ -212,7 +221,7 @@ def runs(
     control: ControlOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
-    """Lists the runs of a server, those that wait first: id, name, state, round, start, seconds."""
+    """List the runs of a server, those that wait first: id, name, state, round, start, seconds."""
     from rich.table import Table
 
     from fl_bn_site.runs import listed, to_json
@@ -232,7 +241,7 @@ def runs(
 
 
 def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "") -> None:
-    """Ends a run at once, or takes it out of the queue. What it has done so far stays."""
+    """End a run at once, or take it out of the queue. What it has done so far stays."""
     from fl_bn_site.runs import abort as end
 
     with _refusals():
@@ -245,7 +254,7 @@ def fetch(
     destination: Annotated[Path | None, typer.Argument(metavar="[DEST]", help="folder to copy it into; none: only say where it is")] = None,
     control: ControlOption = "",
 ) -> None:
-    """Copies a run's folder, with all of its results, or says where it is."""
+    """Copy a run's folder, with all of its results, or say where it is."""
     from fl_bn_site.runs import fetch as get
 
     with _refusals():
@@ -253,7 +262,7 @@ def fetch(
 
 
 def queue(folder: ServerArgument, control: ControlOption = "") -> None:
-    """Starts the runs that wait, until Ctrl-C. `fl-bn start` of the server does it, too."""
+    """Start the runs that wait, until Ctrl-C. `fl-bn start` of the server does it, too."""
     from fl_bn_site.control import ControlError, control_of
     from fl_bn_site.queue import Queue
     from fl_bn_site.queue_store import QueueError
@@ -283,7 +292,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="for programs; with --watch a line each time")] = False,
     serve: Annotated[str, typer.Option(metavar="[HOST:]PORT", help="as metrics for Prometheus, until Ctrl-C; HOST: 127.0.0.1")] = "",
 ) -> None:
-    """Shows which sites are online, when each was last seen, and how far each run is."""
+    """Show which sites are online, when each was last seen, and how far each run is."""
     if serve:
         from fl_bn_site.metrics import serve as publish
 
@@ -314,7 +323,10 @@ def status(
 
 
 def _looks(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
-    """The status every two seconds, and what is wrong where it is not that of now. What is wrong for long, or at first, is raised."""
+    """Yield the status every two seconds, and what is wrong where that status is an old one.
+
+    What is wrong at first, or for a long time, is raised.
+    """
     from fl_bn_site.control import SILENCE, ControlError
     from fl_bn_site.folders import FolderError
     from fl_bn_site.queue_store import QueueError
@@ -333,7 +345,7 @@ def _looks(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
 
 
 def _shown(found: Status) -> Group:
-    """The tables of ``fl-bn status``."""
+    """Return the tables of ``fl-bn status``."""
     from rich.table import Table
 
     sites = Table("site", "state", "last seen", "node", title=f"{found.server}, {found.at}; certificate: {found.expires} days left")
@@ -370,7 +382,7 @@ def _from_now_on(server: ServerFolder) -> str:
 
 
 def _tell(server: ServerFolder) -> None:
-    """Let a SuperLink that runs here know at once; one that does not learns it when it starts."""
+    """Tell a SuperLink that runs here at once. One that does not run learns it when it starts."""
     from fl_bn_site.control import ControlError, register_sites
 
     try:

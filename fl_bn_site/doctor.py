@@ -1,4 +1,4 @@
-"""``fl-bn doctor``: looks at a machine before a run does, and says what to mend."""
+"""Check a machine of a deployment before a run, and say what to mend: ``fl-bn doctor FOLDER``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,14 @@ from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port,
 
 
 def diagnose(folder: Path, overrides: str = "") -> Iterator[Finding]:
-    """Check this machine, ``folder`` of a kit, and a run with ``overrides`` there.
+    """Check this machine, a folder of a kit, and a run there.
 
-    Nothing that is wrong there is raised: it is a finding.
+    Args:
+        folder: The server's folder, or a site's.
+        overrides: Keys of the run config, as for ``fl-bn submit``.
+
+    Yields:
+        What each check finds. Whatever is wrong is a finding, and raises nothing.
     """
     yield from this_machine()
     try:
@@ -61,7 +66,10 @@ def _policy(file: Path) -> Finding:
 
 
 def _superlink(host: str, port: int, authority: Path) -> Iterator[Finding]:
-    """From its name to its clock, each step only where the one before it went well."""
+    """Check the way to the SuperLink, from its name to its clock.
+
+    Each step is made only where the one before it succeeded.
+    """
     skew = None
     yield guarded("proxy", lambda: network.proxy(host))
     yield (found := guarded("superlink name", lambda: network.resolves(host, port)))
@@ -114,7 +122,7 @@ def _server_run(server: ServerFolder, overrides: str) -> Iterator[Finding]:
 
 
 def _running(logs: Path) -> bool:
-    """Whether ``fl-bn start`` of the folder with ``logs`` runs: it holds a lock there."""
+    """Return whether ``fl-bn start`` of the folder with ``logs`` runs: it holds a lock there."""
     try:
         with open(logs / ".lock") as lock:
             hold(lock, shared=True)

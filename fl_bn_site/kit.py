@@ -1,4 +1,4 @@
-"""``fl-bn kit create``: everything that separate machines need to train together, one folder per machine."""
+"""Make a kit: everything that separate machines need to train together, one folder for each. ``fl-bn kit create``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,25 @@ LOCAL = ("localhost", "127.0.0.1", "::1")  # runs are submitted from the server'
 
 
 class KitError(ValueError):
-    """A kit cannot be made as asked."""
+    """A kit cannot be made or changed with these values."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kit is made from. ``superlink``, ``exchange_host`` (empty: the same) and ``also``: hosts without ports; ``days``: how long the
-    server's certificate is valid. Raises KitError."""
+    """Describe the kit to make. Hosts have no ports.
+
+    Attributes:
+        superlink: The name or address by which sites reach the server.
+        sites: The names of the sites.
+        exchange_host: The name or address of the layer-wise exchange; empty: the same as ``superlink``.
+        also: Further names and addresses for the server's certificate.
+        days: How long the server's certificate is valid.
+        fleet_port: The port that SuperNodes connect to.
+        exchange_port: The first port of the layer-wise exchange.
+
+    Raises:
+        KitError: A value is not allowed.
+    """
 
     superlink: str
     sites: Sequence[str]
@@ -48,21 +60,22 @@ class Plan:
 
     @property
     def exchange(self) -> str:
+        """Return the host of the layer-wise exchange."""
         return self.exchange_host or self.superlink
 
     @property
     def fleet(self) -> str:
-        """Where sites connect: HOST:PORT."""
+        """Return the address that SuperNodes connect to, HOST:PORT."""
         return joined(self.superlink, self.fleet_port)
 
 
 def joined(host: str, port: int) -> str:
-    """HOST:PORT, an IPv6 address in brackets."""
+    """Return HOST:PORT; an IPv6 address is put in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def create(plan: Plan, output: Path) -> None:
-    """Writes the kit. Raises KitError where ``output`` holds files already: a key is never overwritten."""
+    """Write the kit. Raises KitError where ``output`` holds files already: a key is never overwritten."""
     if output.is_file() or any(path.is_file() for path in output.rglob("*")):
         raise KitError(f"{output} holds files already, and keys are never overwritten: give another --output, or move it away first")
     authority_folder, server = output / "authority", output / "server"
@@ -98,7 +111,15 @@ def create(plan: Plan, output: Path) -> None:
 
 
 def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes) -> None:
-    """Fills the empty ``folder`` of a site: a key pair, who vouches for the server (``ca``, PEM), and where it is: HOST:PORT each."""
+    """Fill the empty folder of a site: a key pair, the authority's certificate, and where the server is.
+
+    Args:
+        folder: The site's folder.
+        name: The site's name.
+        fleet: The server's address for SuperNodes, HOST:PORT.
+        exchange: The first address of the layer-wise exchange, HOST:PORT.
+        ca: The authority's certificate (PEM).
+    """
     write_site_key(folder / "site.key", folder / "site.pub", name)
     (folder / "ca.crt").write_bytes(ca)
     server, exchange_host = (address.rpartition(":")[0] for address in (fleet, exchange))

@@ -1,4 +1,7 @@
-"""A kit after its first day: sites that come and go, keys and certificates made anew. Nothing here touches another site."""
+"""Change a kit after its first day: add and remove sites, renew keys and certificates.
+
+No change touches a site other than the one that it names.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,21 @@ FORMER = "former"  # folder beside what was replaced
 
 
 def add_site(server: ServerFolder, name: str, public_key: Path | None, output: Path) -> ServerFolder:
-    """Let the site ``name`` take part: its key in ``sites/``, its name in server.toml. Returns the server's folder as it is then.
+    """Let another site take part: its key goes to ``sites/``, its name to server.toml.
 
-    ``public_key``: of a key pair that the site made itself; None: ``output`` becomes its whole folder, which has to be empty.
+    Args:
+        server: The server's folder.
+        name: The site's name.
+        public_key: The public key of a pair that the site made itself; None: make a whole folder for the site
+            in ``output``.
+        output: The site's folder, which must be empty or absent. It is not used where ``public_key`` is given.
+
+    Returns:
+        The server's folder after the change.
 
     Raises:
-        KitError: the name is taken or no name, the key is another site's or cannot be read, ``output`` holds files, or server.toml is to be
-            corrected by hand first. Nothing has changed then.
+        KitError: The name is taken or not allowed, the key belongs to another site or cannot be read,
+            ``output`` holds files, or server.toml has to be corrected by hand first. Nothing has changed then.
     """
     try:
         site_name(name)
@@ -51,10 +62,18 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
 
 
 def remove_site(server: ServerFolder, name: str) -> ServerFolder:
-    """Take the site ``name`` out of server.toml and its key out of ``sites/``. Returns the server's folder as it is then.
+    """Take a site out of server.toml, and its key out of ``sites/``.
+
+    Args:
+        server: The server's folder.
+        name: The site's name.
+
+    Returns:
+        The server's folder after the change.
 
     Raises:
-        KitError: there is no such site, it is the last one, or server.toml is to be corrected by hand first. Nothing has changed then.
+        KitError: There is no such site, it is the last one, or server.toml has to be corrected by hand first.
+            Nothing has changed then.
     """
     if name not in server.sites:
         raise KitError(f"{server.path / server.file} names no site {name}; it names {', '.join(server.sites)}")
@@ -66,10 +85,18 @@ def remove_site(server: ServerFolder, name: str) -> ServerFolder:
 
 
 def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
-    """Make the server's certificate and key anew, for the same names, signed by the key in ``authority``; where the former ones are.
+    """Make the server's certificate and key anew, for the same names.
+
+    Args:
+        server: The server's folder.
+        authority: The folder with the authority's certificate and key, which signs the new certificate.
+        days: How long the new certificate is valid.
+
+    Returns:
+        The folder with the former certificate and key.
 
     Raises:
-        KitError: ``authority`` is not the one that the sites trust, or has expired.
+        KitError: ``authority`` is not the one that the sites trust, cannot be read, or has expired.
     """
     certificate, key = authority / "ca.crt", authority / "ca.key"
     try:
@@ -89,10 +116,16 @@ def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
 
 
 def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder: Path) -> None:
-    """Give the site ``name`` another key: ``public_key`` of a pair that it made itself, or else a new pair in its ``folder``.
+    """Give a site another key.
+
+    Args:
+        server: The server's folder.
+        name: The site's name.
+        public_key: The public key of a pair that the site made itself; None: make a new pair in ``folder``.
+        folder: The site's folder.
 
     Raises:
-        KitError: there is no such site or folder, or the key cannot be used.
+        KitError: There is no such site or folder, or the key cannot be used.
     """
     if name not in server.sites:
         raise KitError(f"{server.path / server.file} names no site {name}; it names {', '.join(server.sites)}")
@@ -110,7 +143,15 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
 
 
 def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
-    """The certificate in ``folder`` that ends first, and in how many days; negative: it has ended. Raises OSError, ValueError."""
+    """Find the certificate in ``folder`` that ends first.
+
+    Returns:
+        Its path, and the days that it is still valid; negative: it has ended.
+
+    Raises:
+        OSError: A certificate cannot be read.
+        ValueError: A file holds no certificate.
+    """
     paths = [folder.authority, folder.certificate] if isinstance(folder, ServerFolder) else [folder.root_certificates]
     ends = {path: read_certificate(path).not_valid_after_utc for path in paths}
     first = min(paths, key=ends.__getitem__)
@@ -118,17 +159,21 @@ def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
 
 
 def ago(days: int) -> str:
-    """Of ``days`` left, negative: ``3 days ago``, in whole days."""
+    """Return how long ago a certificate ended, as ``3 days ago``.
+
+    ``days`` are those that it is still valid: a negative number.
+    """
     whole = -days - 1
     return "less than a day ago" if whole == 0 else f"{whole} day{'s' if whole > 1 else ''} ago"
 
 
 def check_expiry(folder: ServerFolder | SiteFolder) -> str:
-    """A warning if a certificate in ``folder`` ends soon, empty if not.
+    """Return a warning if a certificate in ``folder`` ends soon; empty: none does.
 
     Raises:
-        FolderError: one has ended, so that nothing would connect.
-        OSError, ValueError: one cannot be read.
+        FolderError: A certificate has ended, so that nothing would connect.
+        OSError: A certificate cannot be read.
+        ValueError: A file holds no certificate.
     """
     path, days = days_left(folder)
     renewal = (
@@ -142,7 +187,7 @@ def check_expiry(folder: ServerFolder | SiteFolder) -> str:
 
 
 def former_owner(server: ServerFolder, key: bytes) -> str:
-    """The site that had the public ``key`` (DER) before; empty: none that this folder knows of."""
+    """Return the site that had the public ``key`` (DER) before; empty: this folder knows of none."""
     for path in (server.path / "sites" / FORMER).glob("*.pub.*"):
         with suppress(OSError, ValueError):
             if read_public(path) == key:
@@ -151,7 +196,10 @@ def former_owner(server: ServerFolder, key: bytes) -> str:
 
 
 def _checked(server: ServerFolder, name: str, public_key: Path) -> bytes:
-    """The content of ``public_key``, which becomes the site's. Raises KitError where it is no such key, or another site has it."""
+    """Read the public key that becomes the site's.
+
+    Raises KitError where it is no public key, or belongs to another site.
+    """
     try:
         content, key = public_key.read_bytes(), read_public(public_key)
     except (OSError, ValueError) as error:
@@ -163,7 +211,11 @@ def _checked(server: ServerFolder, name: str, public_key: Path) -> bytes:
 
 
 def _renamed(server: ServerFolder, sites: Sequence[str]) -> str:
-    """server.toml with other ``sites``, all else as it is, its comments too. Raises KitError where that cannot be done."""
+    """Return the text of server.toml with other ``sites``. All other lines and comments stay.
+
+    Raises:
+        KitError: The line of the sites cannot be replaced.
+    """
     path = server.path / server.file
     old = path.read_text(encoding="utf-8")
     text, count = re.subn(r"(?ms)^sites\s*=\s*\[.*?\]", lambda _: f"sites = {one_line(sites)}", old)
@@ -176,20 +228,20 @@ def _renamed(server: ServerFolder, sites: Sequence[str]) -> str:
 
 
 def _written(server: ServerFolder, text: str) -> ServerFolder:
-    """The server's folder with ``text`` as its server.toml."""
+    """Write ``text`` to server.toml. Return the folder as it is then."""
     path = server.path / server.file
     write(path, text.encode(), path.stat().st_mode & 0o777)
     return ServerFolder.read(server.path)
 
 
 def _retire_key(server: ServerFolder, name: str) -> None:
-    """Move the site's public key to the former ones, where there is one."""
+    """Move the site's public key, if there is one, to the former ones."""
     if server.public_key(name).exists():
         _retire(server.public_key(name))
 
 
 def _retire(path: Path) -> Path:
-    """Move a file that is replaced to ``former/`` beside it, under its name and the time: nothing is deleted."""
+    """Move a file that is replaced to ``former/`` beside it, under its name and the time. Nothing is deleted."""
     folder = path.parent / FORMER
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{path.name}.{datetime.now(UTC):%Y%m%dT%H%M%S%f}"

@@ -1,7 +1,4 @@
-"""The state of a server as metrics in Prometheus' text format, and as a health file: ``fl-bn status --serve``.
-
-The format: https://prometheus.io/docs/instrumenting/exposition_formats/ (version 0.0.4).
-"""
+"""Publish the state of a server as metrics for Prometheus and as a health file: ``fl-bn status --serve``."""
 
 from __future__ import annotations
 
@@ -95,12 +92,21 @@ def _filled(metric: Metric, name: str, samples: Sequence[tuple[Labels, float]]) 
 
 
 def _newest(found: Status) -> list[Any]:
-    """Each run once, under its name: one that goes on has several ids."""
+    """Return each run once, under its name: a resumed run has several ids."""
     return list({run.name or run.id: run for run in reversed(found.runs)}.values())
 
 
 def health(found: Status | None, problem: str = "") -> dict[str, Any]:
-    """``ok``: the SuperLink answers and its certificates are valid; ``problem``: why not; and the whole status."""
+    """Return the state of the server, as the health file has it.
+
+    Args:
+        found: The status; None: the SuperLink does not answer.
+        problem: Why it does not.
+
+    Returns:
+        ``ok``: whether the SuperLink answers and its certificates are valid; ``problem``: why not; and the
+            whole status.
+    """
     if found is None:
         return {"ok": False, "problem": problem, "at": datetime.now().astimezone().isoformat(timespec="seconds")}
     problem = f"a certificate ended {ago(found.expires)}" if found.expires < 0 else ""
@@ -108,7 +114,12 @@ def health(found: Status | None, problem: str = "") -> dict[str, Any]:
 
 
 class Watcher:
-    """Asks for the status, at most every ``FRESH`` seconds, and says how it is. Safe to call from several threads."""
+    """Ask for the status, at most every ``FRESH`` seconds. Several threads may call it.
+
+    Args:
+        server: The server's folder.
+        address: Of the Control API, if it is not the one in server.toml.
+    """
 
     def __init__(self, server: ServerFolder, address: str = "") -> None:
         self.server, self.address = server, address
@@ -116,7 +127,7 @@ class Watcher:
         self._last: tuple[Status | None, str] = (None, "nobody has looked yet")
 
     def look(self) -> tuple[Status | None, str]:
-        """The status, or None and what is wrong."""
+        """Return the status and an empty text, or None and what is wrong."""
         with self._lock:
             if time.monotonic() - self._at >= FRESH:
                 try:
@@ -127,18 +138,32 @@ class Watcher:
             return self._last
 
     def write(self) -> None:
-        """The health file, in the server's ``state``. Raises OSError."""
+        """Write the health file into the server's ``state``. Raises OSError where it cannot be written."""
         text = json.dumps(health(*self.look()), indent=1) + "\n"
         durable.write(self.server.state / HEALTH, text.encode(), 0o644)
 
 
 def make_server(server: ServerFolder, where: str, address: str = "") -> tuple[ThreadingHTTPServer, Watcher]:
-    """Answers ``/metrics`` and ``/health`` at ``where``, [HOST:]PORT. Raises ValueError, OSError."""
+    """Make a web server that answers ``/metrics`` and ``/health``.
+
+    Args:
+        server: The server's folder.
+        where: [HOST:]PORT; without HOST only this machine reaches it.
+        address: Of the Control API, if it is not the one in server.toml.
+
+    Returns:
+        The web server, and the watcher that it asks.
+
+    Raises:
+        ValueError: ``where`` is no address.
+        OSError: The address cannot be listened on.
+    """
     host, port = host_port(where if ":" in where else f"127.0.0.1:{where}")
     watcher = Watcher(server, address)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            """Answer one question."""
             found, problem = watcher.look()
             if self.path.partition("?")[0] == "/metrics":
                 self._answer(200, CONTENT_TYPE_LATEST, metrics(found))
@@ -157,13 +182,24 @@ def make_server(server: ServerFolder, where: str, address: str = "") -> tuple[Th
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: a scrape every few seconds is no news."""
+            """Print nothing: a question every few seconds is no news."""
 
     return ThreadingHTTPServer((host, port), Handler), watcher
 
 
 def serve(server: ServerFolder, where: str, address: str = "", say: Callable[[str], None] = print) -> None:
-    """Publish the status until Ctrl-C, and write it to the health file every ``EVERY`` seconds. Raises ValueError, OSError."""
+    """Publish the status until Ctrl-C, and write the health file every ``EVERY`` seconds.
+
+    Args:
+        server: The server's folder.
+        where: [HOST:]PORT; without HOST only this machine reaches it.
+        address: Of the Control API, if it is not the one in server.toml.
+        say: Is given each message.
+
+    Raises:
+        ValueError: ``where`` is no address.
+        OSError: The address cannot be listened on.
+    """
     web, watcher = make_server(server, where, address)
     with web:
         threading.Thread(target=web.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""``fl-bn submit``: a run on the deployed sites, its log, and an exit code that says how it ended."""
+"""Submit a run to the deployed sites, show its log, and say how it ended: ``fl-bn submit``."""
 
 from __future__ import annotations
 
@@ -36,16 +36,37 @@ Say = Callable[[str], None]
 
 
 def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
-    """The run config's keys that follow from the folder, and those that the user gave, which win. Raises ConfigError."""
+    """Return the run config of a run: the keys that follow from the folder, and those that the user gave, which win.
+
+    Args:
+        server: The server's folder.
+        overrides: The keys that the user gave.
+
+    Raises:
+        ConfigError: A key has no effect, is unknown, or its value is out of range.
+    """
     return _checked(server, _own(server, parse_overrides(overrides)))
 
 
 def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
-    """Whether the run completed. It waits in the server's queue until it may start: ``parallel`` runs at a time, 0: as server.toml says.
-    Its log goes to ``say``, line by line.
+    """Submit a run, wait in the server's queue until it may start, and follow its log.
+
+    Args:
+        server: The server's folder.
+        overrides: The keys that the user gave.
+        address: Of the Control API, if it is not the one in server.toml.
+        say: Is given each line of the log.
+        parallel: The number of runs at a time that it may be one of; 0: as server.toml says.
+
+    Returns:
+        Whether the run completed.
 
     Raises:
-        ConfigError, FolderError, ControlError, QueueError, NameTaken: it could not be submitted.
+        ConfigError: The run config is wrong.
+        NameTaken: Another run has the name.
+        FolderError: A file of the kit or of the project is wrong.
+        ControlError: The SuperLink does not answer, or refuses the run.
+        QueueError: The queue cannot be written.
     """
     given = _own(server, parse_overrides(overrides))
     checked = RunConfig.from_mapping(_checked(server, given))
@@ -56,11 +77,23 @@ def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = p
 
 
 def resume(server: ServerFolder, name: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
-    """Go on with the run ``name``, or, where that is empty, with the one whose checkpoint is the newest, with the config in its folder.
+    """Resume a run with the config in its folder, as ``submit`` starts a new one.
+
+    Args:
+        server: The server's folder.
+        name: The name of the run; empty: the run with the newest checkpoint.
+        address: Of the Control API, if it is not the one in server.toml.
+        say: Is given each line of the log.
+        parallel: The number of runs at a time that it may be one of; 0: as server.toml says.
+
+    Returns:
+        Whether the run completed.
 
     Raises:
-        ConfigError: there is none that could go on.
-        As ``submit``.
+        ConfigError: There is no run to resume.
+        FolderError: A file of the kit or of the project is wrong.
+        ControlError: The SuperLink does not answer, or refuses the run.
+        QueueError: The queue cannot be written.
     """
     name = name or _newest(server)
     config = config_to_resume(server.results / name, deployed=True)
@@ -71,7 +104,7 @@ def resume(server: ServerFolder, name: str, address: str = "", say: Say = print,
 
 
 def how_to_go_on(server: ServerFolder, name: str) -> str:
-    """What to type after a run ended early."""
+    """Return the command to type after the run ``name`` ended early."""
     run = server.results / name
     rounds = sorted(int(path.stem.removeprefix("round-")) for path in (run / FOLDER).glob("round-*.safetensors"))
     if rounds:
@@ -140,11 +173,15 @@ def _carried_out(server: ServerFolder, given: Mapping[str, Any], address: str, s
 
 
 def _its_turn(queue: Queue, entry: Entry, control: Control, say: Say) -> str:
-    """Flower's id of the run, once it was started; empty if it was taken out of the queue.
+    """Wait until the run is started.
+
+    Returns:
+        Flower's id of the run; empty: it was taken out of the queue.
 
     Raises:
-        ControlError: the SuperLink refused it.
-        ControlError, FolderError, QueueError, OSError: nobody could look for long, as ``Queue.dispatch`` says; the run stays in the queue.
+        ControlError: The SuperLink refused the run.
+        ControlError, FolderError, QueueError, OSError: The queue could not be looked after for a long time. The
+            run stays in it.
     """
     told, answered = "", time.monotonic()
     try:
@@ -183,7 +220,7 @@ def _say_that_it_stays(queue: Queue, entry: Entry, say: Say) -> None:
 
 
 def _follow(control: Control, run: str, say: Say) -> str:
-    """The run's last status; says each line of its log once, through restarts of the SuperLink."""
+    """Say each line of the run's log once, through restarts of the SuperLink. Return the run's last status."""
     rest, seen, answered, status = "", 0.0, time.monotonic(), ""
     while True:
         for text, time_of_it in control.log(run, seen):

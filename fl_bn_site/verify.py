@@ -1,4 +1,7 @@
-"""``fl-bn kit verify``: whether certificates, keys, modes and TOML files of a kit, or of one folder of it, fit together."""
+"""Check whether the parts of a kit, or of one folder of it, fit together: ``fl-bn kit verify``.
+
+The parts are certificates, keys, file modes and TOML files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,13 @@ NEW_KIT = "ask whoever made the kit for the right one"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at; ``remedy``: what to do where it is not ``ok``."""
+    """Hold the result of one check.
+
+    Attributes:
+        ok: Whether ``subject`` is true.
+        subject: A statement about the kit.
+        remedy: What to do where it is not true.
+    """
 
     ok: bool
     subject: str
@@ -30,7 +39,10 @@ class Check:
 
 
 def verify(folder: Path) -> list[Check]:
-    """All checks of a kit, of its server's folder or of a site's. Never raises for what is in the folder: that is a failed check."""
+    """Make all checks of a kit, of its server's folder or of a site's.
+
+    Whatever is wrong in the folder is a failed check, and raises nothing.
+    """
     if (folder / ServerFolder.file).exists():
         return list(_server(folder))
     if (folder / SiteFolder.file).exists():
@@ -166,7 +178,7 @@ def _readable(path: Path) -> Check:
 
 
 def _same(subject: str, one: Callable[[], object], other: Callable[[], object], remedy: str) -> Check:
-    """``ok`` where both give equal values; what they cannot read is the remedy's business, too."""
+    """Check that two functions return equal values. A file that they cannot read is a failed check."""
     try:
         return Check(one() == other(), subject, remedy)
     except (OSError, ValueError) as error:

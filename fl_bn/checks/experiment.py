@@ -1,6 +1,7 @@
-"""The run: its config, the model's normalisation layers, the data, and the batches that come of them.
+"""Check a run: its config, the model's normalisation layers, the data, and the batches that are drawn from them.
 
-Imports of torch and Flower are inside the functions, so that a doctor can still speak where they are missing or of a wrong version.
+torch and Flower are imported inside the functions, so that the doctor can still speak where they are missing or
+of a wrong version.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FEW = 4  # samples of a batch below which its variance says little
 
 
 def run_config(values: Mapping[str, Any]) -> tuple[Finding, RunConfig | None]:
-    """The run config of ``values``, and None where it is refused."""
+    """Check the run config of ``values``, and return it with the finding; None where it is refused."""
     from fl_bn.run.config import ConfigError, RunConfig
 
     try:
@@ -34,12 +35,12 @@ def run_config(values: Mapping[str, Any]) -> tuple[Finding, RunConfig | None]:
 
 
 def refused(error: Exception) -> Finding:
-    """A run config that is wrong."""
+    """Return the finding for a run config that is wrong."""
     return Finding("fail", "run config", str(error), "correct --run-config; `fl-bn config` prints every key")
 
 
 def model_layers(config: RunConfig) -> Finding:
-    """The normalisation layers that the method finds, and what it does with their tensors."""
+    """Check which normalisation layers the method finds in the model, and what it does with their tensors."""
     from fl_bn.federation.norm_layers import has_batch_norm, no_batch_norm, without_subject
     from fl_bn.flower.app.normalisation import describe_layers
     from fl_bn.run.assembly import client_model, source_model
@@ -58,7 +59,7 @@ def model_layers(config: RunConfig) -> Finding:
 
 
 def run_data(config: RunConfig) -> Finding:
-    """The data set that the run config names, as the server reads it."""
+    """Check the data set that the run config names, as the server reads it."""
     import torch
 
     from fl_bn.data.record import describe
@@ -83,9 +84,18 @@ def run_data(config: RunConfig) -> Finding:
 
 
 def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with the keys that a run needs to take this site's own data as they are; unchanged if they name a data set already.
+    """Add the keys that a run needs to take this site's own data as they are.
 
-    Raises what reading data raises: ValueError, FileNotFoundError.
+    Args:
+        node: The site's node config.
+        values: Keys of the run config.
+
+    Returns:
+        ``values`` with the keys; unchanged where they name a data set already.
+
+    Raises:
+        ValueError: The data are damaged, or in a form that cannot be read.
+        FileNotFoundError: The data are not there.
     """
     if not node.get("dataset") or "dataset" in values:
         return dict(values)
@@ -98,7 +108,12 @@ def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 
 
 def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Finding]:
-    """All checks of a run on a site with node config ``node``."""
+    """Make all checks of a run on a site.
+
+    Args:
+        values: Keys of the run config.
+        node: The site's node config.
+    """
     asked = "dataset" in values
     try:
         values = own_form(node, values)
@@ -129,14 +144,17 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
 
 
 def as_the_app(node: Mapping[str, Any]) -> None:
-    """Let this process take functions from where the app takes them on a machine with node config ``node``."""
+    """Let this process call the functions that the app may call on a machine with node config ``node``."""
     from fl_bn.run.assembly import allow_modules
 
     allow_modules(Path(__file__).parents[2], node)
 
 
 def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Samples, tuple[int, ...]]:
-    """As the ClientApp does it; a site without data of its own looks at the first share, since the server tells it its place later."""
+    """Return the samples as the ClientApp takes them.
+
+    A site without data of its own takes the first share: the server tells it its place only with a run.
+    """
     from fl_bn.run.assembly import OwnData, client_samples, partition_of
 
     index = partition_of(node, config) if "partition-id" in node else 0
@@ -144,7 +162,16 @@ def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Sampl
 
 
 def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, run: str, counted: bool = False) -> Finding:
-    """How many samples of what shape, and of which classes. ``counted``: these very labels say how many classes there are."""
+    """Check how many samples a site has, of what shape, and of which classes.
+
+    Args:
+        train: The training samples.
+        test: The test samples.
+        counts: Training samples per class; empty where labels are no classes.
+        own: Where the site's own data are; empty: it has none.
+        run: The data set of the run.
+        counted: Whether the number of classes follows from these very labels.
+    """
     held = ", ".join(f"{label}: {count}" for label, count in enumerate(counts) if count)
     missing = [str(label) for label, count in enumerate(counts) if not count]
     whose = f"own data ({own})" if own else f"no data of its own: a rehearsal with its share of the run's {run}"
@@ -160,7 +187,12 @@ def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, ru
 
 
 def smallest_batch(samples: int, settings: LocalTraining) -> Finding:
-    """The smallest batch of a round on ``samples``: BatchNorm cannot train on one sample, and hardly on a few."""
+    """Check the smallest batch of a round. BatchNorm cannot train on one sample, and hardly on a few.
+
+    Args:
+        samples: The number of training samples.
+        settings: How the client draws batches.
+    """
     import numpy as np
 
     from fl_bn.data.batches import ClientTooSmall, epoch_batches
@@ -184,7 +216,7 @@ def smallest_batch(samples: int, settings: LocalTraining) -> Finding:
 
 
 def model_on_data(config: RunConfig, train: Samples) -> Finding:
-    """One batch through the model in training mode, on the CPU."""
+    """Check that one batch passes through the model in training mode, on the CPU."""
     import numpy as np
     import torch
 

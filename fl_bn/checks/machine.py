@@ -1,4 +1,4 @@
-"""The machine: Python and packages, GPU, memory, disks."""
+"""Check the machine: Python and packages, GPU, memory, disks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INSTALL = "install again, in this environment: pip install -c constraints.txt -e
 
 
 def python() -> Finding:
-    """Its version against fl-bn's ``requires-python``."""
+    """Compare Python's version with fl-bn's ``requires-python``."""
     from packaging.specifiers import SpecifierSet
 
     needed, here = SpecifierSet(metadata("fl-bn")["Requires-Python"]), platform.python_version()
@@ -32,7 +32,12 @@ def python() -> Finding:
 
 
 def package(name: str, constraints: Path = CONSTRAINTS) -> Finding:
-    """Its version against fl-bn's requirement, and against the checkout's ``constraints`` if there is such a file."""
+    """Compare a package's version with fl-bn's requirement, and with the versions that were tested.
+
+    Args:
+        name: The package.
+        constraints: The checkout's list of tested versions, if there is such a file.
+    """
     from packaging.version import Version
 
     needed = _requirement(name)
@@ -56,7 +61,7 @@ def _contains(needed: str, here: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _requirement(name: str) -> str:
-    """fl-bn's own, and that of its extra ``deployment``, e.g. ``>=1.25,<1.26``; empty: any version."""
+    """Return what fl-bn or its extra ``deployment`` requires of ``name``, e.g. ``>=1.25,<1.26``; empty: any version."""
     from packaging.requirements import Requirement
 
     stated = [Requirement(line) for line in requires("fl-bn") or ()]
@@ -75,7 +80,12 @@ def _pins(constraints: Path) -> dict[str, str]:
 
 
 def gpu(device: str, where: str) -> Finding:
-    """Whether there is the device, a memory that others left free, and a kernel that runs on it. ``where``: who asks for it."""
+    """Check whether the device exists, has free memory, and runs a kernel.
+
+    Args:
+        device: The device, as in the run config.
+        where: Who asks for it.
+    """
     import torch
 
     with warnings.catch_warnings(record=True) as said:  # an old driver, say
@@ -113,7 +123,12 @@ def gpu(device: str, where: str) -> Finding:
 
 
 def memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> Finding:
-    """What Linux could give to a new process, in a container too."""
+    """Check how much memory Linux could give to a new process, in a container too.
+
+    Args:
+        proc: Where the kernel tells of the machine.
+        group: Where the kernel tells of the container.
+    """
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     try:
@@ -128,7 +143,13 @@ def memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> 
 
 
 def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Finding:
-    """Whether a file written to ``folder`` and synced holds what was written, how much room is left, and what of it survives."""
+    """Check whether a folder keeps what is written to it, how much room it has, and whether it survives a reboot.
+
+    Args:
+        check: The name of the check.
+        folder: The folder.
+        mounts: Where the kernel lists file systems.
+    """
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     shown = str(folder) if existing == folder else f"{folder} (not made yet; {existing} was tried)"
     try:
@@ -164,7 +185,7 @@ def _write_and_remove(folder: Path) -> None:
 
 
 def _file_system(folder: Path, mounts: Path) -> str:
-    """Its kind, e.g. ``ext4``; empty where Linux does not say."""
+    """Return the kind of the file system of ``folder``, e.g. ``ext4``; empty where Linux does not say."""
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:

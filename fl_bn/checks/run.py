@@ -1,4 +1,4 @@
-"""The checks of this machine, and of a run on it."""
+"""Check this machine, and a run on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ def this_machine() -> Iterator[Finding]:
 
 
 def diagnose(overrides: str = "") -> Iterator[Finding]:
-    """Check this machine, and a run with ``overrides`` on it. Nothing that is wrong there is raised: it is a finding."""
+    """Check this machine, and a run on it.
+
+    Args:
+        overrides: Keys of the run config.
+
+    Yields:
+        What each check finds. Whatever is wrong is a finding, and raises nothing.
+    """
     yield from this_machine()
     yield from each("run config", lambda: _run_here(overrides))
 

@@ -1,4 +1,4 @@
-"""The command ``fl-bn doctor``. Imports are inside it, since torch takes seconds."""
+"""Define the command ``fl-bn doctor``. Imports are inside it, since torch takes seconds."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def doctor(
     run_config: Annotated[str, typer.Option("--run-config", help="of the run that is planned: \"method='hbn' batch-size=32\"")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="a list of {status, check, text, do} instead of lines")] = False,
 ) -> None:
-    """Looks at this machine before a run does: versions, GPU, disks, network, certificates, clock, data, model.
+    """Check this machine before a run: versions, GPU, disks, network, certificates, clock, data, model.
 
-    One line per check: ok, warn or fail, what was found, and what to do about it. Exit code 1 if a check fails, else 0.
+    One line per check: ok, warn or fail, what the check found, and what to do about it. Exit code 1 if a check
+    fails, else 0.
     """
     found, stdout = [], sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what one's own data function prints is no finding

@@ -1,4 +1,4 @@
-"""The command ``fl-bn``."""
+"""Define the command ``fl-bn``."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to over
 
 @app.command(rich_help_panel=TRAIN)
 def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
-    """One run in this process, without Ray: the same ServerApp, ClientApp, config and files as `flwr run .`.
+    """Train once in this process, without Ray: the same ServerApp, ClientApp, config and files as `flwr run .`.
 
-    Ctrl-C leaves a folder with all results so far. `fl-bn resume` goes on from its last checkpoint; there is one every 5 rounds, unless
-    checkpoint-every says otherwise.
+    Ctrl-C leaves a folder with all results so far. `fl-bn resume` goes on from its last checkpoint; there is
+    one every 5 rounds, unless checkpoint-every says otherwise.
     """
     from fl_bn.run.errors import ConfigError
     from fl_bn.run.overrides import parse_overrides
@@ -134,7 +134,10 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
 
 @contextmanager
 def _started(count: object) -> Iterator[Workers | None]:
-    """Start ``count`` workers, which load torch while this process does; None where the run needs none or will be refused."""
+    """Start ``count`` workers, which load torch while this process does.
+
+    Yield None where the run needs none, or will be refused.
+    """
     if count == 1 or type(count) is not int:
         yield None
         return
@@ -158,7 +161,7 @@ def resume(
     verbose: Verbose = False,
     control: Annotated[str, typer.Option("--control", metavar="HOST:PORT", help="of a deployed run: the SuperLink's Control API")] = "",
 ) -> None:
-    """Go on with a run that was interrupted, from its last checkpoint, with the run config in its folder."""
+    """Resume a run that was interrupted, from its last checkpoint, with the run config in its folder."""
     if (folder / "server.toml").exists():
         if missing := lacking("a run on separate machines", *DEPLOYMENT):
             raise refused(NotInstalled(missing))
@@ -203,7 +206,7 @@ def compare(
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/compare-<time>")] = "",
     run_config: RunConfigOption = "",
 ) -> None:
-    """Several methods in process, over several seeds: a table of mean (std) and one picture with all curves."""
+    """Compare several methods over several seeds: a table of mean (std) and one picture with all curves."""
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.pictures import partition_in_words
@@ -239,7 +242,10 @@ def plot(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders that hold some: runs/NAME, runs/compare-...")],
     output: Annotated[Path, typer.Option(help="the picture")] = Path("comparison.png"),
 ) -> None:
-    """Any runs in one picture: their metric over the rounds. Runs that differ in the seed alone are one line with a band."""
+    """Draw any runs in one picture: their metric over the rounds.
+
+    Runs that differ in the seed alone are one line with a band.
+    """
     from fl_bn.run.config import ConfigError
     from fl_bn.run.plot import plot as draw
 
@@ -270,7 +276,7 @@ def attack_grid(
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/attack-grid-<time>")] = "",
     run_config: RunConfigOption = "",
 ) -> None:
-    """Accuracy under the worst attack: heterogeneity x f x rule x attack, mean over seeds, as tables and heat maps."""
+    """Measure accuracy under the worst attack: heterogeneity x f x rule x attack, mean over seeds, as tables and heat maps."""
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.usage import Usage
@@ -307,7 +313,7 @@ def layers(
     buffers: Annotated[str, typer.Option(help="roles of buffers, as the key buffers of a run config")] = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="a line per tensor: name, role, shape, dtype")] = False,
 ) -> None:
-    """Which normalisation layers a model has, and what a method does with each of their tensors.
+    """Show which normalisation layers a model has, and what a method does with each of their tensors.
 
     Server and clients need the same signature, which is the last line.
     """
@@ -343,7 +349,7 @@ def layers(
 def config(
     toml: Annotated[bool, typer.Option("--toml", help="their defaults, as in \\[tool.flwr.app.config] of pyproject.toml")] = False,
 ) -> None:
-    """Every key of the run config: default, values, meaning (Markdown); those of installed packages that add methods, too."""
+    """Print every key of the run config: default, values, meaning (Markdown); those of installed packages that add methods, too."""
     from fl_bn.run.config import ConfigError, RunConfig
     from fl_bn.run.keys import defaults, table
 

@@ -1,4 +1,4 @@
-"""What a program other than a sweep has left in a folder, as a page: its pictures, and its tables."""
+"""Read the pictures and tables that a program other than a sweep has written to a folder, for its page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ ROWS = 60  # of a table that are shown
 
 @dataclass(frozen=True)
 class Shown:
-    """A CSV file's columns and first rows, of ``count``."""
+    """Hold the beginning of a CSV file.
+
+    Attributes:
+        name: The file's name.
+        columns: The names of its columns.
+        rows: The first rows.
+        count: How many rows the file has.
+    """
 
     name: str
     columns: tuple[str, ...]
@@ -26,7 +33,16 @@ class Shown:
 
 @dataclass(frozen=True)
 class Program:
-    """``pictures``: name, PNG as base64, and the pixels across below which nobody can read it. ``text``: the experiment's file."""
+    """Hold what a page shows of a program's folder.
+
+    Attributes:
+        id: Keeps apart the programs of one page.
+        title: The experiment's title.
+        notes: The comments of the experiment's file.
+        pictures: Of each: its name, the PNG as base64, and the width in pixels below which nobody can read it.
+        tables: The CSV files.
+        text: The experiment's file.
+    """
 
     id: str
     title: str
@@ -37,7 +53,7 @@ class Program:
 
 
 def read_program(folder: Path, id: str = "") -> Program:
-    """Raises ConfigError where the folder is no program's."""
+    """Read the results of a program. Raises ConfigError where the folder is no program's."""
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
         title = str(tomllib.loads(text)["title"])
@@ -61,7 +77,7 @@ def _shown(file: Path) -> Shown:
 
 
 def _short(value: str) -> str:
-    """Four digits of a number are enough to look at: the file has all of them."""
+    """Round a number to four digits, which are enough to look at: the file has all of them."""
     try:
         return f"{float(value):.4g}" if "." in value or "e" in value else value
     except ValueError:
