@@ -145,7 +145,7 @@ def serve(lines: Iterable[str], site: Site) -> None:
         if warm is None and key is not None:
             warm = WarmProcess(site, request, key)
         if warm is None or not warm.answer(line):
-            forked(lambda request=request: answer(site, request, None))  # type: ignore[misc]
+            fork(lambda request=request: answer(site, request, None))  # type: ignore[misc]
     if warm is not None:
         warm.close()
 
@@ -177,9 +177,9 @@ class WarmProcess:
             with os.fdopen(out) as lines:
                 for line in lines:
                     one = Request(**json.loads(line))
-                    forked(lambda one=one: answer(site, one, app))  # type: ignore[misc]
+                    fork(lambda one=one: answer(site, one, app))  # type: ignore[misc]
 
-        forked(stay)
+        fork(stay)
         os.close(out)
         os.close(ready)
         self._usable = os.read(told, len(READY)) == READY  # else it has ended
@@ -214,7 +214,7 @@ def _warm_key(site: Site, request: Request) -> tuple[str, int | None] | None:
     return (folder.name, policy.memory()) if folder.is_dir() else None
 
 
-def forked(work: Callable[[], None]) -> int:
+def fork(work: Callable[[], None]) -> int:
     """Fork this process. The child does ``work`` and ends. Return the child's process id."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -262,7 +262,7 @@ def answer(site: Site, request: Request, app: Any) -> None:
             reply = _within_memory(policy, lambda: app(message=message, context=context))
         finally:
             context.node_config = given
-        policy.check_reply(*_told(reply))
+        policy.check_reply(*_summary_of(reply))
     except Exception as error:
         reply = _error(message, error)
     find("push_clientappoutputs")(stub=stub, token=request.token, message=reply, context=context)
@@ -307,8 +307,8 @@ def _within_memory(policy: Any, work: Callable[[], Any]) -> Any:
         raise policy_module().NotAllowed(f"this site's policy has max-memory = {policy.max_memory:g} GB, and the run needs more") from error
 
 
-def _told(reply: Any) -> tuple[int | None, dict[str, int]]:
-    """Return how many samples a reply summarises, if it says so, and the values per channel behind each of its statistics."""
+def _summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
+    """Return how many samples a reply summarises, if it says so, and how many values each of its statistics does."""
     if reply.has_error():
         return None, {}
     samples = [record["samples"] for record in reply.content.metric_records.values() if "samples" in record]
@@ -360,7 +360,7 @@ def main() -> None:
         with os.fdopen(requests) as stream:
             serve(stream, site)
 
-    forked(stay)
+    fork(stay)
     os.close(requests)
     signal.signal(signal.SIGCHLD, lambda number, frame: sys.exit("the process that starts those of the messages has ended"))
 

@@ -64,10 +64,10 @@ def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]
         ValueError: There is no such program.
     """
     check_flower("fl-bn start")
-    found = server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder), clientapp(folder)]
+    all_commands = server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder), clientapp(folder)]
     if only and (isinstance(folder, ServerFolder) or only not in PROGRAMS):
         raise ValueError(f"--only must be {' or '.join(PROGRAMS)}, of a site's folder, but got {only!r} for {folder.path / folder.file}")
-    return [command for command in found if only in ("", command.name)]
+    return [command for command in all_commands if only in ("", command.name)]
 
 
 def check_flower(what: str) -> None:
@@ -193,8 +193,8 @@ def node_config(site: SiteFolder) -> dict[str, Scalar]:
         "device": site.device,
         "exchange-addresses": site.exchange_addresses or site.superlink.rpartition(":")[0],
     }
-    given = {"dataset": site.dataset, "data-path": site.data_path, "allow-modules": site.allow_modules}
-    return config | {name: value for name, value in given.items() if value}
+    optional = {"dataset": site.dataset, "data-path": site.data_path, "allow-modules": site.allow_modules}
+    return config | {name: value for name, value in optional.items() if value}
 
 
 def local(address: str) -> str:

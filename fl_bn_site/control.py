@@ -82,11 +82,11 @@ class Control:
         Raises:
             ControlError: The SuperLink does not answer, or refuses.
         """
-        argv, held = [program("flwr"), *words, "--format", "json"], () if lock is None else (lock,)
-        if held:
+        argv, inherited = [program("flwr"), *words, "--format", "json"], () if lock is None else (lock,)
+        if inherited:
             argv = [sys.executable, "-I", "-S", "-c", BOUNDED, str(math.ceil(ANSWER) + 30), *argv]
         pipe = subprocess.PIPE
-        with subprocess.Popen(argv, env=_environment(), stdout=pipe, stderr=pipe, text=True, pass_fds=held) as process:
+        with subprocess.Popen(argv, env=_environment(), stdout=pipe, stderr=pipe, text=True, pass_fds=inherited) as process:
             try:
                 out, err = process.communicate(timeout=ANSWER)
             except subprocess.TimeoutExpired:  # it may have said all, and still not end: see ``registered``
@@ -98,8 +98,8 @@ class Control:
         except json.JSONDecodeError:
             answer = {"error-message": (out + err).strip()}
         if not answer.get("success"):
-            said = [line for line in str(answer.get("error-message", "")).splitlines() if line.strip() and not line.startswith(PREAMBLE)]
-            reason = " ".join(said[-3:]) or f"`flwr {' '.join(words[:2])}` ended with {process.returncode} and said nothing"
+            lines = [line for line in str(answer.get("error-message", "")).splitlines() if line.strip() and not line.startswith(PREAMBLE)]
+            reason = " ".join(lines[-3:]) or f"`flwr {' '.join(words[:2])}` ended with {process.returncode} and said nothing"
             raise ControlError(f"the SuperLink at {self.address}: {reason}")
         return answer
 
@@ -177,10 +177,10 @@ class Control:
 
     def status(self, run: str) -> str:
         """Return the status of a run: running, finished:completed, finished:failed, ..."""
-        found = next((one for one in self.runs() if str(one.id) == run), None)
-        if found is None:
+        match = next((one for one in self.runs() if str(one.id) == run), None)
+        if match is None:
             raise ControlError(f"the SuperLink at {self.address} has no run {run}")
-        return found.status
+        return match.status
 
     def log(self, run: str, after: float) -> Iterator[tuple[str, float]]:
         """Follow the log of a run as ``run_log`` does. Where the connection breaks, the log ends."""

@@ -30,10 +30,10 @@ def host_port(address: str) -> tuple[str, int]:
     Raises:
         ValueError: The address is not HOST:PORT.
     """
-    found = ADDRESS.fullmatch(address)
-    if not found or not 0 < int(found[2]) < 65536:
+    match = ADDRESS.fullmatch(address)
+    if not match or not 0 < int(match[2]) < 65536:
         raise ValueError(f"must be HOST:PORT, e.g. fl.example.org:9092, but got {address!r}")
-    return found[1].strip("[]"), int(found[2])
+    return match[1].strip("[]"), int(match[2])
 
 
 def site_name(name: str) -> str:
@@ -45,7 +45,7 @@ def site_name(name: str) -> str:
 
 def _sites(names: tuple[str, ...]) -> None:
     if not names or len({site_name(name).casefold() for name in names}) < len(names):
-        raise ValueError(f"must be at least one name, and no name twice (in capitals or not), but got {', '.join(names) or 'none'}")
+        raise ValueError(f"must be at least one name, and names must differ in more than capitals, but got {', '.join(names) or 'none'}")
 
 
 def _port(port: int) -> None:
@@ -310,7 +310,7 @@ def _value(source: Path, name: str, spec: Field[Any], wanted: Any, values: dict[
         kinds = {int: "a whole number", float: "a number", str: "a text in quotes", list: "a list of texts in quotes"}
         raise FolderError(f"{source}: {name} must be {kinds[kind]}, but got {value!r}")
     if any(re.search(r"[\"\\\n\r]", text) for text in texts):
-        raise FolderError(f'{source}: {name} must not contain ", \\ or line breaks (Flower cannot be told of them), but got {value!r}')
+        raise FolderError(f'{source}: {name} must not contain ", \\ or line breaks (Flower cannot pass them on), but got {value!r}')
     value = tuple(texts) if kind is list else value
     try:
         spec.metadata["check"](value)

@@ -18,7 +18,7 @@ class KitError(ValueError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class KitPlan:
     """Describe the kit to make. Hosts have no ports.
 
     Attributes:
@@ -52,7 +52,7 @@ class Plan:
             raise KitError(str(error)) from error
         if not self.sites or len({site.casefold() for site in self.sites}) < len(self.sites):
             raise KitError(
-                f"a kit needs sites, each with a name of its own (in capitals or not), but got {', '.join(self.sites) or 'none'}"
+                f"a kit needs at least one site, and the sites' names must differ in more than capitals, but got {', '.join(self.sites) or 'none'}"
             )
         ports = (self.fleet_port, self.exchange_port, self.exchange_port + EXCHANGE_PORTS - 1)
         if self.days < 1 or not all(0 < port < 65536 for port in ports):
@@ -74,7 +74,7 @@ def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def create(plan: Plan, output: Path) -> None:
+def create(plan: KitPlan, output: Path) -> None:
     """Write the kit. Raises KitError where ``output`` holds files already: a key is never overwritten."""
     if output.is_file() or any(path.is_file() for path in output.rglob("*")):
         raise KitError(f"{output} holds files already, and keys are never overwritten: give another --output, or move it away first")

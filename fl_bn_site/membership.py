@@ -48,7 +48,7 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
         raise KitError(str(error)) from error
     if name.casefold() in {site.casefold() for site in server.sites}:
         raise KitError(f"{server.path / server.file} names a site {name} already: choose another name, or `fl-bn kit renew` its key")
-    text = _renamed(server, [*server.sites, name])
+    text = _text_with_sites(server, [*server.sites, name])
     if public_key is None:
         if output.exists() and any(output.iterdir()):
             raise KitError(f"{output} holds files already, and keys are never overwritten: give another --output, or move it away first")
@@ -57,8 +57,8 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
         exchange = joined(server.exchange_host, server.exchange_port)
         write_site(output, name, joined(server.superlink, port), exchange, server.authority.read_bytes())
         public_key = output / "site.pub"
-    server.public_key(name).write_bytes(_checked(server, name, public_key))
-    return _written(server, text)
+    server.public_key(name).write_bytes(_read_key(server, name, public_key))
+    return _write(server, text)
 
 
 def remove_site(server: ServerFolder, name: str) -> ServerFolder:
@@ -79,7 +79,7 @@ def remove_site(server: ServerFolder, name: str) -> ServerFolder:
         raise KitError(f"{server.path / server.file} names no site {name}; it names {', '.join(server.sites)}")
     if len(server.sites) == 1:
         raise KitError(f"{name} is the last site: a server without sites has nothing to do; stop it instead")
-    changed = _written(server, _renamed(server, [site for site in server.sites if site != name]))
+    changed = _write(server, _text_with_sites(server, [site for site in server.sites if site != name]))
     _retire_key(server, name)
     return changed
 
@@ -103,7 +103,7 @@ def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
         vouches, old = read_certificate(certificate), read_certificate(server.certificate)
         private = load_pem_private_key(key.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
-        raise KitError(f"the certificate cannot be renewed: {error}. It takes the authority's folder of the kit (--authority)") from error
+        raise KitError(f"the certificate cannot be renewed: {error}. Give the authority's folder of the kit (--authority)") from error
     if not isinstance(private, ec.EllipticCurvePrivateKey) or certificate.read_bytes() != server.authority.read_bytes():
         raise KitError(f"{certificate} is not {server.authority}, which the sites trust: give the authority of this kit")
     if vouches.not_valid_after_utc < datetime.now(UTC):
@@ -137,7 +137,7 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
             if (folder / half).exists():
                 _retire(folder / half)
         write_site_key(folder / "site.key", public_key, name)
-    key = _checked(server, name, public_key)
+    key = _read_key(server, name, public_key)
     _retire_key(server, name)
     server.public_key(name).write_bytes(key)
 
@@ -195,7 +195,7 @@ def former_owner(server: ServerFolder, key: bytes) -> str:
     return ""
 
 
-def _checked(server: ServerFolder, name: str, public_key: Path) -> bytes:
+def _read_key(server: ServerFolder, name: str, public_key: Path) -> bytes:
     """Read the public key that becomes the site's.
 
     Raises KitError where it is no public key, or belongs to another site.
@@ -210,7 +210,7 @@ def _checked(server: ServerFolder, name: str, public_key: Path) -> bytes:
     return content
 
 
-def _renamed(server: ServerFolder, sites: Sequence[str]) -> str:
+def _text_with_sites(server: ServerFolder, sites: Sequence[str]) -> str:
     """Return the text of server.toml with other ``sites``. All other lines and comments stay.
 
     Raises:
@@ -220,14 +220,14 @@ def _renamed(server: ServerFolder, sites: Sequence[str]) -> str:
     old = path.read_text(encoding="utf-8")
     text, count = re.subn(r"(?ms)^sites\s*=\s*\[.*?\]", lambda _: f"sites = {one_line(sites)}", old)
     if count != 1:
-        raise KitError(f"{path}: expected one line `sites = [...]`, but found {count}: correct it by hand")
+        raise KitError(f"{path}: expected one line `sites = [...]`, but found {count} of them: correct it by hand")
     with suppress(tomllib.TOMLDecodeError):
         if tomllib.loads(text) == tomllib.loads(old) | {"sites": list(sites)}:
             return text
-    raise KitError(f"{path}: the list of sites has a ] within, perhaps in a comment: correct it by hand to one line `sites = [...]`")
+    raise KitError(f"{path}: the list of sites contains a ], perhaps in a comment: correct it by hand, to one line `sites = [...]`")
 
 
-def _written(server: ServerFolder, text: str) -> ServerFolder:
+def _write(server: ServerFolder, text: str) -> ServerFolder:
     """Write ``text`` to server.toml. Return the folder as it is then."""
     path = server.path / server.file
     write(path, text.encode(), path.stat().st_mode & 0o777)

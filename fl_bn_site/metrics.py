@@ -28,40 +28,40 @@ HEALTH = "health.json"
 Labels = dict[str, str]
 
 
-def metrics(found: Status | None) -> str:
-    """Return Prometheus' text of the status ``found``; None: the SuperLink does not answer."""
-    return generate_latest(_Collector(found)).decode()
+def metrics(current: Status | None) -> str:
+    """Return Prometheus' text of the status ``current``; None: the SuperLink does not answer."""
+    return generate_latest(_Collector(current)).decode()
 
 
 class _Collector(Collector):
     """Turn one status into metrics.
 
     Args:
-        found: The status; None: the SuperLink does not answer.
+        current: The status; None: the SuperLink does not answer.
     """
 
-    def __init__(self, found: Status | None) -> None:
-        self.found = found
+    def __init__(self, current: Status | None) -> None:
+        self.current = current
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric with its samples."""
-        found = self.found
-        yield _gauge("up", "1 if the SuperLink answers", [({}, float(found is not None))])
-        if found is None:
+        current = self.current
+        yield _gauge("up", "1 if the SuperLink answers", [({}, float(current is not None))])
+        if current is None:
             return
-        sites = [({"site": site.name}, site) for site in found.sites]
-        runs = [({"run": run.name or str(run.id)}, run) for run in _newest(found)]
+        sites = [({"site": site.name}, site) for site in current.sites]
+        runs = [({"run": run.name or str(run.id)}, run) for run in _newest(current)]
         seen = [(labels, datetime.fromisoformat(site.seen).timestamp()) for labels, site in sites if site.seen]
 
         def of_runs(value: Callable[[RunStatus], float | None]) -> list[tuple[Labels, float]]:
             return [(labels, number) for labels, run in runs if (number := value(run)) is not None]
 
-        yield _gauge("certificate_days_left", "Days until the server's first certificate ends", [({}, found.expires)])
+        yield _gauge("certificate_days_left", "Days until the server's first certificate ends", [({}, current.expires)])
         yield _gauge("sites", "Sites of server.toml", [({}, len(sites))])
         yield _gauge("sites_online", "Sites that are online", [({}, sum(site.state == "online" for _, site in sites))])
         yield _gauge("site_online", "1 if the site is online", [(labels, site.state == "online") for labels, site in sites])
         yield _gauge("site_last_seen_seconds", "Unix time at which the site was last here", seen)
-        yield _gauge("runs_waiting", "Runs in the queue", [({}, sum(not run.id for run in found.runs))])
+        yield _gauge("runs_waiting", "Runs in the queue", [({}, sum(not run.id for run in current.runs))])
         yield _gauge("run_state", "1 for the state that the run is in", [({**labels, "state": run.status}, 1.0) for labels, run in runs])
         yield _gauge("run_round", "Rounds that are done", of_runs(lambda run: run.round))
         yield _gauge("run_rounds", "Rounds that there will be", of_runs(lambda run: run.rounds))
@@ -91,26 +91,26 @@ def _filled(metric: Metric, name: str, samples: Sequence[tuple[Labels, float]]) 
     return metric
 
 
-def _newest(found: Status) -> list[Any]:
+def _newest(current: Status) -> list[Any]:
     """Return each run once, under its name: a resumed run has several ids."""
-    return list({run.name or run.id: run for run in reversed(found.runs)}.values())
+    return list({run.name or run.id: run for run in reversed(current.runs)}.values())
 
 
-def health(found: Status | None, problem: str = "") -> dict[str, Any]:
+def health(current: Status | None, problem: str = "") -> dict[str, Any]:
     """Return the state of the server, as the health file has it.
 
     Args:
-        found: The status; None: the SuperLink does not answer.
+        current: The status; None: the SuperLink does not answer.
         problem: Why it does not.
 
     Returns:
         ``ok``: whether the SuperLink answers and its certificates are valid; ``problem``: why not; and the
             whole status.
     """
-    if found is None:
+    if current is None:
         return {"ok": False, "problem": problem, "at": datetime.now().astimezone().isoformat(timespec="seconds")}
-    problem = f"a certificate ended {ago(found.expires)}" if found.expires < 0 else ""
-    return {"ok": not problem, "problem": problem, **asdict(found)}
+    problem = f"a certificate ended {ago(current.expires)}" if current.expires < 0 else ""
+    return {"ok": not problem, "problem": problem, **asdict(current)}
 
 
 class Watcher:
@@ -164,12 +164,12 @@ def make_server(server: ServerFolder, where: str, address: str = "") -> tuple[Th
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             """Answer one question."""
-            found, problem = watcher.look()
+            current, problem = watcher.look()
             if self.path.partition("?")[0] == "/metrics":
-                self._answer(200, CONTENT_TYPE_LATEST, metrics(found))
+                self._answer(200, CONTENT_TYPE_LATEST, metrics(current))
             elif self.path == "/health":
-                told = health(found, problem)
-                self._answer(200 if told["ok"] else 503, "application/json", json.dumps(told, indent=1) + "\n")
+                answer = health(current, problem)
+                self._answer(200 if answer["ok"] else 503, "application/json", json.dumps(answer, indent=1) + "\n")
             else:
                 self._answer(404, "text/plain; charset=utf-8", "/metrics or /health\n")
 
@@ -205,7 +205,7 @@ def serve(server: ServerFolder, where: str, address: str = "", say: Callable[[st
         threading.Thread(target=web.serve_forever, daemon=True).start()
         host, port = web.server_address[:2]
         say(f"http://{host!s}:{port}/metrics and /health; {server.state / HEALTH} every {EVERY:.0f} s")
-        told = ""
+        last = ""
         try:
             while True:
                 try:
@@ -213,9 +213,9 @@ def serve(server: ServerFolder, where: str, address: str = "", say: Callable[[st
                     problem = watcher.look()[1]
                 except OSError as error:
                     problem = f"the health file cannot be written: {error}"
-                if problem and problem != told:
+                if problem and problem != last:
                     say(problem)
-                told = problem
+                last = problem
                 time.sleep(EVERY)
         except KeyboardInterrupt:
             web.shutdown()

@@ -73,21 +73,21 @@ class Policy:
         known = {spec.name.replace("_", "-"): spec.name for spec in fields(cls)}
         if others := sorted(values.keys() - known.keys()):
             raise PolicyError(f"{file}: there is no line {others[0]!r}; there are {', '.join(known)}")
-        return cls(**{known[name]: _checked(file, name, value) for name, value in values.items()})
+        return cls(**{known[name]: _check_line(file, name, value) for name, value in values.items()})
 
     def check_run(self, run_config: Mapping[str, Any]) -> None:
         """Raise NotAllowed where this site takes no part in a run with this config."""
         if self.allow_methods is not None and run_config.get("method") not in self.allow_methods:
-            raise _refused("allow-methods", self.allow_methods, f"the run's method is {run_config.get('method')!r}")
+            raise _refusal("allow-methods", self.allow_methods, f"the run's method is {run_config.get('method')!r}")
         if self.allow_modules is not None:
             for key, value in run_config.items():
                 for name in FUNCTION.finditer(value) if isinstance(value, str) else ():
                     module = name[0].partition(":")[0]
                     if not any(f"{module}.".startswith(f"{allowed}.") for allowed in self.allow_modules):
-                        raise _refused("allow-modules", self.allow_modules, f"the run config names {key}={name[0]!r}")
+                        raise _refusal("allow-modules", self.allow_modules, f"the run config names {key}={name[0]!r}")
         for key in BATCHES:
             if 0 < int(run_config.get(key, 0)) < self.min_samples:
-                raise _refused("min-samples", self.min_samples, f"the run config has {key}={run_config[key]}: statistics of so few samples")
+                raise _refusal("min-samples", self.min_samples, f"the run config has {key}={run_config[key]}: statistics of so few samples")
 
     def check_code(self, fab: bytes, package: Path) -> None:
         """Raise NotAllowed where only installed code may run, and a run brings another fl-bn.
@@ -103,11 +103,11 @@ class Policy:
         with zipfile.ZipFile(io.BytesIO(fab)) as archive:
             sent = {name: archive.read(name) for name in archive.namelist() if name.startswith(PACKAGE) and name.endswith(".py")}
         if f"{PACKAGE}__init__.py" not in sent:
-            raise _refused("allow-code", self.allow_code, "the run brings an app that is not fl-bn's")
+            raise _refusal("allow-code", self.allow_code, "the run brings an app that is not fl-bn's")
         for name, content in sorted(sent.items()):
             mine = package / name.removeprefix(PACKAGE)
             if not mine.is_file() or mine.read_bytes() != content:
-                raise _refused("allow-code", self.allow_code, f"the run has another {name} than this site: install the server's version")
+                raise _refusal("allow-code", self.allow_code, f"the run has another {name} than this site: install the server's version")
 
     def check_reply(self, samples: int | None, counts: Mapping[str, int]) -> None:
         """Raise NotAllowed where a reply summarises fewer samples than the policy allows.
@@ -117,10 +117,10 @@ class Policy:
             counts: Values per channel, by the layer's tensor; 0: the layer did not run.
         """
         if samples is not None and 0 < samples < self.min_samples:
-            raise _refused("min-samples", self.min_samples, f"the reply summarises {samples} samples")
+            raise _refusal("min-samples", self.min_samples, f"the reply summarises {samples} samples")
         for name, count in counts.items():
             if 0 < count < self.min_samples:
-                raise _refused("min-samples", self.min_samples, f"the statistic {name} is of {count} values")
+                raise _refusal("min-samples", self.min_samples, f"the statistic {name} is of {count} values")
 
     def limits(self, node_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``node_config`` with the limits that the app itself enforces.
@@ -140,12 +140,12 @@ class Policy:
         return None if self.max_memory is None else int(self.max_memory * GB)
 
 
-def _refused(line: str, allowed: object, came: str) -> NotAllowed:
+def _refusal(line: str, allowed: object, reason: str) -> NotAllowed:
     shown = ", ".join(map(str, allowed)) or "nothing" if isinstance(allowed, tuple) else allowed
-    return NotAllowed(f"this site's policy has {line} = {shown}, but {came}")
+    return NotAllowed(f"this site's policy has {line} = {shown}, but {reason}")
 
 
-def _checked(file: Path, name: str, value: Any) -> Any:
+def _check_line(file: Path, name: str, value: Any) -> Any:
     """Return the value of the line ``name``. Raises PolicyError where it is not allowed."""
 
     def wrong(expected: str) -> PolicyError:

@@ -35,7 +35,7 @@ def project_of(server: ServerFolder) -> Path:
 
 
 @contextmanager
-def staged(project: Path) -> Iterator[Path]:
+def stage(project: Path) -> Iterator[Path]:
     """Copy what Flower sends of a project.
 
     Flower writes beside the project, and would read all files of an environment in it. The copy lacks the

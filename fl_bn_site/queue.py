@@ -18,8 +18,8 @@ from pathlib import Path
 from fl_bn.support.flower_config import Scalar, flower_config
 from fl_bn_site.control import Control, ControlError, NotRegistered
 from fl_bn_site.folders import FolderError, ServerFolder
-from fl_bn_site.project import project_of, staged
-from fl_bn_site.queue_store import REFUSED, STARTED, STARTING, WAITING, Entry, QueueError, QueueStore, run_name
+from fl_bn_site.project import project_of, stage
+from fl_bn_site.queue_store import REFUSED, STARTED, STARTING, WAITING, QueuedRun, QueueError, QueueStore, run_name
 from fl_bn_site.registered import Submitted
 
 FINISHED_ENTRIES = 50  # that are kept, of runs that were started or refused
@@ -42,11 +42,11 @@ class Queue:
     def __init__(self, server: ServerFolder) -> None:
         self.server, self.store = server, QueueStore(server.state / "queue")
 
-    def waiting(self) -> list[Entry]:
+    def waiting(self) -> list[QueuedRun]:
         """Return the runs that have not been started, in their order. Raises QueueError where the queue cannot be read."""
         return self.store.entries(WAITING, STARTING)
 
-    def add(self, config: Mapping[str, Scalar], parallel: int = 0, rename: bool = True) -> Entry:
+    def add(self, config: Mapping[str, Scalar], parallel: int = 0, rename: bool = True) -> QueuedRun:
         """Put a run at the end.
 
         Args:
@@ -73,9 +73,9 @@ class Queue:
                 name = free
             values = dict(config) | ({} if resumes else {"name": name})
             now = datetime.now().astimezone().isoformat(timespec="seconds")
-            return self.store.add(Entry(0, resumes or name, values, parallel, now))
+            return self.store.add(QueuedRun(0, resumes or name, values, parallel, now))
 
-    def remove(self, entry: Entry) -> bool:
+    def remove(self, entry: QueuedRun) -> bool:
         """Remove a run that waits. Return False where it no longer waits. Raises QueueError where the queue cannot be written."""
         with self.store.locked():
             if (current := self.store.find(entry.number)) is None or current.state != WAITING:
@@ -152,10 +152,10 @@ class Queue:
         return config
 
     def _send(self, config: Mapping[str, Scalar], control: Control, lock: int | None = None) -> str:
-        with staged(project_of(self.server)) as app:
+        with stage(project_of(self.server)) as app:
             return control.start_run(app, flower_config(config), lock)
 
-    def _start(self, entry: Entry, active: list[Submitted], control: Control, lock: int) -> str:
+    def _start(self, entry: QueuedRun, active: list[Submitted], control: Control, lock: int) -> str:
         """Start ``entry``, and add it to ``active``. Return why it is refused or has to wait; empty: it is started."""
         given = dict(entry.config)
         if "exchange-port" not in given:
@@ -182,7 +182,7 @@ class Queue:
         active.append(Submitted(int(run), "pending", given, None, None))
         return ""
 
-    def _settle(self, entry: Entry, control: Control) -> Entry:
+    def _settle(self, entry: QueuedRun, control: Control) -> QueuedRun:
         """Find out whether a run was started by a process that was stopped meanwhile. Return its entry: started, or waiting again."""
         if entry.state != STARTING:
             return entry
@@ -191,11 +191,11 @@ class Queue:
         self.store.update(settled)
         return settled
 
-    def _obstacle(self, entry: Entry, active: Sequence[Submitted]) -> str:
+    def _obstacle(self, entry: QueuedRun, active: Sequence[Submitted]) -> str:
         """Return why ``entry`` has to wait; empty: it may start."""
         most, others = entry.parallel or self.server.parallel, ", ".join(run_name(run) or str(run.id) for run in active)
         if len(active) >= most:
-            return f"{others} {'is' if len(active) == 1 else 'are'} going on, and {most} may at a time"
+            return f"{others} {'is' if len(active) == 1 else 'are'} going on, and at most {most} may run at a time"
         if entry.name in {run_name(run) for run in active}:
             return f"the former run of {entry.name} is still going on"
         if active and (free := free_memory()) is not None and free < FREE_MEMORY:
@@ -228,7 +228,7 @@ class Queue:
             free = f"{name}-{number}"
         return free
 
-    def _forget(self, entries: Sequence[Entry]) -> None:
+    def _forget(self, entries: Sequence[QueuedRun]) -> None:
         """Remove the oldest runs that were started or refused."""
         if old := [entry.number for entry in entries if entry.state in (STARTED, REFUSED)][:-FINISHED_ENTRIES]:
             self.store.remove(old)

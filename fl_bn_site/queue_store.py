@@ -39,7 +39,7 @@ class NoQueue(QueueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class QueuedRun:
     """One run in the queue.
 
     Attributes:
@@ -109,7 +109,7 @@ class QueueStore:
             self._prepare()
             yield lock.fileno()
 
-    def entries(self, *states: str) -> list[Entry]:
+    def entries(self, *states: str) -> list[QueuedRun]:
         """Return the entries in the order of their numbers: those in one of the ``states``, or all.
 
         Raises:
@@ -118,11 +118,11 @@ class QueueStore:
         chosen = f"WHERE state IN ({', '.join('?' * len(states))})" if states else ""
         return self._select(f"{chosen} ORDER BY number", states)
 
-    def find(self, number: int) -> Entry | None:
+    def find(self, number: int) -> QueuedRun | None:
         """Return the entry with this ``number``; None where there is none. Raises QueueError as ``entries`` does."""
         return next(iter(self._select("WHERE number = ?", (number,))), None)
 
-    def add(self, entry: Entry) -> Entry:
+    def add(self, entry: QueuedRun) -> QueuedRun:
         """Add ``entry`` at the end. Return it with its number, which no entry before it had.
 
         Raises:
@@ -131,7 +131,7 @@ class QueueStore:
         with self._transaction() as connection:
             return replace(entry, number=_insert(connection, entry, None))
 
-    def update(self, entry: Entry) -> None:
+    def update(self, entry: QueuedRun) -> None:
         """Replace the entry that has the number of ``entry``. Raises QueueError as ``add`` does."""
         with self._transaction() as connection:
             columns = ", ".join(f"{name} = :{name}" for name in _names())
@@ -142,7 +142,7 @@ class QueueStore:
         with self._transaction() as connection:
             connection.executemany("DELETE FROM runs WHERE number = ?", [(number,) for number in numbers])
 
-    def _select(self, which: str, values: Sequence[object]) -> list[Entry]:
+    def _select(self, which: str, values: Sequence[object]) -> list[QueuedRun]:
         if self._old_files():
             with self.locked():
                 pass
@@ -153,7 +153,7 @@ class QueueStore:
             if self._version(connection) == 0:  # a process was killed before it made the table
                 return []
             try:
-                return [_entry(row) for row in connection.execute(f"SELECT * FROM runs {which}", values)]
+                return [_queued_run(row) for row in connection.execute(f"SELECT * FROM runs {which}", values)]
             except (ValueError, TypeError) as error:
                 raise QueueError(
                     f"a run in {self.path} cannot be read ({error}): move the file away, and submit the runs again"
@@ -206,7 +206,7 @@ class QueueStore:
             for path in old:
                 try:
                     text = path.read_text(encoding="utf-8")
-                    entry = None if path.name == LAST else _old_entry(text)
+                    entry = None if path.name == LAST else _old_queued_run(text)
                     last = int(text) if entry is None else entry.number
                 except (OSError, ValueError, KeyError, TypeError) as error:
                     raise QueueError(f"{path} cannot be read ({error}): move it away, and submit that run again") from error
@@ -244,26 +244,26 @@ class QueueStore:
 
 def _names() -> tuple[str, ...]:
     """Return the columns that an entry has beside its number."""
-    return tuple(spec.name for spec in fields(Entry) if spec.name != "number")
+    return tuple(spec.name for spec in fields(QueuedRun) if spec.name != "number")
 
 
-def _insert(connection: sqlite3.Connection, entry: Entry, number: int | None) -> int:
+def _insert(connection: sqlite3.Connection, entry: QueuedRun, number: int | None) -> int:
     """Insert ``entry`` with this ``number``, or with the next one. Return the number."""
     columns = ("number", *_names())
     values = f"({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
     return connection.execute(f"INSERT INTO runs {values}", {**_row(entry), "number": number}).lastrowid or 0
 
 
-def _row(entry: Entry) -> dict[str, Any]:
+def _row(entry: QueuedRun) -> dict[str, Any]:
     return {**asdict(entry), "config": json.dumps(entry.config), "earlier_runs": json.dumps(entry.earlier_runs)}
 
 
-def _entry(row: sqlite3.Row) -> Entry:
+def _queued_run(row: sqlite3.Row) -> QueuedRun:
     values = dict(row)
-    return Entry(**{**values, "config": json.loads(values["config"]), "earlier_runs": tuple(json.loads(values["earlier_runs"]))})
+    return QueuedRun(**{**values, "config": json.loads(values["config"]), "earlier_runs": tuple(json.loads(values["earlier_runs"]))})
 
 
-def _old_entry(text: str) -> Entry:
+def _old_queued_run(text: str) -> QueuedRun:
     """Return the entry in a JSON file of an earlier version."""
     values = json.loads(text)
-    return Entry(**{name: value for name, value in values.items() if name != "before"}, earlier_runs=tuple(values["before"]))
+    return QueuedRun(**{name: value for name, value in values.items() if name != "before"}, earlier_runs=tuple(values["before"]))

@@ -72,7 +72,7 @@ def registered_nodes(address: str, authority: bytes, timeout: float = 30.0) -> l
     Raises:
         ConnectionError: No SuperLink for which ``authority`` vouches answers.
     """
-    answer = _asked(address, authority, "ListNodes", "ListNodesRequest", timeout)
+    answer = _ask(address, authority, "ListNodes", "ListNodesRequest", timeout)
     nodes = []
     for node in answer.nodes_info:
         if node.status != "unregistered":
@@ -94,7 +94,7 @@ def submitted_runs(address: str, authority: bytes, timeout: float = 30.0) -> lis
     Raises:
         ConnectionError: No SuperLink for which ``authority`` vouches answers.
     """
-    answer = _asked(address, authority, "ListRuns", "ListRunsRequest", timeout)
+    answer = _ask(address, authority, "ListRuns", "ListRunsRequest", timeout)
     runs = [
         Submitted(
             run.run_id,
@@ -137,7 +137,7 @@ def run_log(address: str, authority: bytes, run: int, after: float, timeout: flo
                 raise ConnectionError(f"the SuperLink at {address} does not answer: {error.details()}") from error
 
 
-def _asked(address: str, authority: bytes, what: str, request: str, timeout: float) -> Any:
+def _ask(address: str, authority: bytes, what: str, request: str, timeout: float) -> Any:
     find = runpy.run_path(str(COMPAT))["find"]
     with grpc.secure_channel(address, grpc.ssl_channel_credentials(authority), direct(address)) as channel:
         try:

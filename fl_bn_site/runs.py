@@ -30,7 +30,7 @@ class NotHere(ValueError):
 
 
 @dataclass(frozen=True)
-class Listed:
+class RunLine:
     """Describe a run in one line.
 
     Attributes:
@@ -52,7 +52,7 @@ class Listed:
     seconds: float | None
 
 
-def listed(server: ServerFolder, address: str = "") -> list[Listed]:
+def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
     """List all runs, the newest first.
 
     Raises ControlError or QueueError where the SuperLink or the queue cannot be read.
@@ -60,11 +60,11 @@ def listed(server: ServerFolder, address: str = "") -> list[Listed]:
     with control_of(server, address) as control:
         runs = control.runs()
     waiting = [
-        Listed("", entry.name, entry.state, 0, rounds_of(server, entry.config), entry.submitted, None)
+        RunLine("", entry.name, entry.state, 0, rounds_of(server, entry.config), entry.submitted, None)
         for entry in Queue(server).waiting()
         if not any(entry.started_as(run) for run in runs)
     ]
-    return [*reversed(waiting), *(_listed(server, run) for run in runs)]
+    return [*reversed(waiting), *(_run_line(server, run) for run in runs)]
 
 
 def abort(server: ServerFolder, name: str, address: str = "") -> str:
@@ -86,9 +86,9 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
     queue = Queue(server)
     for entry in queue.waiting():
         if entry.name == name and queue.remove(entry):
-            return f"{name} is no more in the queue; it had not begun"
+            return f"{name} was taken out of the queue; it had not begun"
     with control_of(server, address) as control:
-        run = _found(server, name, control)
+        run = _find(server, name, control)
         if run.status.startswith("finished"):
             return f"{name} had ended already: {run.status.removeprefix('finished:')}"
         control.stop(str(run.id))
@@ -118,7 +118,7 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
     source = server.results / name
     if not (source / "config.toml").exists():
         with control_of(server, address) as control:
-            run = _found(server, name, control)
+            run = _find(server, name, control)
         source = folder_of(server, run.config, run_name(run))
     if not (source / "config.toml").exists():
         raise NotHere(f"{source} is not on this machine: on the server's, `fl-bn fetch` or e.g. scp -r copies it from there")
@@ -165,7 +165,7 @@ def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
     return int(tomllib.loads(file.read_text(encoding="utf-8")).get("rounds", 0)) if file.exists() else 0
 
 
-def to_json(runs: list[Listed]) -> str:
+def to_json(runs: list[RunLine]) -> str:
     """Return ``runs`` as a list in JSON."""
     return json.dumps([asdict(run) for run in runs], indent=1)
 
@@ -179,12 +179,12 @@ def _copy_if_there(source: str, target: str) -> None:
             raise
 
 
-def _listed(server: ServerFolder, run: Submitted) -> Listed:
+def _run_line(server: ServerFolder, run: Submitted) -> RunLine:
     name = run_name(run)
     rows = rows_of(folder_of(server, run.config, name)) if name else []
     start = run.started or run.submitted
     end = run.ended or datetime.now().astimezone()
-    return Listed(
+    return RunLine(
         str(run.id),
         name,
         run.status.removeprefix("finished:"),
@@ -195,7 +195,7 @@ def _listed(server: ServerFolder, run: Submitted) -> Listed:
     )
 
 
-def _found(server: ServerFolder, name: str, control: Control) -> Submitted:
+def _find(server: ServerFolder, name: str, control: Control) -> Submitted:
     """Return the newest run with this name or id. Raises NoSuchRun."""
     runs = control.runs()
     for run in runs:

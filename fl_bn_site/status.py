@@ -17,7 +17,7 @@ from fl_bn_site.control import control_of, key_of
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.membership import days_left
 from fl_bn_site.queue import Queue
-from fl_bn_site.queue_store import Entry, run_name
+from fl_bn_site.queue_store import QueuedRun, run_name
 from fl_bn_site.registered import Submitted
 from fl_bn_site.runs import folder_of, rounds_of, rows_of
 
@@ -125,22 +125,22 @@ def status(server: ServerFolder, address: str = "") -> Status:
         else:
             seen = node.seen.isoformat(timespec="seconds") if node.seen else ""
             sites.append(SiteStatus(name, node.id, "online" if node.online else "offline", seen))
-    named = {site.node: site.name for site in sites if site.node is not None}
+    site_of_node = {site.node: site.name for site in sites if site.node is not None}
     ended = [run for run in runs if run.status.startswith("finished")][:LAST]
     shown = [run for run in runs if not run.status.startswith("finished") or run in ended]
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     waiting = [_waiting(server, entry) for entry in reversed(Queue(server).waiting()) if not any(map(entry.started_as, runs))]
-    return Status(now, control.address, days_left(server)[1], sites, [*waiting, *(_run(server, run, named) for run in shown)])
+    return Status(now, control.address, days_left(server)[1], sites, [*waiting, *(_run(server, run, site_of_node) for run in shown)])
 
 
-def _waiting(server: ServerFolder, entry: Entry) -> RunStatus:
+def _waiting(server: ServerFolder, entry: QueuedRun) -> RunStatus:
     return RunStatus(0, entry.name, entry.state, 0, rounds_of(server, entry.config))
 
 
-def _run(server: ServerFolder, run: Submitted, named: Mapping[int, str]) -> RunStatus:
+def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str]) -> RunStatus:
     """Describe a run that was submitted.
 
-    ``named`` has the sites' names by node, for a run whose config does not name them.
+    ``site_of_node`` has the sites' names, for a run whose config does not name them.
     """
     name = run_name(run)
     rows = rows_of(folder_of(server, run.config, name)) if name else []
@@ -151,8 +151,8 @@ def _run(server: ServerFolder, run: Submitted, named: Mapping[int, str]) -> RunS
     left = None if seconds is None or run.status.startswith("finished") else max(0, rounds - last["round"]) * seconds
     names = [part for part in str(run.config.get("client-names", "")).split(",") if part]
     nodes = [int(part) for part in str(run.config.get("client-nodes", "")).split(",") if part]
-    called = ClientNames(tuple(names or [named.get(node, "") for node in nodes]), tuple(nodes))
-    unused = [row for row in last.get("clients", ()) if row.get("refused")]
+    client_names = ClientNames(tuple(names or [site_of_node.get(node, "") for node in nodes]), tuple(nodes))
+    unused_rows = [row for row in last.get("clients", ()) if row.get("refused")]
     columns = list(last)
     metric = columns[columns.index("loss") + 1] if "loss" in columns[:-1] else "accuracy"  # stands behind the loss, whatever the task
     return RunStatus(
@@ -168,6 +168,6 @@ def _run(server: ServerFolder, run: Submitted, named: Mapping[int, str]) -> RunS
         last.get(metric),
         seconds,
         left,
-        {called.site(row["client"]) or called.client(row["client"]): str(row["refused"]) for row in unused},
+        {client_names.site(row["client"]) or client_names.client(row["client"]): str(row["refused"]) for row in unused_rows},
         *run.nbytes,
     )

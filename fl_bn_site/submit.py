@@ -18,7 +18,7 @@ from fl_bn_site.control import SILENCE, Control, ControlError, control_of
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.membership import check_expiry
 from fl_bn_site.queue import Queue
-from fl_bn_site.queue_store import REFUSED, STARTED, Entry, NoQueue, QueueError
+from fl_bn_site.queue_store import REFUSED, STARTED, NoQueue, QueuedRun, QueueError
 
 COMPLETED = "finished:completed"
 LOOK = 1.0  # seconds between looks at the queue
@@ -45,7 +45,7 @@ def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
     Raises:
         ConfigError: A key has no effect, is unknown, or its value is out of range.
     """
-    return _checked(server, _own(server, parse_overrides(overrides)))
+    return _complete(server, _with_defaults(server, parse_overrides(overrides)))
 
 
 def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
@@ -68,12 +68,12 @@ def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = p
         ControlError: The SuperLink does not answer, or refuses the run.
         QueueError: The queue cannot be written.
     """
-    given = _own(server, parse_overrides(overrides))
-    checked = RunConfig.from_mapping(_checked(server, given))
+    given = _with_defaults(server, parse_overrides(overrides))
+    checked = RunConfig.from_mapping(_complete(server, given))
     fresh = not checked.name and not checked.resume
     if fresh:
         given["name"] = checked.name_at(datetime.now())  # so that the SuperLink, too, knows which folder is whose
-    return _carried_out(server, given, address, say, parallel, fresh)
+    return _carry_out(server, given, address, say, parallel, fresh)
 
 
 def resume(server: ServerFolder, name: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
@@ -100,7 +100,7 @@ def resume(server: ServerFolder, name: str, address: str = "", say: Say = print,
     given = {key: value for key, value in config.to_mapping().items() if key not in OF_FOLDER}
     if not given["client-names"]:
         del given["client-names"]
-    return _carried_out(server, _own(server, given), address, say, parallel, False)
+    return _carry_out(server, _with_defaults(server, given), address, say, parallel, False)
 
 
 def how_to_go_on(server: ServerFolder, name: str) -> str:
@@ -113,7 +113,7 @@ def how_to_go_on(server: ServerFolder, name: str) -> str:
     return f'it has no checkpoint to go on from ({where}); begin it anew: fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
 
 
-def _own(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def _with_defaults(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Return ``given`` with the default of every key that the folder would set and the run would ignore: an address of an exchange, say.
 
     Raises:
@@ -125,7 +125,7 @@ def _own(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]
     return {**given, **{key: keys[key].default for key in use.ignored}}
 
 
-def _checked(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def _complete(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
     config = Queue(server).complete_config(given)
     RunConfig.from_mapping(config)
     try:
@@ -142,7 +142,7 @@ def _newest(server: ServerFolder) -> str:
     return runs[-1].parent.parent.name
 
 
-def _carried_out(server: ServerFolder, given: Mapping[str, Any], address: str, say: Say, parallel: int, rename: bool) -> bool:
+def _carry_out(server: ServerFolder, given: Mapping[str, Any], address: str, say: Say, parallel: int, rename: bool) -> bool:
     name = str(given.get("resume") or given["name"])
     if warning := check_expiry(server):
         say(warning)
@@ -172,7 +172,7 @@ def _carried_out(server: ServerFolder, given: Mapping[str, Any], address: str, s
     return status == COMPLETED
 
 
-def _its_turn(queue: Queue, entry: Entry, control: Control, say: Say) -> str:
+def _its_turn(queue: Queue, entry: QueuedRun, control: Control, say: Say) -> str:
     """Wait until the run is started.
 
     Returns:
@@ -183,45 +183,45 @@ def _its_turn(queue: Queue, entry: Entry, control: Control, say: Say) -> str:
         ControlError, FolderError, QueueError, OSError: The queue could not be looked after for a long time. The
             run stays in it.
     """
-    told, answered = "", time.monotonic()
+    last_reason, last_answer = "", time.monotonic()
     try:
         while True:
-            now: Entry | None = entry
+            current: QueuedRun | None = entry
             ahead: list[str] = []
             try:
                 why = queue.dispatch(control).get(entry.number, "")
-                now, ahead = queue.store.find(entry.number), [other.name for other in queue.waiting() if other.number < entry.number]
+                current, ahead = queue.store.find(entry.number), [other.name for other in queue.waiting() if other.number < entry.number]
             except (ControlError, FolderError, QueueError, OSError) as error:
-                if time.monotonic() - answered > SILENCE:
+                if time.monotonic() - last_answer > SILENCE:
                     _say_that_it_stays(queue, entry, say)
                     raise
                 why = f"{error}; trying again"
             else:
-                answered = time.monotonic()
-            if now is None:
+                last_answer = time.monotonic()
+            if current is None:
                 say(f"{entry.name} was taken out of the queue")
                 return ""
-            if now.state == STARTED:
-                return now.run
-            if now.state == REFUSED:
-                raise ControlError(f"{entry.name} was not started: {now.why}")
-            if why and why != told:
+            if current.state == STARTED:
+                return current.run
+            if current.state == REFUSED:
+                raise ControlError(f"{entry.name} was not started: {current.why}")
+            if why and why != last_reason:
                 say(f"{entry.name} waits{f' behind {len(ahead)} others' if ahead else ''}: {why}")
-                told = why
+                last_reason = why
             time.sleep(LOOK)
     except KeyboardInterrupt:
         _say_that_it_stays(queue, entry, say)
         raise
 
 
-def _say_that_it_stays(queue: Queue, entry: Entry, say: Say) -> None:
+def _say_that_it_stays(queue: Queue, entry: QueuedRun, say: Say) -> None:
     say(f"{entry.name} stays in the queue, and starts by itself as long as `fl-bn start` of the server runs. To take it out:")
     say(f"  fl-bn abort {shlex.quote(str(queue.server.path))} {entry.name}")
 
 
 def _follow(control: Control, run: str, say: Say) -> str:
     """Say each line of the run's log once, through restarts of the SuperLink. Return the run's last status."""
-    rest, seen, answered, status = "", 0.0, time.monotonic(), ""
+    rest, seen, last_answer, status = "", 0.0, time.monotonic(), ""
     while True:
         for text, time_of_it in control.log(run, seen):
             seen = time_of_it
@@ -235,9 +235,9 @@ def _follow(control: Control, run: str, say: Say) -> str:
         try:
             status = control.status(run)
         except ControlError as error:
-            if time.monotonic() - answered > SILENCE:
+            if time.monotonic() - last_answer > SILENCE:
                 raise
             say(f"{error}; trying again")
         else:
-            answered = time.monotonic()
+            last_answer = time.monotonic()
         time.sleep(LOOK)

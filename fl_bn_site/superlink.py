@@ -61,13 +61,13 @@ def repair(kind: Any) -> None:
 
 def whole_replies(kind: Any) -> None:
     """Make ``kind`` hand over a reply only when all its tensors are there, as long as its site is here to send them."""
-    found = kind.get_message_res
+    get_replies = kind.get_message_res
 
     def get_message_res(self: Any, message_ids: set[str]) -> Any:
         marks = ",".join("?" * len(message_ids))
         replies = self.query(UNDELIVERED.format(marks=marks), (*message_ids, time.time())) if message_ids else []
         partial = {r["asked"] for r in replies if self.object_store.query(MISSING, (r["reply"],))[0]["missing"]}
-        return found(self, message_ids - partial) if message_ids - partial else []
+        return get_replies(self, message_ids - partial) if message_ids - partial else []
 
     kind.get_message_res = get_message_res
 
@@ -97,14 +97,14 @@ def wait_for_room(*kinds: Any) -> None:
     Each method is one transaction, so it can begin again. Where one method calls another, the outer one begins
     again.
     """
-    within = threading.local()
+    thread = threading.local()
 
     def patient(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if getattr(within, "another", False):
+            if getattr(thread, "another", False):
                 return method(*args, **kwargs)
-            within.another, end, told = True, time.monotonic() + PATIENCE, False
+            thread.another, end, reported = True, time.monotonic() + PATIENCE, False
             try:
                 while True:
                     try:
@@ -112,12 +112,12 @@ def wait_for_room(*kinds: Any) -> None:
                     except sqlite3.OperationalError as error:
                         if FULL not in str(error) or time.monotonic() > end:
                             raise
-                    if not told:
+                    if not reported:
                         logging.getLogger("flwr").warning("the disk of the SuperLink's state is full: make room on it; trying again")
-                    told = True
+                    reported = True
                     time.sleep(PAUSE)
             finally:
-                within.another = False
+                thread.another = False
 
         return call
 

@@ -20,7 +20,7 @@ IDLE = 60.0  # seconds without a message after which it asks as rarely as Flower
 SHORTEST = 0.1  # seconds between looks for the app's answer
 
 
-class Clock:
+class PollingTime:
     """Take the place of the module ``time`` in Flower's loop.
 
     Args:
@@ -58,7 +58,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(str(error))
     names = compat["find"]("start_client_internal").__globals__  # of Flower's loop
-    names["time"] = Clock(own.poll_seconds)
+    names["time"] = PollingTime(own.poll_seconds)
     names["pull_objects"] = partial(names["pull_objects"], initial_backoff=SHORTEST)
     sys.argv = ["flower-supernode", *rest]
     compat["find"]("flower_supernode")()

@@ -37,7 +37,7 @@ class AlreadyRunning(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Patience:
+class Delays:
     """Say how long to wait, in seconds.
 
     Attributes:
@@ -57,7 +57,7 @@ class Patience:
         return min(self.longest, self.first * 2.0 ** min(failures - 1, 30))
 
 
-class Daily(RotatingFileHandler):
+class DailyLog(RotatingFileHandler):
     """Begin a new log file when the current one is large, or a day old."""
 
     begun: float | None = None  # when the file's first line was written, in seconds of the clock
@@ -100,7 +100,7 @@ class Output:
         line = COLOURS.sub("", line).rstrip()
         with self._lock:
             if name not in self._files:
-                handler = Daily(self._logs / f"{name}.log", maxBytes=5_000_000, backupCount=13, encoding="utf-8")
+                handler = DailyLog(self._logs / f"{name}.log", maxBytes=5_000_000, backupCount=13, encoding="utf-8")
                 handler.setFormatter(Formatter("%(asctime)s %(message)s"))
                 self._files[name] = Logger(name)
                 self._files[name].addHandler(handler)
@@ -118,7 +118,7 @@ class Output:
                 handler.close()
 
 
-class Program:
+class SupervisedProgram:
     """Keep one command running. It is running, waits to be started again, or is done.
 
     Args:
@@ -127,7 +127,7 @@ class Program:
         output: Where its lines go.
     """
 
-    def __init__(self, command: Command, patience: Patience, output: Output) -> None:
+    def __init__(self, command: Command, patience: Delays, output: Output) -> None:
         self._command, self._patience, self._output = command, patience, output
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
@@ -213,7 +213,7 @@ class Program:
         self._output.write("fl-bn", f"{self._command.name} {text}")
 
 
-def supervise(commands: Sequence[Command], logs: Path, patience: Patience | None = None) -> None:
+def supervise(commands: Sequence[Command], logs: Path, patience: Delays | None = None) -> None:
     """Keep the commands running until SIGINT, SIGTERM or SIGHUP. Call it from the main thread, where signals arrive.
 
     Args:
@@ -224,12 +224,12 @@ def supervise(commands: Sequence[Command], logs: Path, patience: Patience | None
     Raises:
         AlreadyRunning: Another ``fl-bn start`` of this folder is running.
     """
-    patience = patience or Patience()
+    patience = patience or Delays()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a program may print what the terminal cannot show
     with _alone(logs), _signals() as received:
         output = Output(logs)
-        programs = [Program(command, patience, output) for command in commands]
+        programs = [SupervisedProgram(command, patience, output) for command in commands]
         try:
             while not received:
                 for program in programs:

@@ -101,7 +101,7 @@ def _server(folder: Path) -> Iterator[Check]:
         f"{server.key} belongs to {server.certificate}",
         lambda: public_half(server.key),
         lambda: key_in(read_certificate(server.certificate)),
-        "certificate and key of another kit got mixed",
+        "the certificate and the key are of different kits: put back those of this kit",
     )
     for name in server.sites:
         yield _readable(server.public_key(name))
@@ -120,7 +120,7 @@ def _site(folder: Path) -> Iterator[Check]:
         f"{site.private_key} belongs to {site.public_key}",
         lambda: public_half(site.private_key),
         lambda: read_public(site.public_key),
-        "keys of two sites got mixed; the server knows this site by site.pub",
+        "they are of different sites: put back the site.key that belongs to site.pub, by which the server knows this site",
     )
 
 

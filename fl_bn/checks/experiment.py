@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_bn.checks.guard import guarded, reason
+from fl_bn.checks.guard import guard, reason
 from fl_bn.support.finding import Finding
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fl_bn.federation.settings import LocalTraining
     from fl_bn.run.config import RunConfig
 
-LABELS = "see that labels count from 0, and that the largest is no mistake; where a class is only rare, go on"
+LABELS = "check that labels count from 0, and that the largest label is right; go on if a class is only rare"
 FEW = 4  # samples of a batch below which its variance says little
 
 
@@ -29,12 +29,12 @@ def run_config(values: Mapping[str, Any]) -> tuple[Finding, RunConfig | None]:
     try:
         config = RunConfig.from_mapping(values)
     except ConfigError as error:
-        return refused(error), None
+        return refusal(error), None
     text = f"method={config.method} model={config.model} dataset={config.dataset} clients={config.clients} rounds={config.rounds}"
     return Finding("ok", "run config", text), config
 
 
-def refused(error: Exception) -> Finding:
+def refusal(error: Exception) -> Finding:
     """Return the finding for a run config that is wrong."""
     return Finding("fail", "run config", str(error), "correct --run-config; `fl-bn config` prints every key")
 
@@ -114,33 +114,33 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
         values: Keys of the run config.
         node: The site's node config.
     """
-    asked = "dataset" in values
+    names_data = "dataset" in values
     try:
         values = own_form(node, values)
     except (ValueError, FileNotFoundError) as error:
         yield _no_data(error, "dataset and data-path in site.toml")
         return
-    found, config = run_config(values)
+    finding, config = run_config(values)
     if config is None:
-        yield found
+        yield finding
         return
-    if node.get("dataset") and not asked:
+    if node.get("dataset") and not names_data:
         form = f"dataset='sites' classes={config.classes} channels={config.channels} image-size={config.image_size}"
-        found = Finding(
-            "ok", found.check, f"{found.text}; none was given, so {form} were taken from this site's data: compare with the run's"
+        finding = Finding(
+            "ok", finding.check, f"{finding.text}; none was given, so {form} were taken from this site's data: compare with the run's"
         )
-    yield found
+    yield finding
     as_the_app(node)
-    yield guarded("model", lambda: model_layers(config))
+    yield guard("model", lambda: model_layers(config))
     try:
         train, test, counts = _samples(config, node)
     except (ValueError, FileNotFoundError) as error:
         yield _no_data(error, "dataset and data-path in site.toml, or --run-config")
         return
-    yield guarded("data", lambda: site_data(train, test, counts, str(node.get("dataset", "")), config.dataset, counted=not asked))
-    yield (found := guarded("batches", lambda: smallest_batch(len(train), config.local_training())))
-    if found.status != "fail":
-        yield guarded("model on data", lambda: model_on_data(config, train))
+    yield guard("data", lambda: site_data(train, test, counts, str(node.get("dataset", "")), config.dataset, counted=not names_data))
+    yield (finding := guard("batches", lambda: smallest_batch(len(train), config.local_training())))
+    if finding.status != "fail":
+        yield guard("model on data", lambda: model_on_data(config, train))
 
 
 def as_the_app(node: Mapping[str, Any]) -> None:
@@ -224,11 +224,11 @@ def model_on_data(config: RunConfig, train: Samples) -> Finding:
     from fl_bn.roles import inputs_like
     from fl_bn.run.assembly import source_model, task
 
-    model, of = copied(source_model(config)).train(), task(config, train.y)
+    model, the_task = copied(source_model(config)).train(), task(config, train.y)
     x, _ = train.batch(np.arange(min(len(train), config.batch_size)), inputs_like(model))
     try:
         with torch.no_grad():
-            out = of.predict(model, x)
+            out = the_task.predict(model, x)
     except (ValueError, RuntimeError) as error:
         what = f"the model {config.model} fails on a batch {tuple(x.shape)} of these data: {error}"
         return Finding("fail", "model on data", what, "choose a model that takes them, or check the data's shape")

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from fl_bn.support.finding import Finding
 
 
-def guarded(check: str, look: Callable[[], Finding]) -> Finding:
+def guard(check: str, look: Callable[[], Finding]) -> Finding:
     """Return the finding of ``look``. If it raises, that check alone has failed, and the others are still made."""
-    return next(each(check, lambda: [look()]))
+    return next(guard_each(check, lambda: [look()]))
 
 
-def each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def guard_each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     """Yield the findings of ``look``. If it raises, the check ends with a failure."""
     try:
         yield from look()

@@ -65,10 +65,10 @@ def _requirement(name: str) -> str:
     from packaging.requirements import Requirement
 
     stated = [Requirement(line) for line in requires("fl-bn") or ()]
-    of_name = [found for found in stated if found.name.lower() == name]
-    for found in sorted(of_name, key=lambda found: found.marker is None):  # the extra's is the narrower one
-        if found.marker is None or found.marker.evaluate({"extra": "deployment"}):
-            return ",".join(sorted((str(part) for part in found.specifier), reverse=True))
+    of_name = [requirement for requirement in stated if requirement.name.lower() == name]
+    for requirement in sorted(of_name, key=lambda requirement: requirement.marker is None):  # the extra's is the narrower one
+        if requirement.marker is None or requirement.marker.evaluate({"extra": "deployment"}):
+            return ",".join(sorted((str(part) for part in requirement.specifier), reverse=True))
     return ""
 
 
@@ -88,35 +88,35 @@ def gpu(device: str, where: str) -> Finding:
     """
     import torch
 
-    with warnings.catch_warnings(record=True) as said:  # an old driver, say
+    with warnings.catch_warnings(record=True) as warned:  # an old driver, say
         warnings.simplefilter("always")
-        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    asked = f"device={device} ({where})"
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    request = f"device={device} ({where})"
     if device == "cpu":
-        return Finding("ok", "gpu", f"{asked}: {os.cpu_count()} cores")
-    why = "; ".join(str(warning.message) for warning in said)
+        return Finding("ok", "gpu", f"{request}: {os.cpu_count()} cores")
+    why = "; ".join(str(warning.message) for warning in warned)
     if torch.version.cuda is None:
         why = f"this torch, {torch.__version__}, is built without CUDA"
-    if device == "auto" and seen == 0:
+    if device == "auto" and count == 0:
         if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists():
             return Finding(
                 "warn",
                 "gpu",
-                f"{asked}: this machine has an NVIDIA driver, but torch sees no GPU{f' ({why})' if why else ''}, so training is on the CPU",
+                f"{request}: this machine has an NVIDIA driver, but torch sees no GPU{f' ({why})' if why else ''}: training is on the CPU",
                 "see whether nvidia-smi works, and whether torch is built for that driver; or set the device to cpu",
             )
-        return Finding("ok", "gpu", f"{asked}: no GPU, so training is on the CPU ({os.cpu_count()} cores)")
+        return Finding("ok", "gpu", f"{request}: no GPU, so training is on the CPU ({os.cpu_count()} cores)")
     index = 0 if device == "auto" else torch.device(device).index or 0
-    if index >= seen:
+    if index >= count:
         return Finding(
             "fail",
             "gpu",
-            f"{asked}, but torch sees {f'only {seen}' if seen else 'no'} GPU{'s' if seen > 1 else ''}{f' ({why})' if why else ''}",
+            f"{request}, but torch sees {f'only {count}' if count else 'no'} GPU{'s' if count > 1 else ''}{f' ({why})' if why else ''}",
             "name one that is there (counted from 0), or auto or cpu; if it should be there, see whether nvidia-smi shows it",
         )
     torch.ones(1, device=f"cuda:{index}").sum().item()
     free, total = torch.cuda.mem_get_info(index)
-    text = f"{asked}: {torch.cuda.get_device_name(index)}, {free / GB:.1f} of {total / GB:.1f} GB free"
+    text = f"{request}: {torch.cuda.get_device_name(index)}, {free / GB:.1f} of {total / GB:.1f} GB free"
     if free < LITTLE:
         return Finding("warn", "gpu", text, "end what else uses it (nvidia-smi shows that), or name another device")
     return Finding("ok", "gpu", text)
@@ -190,5 +190,5 @@ def _file_system(folder: Path, mounts: Path) -> str:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
         return ""
-    found = [(line[1].replace("\\040", " "), line[2]) for line in lines if len(line) > 2]
-    return max((len(point), kind) for point, kind in [("", ""), *found] if not point or folder.is_relative_to(point))[1]
+    requirement = [(line[1].replace("\\040", " "), line[2]) for line in lines if len(line) > 2]
+    return max((len(point), kind) for point, kind in [("", ""), *requirement] if not point or folder.is_relative_to(point))[1]

@@ -29,16 +29,16 @@ def doctor(
     One line per check: ok, warn or fail, what the check found, and what to do about it. Exit code 1 if a check
     fails, else 0.
     """
-    found, stdout = [], sys.stdout
+    findings, stdout = [], sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what one's own data function prints is no finding
         for finding in _findings(folder, run_config):
-            found.append(finding)
+            findings.append(finding)
             if not as_json:
                 line = str(finding)
                 typer.echo(typer.style(line[:4], fg=COLOURS[finding.status]) + line[4:], file=stdout)
-    counts = {status: sum(finding.status == status for finding in found) for status in COLOURS}
+    counts = {status: sum(finding.status == status for finding in findings) for status in COLOURS}
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in found], indent=2))
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
     if counts["fail"]:

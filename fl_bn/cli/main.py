@@ -276,7 +276,7 @@ def attack_grid(
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/attack-grid-<time>")] = "",
     run_config: RunConfigOption = "",
 ) -> None:
-    """Measure accuracy under the worst attack: heterogeneity x f x rule x attack, mean over seeds, as tables and heat maps."""
+    """Measure accuracy under the worst attack, by heterogeneity, number of attackers and rule: tables and heat maps."""
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.usage import Usage
@@ -349,7 +349,7 @@ def layers(
 def config(
     toml: Annotated[bool, typer.Option("--toml", help="their defaults, as in \\[tool.flwr.app.config] of pyproject.toml")] = False,
 ) -> None:
-    """Print every key of the run config: default, values, meaning (Markdown); those of installed packages that add methods, too."""
+    """Print every key of the run config, also of installed packages that add methods: default, values, meaning."""
     from fl_bn.run.config import ConfigError, RunConfig
     from fl_bn.run.keys import defaults, table
 

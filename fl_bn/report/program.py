@@ -15,7 +15,7 @@ ROWS = 60  # of a table that are shown
 
 
 @dataclass(frozen=True)
-class Shown:
+class TableStart:
     """Hold the beginning of a CSV file.
 
     Attributes:
@@ -48,7 +48,7 @@ class Program:
     title: str
     notes: str
     pictures: tuple[tuple[str, str, int], ...]
-    tables: tuple[Shown, ...]
+    tables: tuple[TableStart, ...]
     text: str
 
 
@@ -61,7 +61,7 @@ def read_program(folder: Path, id: str = "") -> Program:
         raise ConfigError(f"{folder} is no experiment's folder: {error}") from error
     notes = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     pictures = tuple(_picture(file) for file in sorted(folder.glob("*.png")))
-    return Program(id, title, notes, pictures, tuple(_shown(file) for file in sorted(folder.glob("*.csv"))), text)
+    return Program(id, title, notes, pictures, tuple(_table_start(file) for file in sorted(folder.glob("*.csv"))), text)
 
 
 def _picture(file: Path) -> tuple[str, str, int]:
@@ -70,10 +70,10 @@ def _picture(file: Path) -> tuple[str, str, int]:
     return file.stem.replace("_", " "), base64.b64encode(png).decode(), width // 3
 
 
-def _shown(file: Path) -> Shown:
+def _table_start(file: Path) -> TableStart:
     with file.open(newline="", encoding="utf-8") as source:
         columns, *rows = [tuple(_short(value) for value in row) for row in csv.reader(source)] or [()]
-    return Shown(file.name, columns, tuple(rows[:ROWS]), len(rows))
+    return TableStart(file.name, columns, tuple(rows[:ROWS]), len(rows))
 
 
 def _short(value: str) -> str:

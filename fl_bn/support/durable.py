@@ -165,7 +165,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path}: expected a safetensors file with a checksum of its own, but its header cannot be read") from error
     if hashlib.sha256(data.replace(digest.encode(), BLANK.encode(), 1)).hexdigest() != digest:
-        raise Damaged(f"{path}: its checksum is not that of its {len(data)} bytes: it was cut short or altered")
+        raise Damaged(f"{path}: its checksum does not match its {len(data)} bytes: it was cut short or altered")
     try:
         return load(data), about
     except SafetensorError as error:

@@ -54,17 +54,17 @@ def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) 
         lines: The lines of the TOML file that have the range.
         running: Whether the programs of this folder are running, so that they hold ports themselves.
     """
-    found = [port_free(check, f"0.0.0.0:{port}", lines, running=running) for port in range(first, last + 1)]
-    wrong = [finding for finding in found if finding.status != "ok"]
+    findings = [port_free(check, f"0.0.0.0:{port}", lines, running=running) for port in range(first, last + 1)]
+    wrong = [finding for finding in findings if finding.status != "ok"]
     if not wrong:
-        used = sum("in use" in finding.text for finding in found)
+        used = sum("in use" in finding.text for finding in findings)
         shown = f"{first} to {last}" if last > first else f"{first}"
         what = f"{used} of them in use while `fl-bn start` of this folder runs" if used else "free"
         return Finding("ok", check, f"ports {shown} ({lines}), one for each run that is going on: {what}")
     texts = "; ".join(finding.text for finding in wrong)
-    if len(wrong) == len(found):
+    if len(wrong) == len(findings):
         return Finding("fail", check, f"no port is left for the exchange of a FedTAN run: {texts}", wrong[0].do)
-    most = f"{len(found) - len(wrong)} of {len(found)} ports are left: no more FedTAN runs than that at a time: {texts}"
+    most = f"{len(findings) - len(wrong)} of {len(findings)} ports are left: no more FedTAN runs than that at a time: {texts}"
     return Finding("warn", check, most, wrong[0].do)
 
 
@@ -94,7 +94,7 @@ def _listening(port: int, proc: Path) -> Iterator[str]:
 def resolves(host: str, port: int) -> Finding:
     """Check whether ``host`` has an address."""
     try:
-        found = sorted({str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
+        addresses = sorted({str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except socket.gaierror as error:
         return Finding(
             "fail",
@@ -102,20 +102,20 @@ def resolves(host: str, port: int) -> Finding:
             f"{host} has no address: {error.strerror}",
             "correct the name, or have it added to DNS (or to /etc/hosts on every machine)",
         )
-    return Finding("ok", "superlink name", host if found == [host] else f"{host} is {', '.join(found)}")
+    return Finding("ok", "superlink name", host if addresses == [host] else f"{host} is {', '.join(addresses)}")
 
 
 def leads_here(host: str, port: int) -> Finding:
     """Check, on the server, whether ``host`` is this machine."""
-    found = resolves(host, port)
-    if found.status == "ok" and not any(_own(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
+    finding = resolves(host, port)
+    if finding.status == "ok" and not any(_own(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
         return Finding(
             "warn",
-            found.check,
-            f"{found.text}, which is no address of this machine",
+            finding.check,
+            f"{finding.text}, which is no address of this machine",
             "fine behind a router that forwards the ports; else correct `superlink` in server.toml and the sites' site.toml",
         )
-    return found
+    return finding
 
 
 def _own(address: object) -> bool:

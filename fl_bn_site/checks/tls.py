@@ -61,7 +61,7 @@ def handshake(host: str, port: int, authority: Path, clock: Clock = now) -> Find
     try:
         version, certificate = _shake(host, port, context)
     except ssl.SSLCertVerificationError as error:
-        return _refused(check, host, port, error, authority)
+        return _explain_refusal(check, host, port, error, authority)
     except (ssl.SSLError, ConnectionError) as error:
         what = f"{place} listens, but not with TLS: {error.strerror or error}"
         return Finding("fail", check, what, "see that the address is the SuperLink's fleet port, and that it was started by `fl-bn start`")
@@ -79,7 +79,7 @@ def _shake(host: str, port: int, context: ssl.SSLContext) -> tuple[str, x509.Cer
         return tls.version() or "TLS", x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"")
 
 
-def _refused(check: str, host: str, port: int, error: ssl.SSLCertVerificationError, authority: Path) -> Finding:
+def _explain_refusal(check: str, host: str, port: int, error: ssl.SSLCertVerificationError, authority: Path) -> Finding:
     """Say why the certificate is refused.
 
     The certificate itself says it, after a second handshake that does not verify it.

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from fl_bn_site import metrics as module
 from fl_bn_site.control import ControlError
 from fl_bn_site.folders import ServerFolder
-from fl_bn_site.kit import Plan, create
+from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.metrics import Watcher, health, make_server, metrics
 from fl_bn_site.status import RunStatus, SiteStatus, Status
 
@@ -84,7 +84,7 @@ def test_health_says_what_is_wrong() -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> ServerFolder:
-    create(Plan("127.0.0.1", ["a"]), tmp_path / "kit")
+    create(KitPlan("127.0.0.1", ["a"]), tmp_path / "kit")
     return ServerFolder.read(tmp_path / "kit/server")
 
 

@@ -21,7 +21,7 @@ def test_one_run_at_a_time_in_the_order_in_which_they_came(server: ServerFolder,
     queue = Queue(server)
     for name in ("one", "two", "three"):
         queue.add(named(name))
-    assert queue.dispatch(superlink) == {2: "one is going on, and 1 may at a time", 3: "one is going on, and 1 may at a time"}
+    assert queue.dispatch(superlink) == {2: "one is going on, and at most 1 may run at a time", 3: "one is going on, and at most 1 may run at a time"}
     assert superlink.going() == ["one"]
     assert queue.dispatch(superlink).keys() == {2, 3}  # a second look changes nothing
     superlink.end(1)
@@ -62,7 +62,7 @@ def test_server_toml_says_how_many_runs_at_a_time(server: ServerFolder, superlin
     queue = Queue(ServerFolder.read(server.path))
     for name in ("one", "two", "three"):
         queue.add(named(name))
-    assert queue.dispatch(superlink) == {3: "one, two are going on, and 2 may at a time"}
+    assert queue.dispatch(superlink) == {3: "one, two are going on, and at most 2 may run at a time"}
     for wrong in ("parallel = 0", "exchange-ports = 65000"):
         file.write_text(text.replace(wrong.split("=")[0] + "= " + {"p": "1", "e": "4"}[wrong[0]], wrong))
         with pytest.raises(FolderError, match=r"parallel must be 1\.\.1024|must stay below 65536"):

@@ -156,7 +156,7 @@ def test_a_run_that_started_although_its_sender_failed_is_not_refused(
         raise ControlError("`flwr run` ended with -9 and said nothing")
 
     monkeypatch.setattr(superlink, "start_run", hangs)
-    assert queue.dispatch(superlink) == {2: "one is going on, and 1 may at a time"}
+    assert queue.dispatch(superlink) == {2: "one is going on, and at most 1 may run at a time"}
     assert states(queue) == {"one": STARTED, "two": WAITING}
 
 

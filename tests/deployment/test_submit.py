@@ -17,7 +17,7 @@ from fl_bn_site.membership import add_site, remove_site
 from fl_bn_site.queue import NameTaken, Queue
 from fl_bn_site.queue_store import LOCK, WAITING, NoQueue, QueueError, QueueStore
 from fl_bn_site.registered import Submitted
-from fl_bn_site.runs import abort, listed
+from fl_bn_site.runs import abort, list_runs
 from fl_bn_site.submit import run_config, submit
 from tests.deployment.superlink import THEN, named
 
@@ -32,7 +32,7 @@ def test_submit_waits_its_turn_and_says_for_whom(server: ServerFolder, superlink
     said: list[str] = []
     assert submit(server, "name='mine' rounds=1", say=said.append)
     assert said == [
-        "mine waits: other is going on, and 1 may at a time",
+        "mine waits: other is going on, and at most 1 may run at a time",
         "run 2 is submitted to h:1 as mine, for sites a, b",
         "a line",
         f"run 2: {submit_module.COMPLETED}",
@@ -54,9 +54,9 @@ def test_a_submit_that_is_interrupted_leaves_its_run_in_the_queue(
     with pytest.raises(KeyboardInterrupt):
         submit(server, "name='mine' rounds=1", say=said.append)
     assert said[-1] == f"  fl-bn abort {server.path} mine"
-    assert [(run.name, run.state) for run in listed(server)] == [("mine", WAITING), ("other", "running")]
-    assert abort(server, "mine") == "mine is no more in the queue; it had not begun"
-    assert [run.name for run in listed(server)] == ["other"]
+    assert [(run.name, run.state) for run in list_runs(server)] == [("mine", WAITING), ("other", "running")]
+    assert abort(server, "mine") == "mine was taken out of the queue; it had not begun"
+    assert [run.name for run in list_runs(server)] == ["other"]
 
 
 @pytest.mark.parametrize(("owner", "where"), [(Queue, "dispatch"), (QueueStore, "find"), (Queue, "waiting")])
@@ -121,7 +121,7 @@ def test_a_submit_whose_run_was_taken_out_follows_no_other(server: ServerFolder,
     monkeypatch.setattr("fl_bn_site.submit.time.sleep", another)
     said: list[str] = []
     assert not submit(server, "name='mine' rounds=1", say=said.append)
-    assert said == ["mine waits: other is going on, and 1 may at a time", "mine was taken out of the queue"]
+    assert said == ["mine waits: other is going on, and at most 1 may run at a time", "mine was taken out of the queue"]
 
 
 def test_a_folder_that_may_not_be_written_to_has_no_queue(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
