@@ -285,8 +285,8 @@ def load(site: Site, request: Request, installed: bool) -> Any:
     """Load the ClientApp of the request: the unpacked one, or that of fl-bn as ``installed`` here."""
     if installed:
         return importlib.import_module(INSTALLED).app
-    found = find("get_load_client_app_fn")(default_app_ref="", app_path=None, multi_app=True, flwr_dir=str(site.home))
-    return found(request.fab_id, request.fab_version, request.fab_hash)
+    load_app = find("get_load_client_app_fn")(default_app_ref="", app_path=None, multi_app=True, flwr_dir=str(site.home))
+    return load_app(request.fab_id, request.fab_version, request.fab_hash)
 
 
 def limit_memory(most: int | None) -> None:

@@ -142,11 +142,11 @@ def names_in(certificate: x509.Certificate) -> list[x509.GeneralName]:
 
 def is_for(certificate: x509.Certificate, host: str) -> bool:
     """Return whether gRPC would accept ``certificate`` from ``host``; ``*.example.org`` stands for one label."""
-    wanted = alternative_name(host)
+    name = alternative_name(host)
     patterns = {name.value.lower() for name in names_in(certificate) if isinstance(name, x509.DNSName)}
-    if isinstance(wanted, x509.DNSName):
+    if isinstance(name, x509.DNSName):
         return not patterns.isdisjoint({host.lower(), "*." + host.lower().partition(".")[2]})
-    return wanted in names_in(certificate)
+    return name in names_in(certificate)
 
 
 def read_certificate(path: Path) -> x509.Certificate:

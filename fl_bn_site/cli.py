@@ -147,14 +147,14 @@ def start(
     from fl_bn_site.supervisor import AlreadyRunning, supervise
 
     try:
-        read = read_folder(folder)
+        kit_folder = read_folder(folder)
         if show:
-            typer.echo("\n".join(str(command) for command in commands(read, only)))
+            typer.echo("\n".join(str(command) for command in commands(kit_folder, only)))
             return
-        if warning := check_expiry(read):
+        if warning := check_expiry(kit_folder):
             print(warning, file=sys.stderr, flush=True)
-        run = commands(read, only)
-        supervise(run, prepare(read, only))
+        run = commands(kit_folder, only)
+        supervise(run, prepare(kit_folder, only))
     except (FolderError, AlreadyRunning, OSError, ValueError) as error:
         raise refused(error) from error
 

@@ -298,12 +298,12 @@ def _within(folder: Path, path: str) -> Path:
     return (folder / Path(path).expanduser()).absolute()
 
 
-def _value(source: Path, name: str, spec: Field[Any], wanted: Any, values: dict[str, Any]) -> Any:
+def _value(source: Path, name: str, spec: Field[Any], type_hint: Any, values: dict[str, Any]) -> Any:
     """Return the checked value of the line ``name``. Raises FolderError."""
     if name not in values and spec.default is MISSING:
         raise FolderError(f"{source}: the line {name} is missing: {spec.metadata['help']}")
     value = values.get(name, spec.default)
-    kind: type = wanted if wanted in (int, float) else list if wanted == tuple[str, ...] else str
+    kind: type = type_hint if type_hint in (int, float) else list if type_hint == tuple[str, ...] else str
     value = float(value) if kind is float and type(value) is int else value
     texts: list[Any] = value if isinstance(value, list) else [value] if kind is str else []
     if not (type(value) is kind and all(type(text) is str for text in texts)):
@@ -316,6 +316,6 @@ def _value(source: Path, name: str, spec: Field[Any], wanted: Any, values: dict[
         spec.metadata["check"](value)
     except ValueError as error:
         raise FolderError(f"{source}: {name} {error}") from error
-    if wanted is Path or wanted == Path | None:
+    if type_hint is Path or type_hint == Path | None:
         return _within(source.parent, texts[0]) if value else None
     return value

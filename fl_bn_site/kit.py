@@ -51,9 +51,8 @@ class KitPlan:
         except ValueError as error:
             raise KitError(str(error)) from error
         if not self.sites or len({site.casefold() for site in self.sites}) < len(self.sites):
-            raise KitError(
-                f"a kit needs at least one site, and the sites' names must differ in more than capitals, but got {', '.join(self.sites) or 'none'}"
-            )
+            names = ", ".join(self.sites) or "none"
+            raise KitError(f"a kit needs at least one site, and the sites' names must differ in more than capitals, but got {names}")
         ports = (self.fleet_port, self.exchange_port, self.exchange_port + EXCHANGE_PORTS - 1)
         if self.days < 1 or not all(0 < port < 65536 for port in ports):
             raise KitError(f"days must be at least 1 and ports 1..65535, but got {self.days}, {self.fleet_port}, {self.exchange_port}")

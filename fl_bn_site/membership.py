@@ -109,9 +109,9 @@ def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
     if vouches.not_valid_after_utc < datetime.now(UTC):
         ended = f"{vouches.not_valid_after_utc:%Y-%m-%d}"
         raise KitError(f"{certificate} expired on {ended}: make a new kit, since every site needs another ca.crt")
-    made = make_server(Identity(vouches, private), [str(name.value) for name in names_in(old)], days)
+    renewed = make_server(Identity(vouches, private), [str(name.value) for name in names_in(old)], days)
     former = [_retire(path) for path in (server.certificate, server.key)]
-    made.write(server.certificate, server.key)
+    renewed.write(server.certificate, server.key)
     return former[0].parent
 
 

@@ -69,11 +69,11 @@ def stage(project: Path) -> Iterator[Path]:
         return [*apart, *(name for name in files if Path(name).suffix not in SENT)]
 
     with tempfile.TemporaryDirectory(prefix="fl-bn-") as folder:
-        made = Path(folder) / "app"
+        copy = Path(folder) / "app"
         try:
-            shutil.copytree(project, made, ignore=others, ignore_dangling_symlinks=True)
+            shutil.copytree(project, copy, ignore=others, ignore_dangling_symlinks=True)
         except shutil.Error as error:
             raise FolderError("; ".join(f"{source} cannot be copied: {why}" for source, _, why in error.args[0][:3])) from error
-        if (made / "fl_bn").is_dir() and (commit := commit_of(project)):
-            (made / "fl_bn" / COMMIT).write_text(tomli_w.dumps({"commit": commit}))
-        yield made
+        if (copy / "fl_bn").is_dir() and (commit := commit_of(project)):
+            (copy / "fl_bn" / COMMIT).write_text(tomli_w.dumps({"commit": commit}))
+        yield copy

@@ -133,8 +133,8 @@ def _dates(path: Path) -> Iterator[Check]:
     start, end, now = certificate.not_valid_before_utc, certificate.not_valid_after_utc, datetime.now(UTC)
     subject = f"{path} is valid from {start:%Y-%m-%d} to {end:%Y-%m-%d}"
     if start <= now <= end:
-        left = (end - now).days
-        yield Check(True, subject + (f": {left} days are left, renew it" if left < SOON else ""))
+        days = (end - now).days
+        yield Check(True, subject + (f": {days} days are left, renew it" if days < SOON else ""))
     else:
         yield Check(False, subject, f"it is {now:%Y-%m-%d %H:%M} UTC here; set the clock, or renew the certificate")
 

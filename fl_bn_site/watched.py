@@ -38,7 +38,7 @@ def copy(process: "subprocess.Popen[bytes]", name: str, deaf: threading.Event) -
         sys.stdout.buffer.flush()
         if HANGS in line and not deaf.is_set():
             deaf.set()
-            print(f"{name} got half a message and would wait for the rest for ever: it is ended here, and has to be started again", flush=True)
+            print(f"{name} got half a message and would wait for ever: it is ended here, and has to be started again", flush=True)
             process.terminate()
             threading.Timer(GRACE, process.kill).start()
 

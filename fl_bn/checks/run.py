@@ -40,8 +40,8 @@ def _run_here(overrides: str) -> Iterator[Finding]:
 
 def run(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Check a run as the server sees it."""
-    found, config = experiment.run_config(values)
-    yield found
+    finding, config = experiment.run_config(values)
+    yield finding
     if config is not None:
         yield guard("gpu", lambda: machine.gpu(config.device, "run config"))
         yield guard("data", lambda: experiment.run_data(config))

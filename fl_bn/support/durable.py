@@ -42,10 +42,10 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
         OSError: The disk is full, say. The former content stays, and no other file is left beside it.
     """
     _make(path.parent)
-    for left in path.parent.glob(f"{UNFINISHED}*"):
+    for unfinished in path.parent.glob(f"{UNFINISHED}*"):
         with suppress(FileNotFoundError):  # its writer lives, and was faster
-            if time.time() - left.stat().st_mtime > STALE:
-                left.unlink()
+            if time.time() - unfinished.stat().st_mtime > STALE:
+                unfinished.unlink()
     beside = path.parent / f"{UNFINISHED}{secrets.token_hex(8)}"
     try:
         with open(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:

@@ -42,8 +42,8 @@ def lacking(what: str, *modules: str) -> str:
 
 def need(what: str, *modules: str) -> None:
     """Raise NotInstalled where one of ``modules`` is missing, which ``what`` needs."""
-    if told := lacking(what, *modules):
-        raise NotInstalled(told)
+    if message := lacking(what, *modules):
+        raise NotInstalled(message)
 
 
 def sentence(what: str, absent: list[str]) -> str:

@@ -126,15 +126,15 @@ def clock(authority: Path, skew: Callable[[], float] | None, here: Clock = now) 
         skew: Asks the server how far this clock is behind; None: the server cannot be reached.
         here: Returns the time.
     """
-    check, made = "clock", read_certificate(authority).not_valid_before_utc
-    if here() < made:
+    check, begins = "clock", read_certificate(authority).not_valid_before_utc
+    if here() < begins:
         return Finding(
             "fail",
             check,
-            f"it is {here():%Y-%m-%d %H:%M} UTC here, before {authority.name} was made ({made:%Y-%m-%d %H:%M})",
+            f"it is {here():%Y-%m-%d %H:%M} UTC here, before {authority.name} was made ({begins:%Y-%m-%d %H:%M})",
             "set this clock",
         )
-    weak = f"it is {here():%Y-%m-%d %H:%M:%S} UTC here, after {authority.name} was made ({_day(made)}); closer was not compared"
+    weak = f"it is {here():%Y-%m-%d %H:%M:%S} UTC here, after {authority.name} was made ({_day(begins)}); closer was not compared"
     if skew is None:
         return Finding("ok", check, f"{weak}, since the server was not reached")
     mend = "set this clock or the server's by a time service (chrony, systemd-timesyncd)"

@@ -190,7 +190,7 @@ def test_a_supernode_asks_often_while_there_is_work_and_rarely_else(monkeypatch:
     now = [1000.0]
     monkeypatch.setattr(supernode.time, "sleep", slept.append)
     monkeypatch.setattr(supernode.time, "monotonic", lambda: now[0])
-    clock = supernode.Clock(0.5)
+    clock = supernode.PollingTime(0.5)
     clock.worked = now[0] - 100
     clock.sleep(3)  # nothing came for long
     clock.sleep(0.5)  # an app is at work

@@ -82,7 +82,7 @@ def test_what_cannot_be_started_is_refused_and_holds_up_no_other(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "staged", broken)
+        patch.setattr(module, "stage", broken)
         assert queue.dispatch(superlink) == {1: str(error)}
     queue.add(named("two"))
     assert queue.dispatch(superlink) == {}
