@@ -1,15 +1,21 @@
-"""``python -P app_host.py --appio-api-address HOST:PORT``: runs a SuperNode's ClientApp, in place of ``flower-superexec``.
+"""Run a SuperNode's ClientApp, in place of ``flower-superexec``: ``python -P app_host.py --appio-api-address HOST:PORT``.
 
-Flower 1.25 starts a Python process for every message, which imports torch, unpacks the app and imports it. Here these imports happen once:
+Flower 1.25 starts a Python process for every message, which imports torch, unpacks the app and imports it. Here
+these imports happen once:
 
-* The *host* asks the SuperNode for work, every 0.1 s while there is some. It alone talks gRPC before a message is at work.
-* The *stock* has imported torch and Flower, and nothing of fl-bn's, whose version is the run's affair. It is forked at the start.
-* The *shelf* is forked from the stock, and has imported the app of the last run, from the folder where its first message unpacked it.
-* Every message has a process of its own, as in Flower: forked from the shelf, or from the stock where there is no such shelf yet. What a
-  message does to its process ends with it, and its memory is the system's again.
+* The *host* asks the SuperNode for work, every 0.1 s while there is some. No other process talks gRPC before it
+has a message.
+* The *cold process* is forked at the start. It has imported torch and Flower, but no fl-bn: the run brings
+that.
+* The *warm process* is forked from the cold one. It has imported the app of the last run, from the folder where
+the run's first message unpacked it.
+* Every message has a process of its own, as in Flower. It is forked from the warm process, or from the cold one
+where there is no warm process yet. What a message changes in its process ends with the process, and the memory
+is the system's again.
 
-A site's policy (``policy.py``) is checked in the message's process before any code of the run is loaded, by this program, which is the
-site's own. Run by its path, and so are ``compat`` and ``policy``: the package around them is what a run brings.
+A site's policy (``policy.py``) is checked in the message's process before any code of the run is loaded. This
+program, which is the site's own, checks it. It is run by its path, and loads ``compat`` and ``policy`` by
+theirs: the package around them may be the run's.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ PROGRAM = "flwr-clientapp"  # Flower's, whose place a message's process takes
 INSTALLED = "fl_bn.apps.client"  # what runs where the policy allows only code that is installed
 READY = b"1"
 BUSY, IDLE, QUIET = 0.1, 0.5, 60.0  # seconds: between questions for work; the same after so many seconds without any
-STOCK = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib")
+PRELOADED = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib")
 MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # torch's and NumPy's words
 
 find = runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["find"]
@@ -49,7 +55,14 @@ find = runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["find"]
 
 @dataclass(frozen=True)
 class Request:
-    """One message to answer: the SuperNode's ``token`` for it, and the app that it is for."""
+    """Describe one message to answer.
+
+    Attributes:
+        token: The SuperNode's token for it.
+        fab_id: The app that it is for: PUBLISHER/NAME.
+        fab_version: The app's version.
+        fab_hash: The app's SHA-256.
+    """
 
     token: str
     fab_id: str
@@ -59,21 +72,28 @@ class Request:
 
 @dataclass(frozen=True)
 class Site:
-    """Where the SuperNode listens, where apps are unpacked, the site's policy file (None: there is none), and the stock's process."""
+    """Describe the site.
+
+    Attributes:
+        address: Where the SuperNode listens.
+        home: Where apps are unpacked.
+        policy: The site's policy file; None: there is none.
+        cold_process: The process id of the cold process.
+    """
 
     address: str
     home: Path
     policy: Path | None = None
-    stock: int = 0
+    cold_process: int = 0
 
     def app_folder(self, request: Request) -> Path:
-        """Where the request's app is, or will be, unpacked: the name that Flower gives it."""
+        """Return the folder in which the app is, or will be, unpacked. Flower gives it this name."""
         publisher, _, name = request.fab_id.partition("/")
         return self.home / "apps" / f"{publisher}.{name}.{request.fab_version}.{request.fab_hash[:8]}"
 
 
 def policy_module() -> ModuleType:
-    """``policy.py``, under a name of its own: a run may bring another."""
+    """Load ``policy.py`` under a name of its own, since a run may bring another."""
     name = "policy_of_this_site"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, HERE / "policy.py")
@@ -88,7 +108,7 @@ def policy_module() -> ModuleType:
 
 
 def ask_for_work(site: Site, hand_over: Callable[[Request], None]) -> None:
-    """Hand over a request for every message that the SuperNode has, for ever."""
+    """Ask the SuperNode for messages, for ever, and hand over a request for each."""
     stub = _stub(site)
     worked = -QUIET
     while True:
@@ -100,33 +120,44 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None]) -> None:
         time.sleep(BUSY if time.monotonic() - worked < QUIET else IDLE)
 
 
-# The stock, and the shelf
+# The cold and the warm process
 
 
 def serve(lines: Iterable[str], site: Site) -> None:
-    """The stock: answers each request in ``lines`` (JSON) in a process of its own, until they end."""
-    for name in STOCK:
+    """Be the cold process: answer each request in a process of its own.
+
+    Args:
+        lines: The requests as JSON, until the host ends.
+        site: The site.
+    """
+    for name in PRELOADED:
         with suppress(ModuleNotFoundError):  # of an extra
             importlib.import_module(name)
     find("pull_clientappinputs")  # imports Flower
-    site, shelf = replace(site, stock=os.getpid()), None
+    site, warm = replace(site, cold_process=os.getpid()), None
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets them
     for line in lines:
         request = Request(**json.loads(line))
-        key = _shelf_key(site, request)
-        if shelf is not None and shelf.key != key:
-            shelf.close()
-            shelf = None
-        if shelf is None and key is not None:
-            shelf = Shelf(site, request, key)
-        if shelf is None or not shelf.answer(line):
-            forked(lambda request=request: answer(site, request, None))  # type: ignore[misc]
-    if shelf is not None:
-        shelf.close()
+        key = _warm_key(site, request)
+        if warm is not None and warm.key != key:
+            warm.close()
+            warm = None
+        if warm is None and key is not None:
+            warm = WarmProcess(site, request, key)
+        if warm is None or not warm.answer(line):
+            fork(lambda request=request: answer(site, request, None))  # type: ignore[misc]
+    if warm is not None:
+        warm.close()
 
 
-class Shelf:
-    """A process that has imported the app of ``request``; ``key``: see ``_shelf_key``. It is of no use where the app cannot be imported."""
+class WarmProcess:
+    """Fork a process that imports the app of ``request``. It is not usable where the app cannot be imported.
+
+    Args:
+        site: The site.
+        request: The first request.
+        key: See ``_warm_key``.
+    """
 
     def __init__(self, site: Site, request: Request, key: tuple[str, int | None]) -> None:
         self.key = key
@@ -146,16 +177,16 @@ class Shelf:
             with os.fdopen(out) as lines:
                 for line in lines:
                     one = Request(**json.loads(line))
-                    forked(lambda one=one: answer(site, one, app))  # type: ignore[misc]
+                    fork(lambda one=one: answer(site, one, app))  # type: ignore[misc]
 
-        forked(stay)
+        fork(stay)
         os.close(out)
         os.close(ready)
         self._usable = os.read(told, len(READY)) == READY  # else it has ended
         os.close(told)
 
     def answer(self, line: str) -> bool:
-        """Hand a request over; false where the shelf is of no use."""
+        """Hand over a request. Return False where the process is not usable."""
         try:
             if self._usable:
                 os.write(self._lines, line.encode())
@@ -164,12 +195,15 @@ class Shelf:
         return self._usable
 
     def close(self) -> None:
-        """Let it end; what it has forked goes on."""
+        """Let the process end. What it has forked goes on."""
         os.close(self._lines)
 
 
-def _shelf_key(site: Site, request: Request) -> tuple[str, int | None] | None:
-    """What a shelf would hold for the request, and the memory it may take; None: its app is not unpacked yet, or the policy is broken."""
+def _warm_key(site: Site, request: Request) -> tuple[str, int | None] | None:
+    """Return which app and memory limit a warm process for the request would have.
+
+    None: it cannot have any, since the app is not unpacked yet, or the policy is wrong.
+    """
     try:
         policy = policy_module().Policy.read(site.policy)
     except ValueError:
@@ -180,8 +214,8 @@ def _shelf_key(site: Site, request: Request) -> tuple[str, int | None] | None:
     return (folder.name, policy.memory()) if folder.is_dir() else None
 
 
-def forked(work: Callable[[], None]) -> int:
-    """The process id of a fork of this process that does ``work``, and ends."""
+def fork(work: Callable[[], None]) -> int:
+    """Fork this process. The child does ``work`` and ends. Return the child's process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     if child := os.fork():
@@ -205,8 +239,8 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def answer(site: Site, request: Request, app: Any) -> None:
-    """Answer one message with ``app``; None: load it first."""
-    find("start_parent_process_monitor")(site.stock)
+    """Answer one message with ``app``; None: load the app first."""
+    find("start_parent_process_monitor")(site.cold_process)
     sys.argv = [PROGRAM]
     random.seed()  # forks would draw the same
     with suppress(ImportError):
@@ -228,7 +262,7 @@ def answer(site: Site, request: Request, app: Any) -> None:
             reply = _within_memory(policy, lambda: app(message=message, context=context))
         finally:
             context.node_config = given
-        policy.check_reply(*_told(reply))
+        policy.check_reply(*_summary_of(reply))
     except Exception as error:
         reply = _error(message, error)
     find("push_clientappoutputs")(stub=stub, token=request.token, message=reply, context=context)
@@ -236,7 +270,7 @@ def answer(site: Site, request: Request, app: Any) -> None:
 
 
 def unpack(site: Site, request: Request, fab: bytes, code: str) -> None:
-    """Unpack the app beside the others, whole or not at all."""
+    """Unpack the app beside the others, completely or not at all."""
     folder = site.app_folder(request)
     if code == "installed" or folder.exists():
         return
@@ -248,22 +282,22 @@ def unpack(site: Site, request: Request, fab: bytes, code: str) -> None:
 
 
 def load(site: Site, request: Request, installed: bool) -> Any:
-    """The ClientApp of the request: as unpacked, or that of fl-bn as installed here."""
+    """Load the ClientApp of the request: the unpacked one, or that of fl-bn as ``installed`` here."""
     if installed:
         return importlib.import_module(INSTALLED).app
-    found = find("get_load_client_app_fn")(default_app_ref="", app_path=None, multi_app=True, flwr_dir=str(site.home))
-    return found(request.fab_id, request.fab_version, request.fab_hash)
+    load_app = find("get_load_client_app_fn")(default_app_ref="", app_path=None, multi_app=True, flwr_dir=str(site.home))
+    return load_app(request.fab_id, request.fab_version, request.fab_hash)
 
 
 def limit_memory(most: int | None) -> None:
-    """Let this process, and what it forks, hold no more than ``most`` bytes of its own; None: no limit."""
+    """Let this process, and those that it forks, each hold at most ``most`` bytes of data; None: no limit."""
     if most is not None:
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most if hard == resource.RLIM_INFINITY else min(most, hard)))
 
 
 def _within_memory(policy: Any, work: Callable[[], Any]) -> Any:
-    """What ``work`` gives. An allocation that fails is put down to the policy, where it has a limit."""
+    """Do ``work``. Where the policy limits memory, an allocation that fails is reported as its refusal."""
     try:
         return work()
     except (MemoryError, RuntimeError) as error:
@@ -273,8 +307,8 @@ def _within_memory(policy: Any, work: Callable[[], Any]) -> Any:
         raise policy_module().NotAllowed(f"this site's policy has max-memory = {policy.max_memory:g} GB, and the run needs more") from error
 
 
-def _told(reply: Any) -> tuple[int | None, dict[str, int]]:
-    """The samples that a reply summarises, if it says, and the values per channel behind each of its statistics."""
+def _summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
+    """Return how many samples a reply summarises, if it says so, and how many values each of its statistics does."""
     if reply.has_error():
         return None, {}
     samples = [record["samples"] for record in reply.content.metric_records.values() if "samples" in record]
@@ -284,7 +318,7 @@ def _told(reply: Any) -> tuple[int | None, dict[str, int]]:
 
 
 def _error(message: Any, error: Exception) -> Any:
-    """The reply that Flower makes where a ClientApp raises."""
+    """Return the reply that Flower makes where a ClientApp raises."""
     from flwr.app import Error, Message
 
     print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
@@ -300,6 +334,7 @@ def _stub(site: Site) -> Any:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--appio-api-address", required=True, help="where the SuperNode listens")
     made.add_argument("--policy", type=Path, help="the site's policy file")
@@ -308,6 +343,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    """Run the host until it is killed, or the cold process ends."""
     given = parser().parse_args()
     try:
         runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["check_deployed"]("fl-bn's host of ClientApps")
@@ -324,7 +360,7 @@ def main() -> None:
         with os.fdopen(requests) as stream:
             serve(stream, site)
 
-    forked(stay)
+    fork(stay)
     os.close(requests)
     signal.signal(signal.SIGCHLD, lambda number, frame: sys.exit("the process that starts those of the messages has ended"))
 

@@ -1,4 +1,4 @@
-"""X.509 certificates and key pairs of a kit: made, written so that only their owner can read them, and compared."""
+"""Make, write and compare the X.509 certificates and key pairs of a kit. Only their owner can read private keys."""
 
 from __future__ import annotations
 
@@ -32,18 +32,30 @@ AUTHORITY_DAYS = 3650  # outlives the server's certificate, so that renewing tha
 
 @dataclass(frozen=True)
 class Identity:
-    """A certificate and its private key."""
+    """Hold a certificate and its private key.
+
+    Attributes:
+        certificate: The X.509 certificate.
+        key: The private key that belongs to it.
+    """
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
     def write(self, certificate: Path, key: Path) -> None:
+        """Write both as PEM files. Raises FileExistsError where the key's file exists."""
         certificate.write_bytes(self.certificate.public_bytes(Encoding.PEM))
         write_private(key, self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
 def make_authority(name: str, days: int) -> Identity:
-    """A self-signed certificate authority, valid for ``days`` or ten years, whichever is longer."""
+    """Make a certificate authority that signs itself.
+
+    Args:
+        name: Its common name.
+        days: For how long a server's certificate will be valid. The authority is valid for as long, and for ten
+            years at least.
+    """
     key = ec.generate_private_key(ec.SECP384R1())
     subject = _name(name)
     certificate = (
@@ -56,7 +68,16 @@ def make_authority(name: str, days: int) -> Identity:
 
 
 def make_server(authority: Identity, hosts: Iterable[str], days: int) -> Identity:
-    """A server certificate for ``hosts`` (names and addresses) that ``authority`` signed, valid for ``days``. Raises ValueError."""
+    """Make a server certificate that ``authority`` signs, and its key.
+
+    Args:
+        authority: Who signs.
+        hosts: Names and addresses of the server.
+        days: How long the certificate is valid.
+
+    Raises:
+        ValueError: A host is neither a name nor an address.
+    """
     names = [alternative_name(host) for host in dict.fromkeys(hosts)]
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = authority.certificate
@@ -73,7 +94,16 @@ def make_server(authority: Identity, hosts: Iterable[str], days: int) -> Identit
 
 
 def write_site_key(private: Path, public: Path, site: str) -> None:
-    """A site's key pair, in the form that Flower's SuperNode authentication reads: ECDSA P-384, OpenSSH."""
+    """Write a new key pair of a site, in the form that Flower's SuperNode authentication reads: ECDSA P-384, OpenSSH.
+
+    Args:
+        private: The file of the private key, which must not exist.
+        public: The file of the public key.
+        site: The site's name, which becomes the comment of the public key.
+
+    Raises:
+        FileExistsError: There is a private key already.
+    """
     key = ec.generate_private_key(ec.SECP384R1())
     write_private(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
@@ -81,13 +111,19 @@ def write_site_key(private: Path, public: Path, site: str) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Written with mode 0600 from its first byte on. Raises FileExistsError: a key is never overwritten."""
+    """Write ``content`` to a new file, which has mode 0600 from its first byte on.
+
+    Raises FileExistsError: no key is overwritten.
+    """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
 
 def alternative_name(host: str) -> x509.GeneralName:
-    """``host`` as a certificate names it. Raises ValueError."""
+    """Return ``host`` in the form in which a certificate names it.
+
+    Raises ValueError where it is neither a name nor an address.
+    """
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -97,7 +133,7 @@ def alternative_name(host: str) -> x509.GeneralName:
 
 
 def names_in(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    """Whom the certificate is for; empty where it does not say."""
+    """Return the names and addresses that ``certificate`` is for; none where it has no such list."""
     try:
         return list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     except x509.ExtensionNotFound:
@@ -105,28 +141,39 @@ def names_in(certificate: x509.Certificate) -> list[x509.GeneralName]:
 
 
 def is_for(certificate: x509.Certificate, host: str) -> bool:
-    """Whether gRPC would accept ``certificate`` from ``host``; ``*.example.org`` stands for one label."""
-    wanted = alternative_name(host)
+    """Return whether gRPC would accept ``certificate`` from ``host``; ``*.example.org`` stands for one label."""
+    name = alternative_name(host)
     patterns = {name.value.lower() for name in names_in(certificate) if isinstance(name, x509.DNSName)}
-    if isinstance(wanted, x509.DNSName):
+    if isinstance(name, x509.DNSName):
         return not patterns.isdisjoint({host.lower(), "*." + host.lower().partition(".")[2]})
-    return wanted in names_in(certificate)
+    return name in names_in(certificate)
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Raises OSError, ValueError."""
+    """Read a certificate (PEM). Raises OSError or ValueError where it cannot be read."""
     return x509.load_pem_x509_certificate(path.read_bytes())
 
 
 def public_half(private: Path) -> bytes:
-    """The public key that belongs to the private key at ``private`` (PEM or OpenSSH), as DER. Raises OSError, ValueError."""
+    """Return the public key that belongs to a private key.
+
+    Args:
+        private: The file of the private key, PEM or OpenSSH.
+
+    Returns:
+        The public key as DER.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It holds no elliptic curve key.
+    """
     content = private.read_bytes()
     load = load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key
     return _der(load(content, None).public_key())
 
 
 def read_public(path: Path) -> bytes:
-    """The public key at ``path`` (OpenSSH), as DER. Raises OSError, ValueError."""
+    """Read a public key (OpenSSH) and return it as DER. Raises OSError or ValueError where it cannot be read."""
     try:
         return _der(load_ssh_public_key(path.read_bytes()))
     except UnsupportedAlgorithm as error:
@@ -134,11 +181,12 @@ def read_public(path: Path) -> bytes:
 
 
 def public_in(content: bytes) -> bytes:
-    """The public key in ``content`` (PEM), as DER. Raises ValueError."""
+    """Return the public key in ``content`` (PEM) as DER. Raises ValueError where there is none."""
     return _der(load_pem_public_key(content))
 
 
 def key_in(certificate: x509.Certificate) -> bytes:
+    """Return the public key of ``certificate`` as DER."""
     return _der(certificate.public_key())
 
 

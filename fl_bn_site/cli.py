@@ -1,4 +1,7 @@
-"""``fl-bn kit``, ``start``, ``register`` and ``submit``: what people type. Imports are inside the commands, since torch takes seconds."""
+"""Define the commands of a deployment: ``fl-bn kit``, ``start``, ``register``, ``submit`` and others.
+
+Imports are inside the commands, since torch takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +49,12 @@ def create(
     fleet_port: Annotated[int, typer.Option(help="where sites connect")] = 9092,
     exchange_port: Annotated[int, typer.Option(help="where FedTAN's exchange listens")] = 9095,
 ) -> None:
-    """Makes a kit: an authority, the server's folder, and one folder per site."""
-    from fl_bn_site.kit import KitError, Plan
+    """Make a kit: an authority, the server's folder, and one folder per site."""
+    from fl_bn_site.kit import KitError, KitPlan
     from fl_bn_site.kit import create as make
 
     try:
-        make(Plan(superlink, _split(sites), exchange_host, _split(also), days, fleet_port, exchange_port), output)
+        make(KitPlan(superlink, _split(sites), exchange_host, _split(also), days, fleet_port, exchange_port), output)
     except (KitError, OSError) as error:
         raise refused(error) from error
     typer.echo(
@@ -66,28 +69,28 @@ def add_site(
     public_key: PublicKeyOption = None,
     output: SiteFolderOption = None,
 ) -> None:
-    """Lets another site take part, also while the server and a run go on: no other site notices."""
+    """Let another site take part, also while the server and a run go on: no other site notices."""
     from fl_bn_site.membership import add_site as add
 
     with _refusals():
         folder = _server(server)
         place = output or _beside(folder, name)
         changed = add(folder, name, public_key, place)
-        typer.echo(f"{name} is in {changed.path / changed.file}; {_from_now_on(changed)}")
+        typer.echo(f"{name} is in {changed.path / changed.file}; {_clients_from_now_on(changed)}")
         if public_key is None:
             typer.echo(f"{place}: hand it to {name} over a channel that keeps it secret; its GUIDE.md says how to go on")
-        _tell(changed)
+        _tell_superlink(changed)
 
 
 @kit.command("remove-site")
 def remove_site(server: ServerArgument, name: SiteArgument) -> None:
-    """Shuts a site out at once: it gets no further message, also of a run that goes on."""
+    """Shut a site out at once: it gets no further message, also of a run that goes on."""
     from fl_bn_site.membership import remove_site as remove
 
     with _refusals():
         changed = remove(_server(server), name)
-        typer.echo(f"{name} is no more in {changed.path / changed.file}; {_from_now_on(changed)}")
-        _tell(changed)
+        typer.echo(f"{name} is no longer in {changed.path / changed.file}; {_clients_from_now_on(changed)}")
+        _tell_superlink(changed)
 
 
 @kit.command()
@@ -101,7 +104,7 @@ def renew(
     ] = None,
     days: Annotated[int, typer.Option(min=1, help="validity of the server's certificate")] = 825,
 ) -> None:
-    """Makes the server's certificate anew, or a site's key; what it replaces stays in a folder `former`."""
+    """Make the server's certificate anew, or a site's key; what it replaces stays in a folder `former`."""
     from fl_bn_site.membership import days_left, renew_server, renew_site
 
     with _refusals():
@@ -111,7 +114,7 @@ def renew(
             renew_site(folder, site, public_key, place)
             if public_key is None:
                 typer.echo(f"{place / 'site.key'}: hand it to {site} over a channel that keeps it secret; {site} starts again with it")
-            _tell(folder)
+            _tell_superlink(folder)
         else:
             former = renew_server(folder, authority or folder.path.parent / "authority", days)
             typer.echo(f"{folder.certificate} is valid for {days_left(folder)[1]} days; the former one is in {former}")
@@ -120,7 +123,7 @@ def renew(
 
 @kit.command()
 def verify(folder: Annotated[Path, typer.Argument(help="a kit, its server folder, or one of its sites")]) -> None:
-    """Whether certificates, keys, modes and TOML files fit together: one line per check; exit code 1 if one fails."""
+    """Check whether the parts of a kit fit together: certificates, keys, modes, TOML files. Exit code 1 if not."""
     from fl_bn_site.verify import verify as checks_of
 
     checks = checks_of(folder.absolute())
@@ -137,33 +140,36 @@ def start(
     show: Annotated[bool, typer.Option("--print", help="only show what would run")] = False,
     only: Annotated[str, typer.Option(metavar="supernode|clientapp", help="of a site: one program, where each has a user of its own")] = "",
 ) -> None:
-    """Runs this machine's part of the deployment, and keeps it running until Ctrl-C or SIGTERM."""
+    """Run this machine's part of the deployment, and keep it running until Ctrl-C or SIGTERM."""
     from fl_bn_site.commands import commands, prepare
     from fl_bn_site.folders import FolderError, read_folder
     from fl_bn_site.membership import check_expiry
     from fl_bn_site.supervisor import AlreadyRunning, supervise
 
     try:
-        read = read_folder(folder)
+        kit_folder = read_folder(folder)
         if show:
-            typer.echo("\n".join(str(command) for command in commands(read, only)))
+            typer.echo("\n".join(str(command) for command in commands(kit_folder, only)))
             return
-        if warning := check_expiry(read):
+        if warning := check_expiry(kit_folder):
             print(warning, file=sys.stderr, flush=True)
-        run = commands(read, only)
-        supervise(run, prepare(read, only))
+        run = commands(kit_folder, only)
+        supervise(run, prepare(kit_folder, only))
     except (FolderError, AlreadyRunning, OSError, ValueError) as error:
         raise refused(error) from error
 
 
 def register(folder: ServerArgument, control: ControlOption = "") -> None:
-    """Tells a running SuperLink who takes part: it lets the sites of server.toml in, and nobody else. `fl-bn start` does it, too."""
+    """Tell a running SuperLink who takes part: it lets the sites of server.toml in, and nobody else.
+
+    `fl-bn start` does it, too.
+    """
     from fl_bn_site.control import ControlError, register_sites
     from fl_bn_site.folders import FolderError, ServerFolder
 
     try:
-        for site, what in register_sites(ServerFolder.read(folder), control):
-            typer.echo(f"{site}: {what}")
+        for site, outcome in register_sites(ServerFolder.read(folder), control):
+            typer.echo(f"{site}: {outcome}")
     except (FolderError, ControlError, OSError) as error:
         raise refused(error, 1) from error
 
@@ -174,26 +180,29 @@ def submit(
     control: ControlOption = "",
     parallel: Annotated[int, typer.Option(min=0, help="start beside others, up to so many runs at a time; 0: as server.toml says")] = 0,
 ) -> None:
-    """Submits a run to the deployed sites, shows its log, and exits with 1 if it does not complete. It waits for runs before it."""
+    """Submit a run to the deployed sites, show its log, and exit with 1 if it does not complete.
+
+    It waits for runs before it.
+    """
     from fl_bn_site.submit import submit as run
 
-    _carried_out(lambda: run(_server(folder), run_config, control, _said, parallel))
+    _carry_out(lambda: run(_server(folder), run_config, control, _say, parallel))
 
 
 def resume(folder: Path, name: str, control: str) -> None:
-    """Goes on with a deployed run, as ``submit`` does with a new one."""
+    """Resume a deployed run. Its log is shown as ``submit`` does it."""
     from fl_bn_site.submit import resume as run
 
-    _carried_out(lambda: run(_server(folder), name, control, _said))
+    _carry_out(lambda: run(_server(folder), name, control, _say))
 
 
-def _said(line: str) -> None:
+def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _carried_out(run: Callable[[], bool]) -> None:
+def _carry_out(run: Callable[[], bool]) -> None:
     from fl_bn_site.control import ControlError
-    from fl_bn_site.queue import QueueError
+    from fl_bn_site.queue_store import QueueError
 
     try:
         completed = run()
@@ -212,27 +221,27 @@ def runs(
     control: ControlOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
-    """Lists the runs of a server, those that wait first: id, name, state, round, start, seconds."""
+    """List the runs of a server, those that wait first: id, name, state, round, start, seconds."""
     from rich.table import Table
 
-    from fl_bn_site.runs import listed, to_json
+    from fl_bn_site.runs import list_runs, to_json
 
     with _refusals():
-        found = listed(_server(folder), control)
+        current = list_runs(_server(folder), control)
     if as_json:
-        typer.echo(to_json(found))
+        typer.echo(to_json(current))
         return
     table = Table(box=None)
     for column in ("id", "name", "state", "round", "start", "seconds"):
         table.add_column(column, overflow="fold")
-    for run in found:
+    for run in current:
         seconds, start = "" if run.seconds is None else f"{run.seconds:.0f}", run.start[:19].replace("T", " ")
         table.add_row(run.id, run.name, run.state, f"{run.round}/{run.rounds or '?'}", start, seconds)
     Console().print(table)
 
 
 def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "") -> None:
-    """Ends a run at once, or takes it out of the queue. What it has done so far stays."""
+    """End a run at once, or take it out of the queue. What it has done so far stays."""
     from fl_bn_site.runs import abort as end
 
     with _refusals():
@@ -245,7 +254,7 @@ def fetch(
     destination: Annotated[Path | None, typer.Argument(metavar="[DEST]", help="folder to copy it into; none: only say where it is")] = None,
     control: ControlOption = "",
 ) -> None:
-    """Copies a run's folder, with all of its results, or says where it is."""
+    """Copy a run's folder, with all of its results, or say where it is."""
     from fl_bn_site.runs import fetch as get
 
     with _refusals():
@@ -253,23 +262,24 @@ def fetch(
 
 
 def queue(folder: ServerArgument, control: ControlOption = "") -> None:
-    """Starts the runs that wait, until Ctrl-C. `fl-bn start` of the server does it, too."""
+    """Start the runs that wait, until Ctrl-C. `fl-bn start` of the server does it, too."""
     from fl_bn_site.control import ControlError, control_of
-    from fl_bn_site.queue import Queue, QueueError
+    from fl_bn_site.queue import Queue
+    from fl_bn_site.queue_store import QueueError
 
     with _refusals(), control_of(_server(folder), control) as superlink:
-        runs, told = Queue(_server(folder)), ""
+        runs, last = Queue(_server(folder)), ""
         try:
             while True:
-                said = ""
+                message = ""
                 try:
                     if runs.waiting():
-                        said = "; ".join(runs.dispatch(superlink).values())
+                        message = "; ".join(runs.dispatch(superlink).values())
                 except (ControlError, QueueError, ValueError, OSError) as error:
-                    said = f"{error}; trying again"
-                if said and said != told:
-                    typer.echo(said)
-                told = said
+                    message = f"{error}; trying again"
+                if message and message != last:
+                    typer.echo(message)
+                last = message
                 time.sleep(WATCH)
         except KeyboardInterrupt:
             return
@@ -282,64 +292,67 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="for programs; with --watch a line each time")] = False,
     serve: Annotated[str, typer.Option(metavar="[HOST:]PORT", help="as metrics for Prometheus, until Ctrl-C; HOST: 127.0.0.1")] = "",
 ) -> None:
-    """Shows which sites are online, when each was last seen, and how far each run is."""
+    """Show which sites are online, when each was last seen, and how far each run is."""
     if serve:
         from fl_bn_site.metrics import serve as publish
 
         with _refusals():
-            publish(_server(folder), serve, control, _said)
+            publish(_server(folder), serve, control, _say)
         return
     from rich.live import Live
 
     with _refusals():
-        looks = _looks(folder, control)
-        found, wrong = next(looks)
+        statuses = _statuses(folder, control)
+        current, problem = next(statuses)
         if not watch:
             if as_json:
-                typer.echo(found.to_json())
+                typer.echo(current.to_json())
             else:
-                Console().print(_shown(found))
+                Console().print(_tables(current))
             return
         try:
             if as_json:
-                typer.echo(found.to_json().replace("\n", ""))
-                for found, wrong in looks:
-                    typer.echo(wrong or found.to_json().replace("\n", ""), err=bool(wrong))
-            with Live(_shown(found), auto_refresh=False) as live:
-                for found, wrong in looks:
-                    live.update(Group(_shown(found), escape(wrong)), refresh=True)
+                typer.echo(current.to_json().replace("\n", ""))
+                for current, problem in statuses:
+                    typer.echo(problem or current.to_json().replace("\n", ""), err=bool(problem))
+            with Live(_tables(current), auto_refresh=False) as live:
+                for current, problem in statuses:
+                    live.update(Group(_tables(current), escape(problem)), refresh=True)
         except KeyboardInterrupt:
             return
 
 
-def _looks(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
-    """The status every two seconds, and what is wrong where it is not that of now. What is wrong for long, or at first, is raised."""
+def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
+    """Yield the status every two seconds, and what is wrong where that status is an old one.
+
+    What is wrong at first, or for a long time, is raised.
+    """
     from fl_bn_site.control import SILENCE, ControlError
     from fl_bn_site.folders import FolderError
-    from fl_bn_site.queue import QueueError
+    from fl_bn_site.queue_store import QueueError
     from fl_bn_site.status import status as of
 
-    found, wrong, answered = of(_server(folder), control), "", time.monotonic()
+    current, problem, answered = of(_server(folder), control), "", time.monotonic()
     while True:
-        yield found, wrong
+        yield current, problem
         time.sleep(WATCH)
         try:
-            found, wrong, answered = of(_server(folder), control), "", time.monotonic()  # server.toml anew: sites come and go
+            current, problem, answered = of(_server(folder), control), "", time.monotonic()  # server.toml anew: sites come and go
         except (FolderError, ControlError, QueueError, OSError) as error:
             if time.monotonic() - answered > SILENCE:
                 raise
-            wrong = f"{error}; trying again"
+            problem = f"{error}; trying again"
 
 
-def _shown(found: Status) -> Group:
-    """The tables of ``fl-bn status``."""
+def _tables(current: Status) -> Group:
+    """Return the tables of ``fl-bn status``."""
     from rich.table import Table
 
-    sites = Table("site", "state", "last seen", "node", title=f"{found.server}, {found.at}; certificate: {found.expires} days left")
-    for site in found.sites:
+    sites = Table("site", "state", "last seen", "node", title=f"{current.server}, {current.at}; certificate: {current.expires} days left")
+    for site in current.sites:
         sites.add_row(site.name, site.state, site.seen or "never", str(site.node or ""))
     runs = Table("run", "status", "round", "replies used", "loss", "metric", "s / round", "left", "not used", title="runs")
-    for run in found.runs:
+    for run in current.runs:
         runs.add_row(
             run.name or str(run.id),
             run.status,
@@ -364,17 +377,17 @@ def _beside(server: ServerFolder, name: str) -> Path:
     return server.path.parent / "sites" / name
 
 
-def _from_now_on(server: ServerFolder) -> str:
+def _clients_from_now_on(server: ServerFolder) -> str:
     return f"runs that are submitted from now on have {len(server.sites)} clients"
 
 
-def _tell(server: ServerFolder) -> None:
-    """Let a SuperLink that runs here know at once; one that does not learns it when it starts."""
+def _tell_superlink(server: ServerFolder) -> None:
+    """Tell a SuperLink that runs here at once. One that does not run learns it when it starts."""
     from fl_bn_site.control import ControlError, register_sites
 
     try:
-        for site, what in register_sites(server, wait=0.0):
-            typer.echo(f"{site}: {what}")
+        for site, outcome in register_sites(server, wait=0.0):
+            typer.echo(f"{site}: {outcome}")
     except ControlError as error:
         typer.echo(f"the server here learns it when it starts, or by `fl-bn register {server.path}` ({error})")
 
@@ -384,7 +397,7 @@ def _refusals() -> Iterator[None]:
     from fl_bn_site.control import ControlError
     from fl_bn_site.folders import FolderError
     from fl_bn_site.kit import KitError
-    from fl_bn_site.queue import QueueError
+    from fl_bn_site.queue_store import QueueError
 
     try:
         yield

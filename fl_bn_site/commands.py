@@ -1,4 +1,4 @@
-"""From a folder of the kit to Flower's command lines. Nothing else builds them."""
+"""Build Flower's command lines from a folder of the kit. Nothing else builds them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,16 @@ UNREACHABLE = "Connection attempt failed"  # Flower's words, also for a process 
 
 @dataclass(frozen=True)
 class Command:
-    """A program to keep running: ``env`` is added to this process's environment; ``once``: it has done its work when it exits with 0;
-    ``hints``: what words in its output mean, and what to do."""
+    """Describe a program to keep running.
+
+    Attributes:
+        name: Its name in the log.
+        argv: The program and its arguments.
+        env: What is added to this process's environment.
+        cwd: The folder in which it runs.
+        once: Whether it has done its work when it exits with 0.
+        hints: By words in its output: what they mean, and what to do.
+    """
 
     name: str
     argv: tuple[str, ...]
@@ -38,34 +46,45 @@ class Command:
     hints: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """As a shell would run it."""
+        """Return the command as a shell would run it."""
         return " ".join(
             [f"cd {shlex.quote(str(self.cwd))} &&", *(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), shlex.join(self.argv)]
         )
 
 
 def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]:
-    """What runs on the machine with ``folder``, or the one program of a site that is called ``only``. The folders that the commands need
-    are made by ``prepare``.
+    """Return the commands that run on the machine with ``folder``. ``prepare`` makes the folders that they need.
+
+    Args:
+        folder: The server's folder, or a site's.
+        only: The name of one program of a site; empty: all.
 
     Raises:
-        WrongFlower: see ``check_flower``.
-        ValueError: there is no such program.
+        WrongFlower: The installed Flower is not the deployment's.
+        ValueError: There is no such program.
     """
     check_flower("fl-bn start")
-    found = server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder), clientapp(folder)]
+    all_commands = server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder), clientapp(folder)]
     if only and (isinstance(folder, ServerFolder) or only not in PROGRAMS):
         raise ValueError(f"--only must be {' or '.join(PROGRAMS)}, of a site's folder, but got {only!r} for {folder.path / folder.file}")
-    return [command for command in found if only in ("", command.name)]
+    return [command for command in all_commands if only in ("", command.name)]
 
 
 def check_flower(what: str) -> None:
-    """Raises WrongFlower (a ValueError) where the installed Flower is not the one whose programs ``what`` starts."""
+    """Raise WrongFlower (a ValueError) where the installed Flower is not the one whose programs ``what`` starts."""
     runpy.run_path(str(COMPAT))["check_deployed"](what)
 
 
 def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
-    """Makes the folders for state (readable by its owner only), results and logs, or those of one program; where its logs belong."""
+    """Make the folders for state (readable by its owner only), results and logs.
+
+    Args:
+        folder: The server's folder, or a site's.
+        only: The name of one program of a site, whose folders alone are made; empty: all.
+
+    Returns:
+        The folder of the logs.
+    """
     if isinstance(folder, ServerFolder):
         folder.results.mkdir(parents=True, exist_ok=True)
         private = [folder.state]
@@ -79,12 +98,16 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
 
 
 def server_commands(server: ServerFolder) -> list[Command]:
+    """Return the commands of the server's machine."""
     published = [metrics(server)] if server.metrics else []
     return [superlink(server), serverapp(server), register(server), queue(server), *published]
 
 
 def superlink(server: ServerFolder) -> Command:
-    """Its state is in a database, and apps run in a process of their own, so that a run survives its restart."""
+    """Return the command of the SuperLink.
+
+    Its database and separate processes for apps let a run survive its restart.
+    """
     options = {
         "--ssl-ca-certfile": server.authority,
         "--ssl-certfile": server.certificate,
@@ -105,7 +128,7 @@ def superlink(server: ServerFolder) -> Command:
 
 
 def serverapp(server: ServerFolder) -> Command:
-    """Starts a ServerApp per run, beside ``results``."""
+    """Return the command that starts a ServerApp for each run, beside ``results``."""
     options = {"--plugin-type": "serverapp", "--appio-api-address": local(server.serverappio)}
     argv = (program("flower-superexec"), "--insecure", *_flat(options))
     allowed = {VARIABLE: server.allow_modules} if server.allow_modules else {}
@@ -113,22 +136,23 @@ def serverapp(server: ServerFolder) -> Command:
 
 
 def register(server: ServerFolder) -> Command:
-    """Tells the SuperLink the sites' public keys, and ends."""
+    """Return the command that tells the SuperLink the sites' public keys, and ends."""
     return Command("register", (program("fl-bn"), "register", str(server.path)), _environment(server.state), server.path, once=True)
 
 
 def queue(server: ServerFolder) -> Command:
-    """Starts the runs that wait, one after the other."""
+    """Return the command that starts the runs that wait, one after the other."""
     return Command("queue", (program("fl-bn"), "queue", str(server.path)), _environment(server.state), server.path)
 
 
 def metrics(server: ServerFolder) -> Command:
-    """Publishes the server's state for Prometheus, and writes the health file."""
+    """Return the command that publishes the server's state for Prometheus and writes the health file."""
     argv = (program("fl-bn"), "status", str(server.path), "--serve", server.metrics)
     return Command("metrics", argv, _environment(server.state), server.path)
 
 
 def supernode(site: SiteFolder) -> Command:
+    """Return the command of a site's SuperNode."""
     options = {
         "--superlink": site.superlink,
         "--root-certificates": site.root_certificates,
@@ -153,38 +177,44 @@ def supernode(site: SiteFolder) -> Command:
 
 
 def clientapp(site: SiteFolder) -> Command:
-    """Runs what the server sends. It needs no key: it may belong to another user than the SuperNode."""
+    """Return the command that runs what the server sends.
+
+    It needs no key, so another user than the SuperNode's may own it.
+    """
     options = {"--appio-api-address": site.clientappio, "--policy": site.policy}
     return Command("clientapp", (sys.executable, "-P", str(APP_HOST), *_flat(options)), _environment(site.state_dir), site.path)
 
 
 def node_config(site: SiteFolder) -> dict[str, Scalar]:
-    """What the ClientApp on this site is told of it; paths are absolute."""
+    """Return the node config, which tells the ClientApp about this site. Paths are absolute."""
     config: dict[str, Scalar] = {
         "site": site.site,
         "state-dir": str(site.state_dir),
         "device": site.device,
         "exchange-addresses": site.exchange_addresses or site.superlink.rpartition(":")[0],
     }
-    given = {"dataset": site.dataset, "data-path": site.data_path, "allow-modules": site.allow_modules}
-    return config | {name: value for name, value in given.items() if value}
+    optional = {"dataset": site.dataset, "data-path": site.data_path, "allow-modules": site.allow_modules}
+    return config | {name: value for name, value in optional.items() if value}
 
 
 def local(address: str) -> str:
-    """Where this machine reaches a service that listens on ``address``."""
+    """Return the address at which this machine reaches a service that listens on ``address``."""
     host, _, port = address.rpartition(":")
     return f"{ {'0.0.0.0': '127.0.0.1', '[::]': '[::1]'}.get(host, host) }:{port}"
 
 
 def program(name: str) -> str:
-    """The program of that name in this Python's environment, active or not."""
+    """Return the path of the program ``name`` in this Python's environment, active or not."""
     path = Path(sysconfig.get_path("scripts")) / name
     return str(path) if path.exists() else name
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's, with ``extra``; Flower's programs start each other by name, so this Python's come first in PATH, and call each other
-    on this machine through no proxy."""
+    """Return this process's environment with ``extra``.
+
+    Flower's programs start each other by name, so this Python's programs come first in PATH. On this machine
+    they call each other without a proxy.
+    """
     scripts = sysconfig.get_path("scripts")
     path = f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return {**os.environ, "PATH": path, **with_exceptions(os.environ), **extra}

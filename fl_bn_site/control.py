@@ -1,4 +1,4 @@
-"""Questions to a SuperLink's Control API, directly or through Flower's own command ``flwr``, which answers in JSON."""
+"""Talk to a SuperLink's Control API, directly or through Flower's own command ``flwr``, which answers in JSON."""
 
 from __future__ import annotations
 
@@ -46,28 +46,47 @@ root-certificates = {authority}
 
 
 class ControlError(RuntimeError):
-    """The SuperLink does not answer, or refuses; the message has Flower's words."""
+    """The SuperLink does not answer, or refuses. The message has Flower's words."""
 
 
 class NotRegistered(ControlError):
-    """The SuperLink does not know a site's key, yet."""
+    """The SuperLink does not know the key of a site, or not yet."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """``address``: HOST:PORT of the Control API; ``authority``: who vouches for it; ``project``: a folder that tells ``flwr`` both."""
+    """Talk to the Control API of one SuperLink.
+
+    Every method raises ControlError where the SuperLink does not answer or refuses.
+
+    Attributes:
+        address: HOST:PORT of the Control API.
+        authority: The certificate that vouches for the SuperLink.
+        project: A folder whose pyproject.toml tells ``flwr`` both.
+    """
 
     address: str
     authority: Path
     project: Path
 
     def ask(self, *words: str, lock: int | None = None) -> dict[str, Any]:
-        """The answer to ``flwr WORDS --format json``. ``lock``: see ``start_run``. Raises ControlError."""
-        argv, held = [program("flwr"), *words, "--format", "json"], () if lock is None else (lock,)
-        if held:
+        """Run ``flwr WORDS --format json``.
+
+        Args:
+            words: The arguments of ``flwr``.
+            lock: See ``start_run``.
+
+        Returns:
+            The answer.
+
+        Raises:
+            ControlError: The SuperLink does not answer, or refuses.
+        """
+        argv, inherited = [program("flwr"), *words, "--format", "json"], () if lock is None else (lock,)
+        if inherited:
             argv = [sys.executable, "-I", "-S", "-c", BOUNDED, str(math.ceil(ANSWER) + 30), *argv]
         pipe = subprocess.PIPE
-        with subprocess.Popen(argv, env=_environment(), stdout=pipe, stderr=pipe, text=True, pass_fds=held) as process:
+        with subprocess.Popen(argv, env=_environment(), stdout=pipe, stderr=pipe, text=True, pass_fds=inherited) as process:
             try:
                 out, err = process.communicate(timeout=ANSWER)
             except subprocess.TimeoutExpired:  # it may have said all, and still not end: see ``registered``
@@ -79,13 +98,13 @@ class Control:
         except json.JSONDecodeError:
             answer = {"error-message": (out + err).strip()}
         if not answer.get("success"):
-            said = [line for line in str(answer.get("error-message", "")).splitlines() if line.strip() and not line.startswith(PREAMBLE)]
-            reason = " ".join(said[-3:]) or f"`flwr {' '.join(words[:2])}` ended with {process.returncode} and said nothing"
+            lines = [line for line in str(answer.get("error-message", "")).splitlines() if line.strip() and not line.startswith(PREAMBLE)]
+            reason = " ".join(lines[-3:]) or f"`flwr {' '.join(words[:2])}` ended with {process.returncode} and said nothing"
             raise ControlError(f"the SuperLink at {self.address}: {reason}")
         return answer
 
     def register(self, public_key: Path) -> bool:
-        """Lets the site with ``public_key`` in; False: it was let in before. Raises ControlError."""
+        """Let in the site with ``public_key``. Return False where it was let in before."""
         try:
             self.ask("supernode", "register", str(public_key), str(self.project), FEDERATION)
         except ControlError as error:
@@ -95,40 +114,60 @@ class Control:
         return True
 
     def start_run(self, app: Path, run_config: str, lock: int | None = None) -> str:
-        """Submits ``app``; its run id. ``lock``: descriptor of a held file, which is held until this is done, also if this process is
-        killed meanwhile. Raises ControlError."""
+        """Submit an app.
+
+        Args:
+            app: The folder of the app.
+            run_config: Keys of the run config, as ``flwr run`` takes them.
+            lock: The descriptor of a locked file. It stays locked until the app is submitted, even if this
+                process is killed meanwhile.
+
+        Returns:
+            Flower's id of the run.
+
+        Raises:
+            ControlError: The SuperLink does not answer, or refuses.
+        """
         at = flower_config({"address": self.address, "root-certificates": str(self.authority)})
         answer = self.ask("run", str(app), FEDERATION, "--federation-config", at, "--run-config", run_config, lock=lock)
         return str(answer["run-id"])
 
     def unregister(self, node: int) -> None:
-        """Shut a site out: from now on it gets no message. Raises ControlError."""
+        """Shut out the site with this ``node``: from now on it gets no message."""
         self.ask("supernode", "unregister", str(node), str(self.project), FEDERATION)
 
     def stop(self, run: str) -> None:
-        """End a run. Raises ControlError."""
+        """End a run."""
         self.ask("stop", run, str(self.project), FEDERATION)
 
     def all_nodes(self) -> list[Node]:
-        """All sites that are let in. Raises ControlError."""
+        """Return the nodes of all sites that are let in."""
         try:
             return registered_nodes(self.address, self.authority.read_bytes())
         except ConnectionError as error:
             raise ControlError(str(error)) from error
 
     def runs(self) -> list[Submitted]:
-        """All runs, the newest first. Raises ControlError."""
+        """Return all runs, the newest first."""
         try:
             return submitted_runs(self.address, self.authority.read_bytes())
         except ConnectionError as error:
             raise ControlError(str(error)) from error
 
     def registered(self) -> dict[bytes, int]:
-        """Node ids by public key (DER) of all sites that are let in. Raises ControlError."""
+        """Return the node ids of all sites that are let in, by public key (DER)."""
         return {public_in(node.key): node.id for node in self.all_nodes()}
 
     def nodes(self, sites: Sequence[Path]) -> list[int]:
-        """The node id of each of ``sites``, given by their public keys. Raises NotRegistered, ControlError."""
+        """Return the node id of each site.
+
+        Args:
+            sites: The files with the sites' public keys.
+
+        Raises:
+            NotRegistered: The SuperLink does not know a key.
+            ControlError: The SuperLink does not answer, or a key cannot be read.
+        """
         keys, nodes = [key_of(site) for site in sites], self.registered()
         if missing := [site for site, key in zip(sites, keys, strict=True) if key not in nodes]:
             raise NotRegistered(
@@ -137,20 +176,20 @@ class Control:
         return [nodes[key] for key in keys]
 
     def status(self, run: str) -> str:
-        """``running``, ``finished:completed``, ``finished:failed``, ... Raises ControlError."""
-        found = next((one for one in self.runs() if str(one.id) == run), None)
-        if found is None:
+        """Return the status of a run: running, finished:completed, finished:failed, ..."""
+        match = next((one for one in self.runs() if str(one.id) == run), None)
+        if match is None:
             raise ControlError(f"the SuperLink at {self.address} has no run {run}")
-        return found.status
+        return match.status
 
     def log(self, run: str, after: float) -> Iterator[tuple[str, float]]:
-        """As ``run_log``; the end of the connection is its end."""
+        """Follow the log of a run as ``run_log`` does. Where the connection breaks, the log ends."""
         with suppress(ConnectionError):
             yield from run_log(self.address, self.authority.read_bytes(), int(run), after)
 
 
 def key_of(site: Path) -> bytes:
-    """The public key in a site's file in ``sites/``, as DER. Raises ControlError, which names the file."""
+    """Return the public key in a site's file in ``sites/`` as DER. Raises ControlError, which names the file."""
     try:
         return read_public(site)
     except (OSError, ValueError) as error:
@@ -160,10 +199,17 @@ def key_of(site: Path) -> bytes:
 
 @contextmanager
 def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
-    """The SuperLink of ``server``, at ``address`` if its Control API is reached by another one than ``server.toml`` has.
+    """Connect to the SuperLink of a server.
+
+    Args:
+        server: The server's folder.
+        address: Of the Control API, if it is not the one in server.toml.
+
+    Yields:
+        The SuperLink.
 
     Raises:
-        ControlError: Flower's commands are of another version than the deployment's.
+        ControlError: The installed ``flwr`` is not of the deployment's version.
     """
     try:
         check_flower("the command flwr, through which fl-bn talks to a SuperLink,")
@@ -177,12 +223,21 @@ def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
 
 
 def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) -> Iterator[tuple[str, str]]:
-    """Let in every site of ``server.toml``, and nobody else: names, and what became of each. Waits ``wait`` seconds for a SuperLink.
+    """Let in every site of ``server.toml``, and nobody else.
 
-    A key that the SuperLink knows, but that no site has, is shut out: of a site that was removed, or the former one of a site.
+    A key that the SuperLink knows, but that no site has, is shut out: it belongs to a site that was removed, or
+    is a site's former key.
+
+    Args:
+        server: The server's folder.
+        address: Of the Control API, if it is not the one in server.toml.
+        wait: For how many seconds to wait for a SuperLink.
+
+    Yields:
+        The name of a site and what became of it.
 
     Raises:
-        ControlError: none did, it refused a key, or a site has none.
+        ControlError: No SuperLink answers, it refuses a key, or a site has no key.
     """
     for site in server.sites:
         key_of(server.public_key(site))  # what is wrong here is said before anything is waited for

@@ -1,4 +1,4 @@
-"""``fl-bn doctor``: looks at a machine before a run does, and says what to mend."""
+"""Check a machine of a deployment before a run, and say what to mend: ``fl-bn doctor FOLDER``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.checks import experiment, machine
-from fl_bn.checks.guard import each, guarded, reason
-from fl_bn.checks.run import parsed, run, this_machine
+from fl_bn.checks.guard import guard, guard_each, reason
+from fl_bn.checks.run import parse, run, this_machine
 from fl_bn.support.finding import Finding
 from fl_bn.support.locks import hold
 from fl_bn_site.checks import network, tls
@@ -20,32 +20,38 @@ from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port,
 
 
 def diagnose(folder: Path, overrides: str = "") -> Iterator[Finding]:
-    """Check this machine, ``folder`` of a kit, and a run with ``overrides`` there.
+    """Check this machine, a folder of a kit, and a run there.
 
-    Nothing that is wrong there is raised: it is a finding.
+    Args:
+        folder: The server's folder, or a site's.
+        overrides: Keys of the run config, as for ``fl-bn submit``.
+
+    Yields:
+        What each check finds. Whatever is wrong is a finding, and raises nothing.
     """
     yield from this_machine()
     try:
-        read = read_folder(folder)
+        kit_folder = read_folder(folder)
     except (FolderError, OSError) as error:
         yield Finding("fail", "folder", reason(error), "name kit/server or kit/sites/NAME, or correct that file")
         return
-    yield from each("folder", lambda: _site(read, overrides) if isinstance(read, SiteFolder) else _server(read, overrides))
+    checks = _site(kit_folder, overrides) if isinstance(kit_folder, SiteFolder) else _server(kit_folder, overrides)
+    yield from guard_each("folder", lambda: checks)
 
 
 def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     node = node_config(site)
     host, port = host_port(site.superlink)
     yield Finding("ok", "folder", f"{site.path}: site {site.site}")
-    yield from each("kit", lambda: kit_files(site.path))
-    yield guarded("expiry", lambda: expiry([site.root_certificates]))
-    yield guarded("gpu", lambda: machine.gpu(site.device, "site.toml"))
-    yield guarded("state-dir", lambda: machine.storage("state-dir", site.state_dir))
-    yield guarded("policy", lambda: _policy(site.policy))
+    yield from guard_each("kit", lambda: kit_files(site.path))
+    yield guard("expiry", lambda: expiry([site.root_certificates]))
+    yield guard("gpu", lambda: machine.gpu(site.device, "site.toml"))
+    yield guard("state-dir", lambda: machine.storage("state-dir", site.state_dir))
+    yield guard("policy", lambda: _policy(site.policy))
     running = any(_running(folder) for folder in (site.logs, site.node_dir / "logs"))
-    yield guarded("clientappio", lambda: network.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
+    yield guard("clientappio", lambda: network.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
     yield from _superlink(host, port, site.root_certificates)
-    yield from each("run config", lambda: _site_run(site, overrides, node))
+    yield from guard_each("run config", lambda: _site_run(site, overrides, node))
 
 
 def _policy(file: Path) -> Finding:
@@ -61,41 +67,44 @@ def _policy(file: Path) -> Finding:
 
 
 def _superlink(host: str, port: int, authority: Path) -> Iterator[Finding]:
-    """From its name to its clock, each step only where the one before it went well."""
+    """Check the way to the SuperLink, from its name to its clock.
+
+    Each step is made only where the one before it succeeded.
+    """
     skew = None
-    yield guarded("proxy", lambda: network.proxy(host))
-    yield (found := guarded("superlink name", lambda: network.resolves(host, port)))
-    if found.status == "ok":
-        yield (found := guarded("superlink port", lambda: network.reachable(host, port)))
-        if found.status == "ok":
-            yield (found := guarded("superlink TLS", lambda: tls.handshake(host, port, authority)))
-            if found.status != "fail":
+    yield guard("proxy", lambda: network.proxy(host))
+    yield (finding := guard("superlink name", lambda: network.resolves(host, port)))
+    if finding.status == "ok":
+        yield (finding := guard("superlink port", lambda: network.reachable(host, port)))
+        if finding.status == "ok":
+            yield (finding := guard("superlink TLS", lambda: tls.handshake(host, port, authority)))
+            if finding.status != "fail":
                 skew = partial(tls.server_skew, host, port, authority)
-    yield guarded("clock", lambda: tls.clock(authority, skew))
+    yield guard("clock", lambda: tls.clock(authority, skew))
 
 
 def _site_run(site: SiteFolder, overrides: str, node: Mapping[str, Any]) -> Iterator[Finding]:
-    values = parsed(overrides)
+    values = parse(overrides)
     yield from [values] if isinstance(values, Finding) else experiment.site_experiment(values, node)
 
 
 def _server(server: ServerFolder, overrides: str) -> Iterator[Finding]:
     port = host_port(server.fleet)[1]
     yield Finding("ok", "folder", f"{server.path}: the server of {', '.join(server.sites)}")
-    yield from each("kit", lambda: kit_files(server.path))
-    yield guarded("expiry", lambda: expiry([server.authority, server.certificate]))
-    yield guarded("site keys", lambda: site_keys(server))
-    yield guarded("state", lambda: machine.storage("state", server.state))
-    yield guarded("results", lambda: machine.storage("results", server.results))
+    yield from guard_each("kit", lambda: kit_files(server.path))
+    yield guard("expiry", lambda: expiry([server.authority, server.certificate]))
+    yield guard("site keys", lambda: site_keys(server))
+    yield guard("state", lambda: machine.storage("state", server.state))
+    yield guard("results", lambda: machine.storage("results", server.results))
     running = _running(server.logs)
     addresses = {"fleet": server.fleet, "control": server.control, "serverappio": server.serverappio}
     for line, address in addresses.items():
-        yield guarded(line, partial(network.port_free, line, address, f"{line} in server.toml", running=running))
+        yield guard(line, partial(network.port_free, line, address, f"{line} in server.toml", running=running))
     exchange = (server.exchange_port, server.last_exchange_port, "exchange-port, exchange-ports in server.toml")
-    yield guarded("exchange-port", lambda: network.ports_free("exchange-port", *exchange, running=running))
-    yield guarded("exposure", lambda: network.exposure(server))
-    yield guarded("superlink name", lambda: network.leads_here(server.superlink, port))
-    yield from each("run config", lambda: _server_run(server, overrides))
+    yield guard("exchange-port", lambda: network.ports_free("exchange-port", *exchange, running=running))
+    yield guard("exposure", lambda: network.exposure(server))
+    yield guard("superlink name", lambda: network.leads_here(server.superlink, port))
+    yield from guard_each("run config", lambda: _server_run(server, overrides))
 
 
 def _server_run(server: ServerFolder, overrides: str) -> Iterator[Finding]:
@@ -105,7 +114,7 @@ def _server_run(server: ServerFolder, overrides: str) -> Iterator[Finding]:
     try:
         values = run_config(server, overrides)
     except ConfigError as error:
-        yield experiment.refused(error)
+        yield experiment.refusal(error)
         return
     if values["clients"] != len(server.sites):
         what = f"the run is for clients={values['clients']}, but server.toml names {len(server.sites)} sites, who would refuse"
@@ -114,7 +123,7 @@ def _server_run(server: ServerFolder, overrides: str) -> Iterator[Finding]:
 
 
 def _running(logs: Path) -> bool:
-    """Whether ``fl-bn start`` of the folder with ``logs`` runs: it holds a lock there."""
+    """Return whether ``fl-bn start`` of the folder with ``logs`` runs: it holds a lock there."""
     try:
         with open(logs / ".lock") as lock:
             hold(lock, shared=True)

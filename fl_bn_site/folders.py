@@ -1,4 +1,4 @@
-"""The folders of a kit as values: ``server.toml`` and ``site.toml``, read, checked, and with absolute paths."""
+"""Read and check the folders of a kit: ``server.toml`` and ``site.toml`` become values with absolute paths."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_type_hints
+
+import tomli_w
 
 from fl_bn.support.client_names import SITE
 from fl_bn.support.names import unknown
@@ -19,19 +21,23 @@ HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+")
 
 
 class FolderError(ValueError):
-    """A folder of the kit, or a line of its TOML file, is not what it should be; the message names the file and the line's key."""
+    """A folder of the kit, or a line of its TOML file, is wrong. The message names the file and the line's key."""
 
 
 def host_port(address: str) -> tuple[str, int]:
-    """``("fl.example.org", 9092)`` from ``fl.example.org:9092``; IPv6 hosts stand in brackets, which are taken off. Raises ValueError."""
-    found = ADDRESS.fullmatch(address)
-    if not found or not 0 < int(found[2]) < 65536:
+    """Split ``fl.example.org:9092`` into host and port. An IPv6 address stands in brackets, which are removed.
+
+    Raises:
+        ValueError: The address is not HOST:PORT.
+    """
+    match = ADDRESS.fullmatch(address)
+    if not match or not 0 < int(match[2]) < 65536:
         raise ValueError(f"must be HOST:PORT, e.g. fl.example.org:9092, but got {address!r}")
-    return found[1].strip("[]"), int(found[2])
+    return match[1].strip("[]"), int(match[2])
 
 
 def site_name(name: str) -> str:
-    """``name``, which becomes the name of files and folders. Raises ValueError."""
+    """Return ``name``, which becomes the name of files and folders. Raises ValueError where it cannot."""
     if not SITE.fullmatch(name):
         raise ValueError(f"a site's name must be letters, digits, '.', '_' and '-', but got {name!r}")
     return name
@@ -39,7 +45,7 @@ def site_name(name: str) -> str:
 
 def _sites(names: tuple[str, ...]) -> None:
     if not names or len({site_name(name).casefold() for name in names}) < len(names):
-        raise ValueError(f"must be at least one name, and no name twice (in capitals or not), but got {', '.join(names) or 'none'}")
+        raise ValueError(f"must be at least one name, and names must differ in more than capitals, but got {', '.join(names) or 'none'}")
 
 
 def _port(port: int) -> None:
@@ -84,13 +90,27 @@ def _given(text: str) -> None:
 
 
 def _line(text: str, default: Any = MISSING, check: Callable[[Any], object] = lambda value: None) -> Any:
-    """One line of a TOML file: its meaning (the comment beside it), its default (none: it must be there), and what raises ValueError."""
+    """Declare one line of a TOML file.
+
+    Args:
+        text: The meaning of the line, which becomes the comment beside it.
+        default: Its default; MISSING: the line must be there.
+        check: Raises ValueError where a value is not allowed.
+    """
     return field(default=default, metadata={"help": text, "check": check}, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder with a TOML file ``file``. Fields other than ``path`` are the file's lines, with paths made absolute."""
+    """Read a folder with a TOML file.
+
+    Fields other than ``path`` are the lines of the file. Paths in them become absolute.
+
+    Attributes:
+        path: The folder.
+        file: The name of the TOML file.
+        gone: Lines of earlier versions, and why they are no longer needed.
+    """
 
     path: Path
     file = ""
@@ -98,7 +118,12 @@ class Folder:
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
-        """Raises FolderError where the file is missing, no TOML, or a line is unknown, missing, of another type or out of range."""
+        """Read the folder at ``path``.
+
+        Raises:
+            FolderError: The file is missing or no TOML, or a line is unknown, missing, of another type or out
+                of range.
+        """
         folder = Path(path).absolute()
         source = folder / cls.file
         try:
@@ -122,16 +147,18 @@ class Folder:
 
     @classmethod
     def lines(cls) -> list[Field[Any]]:
+        """Return the fields that are lines of the file."""
         return [spec for spec in fields(cls) if spec.name != "path"]
 
     @property
     def logs(self) -> Path:
+        """Return the folder of the logs."""
         return self.path / "logs"
 
 
 @dataclass(frozen=True)
 class ServerFolder(Folder):
-    """``kit/server``: what the machine with the SuperLink needs."""
+    """Hold ``kit/server``: what the machine with the SuperLink needs."""
 
     superlink: str = _line("the name by which sites reach this machine; it is in server.crt", check=_given)
     fleet: str = _line("where sites connect", "0.0.0.0:9092", host_port)
@@ -162,27 +189,32 @@ class ServerFolder(Folder):
 
     @property
     def last_exchange_port(self) -> int:
+        """Return the last port of the layer-wise exchange."""
         return self.exchange_port + self.exchange_ports - 1
 
     @property
     def authority(self) -> Path:
+        """Return the file of the authority's certificate."""
         return self.path / "ca.crt"
 
     @property
     def certificate(self) -> Path:
+        """Return the file of the server's certificate."""
         return self.path / "server.crt"
 
     @property
     def key(self) -> Path:
+        """Return the file of the server's private key."""
         return self.path / "server.key"
 
     def public_key(self, site: str) -> Path:
+        """Return the file of a site's public key."""
         return self.path / "sites" / f"{site}.pub"
 
 
 @dataclass(frozen=True)
 class SiteFolder(Folder):
-    """``kit/sites/NAME``: what one site's machine needs. ``data_path`` is absolute unless a function reads it."""
+    """Hold ``kit/sites/NAME``: what one site's machine needs. ``data_path`` is absolute unless a function reads it."""
 
     site: str = _line("this site's name", check=site_name)
     superlink: str = _line("where the server is", check=host_port)
@@ -213,16 +245,17 @@ class SiteFolder(Folder):
 
     @property
     def public_key(self) -> Path:
+        """Return the file of this site's public key."""
         return self.path / "site.pub"
 
     @property
     def node_dir(self) -> Path:
-        """What the SuperNode keeps for itself: the apps of runs, as they came."""
+        """Return the folder of the SuperNode, which keeps the apps of runs there."""
         return self.path / "node"
 
 
 def read_folder(path: Path | str) -> ServerFolder | SiteFolder:
-    """The folder at ``path``, whichever it is. Raises FolderError."""
+    """Read the folder at ``path``, the server's or a site's. Raises FolderError where it is neither."""
     for kind in (ServerFolder, SiteFolder):
         if (Path(path) / kind.file).exists():
             return kind.read(path)
@@ -230,11 +263,19 @@ def read_folder(path: Path | str) -> ServerFolder | SiteFolder:
 
 
 def render(kind: type[Folder], **values: object) -> str:
-    """The text of a TOML file of that kind: ``values`` by the names of the fields, defaults for the others, meanings beside them."""
+    """Return the text of a TOML file, with the meaning of each line beside it.
+
+    Args:
+        kind: The folder whose file it is.
+        values: Values by the names of the fields. Other fields have their defaults.
+
+    Raises:
+        TypeError: The file has no such line.
+    """
     lines = []
     for spec in kind.lines():
         value = values.pop(spec.name, spec.default)
-        lines.append((f"{_kebab(spec)} = {_toml(value)}", spec.metadata["help"]))
+        lines.append((f"{_kebab(spec)} = {one_line(value)}", spec.metadata["help"]))
     if values:
         raise TypeError(f"{kind.file} has no {', '.join(values)}")
     width = min(40, max(len(line) for line, _ in lines))
@@ -245,35 +286,36 @@ def _kebab(spec: Field[Any]) -> str:
     return spec.name.replace("_", "-")
 
 
-def _toml(value: object) -> str:
+def one_line(value: object) -> str:
+    """Return ``value`` as TOML on one line, beside which a comment fits: tomli-w gives each item of a list a line of its own."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    if isinstance(value, (int, float)):
-        return str(value)
-    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return f"[{', '.join(one_line(item) for item in value)}]"
+    return tomli_w.dumps({"value": str(value) if isinstance(value, Path) else value}).removeprefix("value = ").rstrip("\n")
 
 
 def _within(folder: Path, path: str) -> Path:
+    """Return ``path`` as an absolute path; a relative one starts at ``folder``."""
     return (folder / Path(path).expanduser()).absolute()
 
 
-def _value(source: Path, name: str, spec: Field[Any], wanted: Any, values: dict[str, Any]) -> Any:
+def _value(source: Path, name: str, spec: Field[Any], type_hint: Any, values: dict[str, Any]) -> Any:
+    """Return the checked value of the line ``name``. Raises FolderError."""
     if name not in values and spec.default is MISSING:
         raise FolderError(f"{source}: the line {name} is missing: {spec.metadata['help']}")
     value = values.get(name, spec.default)
-    kind: type = wanted if wanted in (int, float) else list if wanted == tuple[str, ...] else str
+    kind: type = type_hint if type_hint in (int, float) else list if type_hint == tuple[str, ...] else str
     value = float(value) if kind is float and type(value) is int else value
     texts: list[Any] = value if isinstance(value, list) else [value] if kind is str else []
     if not (type(value) is kind and all(type(text) is str for text in texts)):
         kinds = {int: "a whole number", float: "a number", str: "a text in quotes", list: "a list of texts in quotes"}
         raise FolderError(f"{source}: {name} must be {kinds[kind]}, but got {value!r}")
     if any(re.search(r"[\"\\\n\r]", text) for text in texts):
-        raise FolderError(f'{source}: {name} must not contain ", \\ or line breaks (Flower cannot be told of them), but got {value!r}')
+        raise FolderError(f'{source}: {name} must not contain ", \\ or line breaks (Flower cannot pass them on), but got {value!r}')
     value = tuple(texts) if kind is list else value
     try:
         spec.metadata["check"](value)
     except ValueError as error:
         raise FolderError(f"{source}: {name} {error}") from error
-    if wanted is Path or wanted == Path | None:
+    if type_hint is Path or type_hint == Path | None:
         return _within(source.parent, texts[0]) if value else None
     return value

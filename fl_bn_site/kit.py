@@ -1,4 +1,4 @@
-"""``fl-bn kit create``: everything that separate machines need to train together, one folder per machine."""
+"""Make a kit: everything that separate machines need to train together, one folder for each. ``fl-bn kit create``."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from pathlib import Path
 
 from fl_bn_site.certificates import alternative_name, make_authority, make_server, write_site_key
 from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
-from fl_bn_site.guides import kit_readme, server_guide, site_guide
-from fl_bn_site.policy import TEMPLATE
+from fl_bn_site.guides import kit_file, kit_readme, server_guide, site_guide
 
 LOCAL = ("localhost", "127.0.0.1", "::1")  # runs are submitted from the server's own machine
-START = """\
-#!/bin/sh
-# Starts this machine's part and keeps it running; Ctrl-C stops it. FL_BN: where fl-bn is, if its environment is not active.
-cd "$(dirname "$0")" && exec "${FL_BN:-fl-bn}" start . "$@"
-"""
-RUN = """\
-#!/bin/sh
-# Submits a run and shows its log: ./run.sh --run-config "method='hbn' rounds=40"
-cd "$(dirname "$0")" && exec "${FL_BN:-fl-bn}" submit . "$@"
-"""
 
 
 class KitError(ValueError):
-    """A kit cannot be made as asked."""
+    """A kit cannot be made or changed with these values."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a kit is made from. ``superlink``, ``exchange_host`` (empty: the same) and ``also``: hosts without ports; ``days``: how long the
-    server's certificate is valid. Raises KitError."""
+class KitPlan:
+    """Describe the kit to make. Hosts have no ports.
+
+    Attributes:
+        superlink: The name or address by which sites reach the server.
+        sites: The names of the sites.
+        exchange_host: The name or address of the layer-wise exchange; empty: the same as ``superlink``.
+        also: Further names and addresses for the server's certificate.
+        days: How long the server's certificate is valid.
+        fleet_port: The port that SuperNodes connect to.
+        exchange_port: The first port of the layer-wise exchange.
+
+    Raises:
+        KitError: A value is not allowed.
+    """
 
     superlink: str
     sites: Sequence[str]
@@ -50,30 +51,30 @@ class Plan:
         except ValueError as error:
             raise KitError(str(error)) from error
         if not self.sites or len({site.casefold() for site in self.sites}) < len(self.sites):
-            raise KitError(
-                f"a kit needs sites, each with a name of its own (in capitals or not), but got {', '.join(self.sites) or 'none'}"
-            )
+            names = ", ".join(self.sites) or "none"
+            raise KitError(f"a kit needs at least one site, and the sites' names must differ in more than capitals, but got {names}")
         ports = (self.fleet_port, self.exchange_port, self.exchange_port + EXCHANGE_PORTS - 1)
         if self.days < 1 or not all(0 < port < 65536 for port in ports):
             raise KitError(f"days must be at least 1 and ports 1..65535, but got {self.days}, {self.fleet_port}, {self.exchange_port}")
 
     @property
     def exchange(self) -> str:
+        """Return the host of the layer-wise exchange."""
         return self.exchange_host or self.superlink
 
     @property
     def fleet(self) -> str:
-        """Where sites connect: HOST:PORT."""
+        """Return the address that SuperNodes connect to, HOST:PORT."""
         return joined(self.superlink, self.fleet_port)
 
 
 def joined(host: str, port: int) -> str:
-    """HOST:PORT, an IPv6 address in brackets."""
+    """Return HOST:PORT; an IPv6 address is put in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def create(plan: Plan, output: Path) -> None:
-    """Writes the kit. Raises KitError where ``output`` holds files already: a key is never overwritten."""
+def create(plan: KitPlan, output: Path) -> None:
+    """Write the kit. Raises KitError where ``output`` holds files already: a key is never overwritten."""
     if output.is_file() or any(path.is_file() for path in output.rglob("*")):
         raise KitError(f"{output} holds files already, and keys are never overwritten: give another --output, or move it away first")
     authority_folder, server = output / "authority", output / "server"
@@ -97,8 +98,8 @@ def create(plan: Plan, output: Path) -> None:
         sites=list(plan.sites),
     )
     (server / ServerFolder.file).write_text(text)
-    _script(server / "start.sh", START)
-    _script(server / "run.sh", RUN)
+    _script(server / "start.sh")
+    _script(server / "run.sh")
     (server / "GUIDE.md").write_text(server_guide(plan.fleet_port, plan.exchange_port))
 
     for name in plan.sites:
@@ -109,17 +110,26 @@ def create(plan: Plan, output: Path) -> None:
 
 
 def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes) -> None:
-    """Fills the empty ``folder`` of a site: a key pair, who vouches for the server (``ca``, PEM), and where it is: HOST:PORT each."""
+    """Fill the empty folder of a site: a key pair, the authority's certificate, and where the server is.
+
+    Args:
+        folder: The site's folder.
+        name: The site's name.
+        fleet: The server's address for SuperNodes, HOST:PORT.
+        exchange: The first address of the layer-wise exchange, HOST:PORT.
+        ca: The authority's certificate (PEM).
+    """
     write_site_key(folder / "site.key", folder / "site.pub", name)
     (folder / "ca.crt").write_bytes(ca)
     server, exchange_host = (address.rpartition(":")[0] for address in (fleet, exchange))
     other = "" if exchange_host == server else exchange_host
     (folder / SiteFolder.file).write_text(render(SiteFolder, site=name, superlink=fleet, exchange_addresses=other))
-    (folder / "policy.toml").write_text(TEMPLATE)
-    _script(folder / "start.sh", START)
+    (folder / "policy.toml").write_text(kit_file("policy.toml"))
+    _script(folder / "start.sh")
     (folder / "GUIDE.md").write_text(site_guide(name, fleet, exchange))
 
 
-def _script(path: Path, text: str) -> None:
-    path.write_text(text)
+def _script(path: Path) -> None:
+    """Write the script of the kit with that name, for its owner and others to run."""
+    path.write_text(kit_file(path.name))
     path.chmod(0o755)

@@ -1,9 +1,10 @@
-"""A site's policy, ``policy.toml``: which runs this site takes part in. Read and checked before any code of a run is loaded.
+"""Read and check a site's policy, ``policy.toml``: which runs this site takes part in.
 
-The file belongs to the site. A run can neither read nor change it, since the checks are made by ``app_host.py``, which is installed at the
-site, and not by the code that a run brings. A line that is missing allows everything.
+It is checked before any code of a run is loaded. The file belongs to the site. A run can neither read nor
+change it: the checks are made by ``app_host.py``, which is installed at the site, and not by the code that a
+run brings. A line that is missing allows everything.
 
-Imports nothing but the standard library, so that ``app_host.py`` can load it by its path.
+This file imports nothing but the standard library, so that ``app_host.py`` can load it by its path.
 """
 
 from __future__ import annotations
@@ -24,31 +25,29 @@ PACKAGE = "fl_bn/"  # what code = "installed" compares
 BATCHES = ("batch-size", "hbn-stat-samples")  # keys of the run config: samples that statistics summarise; 0: all of the site's
 GB = 1 << 30
 
-TEMPLATE = """\
-# What this site takes part in. A missing line allows everything; It is read anew for every message.
-# Delete the # before a line to set it. The page "Who may do what" says what each line does and does not stop.
-#allow-methods = ["fedbn", "hbn"]   # the run config's method
-#allow-modules = []                 # modules of which a run config may name a function (dataset, model, task ...), the app's own included
-#allow-code = "installed"           # run only code that equals the fl-bn installed here, file by file; "sent": what the server sends
-#max-memory = 8.0                   # GB that the process of a message may hold
-#min-samples = 8                    # fewest samples that a statistic, a number of an evaluation, or a reply, may summarise
-#max-evaluations = 40               # evaluations on this site's test data that a run gets an answer to; 0: none
-#max-unknown-rounds = 0             # secure sums with states of more earlier rounds, in which this site took no part, are refused
-"""
-
 
 class PolicyError(ValueError):
-    """The policy file is not what it should be; the message names the file and the line."""
+    """The policy file is wrong. The message names the file and the line."""
 
 
 class NotAllowed(Exception):
-    """This site's policy refuses a run or a reply; the message says which line, what it allows, and what came."""
+    """The site's policy refuses a run or a reply. The message has the line and what it allows."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Lines of ``policy.toml``; None: everything is allowed. ``max_memory``: GB; ``max_evaluations``: in a run.
-    ``max_unknown_rounds``: in which the site took no part, and in which others of a secure sum did."""
+    """Hold the lines of ``policy.toml``; None: everything is allowed.
+
+    Attributes:
+        allow_methods: Values of the run config's ``method``.
+        allow_modules: Modules of which a run config may name a function.
+        allow_code: ``sent``: the code that the server sends; ``installed``: only code that equals the fl-bn
+            that is installed here.
+        max_memory: GB that the process of a message may hold.
+        min_samples: The fewest samples that a statistic or a reply may summarise.
+        max_evaluations: How many evaluations a run gets an answer to.
+        max_unknown_rounds: How many earlier rounds of a secure sum may have happened without this site.
+    """
 
     allow_methods: tuple[str, ...] | None = None
     allow_modules: tuple[str, ...] | None = None
@@ -60,10 +59,10 @@ class Policy:
 
     @classmethod
     def read(cls, file: Path | None) -> Policy:
-        """The policy in ``file``; all is allowed where there is none.
+        """Read the policy in ``file``; no file allows everything.
 
         Raises:
-            PolicyError: it cannot be read, or a line is unknown, of another type or out of range.
+            PolicyError: The file cannot be read, or a line is unknown or not allowed.
         """
         if file is None or not file.exists():
             return cls()
@@ -74,49 +73,60 @@ class Policy:
         known = {spec.name.replace("_", "-"): spec.name for spec in fields(cls)}
         if others := sorted(values.keys() - known.keys()):
             raise PolicyError(f"{file}: there is no line {others[0]!r}; there are {', '.join(known)}")
-        return cls(**{known[name]: _checked(file, name, value) for name, value in values.items()})
+        return cls(**{known[name]: _check_line(file, name, value) for name, value in values.items()})
 
     def check_run(self, run_config: Mapping[str, Any]) -> None:
-        """Raises NotAllowed where this site takes no part in a run with that config."""
+        """Raise NotAllowed where this site takes no part in a run with this config."""
         if self.allow_methods is not None and run_config.get("method") not in self.allow_methods:
-            raise _refused("allow-methods", self.allow_methods, f"the run's method is {run_config.get('method')!r}")
+            raise _refusal("allow-methods", self.allow_methods, f"the run's method is {run_config.get('method')!r}")
         if self.allow_modules is not None:
             for key, value in run_config.items():
                 for name in FUNCTION.finditer(value) if isinstance(value, str) else ():
                     module = name[0].partition(":")[0]
                     if not any(f"{module}.".startswith(f"{allowed}.") for allowed in self.allow_modules):
-                        raise _refused("allow-modules", self.allow_modules, f"the run config names {key}={name[0]!r}")
+                        raise _refusal("allow-modules", self.allow_modules, f"the run config names {key}={name[0]!r}")
         for key in BATCHES:
             if 0 < int(run_config.get(key, 0)) < self.min_samples:
-                raise _refused("min-samples", self.min_samples, f"the run config has {key}={run_config[key]}: statistics of so few samples")
+                raise _refusal("min-samples", self.min_samples, f"the run config has {key}={run_config[key]}: statistics of so few samples")
 
     def check_code(self, fab: bytes, package: Path) -> None:
-        """Raises NotAllowed where only installed code may run, and the run's ``fab`` (a zip file) has another fl-bn than ``package``.
+        """Raise NotAllowed where only installed code may run, and a run brings another fl-bn.
 
-        Nothing of the run's code is loaded then, but two versions would not compute the same.
+        No code of the run is loaded then. It is refused because two versions would not compute the same.
+
+        Args:
+            fab: The app that the run brings, a zip file.
+            package: The folder of the fl-bn that is installed here.
         """
         if self.allow_code != "installed":
             return
         with zipfile.ZipFile(io.BytesIO(fab)) as archive:
             sent = {name: archive.read(name) for name in archive.namelist() if name.startswith(PACKAGE) and name.endswith(".py")}
         if f"{PACKAGE}__init__.py" not in sent:
-            raise _refused("allow-code", self.allow_code, "the run brings an app that is not fl-bn's")
+            raise _refusal("allow-code", self.allow_code, "the run brings an app that is not fl-bn's")
         for name, content in sorted(sent.items()):
             mine = package / name.removeprefix(PACKAGE)
             if not mine.is_file() or mine.read_bytes() != content:
-                raise _refused("allow-code", self.allow_code, f"the run has another {name} than this site: install the server's version")
+                raise _refusal("allow-code", self.allow_code, f"the run has another {name} than this site: install the server's version")
 
     def check_reply(self, samples: int | None, counts: Mapping[str, int]) -> None:
-        """Raises NotAllowed where a reply tells of fewer samples than allowed. ``samples``: that it summarises, None if it does not say;
-        ``counts``: values per channel, by the layer's tensor, 0 for a layer that did not run."""
+        """Raise NotAllowed where a reply summarises fewer samples than the policy allows.
+
+        Args:
+            samples: The samples that the reply summarises; None: it does not say.
+            counts: Values per channel, by the layer's tensor; 0: the layer did not run.
+        """
         if samples is not None and 0 < samples < self.min_samples:
-            raise _refused("min-samples", self.min_samples, f"the reply summarises {samples} samples")
+            raise _refusal("min-samples", self.min_samples, f"the reply summarises {samples} samples")
         for name, count in counts.items():
             if 0 < count < self.min_samples:
-                raise _refused("min-samples", self.min_samples, f"the statistic {name} is of {count} values")
+                raise _refusal("min-samples", self.min_samples, f"the statistic {name} is of {count} values")
 
     def limits(self, node_config: Mapping[str, Any]) -> dict[str, Any]:
-        """``node_config`` with the lines that the app's gate holds to; where both name a limit, the stricter one."""
+        """Return ``node_config`` with the limits that the app itself enforces.
+
+        Where both name a limit, the stricter one holds.
+        """
         limits = dict(node_config)
         if self.min_samples:
             limits["min-samples"] = max(self.min_samples, limits.get("min-samples", 0))
@@ -126,17 +136,17 @@ class Policy:
         return limits
 
     def memory(self) -> int | None:
-        """Bytes."""
+        """Return ``max_memory`` in bytes; None: there is no limit."""
         return None if self.max_memory is None else int(self.max_memory * GB)
 
 
-def _refused(line: str, allowed: object, came: str) -> NotAllowed:
+def _refusal(line: str, allowed: object, reason: str) -> NotAllowed:
     shown = ", ".join(map(str, allowed)) or "nothing" if isinstance(allowed, tuple) else allowed
-    return NotAllowed(f"this site's policy has {line} = {shown}, but {came}")
+    return NotAllowed(f"this site's policy has {line} = {shown}, but {reason}")
 
 
-def _checked(file: Path, name: str, value: Any) -> Any:
-    """The value of the line ``name``. Raises PolicyError."""
+def _check_line(file: Path, name: str, value: Any) -> Any:
+    """Return the value of the line ``name``. Raises PolicyError where it is not allowed."""
 
     def wrong(expected: str) -> PolicyError:
         return PolicyError(f"{file}: {name} must be {expected}, but got {value!r}")

@@ -1,4 +1,4 @@
-"""The project that a server submits, and a copy of what Flower sends of it."""
+"""Find the project that a server submits, and copy what Flower sends of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import tomli_w
+
 from fl_bn.support.commit import COMMIT, commit_of
 from fl_bn_site.folders import FolderError, ServerFolder
 
@@ -18,7 +20,11 @@ APART = ("pyvenv.cfg", "server/server.toml", "server.toml", "site.toml")  # a fo
 
 
 def project_of(server: ServerFolder) -> Path:
-    """The project that is submitted: server.toml's ``app``, else the one that this package is installed from. Raises FolderError."""
+    """Return the project that is submitted: server.toml's ``app``, else the one that this package is installed from.
+
+    Raises:
+        FolderError: This package is not installed from a project.
+    """
     folder = server.app or Path(__file__).parents[1]
     if not (folder / "pyproject.toml").exists():
         raise FolderError(
@@ -29,14 +35,22 @@ def project_of(server: ServerFolder) -> Path:
 
 
 @contextmanager
-def staged(project: Path) -> Iterator[Path]:
-    """A copy of what Flower sends of ``project``: it wants to write beside it, and would look through all of an environment's files.
+def stage(project: Path) -> Iterator[Path]:
+    """Copy what Flower sends of a project.
 
-    Folders and files that the project's pyproject.toml names under ``[tool.fl-bn] not-sent`` stay here. The copy of fl-bn itself says of
-    which commit it is, since git does not travel.
+    Flower writes beside the project, and would read all files of an environment in it. The copy lacks the
+    folders and files that the project's pyproject.toml names under ``[tool.fl-bn] not-sent``. A copy of fl-bn
+    itself says of which commit it is, since git does not travel.
+
+    Args:
+        project: The folder of the project.
+
+    Yields:
+        The folder of the copy, which is deleted at the end.
 
     Raises:
-        FolderError: pyproject.toml cannot be read, the list is none of texts, or a file cannot be copied.
+        FolderError: pyproject.toml cannot be read, ``not-sent`` is no list of texts, or a file cannot be
+            copied.
     """
     file = project / "pyproject.toml"
     try:
@@ -55,11 +69,11 @@ def staged(project: Path) -> Iterator[Path]:
         return [*apart, *(name for name in files if Path(name).suffix not in SENT)]
 
     with tempfile.TemporaryDirectory(prefix="fl-bn-") as folder:
-        made = Path(folder) / "app"
+        copy = Path(folder) / "app"
         try:
-            shutil.copytree(project, made, ignore=others, ignore_dangling_symlinks=True)
+            shutil.copytree(project, copy, ignore=others, ignore_dangling_symlinks=True)
         except shutil.Error as error:
             raise FolderError("; ".join(f"{source} cannot be copied: {why}" for source, _, why in error.args[0][:3])) from error
-        if (made / "fl_bn").is_dir() and (commit := commit_of(project)):
-            (made / "fl_bn" / COMMIT).write_text(f'commit = "{commit}"\n')
-        yield made
+        if (copy / "fl_bn").is_dir() and (commit := commit_of(project)):
+            (copy / "fl_bn" / COMMIT).write_text(tomli_w.dumps({"commit": commit}))
+        yield copy

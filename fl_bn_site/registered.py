@@ -1,7 +1,7 @@
-"""What a SuperLink knows, asked through its Control API: whose key each node has, who is here, and its runs.
+"""Ask a SuperLink's Control API for its nodes, with their keys, and for its runs.
 
-Flower's own command ``flwr`` shows neither keys nor when a site was last seen. And after a connection that failed it may never end, where
-gRPC's thread had the lock of a channel that nobody closed.
+Flower's own command ``flwr`` shows neither keys nor when a site was last seen. After a failed connection
+``flwr`` may also hang for ever, because a thread of gRPC holds the lock of a channel that nobody closed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from fl_bn_site.commands import COMPAT
 
 @dataclass(frozen=True)
 class Node:
-    """A registered SuperNode. ``key``: its public key (PEM); ``seen``: when it was last here, None: never."""
+    """Describe a registered SuperNode.
+
+    Attributes:
+        id: Flower's id of the node.
+        key: Its public key (PEM).
+        online: Whether it is connected now.
+        seen: When it was connected last; None: never.
+    """
 
     id: int
     key: bytes
@@ -30,8 +37,17 @@ class Node:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A run. ``status``: pending, starting, running, finished:completed, ...; ``config``: what was given with it; times are None where
-    they have not come; ``nbytes``: from and to the sites so far."""
+    """Describe a run that was submitted to the SuperLink.
+
+    Attributes:
+        id: Flower's id of the run.
+        status: pending, starting, running, finished:completed, ...
+        config: The run config that was submitted with it.
+        submitted: When it was submitted.
+        ended: When it ended; None: it has not.
+        started: When it began to run; None: it has not.
+        nbytes: Bytes from the sites and to the sites so far.
+    """
 
     id: int
     status: str
@@ -43,14 +59,20 @@ class Submitted:
 
 
 def registered_nodes(address: str, authority: bytes, timeout: float = 30.0) -> list[Node]:
-    """The nodes that are registered at the SuperLink whose Control API is at ``address``.
+    """Return the nodes that are registered at a SuperLink.
 
-    Flower binds node id and key: a SuperNode proves with every request that it has the private key of the node id it acts for.
+    Flower binds node id and key: with every request a SuperNode proves that it has the private key of the node
+    id it acts for.
+
+    Args:
+        address: Of the Control API, HOST:PORT.
+        authority: The certificate (PEM) that vouches for the SuperLink.
+        timeout: Seconds.
 
     Raises:
-        ConnectionError: no SuperLink answers that ``authority`` (PEM) vouches for, or it cannot say.
+        ConnectionError: No SuperLink for which ``authority`` vouches answers.
     """
-    answer = _asked(address, authority, "ListNodes", "ListNodesRequest", timeout)
+    answer = _ask(address, authority, "ListNodes", "ListNodesRequest", timeout)
     nodes = []
     for node in answer.nodes_info:
         if node.status != "unregistered":
@@ -62,8 +84,17 @@ def registered_nodes(address: str, authority: bytes, timeout: float = 30.0) -> l
 
 
 def submitted_runs(address: str, authority: bytes, timeout: float = 30.0) -> list[Submitted]:
-    """The runs of that SuperLink, the newest first. Raises as ``registered_nodes``."""
-    answer = _asked(address, authority, "ListRuns", "ListRunsRequest", timeout)
+    """Return the runs of a SuperLink, the newest first.
+
+    Args:
+        address: Of the Control API, HOST:PORT.
+        authority: The certificate (PEM) that vouches for the SuperLink.
+        timeout: Seconds.
+
+    Raises:
+        ConnectionError: No SuperLink for which ``authority`` vouches answers.
+    """
+    answer = _ask(address, authority, "ListRuns", "ListRunsRequest", timeout)
     runs = [
         Submitted(
             run.run_id,
@@ -80,9 +111,20 @@ def submitted_runs(address: str, authority: bytes, timeout: float = 30.0) -> lis
 
 
 def run_log(address: str, authority: bytes, run: int, after: float, timeout: float = 60.0) -> Iterator[tuple[str, float]]:
-    """What the run's ServerApp printed after the time ``after`` (seconds; 0: all), as it comes, piece by piece with its time.
+    """Follow what a run's ServerApp prints, until the run ends or ``timeout`` has passed.
 
-    Ends with the run, or after ``timeout`` seconds. Raises ConnectionError where the connection breaks, or there is none.
+    Args:
+        address: Of the Control API, HOST:PORT.
+        authority: The certificate (PEM) that vouches for the SuperLink.
+        run: Flower's id of the run.
+        after: Only what was printed after this time, in seconds; 0: everything.
+        timeout: Seconds.
+
+    Yields:
+        A piece of the log and its time.
+
+    Raises:
+        ConnectionError: The connection cannot be made, or breaks.
     """
     find = runpy.run_path(str(COMPAT))["find"]
     with grpc.secure_channel(address, grpc.ssl_channel_credentials(authority), direct(address)) as channel:
@@ -95,7 +137,7 @@ def run_log(address: str, authority: bytes, run: int, after: float, timeout: flo
                 raise ConnectionError(f"the SuperLink at {address} does not answer: {error.details()}") from error
 
 
-def _asked(address: str, authority: bytes, what: str, request: str, timeout: float) -> Any:
+def _ask(address: str, authority: bytes, what: str, request: str, timeout: float) -> Any:
     find = runpy.run_path(str(COMPAT))["find"]
     with grpc.secure_channel(address, grpc.ssl_channel_credentials(authority), direct(address)) as channel:
         try:

@@ -1,4 +1,4 @@
-"""``fl-bn runs``, ``abort`` and ``fetch``: the runs of a server, those that wait among them."""
+"""List the runs of a server, end one, or copy its folder: ``fl-bn runs``, ``abort`` and ``fetch``."""
 
 from __future__ import annotations
 
@@ -14,24 +14,34 @@ from typing import Any
 from fl_bn.support.flower_config import Scalar
 from fl_bn_site.control import Control, control_of
 from fl_bn_site.folders import ServerFolder
-from fl_bn_site.queue import Queue, run_name
+from fl_bn_site.queue import Queue
+from fl_bn_site.queue_store import run_name
 from fl_bn_site.registered import Submitted
 
 ACTIVE = ("pending", "starting", "running")
 
 
 class NoSuchRun(ValueError):
-    """No run has that name or number."""
+    """No run has this name or id."""
 
 
 class NotHere(ValueError):
-    """A run's files are not on this machine."""
+    """The files of a run are on another machine."""
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One run. ``id``: Flower's, empty while it waits; ``state``: waiting, pending, starting, running, completed, failed, stopped;
-    ``round`` of ``rounds``; ``start``: ISO 8601, of its submission if it has not started; ``seconds``: since then, or how long it took."""
+class RunLine:
+    """Describe a run in one line.
+
+    Attributes:
+        id: Flower's id; empty while the run waits in the queue.
+        name: The name of its folder.
+        state: waiting, pending, starting, running, completed, failed or stopped.
+        round: The last round that is done.
+        rounds: How many rounds there will be; 0: not known yet.
+        start: When it started, or, before that, when it was submitted, in ISO 8601.
+        seconds: How long it took, or has taken so far; None: it has not started.
+    """
 
     id: str
     name: str
@@ -42,26 +52,43 @@ class Listed:
     seconds: float | None
 
 
-def listed(server: ServerFolder, address: str = "") -> list[Listed]:
-    """All runs, the newest first. Raises ControlError, QueueError."""
+def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
+    """List all runs, the newest first.
+
+    Raises ControlError or QueueError where the SuperLink or the queue cannot be read.
+    """
     with control_of(server, address) as control:
         runs = control.runs()
     waiting = [
-        Listed("", entry.name, entry.state, 0, rounds_of(server, entry.config), entry.submitted, None)
+        RunLine("", entry.name, entry.state, 0, rounds_of(server, entry.config), entry.submitted, None)
         for entry in Queue(server).waiting()
         if not any(entry.started_as(run) for run in runs)
     ]
-    return [*reversed(waiting), *(_listed(server, run) for run in runs)]
+    return [*reversed(waiting), *(_run_line(server, run) for run in runs)]
 
 
 def abort(server: ServerFolder, name: str, address: str = "") -> str:
-    """End a run, by its name or Flower's id; what became of it. Raises NoSuchRun, ControlError, QueueError."""
+    """End a run, or take it out of the queue.
+
+    Args:
+        server: The server's folder.
+        name: The run's name, or Flower's id.
+        address: Of the Control API, if it is not the one in server.toml.
+
+    Returns:
+        A sentence on what became of the run.
+
+    Raises:
+        NoSuchRun: No run has this name or id.
+        ControlError: The SuperLink does not answer.
+        QueueError: The queue cannot be read or written.
+    """
     queue = Queue(server)
     for entry in queue.waiting():
         if entry.name == name and queue.remove(entry):
-            return f"{name} is no more in the queue; it had not begun"
+            return f"{name} was taken out of the queue; it had not begun"
     with control_of(server, address) as control:
-        run = _found(server, name, control)
+        run = _find(server, name, control)
         if run.status.startswith("finished"):
             return f"{name} had ended already: {run.status.removeprefix('finished:')}"
         control.stop(str(run.id))
@@ -71,18 +98,27 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
 
 
 def fetch(server: ServerFolder, name: str, destination: Path | None, address: str = "") -> str:
-    """Copy a run's folder to ``destination/NAME``; without one, say where it is.
+    """Copy a run's folder, or say where it is.
+
+    Args:
+        server: The server's folder.
+        name: The run's name, or Flower's id.
+        destination: The folder in which the copy is made, under the run's name; None: make no copy.
+        address: Of the Control API, if it is not the one in server.toml.
+
+    Returns:
+        The path of the copy, or of the run's folder.
 
     Raises:
-        NoSuchRun: no run has that name or id.
-        NotHere: its files are on another machine; the message says where.
-        FileExistsError: there is something at the destination.
-        OSError: it could not be copied. Nothing of it is left at the destination.
+        NoSuchRun: No run has this name or id.
+        NotHere: The files are on another machine. The message says where.
+        FileExistsError: The copy's place is taken.
+        OSError: The folder cannot be copied. No part of it stays at the destination.
     """
     source = server.results / name
     if not (source / "config.toml").exists():
         with control_of(server, address) as control:
-            run = _found(server, name, control)
+            run = _find(server, name, control)
         source = folder_of(server, run.config, run_name(run))
     if not (source / "config.toml").exists():
         raise NotHere(f"{source} is not on this machine: on the server's, `fl-bn fetch` or e.g. scp -r copies it from there")
@@ -105,32 +141,37 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
 
 
 def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Path:
-    """Where the run ``name`` has its results: here, also if it was submitted on another machine, else where it says."""
+    """Return the folder with a run's results.
+
+    It is the one below this server's ``results``, where it exists, even if the run was submitted from another
+    machine. Otherwise the run config names it.
+    """
     here = server.results / name
     return here if here.exists() else Path(str(config.get("output", server.results))) / name
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's rounds.jsonl, which may be growing."""
+    """Read the complete lines of a run's rounds.jsonl, to which a running run may still add."""
     file = folder / "rounds.jsonl"
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
-    """How many rounds a run is to have, as its config says, or the one in its folder; 0: unknown yet."""
+    """Return how many rounds a run will have, from ``config`` or from the config in its folder; 0: not known yet."""
     if rounds := int(config.get("rounds", 0)):
         return rounds
     file = folder_of(server, config, str(config.get("resume") or config.get("name") or "")) / "config.toml"
     return int(tomllib.loads(file.read_text(encoding="utf-8")).get("rounds", 0)) if file.exists() else 0
 
 
-def to_json(runs: list[Listed]) -> str:
+def to_json(runs: list[RunLine]) -> str:
+    """Return ``runs`` as a list in JSON."""
     return json.dumps([asdict(run) for run in runs], indent=1)
 
 
 def _copy_if_there(source: str, target: str) -> None:
-    """Copies a file, unless it has gone meanwhile, as the checkpoints do of a run that goes on."""
+    """Copy a file, unless it was deleted meanwhile: a run that goes on deletes its old checkpoints."""
     try:
         shutil.copy2(source, target)
     except FileNotFoundError:
@@ -138,12 +179,12 @@ def _copy_if_there(source: str, target: str) -> None:
             raise
 
 
-def _listed(server: ServerFolder, run: Submitted) -> Listed:
+def _run_line(server: ServerFolder, run: Submitted) -> RunLine:
     name = run_name(run)
     rows = rows_of(folder_of(server, run.config, name)) if name else []
     start = run.started or run.submitted
     end = run.ended or datetime.now().astimezone()
-    return Listed(
+    return RunLine(
         str(run.id),
         name,
         run.status.removeprefix("finished:"),
@@ -154,8 +195,8 @@ def _listed(server: ServerFolder, run: Submitted) -> Listed:
     )
 
 
-def _found(server: ServerFolder, name: str, control: Control) -> Submitted:
-    """The newest run of that name or id."""
+def _find(server: ServerFolder, name: str, control: Control) -> Submitted:
+    """Return the newest run with this name or id. Raises NoSuchRun."""
     runs = control.runs()
     for run in runs:
         if name and name in (str(run.id), run_name(run)):

@@ -1,4 +1,7 @@
-"""``fl-bn status``: who is here, by name, and how far the runs are; read from the SuperLink and from the runs' own files."""
+"""Show which sites are online and how far the runs are: ``fl-bn status``.
+
+The SuperLink and the runs' own files tell it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from fl_bn_site.certificates import public_in
 from fl_bn_site.control import control_of, key_of
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.membership import days_left
-from fl_bn_site.queue import Entry, Queue, run_name
+from fl_bn_site.queue import Queue
+from fl_bn_site.queue_store import QueuedRun, run_name
 from fl_bn_site.registered import Submitted
 from fl_bn_site.runs import folder_of, rounds_of, rows_of
 
@@ -22,7 +26,14 @@ LAST = 5  # runs that are shown, beside those that have not ended
 
 @dataclass(frozen=True)
 class SiteStatus:
-    """``state``: online, offline, or not registered; ``seen``: when it was last here, in ISO 8601, empty: never."""
+    """Describe a site.
+
+    Attributes:
+        name: The site's name.
+        node: Flower's id of its node; None: it has none.
+        state: online, offline or not registered.
+        seen: When it was connected last, in ISO 8601; empty: never.
+    """
 
     name: str
     node: int | None
@@ -32,9 +43,25 @@ class SiteStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """``accepted``: replies of the last round that were used, of ``cohort``; ``metric`` has ``value``; ``left``: seconds to the end at the
-    pace of the last rounds; ``refused``: whose reply was not used in it, and why; ``received``, ``sent``: bytes from and to the sites.
-    ``id`` 0: it waits in the queue."""
+    """Describe how far a run is.
+
+    Attributes:
+        id: Flower's id; 0: the run waits in the queue.
+        name: The name of its folder.
+        status: waiting, starting, or Flower's status.
+        round: The last round that is done.
+        rounds: How many rounds there will be; 0: not known yet.
+        accepted: Replies of the last round that were used.
+        cohort: Clients that were asked in the last round.
+        loss: Mean training loss of the last round.
+        metric: The name of the task's metric.
+        value: Its value in the last round.
+        seconds: Mean seconds of the last five rounds.
+        left: Seconds to the end at that pace.
+        refused: By site, why its reply was not used in the last round.
+        received: Bytes from the sites.
+        sent: Bytes to the sites.
+    """
 
     id: int
     name: str
@@ -55,7 +82,15 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """``expires``: days until the first certificate of the server ends."""
+    """Describe a server, its sites and its runs.
+
+    Attributes:
+        at: The time of this status, in ISO 8601.
+        server: The address of the Control API.
+        expires: Days until the first certificate of the server ends.
+        sites: The sites of server.toml.
+        runs: The runs that wait, those that go on, and the last that ended.
+    """
 
     at: str
     server: str
@@ -64,11 +99,21 @@ class Status:
     runs: list[RunStatus]
 
     def to_json(self) -> str:
+        """Return the status as JSON."""
         return json.dumps(asdict(self), indent=1)
 
 
 def status(server: ServerFolder, address: str = "") -> Status:
-    """As it is now. Raises ControlError where no SuperLink answers or a site has no key, QueueError where the queue cannot be read."""
+    """Return the status of ``server`` now.
+
+    Args:
+        server: The server's folder.
+        address: Of the Control API, if it is not the one in server.toml.
+
+    Raises:
+        ControlError: No SuperLink answers, or a site has no key.
+        QueueError: The queue cannot be read.
+    """
     with control_of(server, address) as control:
         nodes, runs = control.all_nodes(), control.runs()
     keys = {public_in(node.key): node for node in nodes}
@@ -80,20 +125,23 @@ def status(server: ServerFolder, address: str = "") -> Status:
         else:
             seen = node.seen.isoformat(timespec="seconds") if node.seen else ""
             sites.append(SiteStatus(name, node.id, "online" if node.online else "offline", seen))
-    named = {site.node: site.name for site in sites if site.node is not None}
+    site_of_node = {site.node: site.name for site in sites if site.node is not None}
     ended = [run for run in runs if run.status.startswith("finished")][:LAST]
     shown = [run for run in runs if not run.status.startswith("finished") or run in ended]
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     waiting = [_waiting(server, entry) for entry in reversed(Queue(server).waiting()) if not any(map(entry.started_as, runs))]
-    return Status(now, control.address, days_left(server)[1], sites, [*waiting, *(_run(server, run, named) for run in shown)])
+    return Status(now, control.address, days_left(server)[1], sites, [*waiting, *(_run(server, run, site_of_node) for run in shown)])
 
 
-def _waiting(server: ServerFolder, entry: Entry) -> RunStatus:
+def _waiting(server: ServerFolder, entry: QueuedRun) -> RunStatus:
     return RunStatus(0, entry.name, entry.state, 0, rounds_of(server, entry.config))
 
 
-def _run(server: ServerFolder, run: Submitted, named: Mapping[int, str]) -> RunStatus:
-    """``named``: the sites' names by node, for a run that was submitted without."""
+def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str]) -> RunStatus:
+    """Describe a run that was submitted.
+
+    ``site_of_node`` has the sites' names, for a run whose config does not name them.
+    """
     name = run_name(run)
     rows = rows_of(folder_of(server, run.config, name)) if name else []
     rounds = rounds_of(server, run.config)
@@ -103,8 +151,8 @@ def _run(server: ServerFolder, run: Submitted, named: Mapping[int, str]) -> RunS
     left = None if seconds is None or run.status.startswith("finished") else max(0, rounds - last["round"]) * seconds
     names = [part for part in str(run.config.get("client-names", "")).split(",") if part]
     nodes = [int(part) for part in str(run.config.get("client-nodes", "")).split(",") if part]
-    called = ClientNames(tuple(names or [named.get(node, "") for node in nodes]), tuple(nodes))
-    unused = [row for row in last.get("clients", ()) if row.get("refused")]
+    client_names = ClientNames(tuple(names or [site_of_node.get(node, "") for node in nodes]), tuple(nodes))
+    unused_rows = [row for row in last.get("clients", ()) if row.get("refused")]
     columns = list(last)
     metric = columns[columns.index("loss") + 1] if "loss" in columns[:-1] else "accuracy"  # stands behind the loss, whatever the task
     return RunStatus(
@@ -120,6 +168,6 @@ def _run(server: ServerFolder, run: Submitted, named: Mapping[int, str]) -> RunS
         last.get(metric),
         seconds,
         left,
-        {called.site(row["client"]) or called.client(row["client"]): str(row["refused"]) for row in unused},
+        {client_names.site(row["client"]) or client_names.client(row["client"]): str(row["refused"]) for row in unused_rows},
         *run.nbytes,
     )

@@ -1,4 +1,4 @@
-"""``fl-bn submit``: a run on the deployed sites, its log, and an exit code that says how it ended."""
+"""Submit a run to the deployed sites, show its log, and say how it ended: ``fl-bn submit``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fl_bn.support.flower_config import Scalar, flower_config
 from fl_bn_site.control import SILENCE, Control, ControlError, control_of
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.membership import check_expiry
-from fl_bn_site.queue import REFUSED, STARTED, Entry, NoQueue, Queue, QueueError
+from fl_bn_site.queue import Queue
+from fl_bn_site.queue_store import REFUSED, STARTED, NoQueue, QueuedRun, QueueError
 
 COMPLETED = "finished:completed"
 LOOK = 1.0  # seconds between looks at the queue
@@ -35,42 +36,75 @@ Say = Callable[[str], None]
 
 
 def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
-    """The run config's keys that follow from the folder, and those that the user gave, which win. Raises ConfigError."""
-    return _checked(server, _own(server, parse_overrides(overrides)))
+    """Return the run config of a run: the keys that follow from the folder, and those that the user gave, which win.
+
+    Args:
+        server: The server's folder.
+        overrides: The keys that the user gave.
+
+    Raises:
+        ConfigError: A key has no effect, is unknown, or its value is out of range.
+    """
+    return _complete(server, _with_defaults(server, parse_overrides(overrides)))
 
 
 def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
-    """Whether the run completed. It waits in the server's queue until it may start: ``parallel`` runs at a time, 0: as server.toml says.
-    Its log goes to ``say``, line by line.
+    """Submit a run, wait in the server's queue until it may start, and follow its log.
+
+    Args:
+        server: The server's folder.
+        overrides: The keys that the user gave.
+        address: Of the Control API, if it is not the one in server.toml.
+        say: Is given each line of the log.
+        parallel: The number of runs at a time that it may be one of; 0: as server.toml says.
+
+    Returns:
+        Whether the run completed.
 
     Raises:
-        ConfigError, FolderError, ControlError, QueueError, NameTaken: it could not be submitted.
+        ConfigError: The run config is wrong.
+        NameTaken: Another run has the name.
+        FolderError: A file of the kit or of the project is wrong.
+        ControlError: The SuperLink does not answer, or refuses the run.
+        QueueError: The queue cannot be written.
     """
-    given = _own(server, parse_overrides(overrides))
-    checked = RunConfig.from_mapping(_checked(server, given))
+    given = _with_defaults(server, parse_overrides(overrides))
+    checked = RunConfig.from_mapping(_complete(server, given))
     fresh = not checked.name and not checked.resume
     if fresh:
         given["name"] = checked.name_at(datetime.now())  # so that the SuperLink, too, knows which folder is whose
-    return _carried_out(server, given, address, say, parallel, fresh)
+    return _carry_out(server, given, address, say, parallel, fresh)
 
 
 def resume(server: ServerFolder, name: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
-    """Go on with the run ``name``, or, where that is empty, with the one whose checkpoint is the newest, with the config in its folder.
+    """Resume a run with the config in its folder, as ``submit`` starts a new one.
+
+    Args:
+        server: The server's folder.
+        name: The name of the run; empty: the run with the newest checkpoint.
+        address: Of the Control API, if it is not the one in server.toml.
+        say: Is given each line of the log.
+        parallel: The number of runs at a time that it may be one of; 0: as server.toml says.
+
+    Returns:
+        Whether the run completed.
 
     Raises:
-        ConfigError: there is none that could go on.
-        As ``submit``.
+        ConfigError: There is no run to resume.
+        FolderError: A file of the kit or of the project is wrong.
+        ControlError: The SuperLink does not answer, or refuses the run.
+        QueueError: The queue cannot be written.
     """
     name = name or _newest(server)
     config = config_to_resume(server.results / name, deployed=True)
     given = {key: value for key, value in config.to_mapping().items() if key not in OF_FOLDER}
     if not given["client-names"]:
         del given["client-names"]
-    return _carried_out(server, _own(server, given), address, say, parallel, False)
+    return _carry_out(server, _with_defaults(server, given), address, say, parallel, False)
 
 
 def how_to_go_on(server: ServerFolder, name: str) -> str:
-    """What to type after a run ended early."""
+    """Return the command to type after the run ``name`` ended early."""
     run = server.results / name
     rounds = sorted(int(path.stem.removeprefix("round-")) for path in (run / FOLDER).glob("round-*.safetensors"))
     if rounds:
@@ -79,20 +113,20 @@ def how_to_go_on(server: ServerFolder, name: str) -> str:
     return f'it has no checkpoint to go on from ({where}); begin it anew: fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
 
 
-def _own(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def _with_defaults(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Return ``given`` with the default of every key that the folder would set and the run would ignore: an address of an exchange, say.
 
     Raises:
         ConfigError: A key of ``given`` has no effect, is unknown, or its value is out of range.
     """
     use = Usage()
-    use.config(Queue(server).completed(given), must=given)
+    use.config(Queue(server).complete_config(given), must=given)
     keys = RunConfig.keys()
     return {**given, **{key: keys[key].default for key in use.ignored}}
 
 
-def _checked(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    config = Queue(server).completed(given)
+def _complete(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    config = Queue(server).complete_config(given)
     RunConfig.from_mapping(config)
     try:
         flower_config(config)
@@ -108,7 +142,7 @@ def _newest(server: ServerFolder) -> str:
     return runs[-1].parent.parent.name
 
 
-def _carried_out(server: ServerFolder, given: Mapping[str, Any], address: str, say: Say, parallel: int, rename: bool) -> bool:
+def _carry_out(server: ServerFolder, given: Mapping[str, Any], address: str, say: Say, parallel: int, rename: bool) -> bool:
     name = str(given.get("resume") or given["name"])
     if warning := check_expiry(server):
         say(warning)
@@ -118,13 +152,13 @@ def _carried_out(server: ServerFolder, given: Mapping[str, Any], address: str, s
         try:
             entry = queue.add(given, parallel, rename)
         except NoQueue:
-            say(f"{queue.folder} may not be written to: the run does not wait for others, but starts at once")
+            say(f"{queue.store.folder} may not be written to: the run does not wait for others, but starts at once")
             run = queue.submit(given, control)
         else:
             name, run = entry.name, _its_turn(queue, entry, control, say)
             if not run:
                 return False
-        sites = ", ".join(queue.sites(queue.completed(given)))
+        sites = ", ".join(queue.sites(queue.complete_config(given)))
         say(f"run {run} is submitted to {control.address} as {name}{f', for sites {sites}' if sites else ''}")
         try:
             status = _follow(control, run, say)
@@ -138,52 +172,56 @@ def _carried_out(server: ServerFolder, given: Mapping[str, Any], address: str, s
     return status == COMPLETED
 
 
-def _its_turn(queue: Queue, entry: Entry, control: Control, say: Say) -> str:
-    """Flower's id of the run, once it was started; empty if it was taken out of the queue.
+def _its_turn(queue: Queue, entry: QueuedRun, control: Control, say: Say) -> str:
+    """Wait until the run is started.
+
+    Returns:
+        Flower's id of the run; empty: it was taken out of the queue.
 
     Raises:
-        ControlError: the SuperLink refused it.
-        ControlError, FolderError, QueueError, OSError: nobody could look for long, as ``Queue.dispatch`` says; the run stays in the queue.
+        ControlError: The SuperLink refused the run.
+        ControlError, FolderError, QueueError, OSError: The queue could not be looked after for a long time. The
+            run stays in it.
     """
-    told, answered = "", time.monotonic()
+    last_reason, last_answer = "", time.monotonic()
     try:
         while True:
-            now: Entry | None = entry
+            current: QueuedRun | None = entry
             ahead: list[str] = []
             try:
                 why = queue.dispatch(control).get(entry.number, "")
-                now, ahead = queue.find(entry.number), [other.name for other in queue.waiting() if other.number < entry.number]
+                current, ahead = queue.store.find(entry.number), [other.name for other in queue.waiting() if other.number < entry.number]
             except (ControlError, FolderError, QueueError, OSError) as error:
-                if time.monotonic() - answered > SILENCE:
+                if time.monotonic() - last_answer > SILENCE:
                     _say_that_it_stays(queue, entry, say)
                     raise
                 why = f"{error}; trying again"
             else:
-                answered = time.monotonic()
-            if now is None:
+                last_answer = time.monotonic()
+            if current is None:
                 say(f"{entry.name} was taken out of the queue")
                 return ""
-            if now.state == STARTED:
-                return now.run
-            if now.state == REFUSED:
-                raise ControlError(f"{entry.name} was not started: {now.why}")
-            if why and why != told:
+            if current.state == STARTED:
+                return current.run
+            if current.state == REFUSED:
+                raise ControlError(f"{entry.name} was not started: {current.why}")
+            if why and why != last_reason:
                 say(f"{entry.name} waits{f' behind {len(ahead)} others' if ahead else ''}: {why}")
-                told = why
+                last_reason = why
             time.sleep(LOOK)
     except KeyboardInterrupt:
         _say_that_it_stays(queue, entry, say)
         raise
 
 
-def _say_that_it_stays(queue: Queue, entry: Entry, say: Say) -> None:
+def _say_that_it_stays(queue: Queue, entry: QueuedRun, say: Say) -> None:
     say(f"{entry.name} stays in the queue, and starts by itself as long as `fl-bn start` of the server runs. To take it out:")
     say(f"  fl-bn abort {shlex.quote(str(queue.server.path))} {entry.name}")
 
 
 def _follow(control: Control, run: str, say: Say) -> str:
-    """The run's last status; says each line of its log once, through restarts of the SuperLink."""
-    rest, seen, answered, status = "", 0.0, time.monotonic(), ""
+    """Say each line of the run's log once, through restarts of the SuperLink. Return the run's last status."""
+    rest, seen, last_answer, status = "", 0.0, time.monotonic(), ""
     while True:
         for text, time_of_it in control.log(run, seen):
             seen = time_of_it
@@ -197,9 +235,9 @@ def _follow(control: Control, run: str, say: Say) -> str:
         try:
             status = control.status(run)
         except ControlError as error:
-            if time.monotonic() - answered > SILENCE:
+            if time.monotonic() - last_answer > SILENCE:
                 raise
             say(f"{error}; trying again")
         else:
-            answered = time.monotonic()
+            last_answer = time.monotonic()
         time.sleep(LOOK)

@@ -1,22 +1,26 @@
-"""``python -P superlink.py ARGUMENT...``: Flower 1.25's ``flower-superlink``, with four repairs.
+"""Run Flower 1.25's ``flower-superlink`` with four repairs: ``python -P superlink.py ARGUMENT...``.
 
-A ServerApp sends a message in two steps, first the message, then its tensors. A SuperNode that asks in between is told to wait for them,
-but Flower 1.25.0 counts the traffic of that answer, 0 bytes, as an error: the SuperNode then gives the message up and hangs for ever. It
-happens once in a hundred messages to small models, and more often the longer the tensors take. Here an answer of no bytes is not counted.
+A ServerApp sends a message in two steps, first the message, then its tensors. A SuperNode that asks in between
+is told to wait for them, but Flower 1.25.0 counts the traffic of that answer, 0 bytes, as an error. The
+SuperNode then gives the message up and hangs for ever. It happens once in a hundred messages to small models,
+and more often the longer the tensors take. Here an answer of no bytes is not counted.
 
-Replies of two sites that share a tensor, bit for bit, and come at the same moment: Flower's store looks whether the tensor is known, and
-enters it if not. Both found it unknown, the second failed, and that reply was lost. Here the store is changed by one thread at a time.
+Replies of two sites may share a tensor, bit for bit, and come at the same moment. Flower's store looks whether
+the tensor is known, and enters it if not. Both find it unknown, the second fails, and that reply is lost. Here
+the store is changed by one thread at a time.
 
-A reply comes in two steps, too. A site that ends between them leaves a reply whose tensors never come. Flower hands it to the ServerApp,
-which waits for them more than an hour, whatever the round's deadline. Here a reply is handed over when all of it is there. If its site
-has gone by then, the ServerApp is told so, and asks again.
+A reply comes in two steps, too. A site that ends between them leaves a reply whose tensors never come. Flower
+hands it to the ServerApp, which waits for them more than an hour, whatever the round's deadline. Here a reply
+is handed over when all of it is there. If its site has gone by then, the ServerApp is told so, and asks again.
 
-A full disk under its database fails whatever is to be entered: a site's reply, a run's next message. Flower's ServerApp and SuperNode take
-that for their end. Here what finds the disk full waits for room on it, and begins again.
+A full disk under its database fails whatever is to be entered: a site's reply, a run's next message. Flower's
+ServerApp and SuperNode take that for their end. Here a change that finds the disk full waits for room on it,
+and begins again.
 
-Its log leaves out the line that every question of a site for messages would make, twice a second and site.
+Each site asks for messages twice a second. Here the log leaves out the line that every such question would
+make.
 
-Run by its path, and so is ``compat``, since the package around them would import torch.
+This file is run by its path, and runs ``compat`` by its path, since the package around them would import torch.
 """
 
 import inspect
@@ -45,7 +49,7 @@ MISSING = """
 
 
 def repair(kind: Any) -> None:
-    """Let ``kind.store_traffic`` take an answer of no bytes for what it is."""
+    """Make ``kind.store_traffic`` accept an answer of no bytes."""
     count = kind.store_traffic
 
     def store_traffic(self: Any, run_id: int, *, bytes_sent: int, bytes_recv: int) -> None:
@@ -56,20 +60,23 @@ def repair(kind: Any) -> None:
 
 
 def whole_replies(kind: Any) -> None:
-    """Let ``kind`` hand over a reply when all its tensors are there, as long as its site is here to send them."""
-    found = kind.get_message_res
+    """Make ``kind`` hand over a reply only when all its tensors are there, as long as its site is here to send them."""
+    get_replies = kind.get_message_res
 
     def get_message_res(self: Any, message_ids: set[str]) -> Any:
         marks = ",".join("?" * len(message_ids))
         replies = self.query(UNDELIVERED.format(marks=marks), (*message_ids, time.time())) if message_ids else []
         partial = {r["asked"] for r in replies if self.object_store.query(MISSING, (r["reply"],))[0]["missing"]}
-        return found(self, message_ids - partial) if message_ids - partial else []
+        return get_replies(self, message_ids - partial) if message_ids - partial else []
 
     kind.get_message_res = get_message_res
 
 
 def one_at_a_time(kind: Any) -> None:
-    """Let threads enter into, and delete from, the stores of ``kind`` one after the other: all of them are one database of this process."""
+    """Make threads change the stores of ``kind`` one after the other.
+
+    All of these stores are one database of this process.
+    """
     alone = threading.RLock()
 
     def locked(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,16 +92,19 @@ def one_at_a_time(kind: Any) -> None:
 
 
 def wait_for_room(*kinds: Any) -> None:
-    """Let the methods of ``kinds`` that find the disk full wait for room. Each is one transaction, so it can begin again; one that another
-    calls fails, and the other begins again."""
-    within = threading.local()
+    """Make the methods of ``kinds`` that find the disk full wait for room.
+
+    Each method is one transaction, so it can begin again. Where one method calls another, the outer one begins
+    again.
+    """
+    thread = threading.local()
 
     def patient(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if getattr(within, "another", False):
+            if getattr(thread, "another", False):
                 return method(*args, **kwargs)
-            within.another, end, told = True, time.monotonic() + PATIENCE, False
+            thread.another, end, reported = True, time.monotonic() + PATIENCE, False
             try:
                 while True:
                     try:
@@ -102,12 +112,12 @@ def wait_for_room(*kinds: Any) -> None:
                     except sqlite3.OperationalError as error:
                         if FULL not in str(error) or time.monotonic() > end:
                             raise
-                    if not told:
+                    if not reported:
                         logging.getLogger("flwr").warning("the disk of the SuperLink's state is full: make room on it; trying again")
-                    told = True
+                    reported = True
                     time.sleep(PAUSE)
             finally:
-                within.another = False
+                thread.another = False
 
         return call
 
@@ -118,11 +128,12 @@ def wait_for_room(*kinds: Any) -> None:
 
 
 def tells(record: logging.LogRecord) -> bool:
-    """Whether a line of the log tells more than that a site asks for messages."""
+    """Return whether a line of the log says more than that a site asks for messages."""
     return POLL not in str(record.msg)
 
 
 def main() -> None:
+    """Run the SuperLink until it is stopped."""
     compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
     try:
         compat["check_deployed"]("fl-bn's SuperLink")

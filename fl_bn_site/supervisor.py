@@ -1,4 +1,8 @@
-"""Keeps programs running: starts them again when they end, keeps their output, and ends them when it ends, however it ends."""
+"""Keep programs running.
+
+A program that ends is started again, and its output is written to a log. However the supervisor ends, its
+programs end with it.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,15 @@ class AlreadyRunning(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Seconds: ``first`` wait before a program is started again, doubled each time up to ``longest``, and again ``first`` after it ran for
-    ``steady``; ``grace`` between asking a program to end and killing it."""
+class Delays:
+    """Say how long to wait, in seconds.
+
+    Attributes:
+        first: Before a program is started again. The wait doubles each time.
+        longest: The longest such wait.
+        steady: After a program ran for so long, the wait is ``first`` again.
+        grace: Between asking a program to end and killing it.
+    """
 
     first: float = 1.0
     longest: float = 30.0
@@ -43,21 +53,23 @@ class Patience:
     grace: float = 10.0
 
     def delay(self, failures: int) -> float:
-        """Before the next start, after ``failures`` >= 1 in a row."""
+        """Return the wait before the next start, after ``failures`` >= 1 in a row."""
         return min(self.longest, self.first * 2.0 ** min(failures - 1, 30))
 
 
-class Daily(RotatingFileHandler):
-    """A log file that is put aside when it is large, or a day old."""
+class DailyLog(RotatingFileHandler):
+    """Begin a new log file when the current one is large, or a day old."""
 
     begun: float | None = None  # when the file's first line was written, in seconds of the clock
 
     def shouldRollover(self, record: LogRecord) -> bool:  # noqa: N802, as logging names it
+        """Return whether the current file is too large or too old for ``record``."""
         if self.begun is None:
             self.begun = self._first(record.created)
         return bool(super().shouldRollover(record)) or record.created - self.begun >= DAY
 
     def doRollover(self) -> None:  # noqa: N802
+        """Begin a new file."""
         super().doRollover()
         self.begun = None
 
@@ -71,17 +83,24 @@ class Daily(RotatingFileHandler):
 
 
 class Output:
-    """Lines of all programs: to the terminal, after the program's name, and to ``logs/NAME.log`` with the time: the last 14 days, and
-    14 x 5 MB at most each."""
+    """Print and log the lines of all programs.
+
+    A line goes to the terminal after its program's name, and to ``logs/NAME.log`` with the time. Each program
+    has the logs of the last 14 days, and 14 x 5 MB at most.
+
+    Args:
+        logs: The folder of the logs.
+    """
 
     def __init__(self, logs: Path) -> None:
         self._logs, self._files, self._lock, self._terminal = logs, dict[str, Logger](), threading.Lock(), True
 
     def write(self, name: str, line: str) -> None:
+        """Write a ``line`` of the program ``name``."""
         line = COLOURS.sub("", line).rstrip()
         with self._lock:
             if name not in self._files:
-                handler = Daily(self._logs / f"{name}.log", maxBytes=5_000_000, backupCount=13, encoding="utf-8")
+                handler = DailyLog(self._logs / f"{name}.log", maxBytes=5_000_000, backupCount=13, encoding="utf-8")
                 handler.setFormatter(Formatter("%(asctime)s %(message)s"))
                 self._files[name] = Logger(name)
                 self._files[name].addHandler(handler)
@@ -93,15 +112,22 @@ class Output:
                     self._terminal = False
 
     def close(self) -> None:
+        """Close the logs."""
         for log in self._files.values():
             for handler in log.handlers:
                 handler.close()
 
 
-class Program:
-    """One command: running, waiting to be started again at ``due`` (monotonic seconds), or done."""
+class SupervisedProgram:
+    """Keep one command running. It is running, waits to be started again, or is done.
 
-    def __init__(self, command: Command, patience: Patience, output: Output) -> None:
+    Args:
+        command: The command.
+        patience: How long to wait before it is started again.
+        output: Where its lines go.
+    """
+
+    def __init__(self, command: Command, patience: Delays, output: Output) -> None:
         self._command, self._patience, self._output = command, patience, output
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
@@ -110,7 +136,7 @@ class Program:
         self.done = False
 
     def look(self, now: float) -> None:
-        """Starts it if it is due, and notices if it has ended."""
+        """Start the program if it is due, or notice that it has ended. ``now`` is in monotonic seconds."""
         if self._process is None:
             if not self.done and now >= self._due:
                 self._start(now)
@@ -125,17 +151,19 @@ class Program:
             self._say(f"ended with {_code(code)}; it is started again in {wait:g} s")
 
     def end(self) -> None:
-        """Asks it to end."""
+        """Ask the program to end."""
         self.done = True
         if self._process is not None:
             self._process.terminate()
 
     def ended(self) -> bool:
+        """Return whether the program has ended."""
         if self._process is not None and self._process.poll() is not None:
             self._reap()
         return self._process is None
 
     def kill(self) -> None:
+        """Kill the program if it still runs."""
         if self._process is not None:
             self._say("does not end, and is killed")
             self._process.kill()
@@ -171,7 +199,7 @@ class Program:
                         self._say(f"said {words!r}: {hint}")
 
     def _reap(self) -> None:
-        """After its end: what it had started goes, too, and would else hold its ports."""
+        """Clean up after the program's end. What it has started is killed, since that would hold its ports."""
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._reader is not None
@@ -185,18 +213,23 @@ class Program:
         self._output.write("fl-bn", f"{self._command.name} {text}")
 
 
-def supervise(commands: Sequence[Command], logs: Path, patience: Patience | None = None) -> None:
-    """Runs until SIGINT, SIGTERM or SIGHUP. Call it from the main thread, which is where signals arrive.
+def supervise(commands: Sequence[Command], logs: Path, patience: Delays | None = None) -> None:
+    """Keep the commands running until SIGINT, SIGTERM or SIGHUP. Call it from the main thread, where signals arrive.
+
+    Args:
+        commands: The commands.
+        logs: The folder of the logs.
+        patience: How long to wait before a program is started again.
 
     Raises:
-        AlreadyRunning: for the folder of ``logs``.
+        AlreadyRunning: Another ``fl-bn start`` of this folder is running.
     """
-    patience = patience or Patience()
+    patience = patience or Delays()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a program may print what the terminal cannot show
     with _alone(logs), _signals() as received:
         output = Output(logs)
-        programs = [Program(command, patience, output) for command in commands]
+        programs = [SupervisedProgram(command, patience, output) for command in commands]
         try:
             while not received:
                 for program in programs:
@@ -217,7 +250,7 @@ def supervise(commands: Sequence[Command], logs: Path, patience: Patience | None
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals received so far that ask to end."""
+    """Collect the signals that ask to end, while the block runs."""
     received: list[int] = []
     wanted = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
@@ -243,6 +276,6 @@ def _alone(logs: Path) -> Iterator[None]:
 
 
 def _code(code: int) -> str:
-    """A program that a signal ended is reported as 128 + its number by the tether, as by a shell."""
+    """Say how a program ended. The tether reports a signal as 128 + its number, as a shell does."""
     killed = code - 128 if code > 128 else -code
     return signal.Signals(killed).name if killed in set(signal.Signals) else f"exit code {code}"

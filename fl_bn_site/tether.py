@@ -1,7 +1,8 @@
-"""``python tether.py PROGRAM ARGUMENT...``: runs PROGRAM, and kills it, with all that it started, when standard input ends.
+"""Run a program, and kill it when standard input ends: ``python tether.py PROGRAM ARGUMENT...``.
 
-Standard input is a pipe that only the supervisor holds open, so it ends when the supervisor does, be it by SIGKILL. Started in a process
-group of its own. Run by its path, not as a module, so that it costs milliseconds: the package around it would import torch.
+Standard input is a pipe that only the supervisor holds open, so it ends when the supervisor does, even by
+SIGKILL. All that the program has started is killed, too: this process leads a process group of its own. It is
+run by its path, not as a module, and so costs milliseconds: the package around it would import torch.
 """
 
 import ctypes
@@ -15,6 +16,7 @@ PR_SET_PDEATHSIG = 1  # Linux
 
 
 def main(argv: list[str]) -> int:
+    """Run the program ``argv``. Return its exit code; 128 and the signal's number where a signal ended it."""
     program = os.fork()
     if program == 0:
         if sys.platform == "linux":  # for the case that this process is the one that gets killed
@@ -32,11 +34,13 @@ def main(argv: list[str]) -> int:
 
 
 def ask(program: int, number: int) -> None:
+    """Send the signal ``number`` to the process ``program``, if it still runs."""
     with suppress(ProcessLookupError):  # it has ended just now
         os.kill(program, number)
 
 
 def watch() -> None:
+    """Wait until standard input ends, then kill the process group."""
     while os.read(0, 1):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)

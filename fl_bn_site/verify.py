@@ -1,4 +1,7 @@
-"""``fl-bn kit verify``: whether certificates, keys, modes and TOML files of a kit, or of one folder of it, fit together."""
+"""Check whether the parts of a kit, or of one folder of it, fit together: ``fl-bn kit verify``.
+
+The parts are certificates, keys, file modes and TOML files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,13 @@ NEW_KIT = "ask whoever made the kit for the right one"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at; ``remedy``: what to do where it is not ``ok``."""
+    """Hold the result of one check.
+
+    Attributes:
+        ok: Whether ``subject`` is true.
+        subject: A statement about the kit.
+        remedy: What to do where it is not true.
+    """
 
     ok: bool
     subject: str
@@ -30,7 +39,10 @@ class Check:
 
 
 def verify(folder: Path) -> list[Check]:
-    """All checks of a kit, of its server's folder or of a site's. Never raises for what is in the folder: that is a failed check."""
+    """Make all checks of a kit, of its server's folder or of a site's.
+
+    Whatever is wrong in the folder is a failed check, and raises nothing.
+    """
     if (folder / ServerFolder.file).exists():
         return list(_server(folder))
     if (folder / SiteFolder.file).exists():
@@ -89,7 +101,7 @@ def _server(folder: Path) -> Iterator[Check]:
         f"{server.key} belongs to {server.certificate}",
         lambda: public_half(server.key),
         lambda: key_in(read_certificate(server.certificate)),
-        "certificate and key of another kit got mixed",
+        "the certificate and the key are of different kits: put back those of this kit",
     )
     for name in server.sites:
         yield _readable(server.public_key(name))
@@ -108,7 +120,7 @@ def _site(folder: Path) -> Iterator[Check]:
         f"{site.private_key} belongs to {site.public_key}",
         lambda: public_half(site.private_key),
         lambda: read_public(site.public_key),
-        "keys of two sites got mixed; the server knows this site by site.pub",
+        "they are of different sites: put back the site.key that belongs to site.pub, by which the server knows this site",
     )
 
 
@@ -121,8 +133,8 @@ def _dates(path: Path) -> Iterator[Check]:
     start, end, now = certificate.not_valid_before_utc, certificate.not_valid_after_utc, datetime.now(UTC)
     subject = f"{path} is valid from {start:%Y-%m-%d} to {end:%Y-%m-%d}"
     if start <= now <= end:
-        left = (end - now).days
-        yield Check(True, subject + (f": {left} days are left, renew it" if left < SOON else ""))
+        days = (end - now).days
+        yield Check(True, subject + (f": {days} days are left, renew it" if days < SOON else ""))
     else:
         yield Check(False, subject, f"it is {now:%Y-%m-%d %H:%M} UTC here; set the clock, or renew the certificate")
 
@@ -166,7 +178,7 @@ def _readable(path: Path) -> Check:
 
 
 def _same(subject: str, one: Callable[[], object], other: Callable[[], object], remedy: str) -> Check:
-    """``ok`` where both give equal values; what they cannot read is the remedy's business, too."""
+    """Check that two functions return equal values. A file that they cannot read is a failed check."""
     try:
         return Check(one() == other(), subject, remedy)
     except (OSError, ValueError) as error:

@@ -1,7 +1,8 @@
-"""``python watched.py PROGRAM ARGUMENT...``: runs PROGRAM, passes its output on, and ends it when it says that it will hang.
+"""Run a program and end it when it says that it will hang: ``python watched.py PROGRAM ARGUMENT...``.
 
-Flower 1.25's SuperNode waits for ever, online but deaf, once it got half a message, from a ServerApp that was killed while it sent one
-(``Failed to receive message``, then nothing). It is ended here, with exit code 1, for whoever keeps it running to start it again.
+Flower 1.25's SuperNode may get half a message, from a ServerApp that is killed while it sends one. It then says
+``Failed to receive message``, stays online and never answers again. This program passes its output on, and ends
+it with exit code 1. Whoever keeps it running starts it again.
 
 Run by its path, not as a module, so that it costs little: the package around it would import torch.
 """
@@ -17,6 +18,7 @@ GRACE = 10.0  # seconds to end in
 
 
 def main(argv: list[str]) -> int:
+    """Run the program ``argv``. Return its exit code; 1: it was ended."""
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: process.send_signal(number))
@@ -29,13 +31,14 @@ def main(argv: list[str]) -> int:
 
 
 def copy(process: "subprocess.Popen[bytes]", name: str, deaf: threading.Event) -> None:
+    """Copy the output of ``process``, and end the process where it says that it will hang. ``deaf`` is set then."""
     assert process.stdout is not None
     for line in process.stdout:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
         if HANGS in line and not deaf.is_set():
             deaf.set()
-            print(f"{name} got half a message and would wait for ever: it is ended, to be started again", flush=True)
+            print(f"{name} got half a message and would wait for ever: it is ended here, and has to be started again", flush=True)
             process.terminate()
             threading.Timer(GRACE, process.kill).start()
 

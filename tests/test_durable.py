@@ -362,7 +362,7 @@ def test_a_file_of_another_program_is_damaged(tmp_path: Path) -> None:
 
 def test_what_is_wrong_is_said_with_the_files_name(small: bytes, tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(small[:-1])
-    with pytest.raises(Damaged, match=rf"short: its checksum is not that of its {len(small) - 1} bytes: it was cut short or altered"):
+    with pytest.raises(Damaged, match=rf"short: its checksum does not match its {len(small) - 1} bytes: it was cut short or altered"):
         load_tensors(tmp_path / "short")
     with pytest.raises(FileNotFoundError):  # absent is not damaged
         load_tensors(tmp_path / "absent")

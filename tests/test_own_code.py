@@ -20,7 +20,7 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.support.user_code import OWN, VARIABLE, Modules, Refused, function
 from fl_bn_site.commands import commands, node_config
 from fl_bn_site.folders import ServerFolder, SiteFolder
-from fl_bn_site.kit import Plan, create
+from fl_bn_site.kit import KitPlan, create
 
 NAMES = ("theirs", "packaged", "beside", "beside_too", "trap")
 DATA = """
@@ -183,7 +183,7 @@ def test_the_library_takes_what_its_caller_names(app: Path) -> None:
 
 
 def test_a_kit_hands_on_what_its_owner_allows(tmp_path: Path) -> None:
-    create(Plan("127.0.0.1", ("A", "B")), tmp_path / "kit")
+    create(KitPlan("127.0.0.1", ("A", "B")), tmp_path / "kit")
     for file, line in (("server/server.toml", 'allow-modules = ""'), ("sites/A/site.toml", 'allow-modules = ""')):
         path = tmp_path / "kit" / file
         text = path.read_text()

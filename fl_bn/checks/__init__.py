@@ -1,1 +1,4 @@
-"""What ``fl-bn doctor`` looks at on every machine: packages, memory, clock, the run config, the data and the model."""
+"""Check every machine before a run: ``fl-bn doctor``.
+
+The checks look at packages, memory, clock, the run config, the data and the model.
+"""

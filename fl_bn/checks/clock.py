@@ -1,4 +1,4 @@
-"""The clock of this machine."""
+"""Check the clock of this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIME_ERROR = 5  # adjtimex: no time service keeps this clock
 
 
 def time_service() -> Finding:
-    """Whether a time service (NTP) keeps this clock, as the kernel knows it."""
+    """Check whether a time service (NTP) sets this clock, as the kernel knows it."""
     buffer = ctypes.create_string_buffer(1024)  # struct timex, all zero: ask, set nothing
     state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
     if state < 0:

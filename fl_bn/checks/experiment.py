@@ -1,6 +1,7 @@
-"""The run: its config, the model's normalisation layers, the data, and the batches that come of them.
+"""Check a run: its config, the model's normalisation layers, the data, and the batches that are drawn from them.
 
-Imports of torch and Flower are inside the functions, so that a doctor can still speak where they are missing or of a wrong version.
+torch and Flower are imported inside the functions, so that the doctor can still speak where they are missing or
+of a wrong version.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_bn.checks.guard import guarded, reason
+from fl_bn.checks.guard import guard, reason
 from fl_bn.support.finding import Finding
 
 if TYPE_CHECKING:
@@ -17,29 +18,29 @@ if TYPE_CHECKING:
     from fl_bn.federation.settings import LocalTraining
     from fl_bn.run.config import RunConfig
 
-LABELS = "see that labels count from 0, and that the largest is no mistake; where a class is only rare, go on"
+LABELS = "check that labels count from 0, and that the largest label is right; go on if a class is only rare"
 FEW = 4  # samples of a batch below which its variance says little
 
 
 def run_config(values: Mapping[str, Any]) -> tuple[Finding, RunConfig | None]:
-    """The run config of ``values``, and None where it is refused."""
+    """Check the run config of ``values``, and return it with the finding; None where it is refused."""
     from fl_bn.run.config import ConfigError, RunConfig
 
     try:
         config = RunConfig.from_mapping(values)
     except ConfigError as error:
-        return refused(error), None
+        return refusal(error), None
     text = f"method={config.method} model={config.model} dataset={config.dataset} clients={config.clients} rounds={config.rounds}"
     return Finding("ok", "run config", text), config
 
 
-def refused(error: Exception) -> Finding:
-    """A run config that is wrong."""
+def refusal(error: Exception) -> Finding:
+    """Return the finding for a run config that is wrong."""
     return Finding("fail", "run config", str(error), "correct --run-config; `fl-bn config` prints every key")
 
 
 def model_layers(config: RunConfig) -> Finding:
-    """The normalisation layers that the method finds, and what it does with their tensors."""
+    """Check which normalisation layers the method finds in the model, and what it does with their tensors."""
     from fl_bn.federation.norm_layers import has_batch_norm, no_batch_norm, without_subject
     from fl_bn.flower.app.normalisation import describe_layers
     from fl_bn.run.assembly import client_model, source_model
@@ -58,7 +59,7 @@ def model_layers(config: RunConfig) -> Finding:
 
 
 def run_data(config: RunConfig) -> Finding:
-    """The data set that the run config names, as the server reads it."""
+    """Check the data set that the run config names, as the server reads it."""
     import torch
 
     from fl_bn.data.record import describe
@@ -83,9 +84,18 @@ def run_data(config: RunConfig) -> Finding:
 
 
 def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with the keys that a run needs to take this site's own data as they are; unchanged if they name a data set already.
+    """Add the keys that a run needs to take this site's own data as they are.
 
-    Raises what reading data raises: ValueError, FileNotFoundError.
+    Args:
+        node: The site's node config.
+        values: Keys of the run config.
+
+    Returns:
+        ``values`` with the keys; unchanged where they name a data set already.
+
+    Raises:
+        ValueError: The data are damaged, or in a form that cannot be read.
+        FileNotFoundError: The data are not there.
     """
     if not node.get("dataset") or "dataset" in values:
         return dict(values)
@@ -98,45 +108,53 @@ def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 
 
 def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Finding]:
-    """All checks of a run on a site with node config ``node``."""
-    asked = "dataset" in values
+    """Make all checks of a run on a site.
+
+    Args:
+        values: Keys of the run config.
+        node: The site's node config.
+    """
+    names_data = "dataset" in values
     try:
         values = own_form(node, values)
     except (ValueError, FileNotFoundError) as error:
         yield _no_data(error, "dataset and data-path in site.toml")
         return
-    found, config = run_config(values)
+    finding, config = run_config(values)
     if config is None:
-        yield found
+        yield finding
         return
-    if node.get("dataset") and not asked:
+    if node.get("dataset") and not names_data:
         form = f"dataset='sites' classes={config.classes} channels={config.channels} image-size={config.image_size}"
-        found = Finding(
-            "ok", found.check, f"{found.text}; none was given, so {form} were taken from this site's data: compare with the run's"
+        finding = Finding(
+            "ok", finding.check, f"{finding.text}; none was given, so {form} were taken from this site's data: compare with the run's"
         )
-    yield found
+    yield finding
     as_the_app(node)
-    yield guarded("model", lambda: model_layers(config))
+    yield guard("model", lambda: model_layers(config))
     try:
         train, test, counts = _samples(config, node)
     except (ValueError, FileNotFoundError) as error:
         yield _no_data(error, "dataset and data-path in site.toml, or --run-config")
         return
-    yield guarded("data", lambda: site_data(train, test, counts, str(node.get("dataset", "")), config.dataset, counted=not asked))
-    yield (found := guarded("batches", lambda: smallest_batch(len(train), config.local_training())))
-    if found.status != "fail":
-        yield guarded("model on data", lambda: model_on_data(config, train))
+    yield guard("data", lambda: site_data(train, test, counts, str(node.get("dataset", "")), config.dataset, counted=not names_data))
+    yield (finding := guard("batches", lambda: smallest_batch(len(train), config.local_training())))
+    if finding.status != "fail":
+        yield guard("model on data", lambda: model_on_data(config, train))
 
 
 def as_the_app(node: Mapping[str, Any]) -> None:
-    """Let this process take functions from where the app takes them on a machine with node config ``node``."""
+    """Let this process call the functions that the app may call on a machine with node config ``node``."""
     from fl_bn.run.assembly import allow_modules
 
     allow_modules(Path(__file__).parents[2], node)
 
 
 def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Samples, tuple[int, ...]]:
-    """As the ClientApp does it; a site without data of its own looks at the first share, since the server tells it its place later."""
+    """Return the samples as the ClientApp takes them.
+
+    A site without data of its own takes the first share: the server tells it its place only with a run.
+    """
     from fl_bn.run.assembly import OwnData, client_samples, partition_of
 
     index = partition_of(node, config) if "partition-id" in node else 0
@@ -144,7 +162,16 @@ def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Sampl
 
 
 def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, run: str, counted: bool = False) -> Finding:
-    """How many samples of what shape, and of which classes. ``counted``: these very labels say how many classes there are."""
+    """Check how many samples a site has, of what shape, and of which classes.
+
+    Args:
+        train: The training samples.
+        test: The test samples.
+        counts: Training samples per class; empty where labels are no classes.
+        own: Where the site's own data are; empty: it has none.
+        run: The data set of the run.
+        counted: Whether the number of classes follows from these very labels.
+    """
     held = ", ".join(f"{label}: {count}" for label, count in enumerate(counts) if count)
     missing = [str(label) for label, count in enumerate(counts) if not count]
     whose = f"own data ({own})" if own else f"no data of its own: a rehearsal with its share of the run's {run}"
@@ -160,7 +187,12 @@ def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, ru
 
 
 def smallest_batch(samples: int, settings: LocalTraining) -> Finding:
-    """The smallest batch of a round on ``samples``: BatchNorm cannot train on one sample, and hardly on a few."""
+    """Check the smallest batch of a round. BatchNorm cannot train on one sample, and hardly on a few.
+
+    Args:
+        samples: The number of training samples.
+        settings: How the client draws batches.
+    """
     import numpy as np
 
     from fl_bn.data.batches import ClientTooSmall, epoch_batches
@@ -184,7 +216,7 @@ def smallest_batch(samples: int, settings: LocalTraining) -> Finding:
 
 
 def model_on_data(config: RunConfig, train: Samples) -> Finding:
-    """One batch through the model in training mode, on the CPU."""
+    """Check that one batch passes through the model in training mode, on the CPU."""
     import numpy as np
     import torch
 
@@ -192,11 +224,11 @@ def model_on_data(config: RunConfig, train: Samples) -> Finding:
     from fl_bn.roles import inputs_like
     from fl_bn.run.assembly import source_model, task
 
-    model, of = copied(source_model(config)).train(), task(config, train.y)
+    model, the_task = copied(source_model(config)).train(), task(config, train.y)
     x, _ = train.batch(np.arange(min(len(train), config.batch_size)), inputs_like(model))
     try:
         with torch.no_grad():
-            out = of.predict(model, x)
+            out = the_task.predict(model, x)
     except (ValueError, RuntimeError) as error:
         what = f"the model {config.model} fails on a batch {tuple(x.shape)} of these data: {error}"
         return Finding("fail", "model on data", what, "choose a model that takes them, or check the data's shape")

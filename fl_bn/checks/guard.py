@@ -1,4 +1,4 @@
-"""Checks that never raise: what goes wrong in one is what it found."""
+"""Run checks that never raise: what goes wrong in a check is its finding."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from fl_bn.support.finding import Finding
 
 
-def guarded(check: str, look: Callable[[], Finding]) -> Finding:
-    """What ``look`` finds; whatever it raises is a failure of that check alone, so that the others are still made."""
-    return next(each(check, lambda: [look()]))
+def guard(check: str, look: Callable[[], Finding]) -> Finding:
+    """Return the finding of ``look``. If it raises, that check alone has failed, and the others are still made."""
+    return next(guard_each(check, lambda: [look()]))
 
 
-def each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What ``look`` finds, one by one; whatever it raises ends it with a failure."""
+def guard_each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """Yield the findings of ``look``. If it raises, the check ends with a failure."""
     try:
         yield from look()
     except Exception as error:  # a doctor who faints helps nobody
@@ -26,7 +26,7 @@ def each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]
 
 
 def reason(error: Exception) -> str:
-    """``error`` in words, without numbers and tuples; its file's name if it has one."""
+    """Return ``error`` in words: without numbers and tuples, and with the name of its file if it has one."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__

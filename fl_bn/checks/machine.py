@@ -1,4 +1,4 @@
-"""The machine: Python and packages, GPU, memory, disks."""
+"""Check the machine: Python and packages, GPU, memory, disks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INSTALL = "install again, in this environment: pip install -c constraints.txt -e
 
 
 def python() -> Finding:
-    """Its version against fl-bn's ``requires-python``."""
+    """Compare Python's version with fl-bn's ``requires-python``."""
     from packaging.specifiers import SpecifierSet
 
     needed, here = SpecifierSet(metadata("fl-bn")["Requires-Python"]), platform.python_version()
@@ -32,7 +32,12 @@ def python() -> Finding:
 
 
 def package(name: str, constraints: Path = CONSTRAINTS) -> Finding:
-    """Its version against fl-bn's requirement, and against the checkout's ``constraints`` if there is such a file."""
+    """Compare a package's version with fl-bn's requirement, and with the versions that were tested.
+
+    Args:
+        name: The package.
+        constraints: The checkout's list of tested versions, if there is such a file.
+    """
     from packaging.version import Version
 
     needed = _requirement(name)
@@ -56,14 +61,14 @@ def _contains(needed: str, here: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _requirement(name: str) -> str:
-    """fl-bn's own, and that of its extra ``deployment``, e.g. ``>=1.25,<1.26``; empty: any version."""
+    """Return what fl-bn or its extra ``deployment`` requires of ``name``, e.g. ``>=1.25,<1.26``; empty: any version."""
     from packaging.requirements import Requirement
 
     stated = [Requirement(line) for line in requires("fl-bn") or ()]
-    of_name = [found for found in stated if found.name.lower() == name]
-    for found in sorted(of_name, key=lambda found: found.marker is None):  # the extra's is the narrower one
-        if found.marker is None or found.marker.evaluate({"extra": "deployment"}):
-            return ",".join(sorted((str(part) for part in found.specifier), reverse=True))
+    of_name = [requirement for requirement in stated if requirement.name.lower() == name]
+    for requirement in sorted(of_name, key=lambda requirement: requirement.marker is None):  # the extra's is the narrower one
+        if requirement.marker is None or requirement.marker.evaluate({"extra": "deployment"}):
+            return ",".join(sorted((str(part) for part in requirement.specifier), reverse=True))
     return ""
 
 
@@ -75,45 +80,55 @@ def _pins(constraints: Path) -> dict[str, str]:
 
 
 def gpu(device: str, where: str) -> Finding:
-    """Whether there is the device, a memory that others left free, and a kernel that runs on it. ``where``: who asks for it."""
+    """Check whether the device exists, has free memory, and runs a kernel.
+
+    Args:
+        device: The device, as in the run config.
+        where: Who asks for it.
+    """
     import torch
 
-    with warnings.catch_warnings(record=True) as said:  # an old driver, say
+    with warnings.catch_warnings(record=True) as warned:  # an old driver, say
         warnings.simplefilter("always")
-        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    asked = f"device={device} ({where})"
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    request = f"device={device} ({where})"
     if device == "cpu":
-        return Finding("ok", "gpu", f"{asked}: {os.cpu_count()} cores")
-    why = "; ".join(str(warning.message) for warning in said)
+        return Finding("ok", "gpu", f"{request}: {os.cpu_count()} cores")
+    why = "; ".join(str(warning.message) for warning in warned)
     if torch.version.cuda is None:
         why = f"this torch, {torch.__version__}, is built without CUDA"
-    if device == "auto" and seen == 0:
+    if device == "auto" and count == 0:
         if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists():
             return Finding(
                 "warn",
                 "gpu",
-                f"{asked}: this machine has an NVIDIA driver, but torch sees no GPU{f' ({why})' if why else ''}, so training is on the CPU",
+                f"{request}: this machine has an NVIDIA driver, but torch sees no GPU{f' ({why})' if why else ''}: training is on the CPU",
                 "see whether nvidia-smi works, and whether torch is built for that driver; or set the device to cpu",
             )
-        return Finding("ok", "gpu", f"{asked}: no GPU, so training is on the CPU ({os.cpu_count()} cores)")
+        return Finding("ok", "gpu", f"{request}: no GPU, so training is on the CPU ({os.cpu_count()} cores)")
     index = 0 if device == "auto" else torch.device(device).index or 0
-    if index >= seen:
+    if index >= count:
         return Finding(
             "fail",
             "gpu",
-            f"{asked}, but torch sees {f'only {seen}' if seen else 'no'} GPU{'s' if seen > 1 else ''}{f' ({why})' if why else ''}",
+            f"{request}, but torch sees {f'only {count}' if count else 'no'} GPU{'s' if count > 1 else ''}{f' ({why})' if why else ''}",
             "name one that is there (counted from 0), or auto or cpu; if it should be there, see whether nvidia-smi shows it",
         )
     torch.ones(1, device=f"cuda:{index}").sum().item()
     free, total = torch.cuda.mem_get_info(index)
-    text = f"{asked}: {torch.cuda.get_device_name(index)}, {free / GB:.1f} of {total / GB:.1f} GB free"
+    text = f"{request}: {torch.cuda.get_device_name(index)}, {free / GB:.1f} of {total / GB:.1f} GB free"
     if free < LITTLE:
         return Finding("warn", "gpu", text, "end what else uses it (nvidia-smi shows that), or name another device")
     return Finding("ok", "gpu", text)
 
 
 def memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> Finding:
-    """What Linux could give to a new process, in a container too."""
+    """Check how much memory Linux could give to a new process, in a container too.
+
+    Args:
+        proc: Where the kernel tells of the machine.
+        group: Where the kernel tells of the container.
+    """
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     try:
@@ -128,7 +143,13 @@ def memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> 
 
 
 def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Finding:
-    """Whether a file written to ``folder`` and synced holds what was written, how much room is left, and what of it survives."""
+    """Check whether a folder keeps what is written to it, how much room it has, and whether it survives a reboot.
+
+    Args:
+        check: The name of the check.
+        folder: The folder.
+        mounts: Where the kernel lists file systems.
+    """
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     shown = str(folder) if existing == folder else f"{folder} (not made yet; {existing} was tried)"
     try:
@@ -164,10 +185,10 @@ def _write_and_remove(folder: Path) -> None:
 
 
 def _file_system(folder: Path, mounts: Path) -> str:
-    """Its kind, e.g. ``ext4``; empty where Linux does not say."""
+    """Return the kind of the file system of ``folder``, e.g. ``ext4``; empty where Linux does not say."""
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
         return ""
-    found = [(line[1].replace("\\040", " "), line[2]) for line in lines if len(line) > 2]
-    return max((len(point), kind) for point, kind in [("", ""), *found] if not point or folder.is_relative_to(point))[1]
+    requirement = [(line[1].replace("\\040", " "), line[2]) for line in lines if len(line) > 2]
+    return max((len(point), kind) for point, kind in [("", ""), *requirement] if not point or folder.is_relative_to(point))[1]

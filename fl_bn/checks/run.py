@@ -1,4 +1,4 @@
-"""The checks of this machine, and of a run on it."""
+"""Check this machine, and a run on it."""
 
 from __future__ import annotations
 
@@ -7,41 +7,48 @@ from functools import partial
 from typing import Any
 
 from fl_bn.checks import clock, experiment, machine
-from fl_bn.checks.guard import each, guarded
+from fl_bn.checks.guard import guard, guard_each
 from fl_bn.support.finding import Finding
 
 
 def this_machine() -> Iterator[Finding]:
     """Check packages, memory and clock of this machine."""
-    yield guarded("python", machine.python)
+    yield guard("python", machine.python)
     for name in machine.PACKAGES:
-        yield guarded(name, partial(machine.package, name))
-    yield guarded("memory", machine.memory)
-    yield guarded("time service", clock.time_service)
+        yield guard(name, partial(machine.package, name))
+    yield guard("memory", machine.memory)
+    yield guard("time service", clock.time_service)
 
 
 def diagnose(overrides: str = "") -> Iterator[Finding]:
-    """Check this machine, and a run with ``overrides`` on it. Nothing that is wrong there is raised: it is a finding."""
+    """Check this machine, and a run on it.
+
+    Args:
+        overrides: Keys of the run config.
+
+    Yields:
+        What each check finds. Whatever is wrong is a finding, and raises nothing.
+    """
     yield from this_machine()
-    yield from each("run config", lambda: _run_here(overrides))
+    yield from guard_each("run config", lambda: _run_here(overrides))
 
 
 def _run_here(overrides: str) -> Iterator[Finding]:
-    values = parsed(overrides)
+    values = parse(overrides)
     yield from [values] if isinstance(values, Finding) else run(values)
 
 
 def run(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Check a run as the server sees it."""
-    found, config = experiment.run_config(values)
-    yield found
+    finding, config = experiment.run_config(values)
+    yield finding
     if config is not None:
-        yield guarded("gpu", lambda: machine.gpu(config.device, "run config"))
-        yield guarded("data", lambda: experiment.run_data(config))
-        yield guarded("model", lambda: experiment.model_layers(config))
+        yield guard("gpu", lambda: machine.gpu(config.device, "run config"))
+        yield guard("data", lambda: experiment.run_data(config))
+        yield guard("model", lambda: experiment.model_layers(config))
 
 
-def parsed(overrides: str) -> dict[str, Any] | Finding:
+def parse(overrides: str) -> dict[str, Any] | Finding:
     """Return the keys that ``overrides`` sets; a finding where they cannot be read."""
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
@@ -49,4 +56,4 @@ def parsed(overrides: str) -> dict[str, Any] | Finding:
     try:
         return parse_overrides(overrides)
     except ConfigError as error:
-        return experiment.refused(error)
+        return experiment.refusal(error)

@@ -1,4 +1,4 @@
-"""The command ``fl-bn doctor``. Imports are inside it, since torch takes seconds."""
+"""Define the command ``fl-bn doctor``. Imports are inside it, since torch takes seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from fl_bn.support.extras import DEPLOYMENT, need
+from fl_bn.cli.refusal import refused
+from fl_bn.support.extras import DEPLOYMENT, NotInstalled, lacking
 from fl_bn.support.finding import Finding
 
 COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
@@ -23,20 +24,21 @@ def doctor(
     run_config: Annotated[str, typer.Option("--run-config", help="of the run that is planned: \"method='hbn' batch-size=32\"")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="a list of {status, check, text, do} instead of lines")] = False,
 ) -> None:
-    """Looks at this machine before a run does: versions, GPU, disks, network, certificates, clock, data, model.
+    """Check this machine before a run: versions, GPU, disks, network, certificates, clock, data, model.
 
-    One line per check: ok, warn or fail, what was found, and what to do about it. Exit code 1 if a check fails, else 0.
+    One line per check: ok, warn or fail, what the check found, and what to do about it. Exit code 1 if a check
+    fails, else 0.
     """
-    found, stdout = [], sys.stdout
+    findings, stdout = [], sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what one's own data function prints is no finding
         for finding in _findings(folder, run_config):
-            found.append(finding)
+            findings.append(finding)
             if not as_json:
                 line = str(finding)
                 typer.echo(typer.style(line[:4], fg=COLOURS[finding.status]) + line[4:], file=stdout)
-    counts = {status: sum(finding.status == status for finding in found) for status in COLOURS}
+    counts = {status: sum(finding.status == status for finding in findings) for status in COLOURS}
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in found], indent=2))
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
     if counts["fail"]:
@@ -48,7 +50,8 @@ def _findings(folder: Path | None, run_config: str) -> Iterator[Finding]:
         from fl_bn.checks.run import diagnose
 
         return diagnose(run_config)
-    need("a look at a site's folder", *DEPLOYMENT)
+    if missing := lacking("a look at a folder of a kit", *DEPLOYMENT):
+        raise refused(NotInstalled(missing))
     from fl_bn_site import doctor as deployed
 
     return deployed.diagnose(folder, run_config)

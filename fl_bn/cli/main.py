@@ -1,4 +1,4 @@
-"""The command ``fl-bn``."""
+"""Define the command ``fl-bn``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -34,14 +34,71 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
+TRAIN, COMPARE, LOOK, MODEL, DEPLOY = "Train", "Compare", "Look first", "With a trained model", "Separate machines"
+DEPLOYED = ("kit", "start", "register", "submit", "status", "runs", "abort", "fetch", "queue")  # the commands of fl_bn_site
+EXPERIMENTS = "experiments"  # the commands of the repository's own tool
+CHECKOUT = Path(__file__).parents[2]  # of the repository, where this package is part of one
+
+
+class AllCommands(Commands):
+    """Add the commands of ``fl_bn_site`` and of the repository's tool.
+
+    Both are imported only where one of their commands, or the help, is asked for: no other command loads a line of them. Without the extra
+    ``deployment`` the help does not list the commands of a deployment, and each of them says what to install.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands that can be used here."""
+        deployed = () if lacking("a deployment", *DEPLOYMENT) else DEPLOYED
+        return [*super().list_commands(ctx), *deployed, *((EXPERIMENTS,) if _in_checkout() else ())]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command ``cmd_name``; None where there is none."""
+        if cmd_name in DEPLOYED:
+            return _deployed(cmd_name)
+        if cmd_name == EXPERIMENTS and _in_checkout():
+            return _experiments()
+        return super().get_command(ctx, cmd_name)
+
+
+def _deployed(name: str) -> Any:
+    """Return a command of a deployment, or, where its packages are missing, one that says what to install."""
+    commands = typer.Typer()
+    if lacking("a deployment", *DEPLOYMENT):
+        anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+        commands.command(name, context_settings=anything, add_help_option=False)(_not_installed)
+        return typer.main.get_command(commands)
+    from fl_bn_site.cli import add_to
+
+    add_to(commands, DEPLOY)
+    return typer.main.get_group(commands).commands[name]
+
+
+def _not_installed(context: typer.Context) -> None:
+    raise refused(NotInstalled(lacking(f"fl-bn {context.info_name}", *DEPLOYMENT)))
+
+
+def _experiments() -> Any:
+    if str(CHECKOUT) not in sys.path:
+        sys.path.append(str(CHECKOUT))
+    from experiments.cli import experiments
+
+    commands = typer.Typer()
+    commands.add_typer(experiments, name=EXPERIMENTS, rich_help_panel=COMPARE)
+    return typer.main.get_group(commands).commands[EXPERIMENTS]
+
+
+def _in_checkout() -> bool:
+    return (CHECKOUT / "experiments" / "cli.py").is_file()
+
+
 app = typer.Typer(
-    cls=Commands,
+    cls=AllCommands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Batch normalisation that works in federated learning.",
 )
-TRAIN, COMPARE, LOOK, MODEL, DEPLOY = "Train", "Compare", "Look first", "With a trained model", "Separate machines"
 app.command(rich_help_panel=TRAIN)(new)
 console = Console()
 
@@ -52,10 +109,10 @@ RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to over
 
 @app.command(rich_help_panel=TRAIN)
 def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
-    """One run in this process, without Ray: the same ServerApp, ClientApp, config and files as `flwr run .`.
+    """Train once in this process, without Ray: the same ServerApp, ClientApp, config and files as `flwr run .`.
 
-    Ctrl-C leaves a folder with all results so far. `fl-bn resume` goes on from its last checkpoint; there is one every 5 rounds, unless
-    checkpoint-every says otherwise.
+    Ctrl-C leaves a folder with all results so far. `fl-bn resume` goes on from its last checkpoint; there is
+    one every 5 rounds, unless checkpoint-every says otherwise.
     """
     from fl_bn.run.errors import ConfigError
     from fl_bn.run.overrides import parse_overrides
@@ -76,7 +133,10 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
 
 @contextmanager
 def _started(count: object) -> Iterator[Workers | None]:
-    """Start ``count`` workers, which load torch while this process does; None where the run needs none or will be refused."""
+    """Start ``count`` workers, which load torch while this process does.
+
+    Yield None where the run needs none, or will be refused.
+    """
     if count == 1 or type(count) is not int:
         yield None
         return
@@ -100,14 +160,15 @@ def resume(
     verbose: Verbose = False,
     control: Annotated[str, typer.Option("--control", metavar="HOST:PORT", help="of a deployed run: the SuperLink's Control API")] = "",
 ) -> None:
-    """Go on with a run that was interrupted, from its last checkpoint, with the run config in its folder."""
-    from fl_bn.run.config import ConfigError
-
+    """Resume a run that was interrupted, from its last checkpoint, with the run config in its folder."""
     if (folder / "server.toml").exists():
+        if missing := lacking("a run on separate machines", *DEPLOYMENT):
+            raise refused(NotInstalled(missing))
         from fl_bn_site.cli import resume as go_on
 
         go_on(folder, name, control)
         return
+    from fl_bn.run.errors import ConfigError
     from fl_bn.run.resume import config_to_resume
 
     try:
@@ -144,7 +205,7 @@ def compare(
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/compare-<time>")] = "",
     run_config: RunConfigOption = "",
 ) -> None:
-    """Several methods in process, over several seeds: a table of mean (std) and one picture with all curves."""
+    """Compare several methods over several seeds: a table of mean (std) and one picture with all curves."""
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.pictures import partition_in_words
@@ -179,7 +240,10 @@ def plot(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders that hold some: runs/NAME, runs/compare-...")],
     output: Annotated[Path, typer.Option(help="the picture")] = Path("comparison.png"),
 ) -> None:
-    """Any runs in one picture: their metric over the rounds. Runs that differ in the seed alone are one line with a band."""
+    """Draw any runs in one picture: their metric over the rounds.
+
+    Runs that differ in the seed alone are one line with a band.
+    """
     from fl_bn.run.config import ConfigError
     from fl_bn.run.plot import plot as draw
 
@@ -210,7 +274,7 @@ def attack_grid(
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/attack-grid-<time>")] = "",
     run_config: RunConfigOption = "",
 ) -> None:
-    """Accuracy under the worst attack: heterogeneity x f x rule x attack, mean over seeds, as tables and heat maps."""
+    """Measure accuracy under the worst attack, by heterogeneity, number of attackers and rule: tables and heat maps."""
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.usage import Usage
@@ -246,7 +310,7 @@ def layers(
     buffers: Annotated[str, typer.Option(help="roles of buffers, as the key buffers of a run config")] = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="a line per tensor: name, role, shape, dtype")] = False,
 ) -> None:
-    """Which normalisation layers a model has, and what a method does with each of their tensors.
+    """Show which normalisation layers a model has, and what a method does with each of their tensors.
 
     Server and clients need the same signature, which is the last line.
     """
@@ -282,7 +346,7 @@ def layers(
 def config(
     toml: Annotated[bool, typer.Option("--toml", help="their defaults, as in \\[tool.flwr.app.config] of pyproject.toml")] = False,
 ) -> None:
-    """Every key of the run config: default, values, meaning (Markdown); those of installed packages that add methods, too."""
+    """Print every key of the run config, also of installed packages that add methods: default, values, meaning."""
     from fl_bn.run.config import ConfigError, RunConfig
     from fl_bn.run.keys import defaults, table
 
@@ -305,42 +369,11 @@ OF_OTHER_FILES: Mapping[str, Sequence[Callable[..., None]]] = {
     MODEL: (adapt, recalibrate),
     LOOK: (doctor,),
 }
-DEPLOYED = ("kit", "start", "register", "submit", "status", "runs", "abort", "fetch", "queue")
 for _panel, _commands in OF_OTHER_FILES.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
 data.command()(partition)
 app.add_typer(data, name="data", rich_help_panel=LOOK)
-
-
-def _add_deployment() -> None:
-    """Add the commands of a deployment, where its extra is installed; elsewhere they say what to install."""
-    if lacking("a deployment", *DEPLOYMENT):
-        for name in DEPLOYED:
-            app.command(name, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(_absent)
-        return
-    from fl_bn_site.cli import add_to
-
-    add_to(app, DEPLOY)
-
-
-def _absent(context: typer.Context) -> None:
-    raise refused(NotInstalled(lacking(f"fl-bn {context.info_name}", *DEPLOYMENT)))
-
-
-def _add_experiments() -> None:
-    """Add the tool of the repository, where this package is one of a checkout."""
-    checkout = Path(__file__).parents[2]
-    if not (checkout / "experiments" / "cli.py").is_file():
-        return
-    sys.path.append(str(checkout))
-    from experiments.cli import experiments
-
-    app.add_typer(experiments, name="experiments", rich_help_panel=COMPARE)
-
-
-_add_deployment()
-_add_experiments()
 
 if __name__ == "__main__":
     app()

@@ -1,4 +1,4 @@
-"""A report as a page: one HTML file that asks for nothing else, from anywhere."""
+"""Make a report a page: one HTML file that loads nothing else, from anywhere. Its parts are files in ``templates``."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import compress
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fl_bn.report.cells import Cell
 from fl_bn.report.formats import number, problem_text
 from fl_bn.report.layout import LEFT_OUT, Layout, Table
-from fl_bn.report.look import CSS, SCRIPT
 from fl_bn.report.pictures import Picture
 from fl_bn.report.program import Program
 from fl_bn.report.settings import SEED, Settings, label
-from fl_bn.report.template import INDEX, PROGRAM, REPORT
 
 COMMANDS = ("fl-bn sweep {folder}/sweep.toml", "fl-bn report {folder}")
 OF_THE_RUN = (SEED, "name", "output", "resume", "pictures")  # config keys in which runs differ whatever they are
@@ -29,7 +28,13 @@ OF_THE_RUN = (SEED, "name", "output", "resume", "pictures")  # config keys in wh
 
 @dataclass(frozen=True)
 class Figure:
-    """``svg`` is ours, with its alternative text inside, and not escaped again."""
+    """Hold a picture of the page.
+
+    Attributes:
+        name: Its name, which becomes an anchor.
+        caption: The text below it.
+        svg: The picture, with its alternative text inside. It is ours, and is not escaped again.
+    """
 
     name: str
     caption: str
@@ -38,8 +43,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Differing:
-    """The config keys in which runs differ, and their values (``-``: no such key) by row and column. A key that only repeats an axis of
-    its name is left out."""
+    """List the config keys in which runs differ. A key that only repeats an axis of its name is left out.
+
+    Attributes:
+        axes: The axes of the sweep.
+        keys: The config keys.
+        lines: By row, the values of axes and keys; ``–``: no such key.
+    """
 
     axes: tuple[str, ...]
     keys: tuple[str, ...]
@@ -48,7 +58,16 @@ class Differing:
 
 @dataclass(frozen=True)
 class Report:
-    """What the templates show. ``id`` keeps apart the reports of one page."""
+    """Hold what the templates show of a sweep.
+
+    Attributes:
+        layout: How runs are laid out in rows and columns.
+        table: The table of results.
+        cells: The runs.
+        pictures: The pictures.
+        folder: The sweep's folder.
+        id: Keeps apart the reports of one page.
+    """
 
     layout: Layout
     table: Table
@@ -59,14 +78,17 @@ class Report:
 
     @property
     def settings(self) -> Settings:
+        """Return how the sweep is to be shown."""
         return self.layout.settings
 
     @property
     def count(self) -> int:
+        """Return the number of runs."""
         return len(self.cells)
 
     @property
     def state(self) -> str:
+        """Return a sentence on how many runs are finished."""
         done = sum(cell.finished for cell in self.cells)
         kinds = list(dict.fromkeys(cell.status for cell in self.cells if not cell.finished))
         others = [f"{sum(cell.status == kind for cell in self.cells)} {kind}" for kind in kinds]
@@ -74,6 +96,7 @@ class Report:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
+        """Return the rows of the table, each with its cells."""
         made = []
         for row, entries in self.table.entries.items():
             cells = []
@@ -88,10 +111,12 @@ class Report:
 
     @property
     def figures(self) -> list[Figure]:
+        """Return the pictures with their alternative texts."""
         return [Figure(p.name, p.caption, _labelled(p.inline(), p.alt)) for p in self.pictures]
 
     @property
     def problems(self) -> list[dict[str, str]]:
+        """Return the runs that are not in the numbers, and why."""
         return [
             {
                 "name": p.cell.name,
@@ -103,6 +128,7 @@ class Report:
 
     @property
     def common(self) -> list[tuple[str, str]]:
+        """Return the config keys that all runs share, with their values."""
         configs = [cell.config for cell in self.cells if cell.config]
         first = configs[0] if configs else {}
         return [
@@ -113,6 +139,7 @@ class Report:
 
     @property
     def differing(self) -> Differing:
+        """Return the config keys in which runs differ."""
         common = {key for key, _ in self.common}
         cells = [cell for cell in self.cells if cell.config]
         keys = tuple(dict.fromkeys(key for cell in cells for key in cell.config if key not in common and key not in OF_THE_RUN))
@@ -126,7 +153,7 @@ class Report:
 
     @property
     def environment(self) -> list[tuple[str, str]]:
-        """Of the runs that tell, each value once."""
+        """Return the machines and versions of the runs, each value once."""
         found: dict[str, dict[str, None]] = {}
         for cell in self.cells:
             for key, value in cell.environment.items():
@@ -135,11 +162,22 @@ class Report:
 
     @property
     def commands(self) -> list[str]:
+        """Return the commands that do the sweep again."""
         return [command.format(folder=_quoted(self.folder)) for command in COMMANDS]
 
 
 class Compared(NamedTuple):
-    """A comparison and what the seeds say of it, as shown; ``paper``: the paper's own difference."""
+    """Show a comparison, and what the seeds say about it.
+
+    Attributes:
+        comparison: What is compared.
+        difference: The difference, with its interval.
+        paper: The paper's own difference.
+        detectable: The smallest difference that would be found.
+        seeds: The number of seeds.
+        p: The p-value.
+        state: What the comparison shows.
+    """
 
     comparison: str
     difference: str
@@ -152,7 +190,13 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class Answered:
-    """A question about the cause, its answer, and the comparisons that it rests on."""
+    """Show a question about a cause, its answer, and the comparisons that it rests on.
+
+    Attributes:
+        asks: The question.
+        says: The answer.
+        compared: The comparisons.
+    """
 
     asks: str
     says: str
@@ -161,7 +205,17 @@ class Answered:
 
 @dataclass(frozen=True)
 class Statement:
-    """What stands above a claim's report. ``words``: titles and texts. ``commands``: what makes its runs, and the page."""
+    """Show what stands above the report of a claim.
+
+    Attributes:
+        claim: The claim.
+        paper: Where it is from.
+        verdict: What the runs say.
+        words: Titles and texts.
+        compared: The comparisons that the verdict rests on.
+        commands: The commands that make the runs and the page.
+        whys: Questions about causes.
+    """
 
     claim: str
     paper: str
@@ -174,7 +228,16 @@ class Statement:
 
 @dataclass(frozen=True)
 class Listed:
-    """One experiment of an index page; without a ``report`` the ``error`` says why. ``link``: to its own page, relative."""
+    """Show one experiment on an index page.
+
+    Attributes:
+        id: Keeps it apart from the others.
+        title: Its title.
+        report: The report of a sweep.
+        link: The path of its own page, relative to this one; empty: it has none.
+        error: Why there is no report.
+        program: The results of a program that is no sweep.
+    """
 
     id: str
     title: str
@@ -185,11 +248,12 @@ class Listed:
 
 
 def report_page(report: Report) -> str:
+    """Return the page of a sweep."""
     return _page(report, None, [])
 
 
 def claim_page(report: Report, statement: Statement) -> str:
-    """The report of a claim's runs, under the claim and its verdict."""
+    """Return the page of a claim: the claim and its verdict, above the report of its runs."""
     return _page(report, statement, [("verdict", "Verdict"), *([("why", "Why")] if statement.whys else [])])
 
 
@@ -198,22 +262,28 @@ def _page(report: Report, statement: Statement | None, contents: list[tuple[str,
     contents += [("figures", "Figures")] if report.pictures else []
     contents += [("problems", "Runs that are not in the numbers")] if report.problems else []
     contents += [("settings", "Settings"), ("again", "To do it again")]
-    return _render(REPORT, {"title": report.settings.title, "report": report, "statement": statement, "contents": contents})
+    return _render("report.html", {"title": report.settings.title, "report": report, "statement": statement, "contents": contents})
 
 
 def index_page(title: str, reports: Sequence[Listed]) -> str:
-    return _render(INDEX, {"title": title, "reports": reports})
+    """Return a page with several experiments."""
+    return _render("index.html", {"title": title, "reports": reports})
 
 
 def program_page(program: Program) -> str:
-    return _render(PROGRAM, {"title": program.title, "one": program})
+    """Return the page of a program that is no sweep."""
+    return _render("program.html", {"title": program.title, "one": program})
 
 
 def _render(template: str, values: Mapping[str, Any]) -> str:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    own = {"css": Markup(CSS), "script": Markup(SCRIPT), "hash": Markup(digest)}
-    return environment.from_string(template).render({**own, **values})
+    """Return the page that the file ``template`` of ``fl_bn/report/templates`` makes of ``values``."""
+    environment = Environment(
+        loader=PackageLoader("fl_bn.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    style, script = (files("fl_bn.report").joinpath("templates", name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    own = {"css": Markup(style), "script": Markup(script), "hash": Markup(digest)}
+    return environment.get_template(template).render({**own, **values})
 
 
 def _labelled(svg: str, alt: str) -> Markup:

@@ -1,4 +1,4 @@
-"""What a program other than a sweep has left in a folder, as a page: its pictures, and its tables."""
+"""Read the pictures and tables that a program other than a sweep has written to a folder, for its page."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ ROWS = 60  # of a table that are shown
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A CSV file's columns and first rows, of ``count``."""
+class TableStart:
+    """Hold the beginning of a CSV file.
+
+    Attributes:
+        name: The file's name.
+        columns: The names of its columns.
+        rows: The first rows.
+        count: How many rows the file has.
+    """
 
     name: str
     columns: tuple[str, ...]
@@ -26,18 +33,27 @@ class Shown:
 
 @dataclass(frozen=True)
 class Program:
-    """``pictures``: name, PNG as base64, and the pixels across below which nobody can read it. ``text``: the experiment's file."""
+    """Hold what a page shows of a program's folder.
+
+    Attributes:
+        id: Keeps apart the programs of one page.
+        title: The experiment's title.
+        notes: The comments of the experiment's file.
+        pictures: Of each: its name, the PNG as base64, and the width in pixels below which nobody can read it.
+        tables: The CSV files.
+        text: The experiment's file.
+    """
 
     id: str
     title: str
     notes: str
     pictures: tuple[tuple[str, str, int], ...]
-    tables: tuple[Shown, ...]
+    tables: tuple[TableStart, ...]
     text: str
 
 
 def read_program(folder: Path, id: str = "") -> Program:
-    """Raises ConfigError where the folder is no program's."""
+    """Read the results of a program. Raises ConfigError where the folder is no program's."""
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
         title = str(tomllib.loads(text)["title"])
@@ -45,7 +61,7 @@ def read_program(folder: Path, id: str = "") -> Program:
         raise ConfigError(f"{folder} is no experiment's folder: {error}") from error
     notes = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     pictures = tuple(_picture(file) for file in sorted(folder.glob("*.png")))
-    return Program(id, title, notes, pictures, tuple(_shown(file) for file in sorted(folder.glob("*.csv"))), text)
+    return Program(id, title, notes, pictures, tuple(_table_start(file) for file in sorted(folder.glob("*.csv"))), text)
 
 
 def _picture(file: Path) -> tuple[str, str, int]:
@@ -54,14 +70,14 @@ def _picture(file: Path) -> tuple[str, str, int]:
     return file.stem.replace("_", " "), base64.b64encode(png).decode(), width // 3
 
 
-def _shown(file: Path) -> Shown:
+def _table_start(file: Path) -> TableStart:
     with file.open(newline="", encoding="utf-8") as source:
         columns, *rows = [tuple(_short(value) for value in row) for row in csv.reader(source)] or [()]
-    return Shown(file.name, columns, tuple(rows[:ROWS]), len(rows))
+    return TableStart(file.name, columns, tuple(rows[:ROWS]), len(rows))
 
 
 def _short(value: str) -> str:
-    """Four digits of a number are enough to look at: the file has all of them."""
+    """Round a number to four digits, which are enough to look at: the file has all of them."""
     try:
         return f"{float(value):.4g}" if "." in value or "e" in value else value
     except ValueError:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping
+
+import tomli_w
 
 from fl_bn.options import Key
 from fl_bn.support.names import names_of
@@ -60,5 +61,5 @@ def table(keys: Mapping[str, Key]) -> str:
 
 
 def defaults(keys: Mapping[str, Key]) -> str:
-    """Every key's default as TOML, as in ``[tool.flwr.app.config]`` of pyproject.toml."""
-    return "\n".join(f"{key.name} = {json.dumps(key.default)}" for key in keys.values())
+    """Return every key's default as TOML, as in ``[tool.flwr.app.config]`` of pyproject.toml."""
+    return tomli_w.dumps({key.name: key.default for key in keys.values()}).rstrip("\n")

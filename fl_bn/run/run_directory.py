@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+import tomli_w
 from safetensors.torch import save
 
 from fl_bn.derived import plain_names
@@ -308,5 +309,5 @@ def _locked(path: Path) -> IO[str]:
 
 
 def to_toml(values: Mapping[str, Value]) -> str:
-    """Write flat TOML of scalars in the given order; JSON's strings, numbers and booleans are TOML's."""
-    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f") for name, value in values.items())
+    """Return ``values`` as flat TOML, in the order given."""
+    return tomli_w.dumps(values)

@@ -1,6 +1,7 @@
-"""Files that are whole or absent: written beside, synced, renamed; with a checksum, so that a damaged one is found and set aside.
+"""Write files that are whole or absent: written beside, synced, renamed.
 
-A file is safetensors (open it with any reader), whose metadata say what it is (``about``) and hold a SHA-256 of the whole file.
+Files of tensors are safetensors, which any reader opens. Their metadata say what they hold (``about``), with a
+SHA-256 of the whole file, by which a damaged file is recognised and set aside.
 """
 
 from __future__ import annotations
@@ -26,22 +27,25 @@ CHECKSUM, BLANK = "sha256", "0" * 64
 
 
 class Damaged(ValueError):
-    """A file is cut short, altered, or not of the kind it should be."""
+    """A file is cut short, altered, or of another kind."""
 
 
 def write(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Put ``data`` at ``path`` durably: after a crash at any moment the file holds all of it, or what it held before.
 
-    ``mode``: of the file, less the process's umask; by default its owner alone reads it.
+    Args:
+        path: The file.
+        data: Its new content.
+        mode: Of the file, less the process's umask. By default its owner alone reads it.
 
     Raises:
-        OSError: the disk is full, say. What was there stays; nothing is left beside it.
+        OSError: The disk is full, say. The former content stays, and no other file is left beside it.
     """
     _make(path.parent)
-    for left in path.parent.glob(f"{UNFINISHED}*"):
+    for unfinished in path.parent.glob(f"{UNFINISHED}*"):
         with suppress(FileNotFoundError):  # its writer lives, and was faster
-            if time.time() - left.stat().st_mtime > STALE:
-                left.unlink()
+            if time.time() - unfinished.stat().st_mtime > STALE:
+                unfinished.unlink()
     beside = path.parent / f"{UNFINISHED}{secrets.token_hex(8)}"
     try:
         with open(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
@@ -56,10 +60,16 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def append(path: Path, line: bytes) -> None:
-    """Add ``line`` to the file at ``path``, durably: no later crash takes it away. What a crash cut short gets a line of its own.
+    """Add a line to a file durably: no later crash takes it away.
+
+    Half a line of an earlier crash stays a line of its own.
+
+    Args:
+        path: The file.
+        line: The line, without its end.
 
     Raises:
-        OSError: the disk is full, say. A part of the line may be there.
+        OSError: The disk is full, say. A part of the line may be in the file.
     """
     _make(path.parent)
     fresh = not path.exists()
@@ -94,7 +104,16 @@ def _make(folder: Path) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
-    """``tensors`` and what they are, at ``path``, durably. Raises OSError as ``write`` does."""
+    """Write tensors to a file durably.
+
+    Args:
+        path: The file.
+        tensors: By name.
+        about: What the file holds, as metadata.
+
+    Raises:
+        OSError: As ``write``.
+    """
     from safetensors.torch import save
 
     place = secrets.token_hex(len(BLANK) // 2)  # nothing else in the file looks like it
@@ -104,7 +123,14 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, 
 
 
 def in_order(data: bytes) -> bytes:
-    """The safetensors file ``data`` with its metadata sorted: safetensors writes them in an order that is another each time."""
+    """Sort the metadata of a safetensors file, which safetensors writes in another order each time.
+
+    Args:
+        data: The content of the file.
+
+    Returns:
+        The content with sorted metadata.
+    """
     size = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:size])
     if "__metadata__" in header:
@@ -115,11 +141,17 @@ def in_order(data: bytes) -> bytes:
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """``(tensors, about)`` of a file of ``save_tensors``.
+    """Read a file of ``save_tensors``.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The tensors by name, and what the file holds.
 
     Raises:
-        Damaged: it is not whole.
-        OSError: it cannot be read.
+        Damaged: The file is not whole.
+        OSError: The file cannot be read.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -133,7 +165,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path}: expected a safetensors file with a checksum of its own, but its header cannot be read") from error
     if hashlib.sha256(data.replace(digest.encode(), BLANK.encode(), 1)).hexdigest() != digest:
-        raise Damaged(f"{path}: its checksum is not that of its {len(data)} bytes: it was cut short or altered")
+        raise Damaged(f"{path}: its checksum does not match its {len(data)} bytes: it was cut short or altered")
     try:
         return load(data), about
     except SafetensorError as error:
@@ -141,7 +173,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a file that is no use so that it is not read again, but not lost; its new name."""
+    """Rename a file that is of no use, so that nobody reads it again and it is not lost. Return its new path."""
     number = 1
     while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Packages that come with an extra of fl-bn, ``pip install 'fl-bn[report]'``: what is missing is said in one sentence."""
+"""Say in one sentence which package of an extra is missing, and what installs it: ``pip install 'fl-bn[report]'``."""
 
 from __future__ import annotations
 
@@ -16,35 +16,44 @@ EXTRAS = {  # a module that is imported where it is needed: its extra in pyproje
     "torchvision": "vision",
     "segmentation_models_pytorch": "segmentation",
     "packaging": "deployment",
+    "prometheus_client": "deployment",
 }
-DEPLOYMENT = ("packaging",)  # modules of the extra of this name: without them there is no fl-bn kit, start, submit, ...
+DEPLOYMENT = ("packaging", "prometheus_client")  # modules of the extra of this name: without them there is no fl-bn kit, start, submit, ...
 
 
 class NotInstalled(ImportError, ValueError):
-    """A named thing needs a package of an extra, and that package is not installed."""
+    """A command or a named thing needs a package of an extra that is not installed."""
 
 
 def lacking(what: str, *modules: str) -> str:
-    """One sentence on what ``what`` lacks of ``modules``, and the command that installs it; empty where all are there."""
+    """Say which packages are missing.
+
+    Args:
+        what: What needs them: the subject of the sentence.
+        modules: Modules of the packages, keys of ``EXTRAS``.
+
+    Returns:
+        One sentence with the command that installs them; empty: all are installed.
+    """
     absent = [name for name in modules if find_spec(name) is None]
     return sentence(what, absent) if absent else ""
 
 
 def need(what: str, *modules: str) -> None:
-    """Raises NotInstalled where ``what`` lacks one of ``modules``."""
-    if told := lacking(what, *modules):
-        raise NotInstalled(told)
+    """Raise NotInstalled where one of ``modules`` is missing, which ``what`` needs."""
+    if message := lacking(what, *modules):
+        raise NotInstalled(message)
 
 
 def sentence(what: str, absent: list[str]) -> str:
-    """Return what to install where the modules ``absent``, keys of ``EXTRAS``, are missing."""
+    """Say what to install where the modules ``absent``, keys of ``EXTRAS``, are missing."""
     extras = ",".join(dict.fromkeys(EXTRAS[name] for name in absent))
     packages = " and ".join(name.replace("_", "-") for name in absent)
     return f"{what} needs {packages}, which {'are' if len(absent) > 1 else 'is'} not installed: pip install 'fl-bn[{extras}]'"
 
 
 def version_of(package: str) -> str:
-    """The installed version; ``ABSENT`` where there is none."""
+    """Return the installed version of ``package``; ``ABSENT`` where there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

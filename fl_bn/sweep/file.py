@@ -36,14 +36,14 @@ Every combination is one run. ``skip`` is a list of tables: combinations to leav
 from __future__ import annotations
 
 import itertools
-import json
-import re
 import shutil
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from fl_bn.report.domains import AXIS as DOMAIN
 from fl_bn.report.settings import SEED, check_axis, parse_settings
@@ -129,11 +129,7 @@ class Sweep:
         there = [case for case in self.where if all(value in self.axes.get(axis, {}) for axis, value in case.at.items())]
         tables |= {"where": [{"at": case.at, "keys": case.keys} for case in there]}
         tables |= {name: self.tables[name] for name in ("report", "paper", "notes", "experiment") if self.tables.get(name)}
-        lines = [f"{name} = {_inline(value)}" for name, value in tables.items() if not isinstance(value, Mapping) and value != []]
-        for name, table in tables.items():
-            if isinstance(table, Mapping):
-                lines += _section(name, table)
-        return "\n".join(lines) + "\n"
+        return tomli_w.dumps({name: table for name, table in tables.items() if table != []})
 
     def cells(self, output: Path) -> list[Cell]:
         """Return one cell per combination, with its folder below ``output/runs``.
@@ -358,27 +354,6 @@ def _label(value: Any) -> str:
     if isinstance(value, list | dict):
         raise ConfigError(f"an axis is a list of plain values, but one of them is {value!r}")
     return str(value)
-
-
-def _section(name: str, table: Mapping[str, Any]) -> list[str]:
-    """Return the lines of ``[name]`` with its values, then the tables in it; those two levels down are inline."""
-    nested = {key: value for key, value in table.items() if isinstance(value, Mapping) and "." not in name}
-    lines = ["", f"[{name}]", *(f"{_key(key)} = {_inline(value)}" for key, value in table.items() if key not in nested)]
-    for key, value in nested.items():
-        lines += _section(f"{name}.{_key(key)}", value)
-    return lines
-
-
-def _inline(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(key)} = {_inline(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_inline(item) for item in value) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _inline(name)
 
 
 def _plain(text: str) -> str:

@@ -1,1 +1,1 @@
-"""What ``fl-bn doctor`` looks at: one small function per check, each of which answers with a ``Finding``."""
+"""Check what separate machines need, beside the checks of every machine in ``fl_bn.checks``."""

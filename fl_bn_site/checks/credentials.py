@@ -1,4 +1,4 @@
-"""Certificates and keys of a folder of the kit."""
+"""Check the certificates and keys in a folder of the kit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fl_bn_site.verify import verify
 
 
 def kit_files(folder: Path) -> Iterator[Finding]:
-    """What ``fl-bn kit verify`` finds: dates, names, signature, keys that belong together, modes."""
+    """Make the checks of ``fl-bn kit verify``: dates, names, signature, keys that belong together, modes."""
     for check in verify(folder):
         yield Finding("ok", "kit", check.subject) if check.ok else Finding("fail", "kit", f"not so: {check.subject}", check.remedy)
 
 
 def expiry(certificates: Iterable[Path], clock: Clock = now) -> Finding:
-    """The first of ``certificates`` to end, and whether that is soon."""
+    """Check whether the first of ``certificates`` to end does so soon."""
     ends: dict[Path, float] = {}
     for path in certificates:
         try:
@@ -39,7 +39,7 @@ def expiry(certificates: Iterable[Path], clock: Clock = now) -> Finding:
 
 
 def site_keys(server: ServerFolder) -> Finding:
-    """Whether every site has a public key here, and one of its own."""
+    """Check whether every site has a public key here that no other site has."""
     owners: dict[bytes, str] = {}
     for site in server.sites:
         path = server.public_key(site)

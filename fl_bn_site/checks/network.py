@@ -1,4 +1,4 @@
-"""Names, ports and time: what must be right before two machines can talk."""
+"""Check names, ports and addresses, which must be right before two machines can talk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC's, in its order, l
 
 
 def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
-    """Whether this machine can listen on ``address``, of ``line`` in the TOML file; ``running``: this folder's programs do already."""
+    """Check whether this machine can listen on an address.
+
+    Args:
+        check: The name of the check.
+        address: HOST:PORT.
+        line: The line of the TOML file that has the address.
+        running: Whether the programs of this folder are running, so that they hold the port themselves.
+    """
     host, port = host_port(address)
     family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -38,23 +45,31 @@ def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
 
 
 def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) -> Finding:
-    """Whether this machine can listen on the ports ``first`` to ``last``, of which every run that is going on has one of its own."""
-    found = [port_free(check, f"0.0.0.0:{port}", lines, running=running) for port in range(first, last + 1)]
-    wrong = [finding for finding in found if finding.status != "ok"]
+    """Check whether this machine can listen on a range of ports. Each run that is going on needs one of them.
+
+    Args:
+        check: The name of the check.
+        first: The first port.
+        last: The last port.
+        lines: The lines of the TOML file that have the range.
+        running: Whether the programs of this folder are running, so that they hold ports themselves.
+    """
+    findings = [port_free(check, f"0.0.0.0:{port}", lines, running=running) for port in range(first, last + 1)]
+    wrong = [finding for finding in findings if finding.status != "ok"]
     if not wrong:
-        used = sum("in use" in finding.text for finding in found)
+        used = sum("in use" in finding.text for finding in findings)
         shown = f"{first} to {last}" if last > first else f"{first}"
         what = f"{used} of them in use while `fl-bn start` of this folder runs" if used else "free"
         return Finding("ok", check, f"ports {shown} ({lines}), one for each run that is going on: {what}")
     texts = "; ".join(finding.text for finding in wrong)
-    if len(wrong) == len(found):
+    if len(wrong) == len(findings):
         return Finding("fail", check, f"no port is left for the exchange of a FedTAN run: {texts}", wrong[0].do)
-    most = f"{len(found) - len(wrong)} of {len(found)} ports are left: no more FedTAN runs than that at a time: {texts}"
+    most = f"{len(findings) - len(wrong)} of {len(findings)} ports are left: no more FedTAN runs than that at a time: {texts}"
     return Finding("warn", check, most, wrong[0].do)
 
 
 def holder(port: int, proc: Path = Path("/proc")) -> str:
-    """Who listens on TCP ``port`` of this machine, as far as this user may know it; else empty."""
+    """Return which process listens on TCP ``port`` of this machine; empty where this user may not know it."""
     sockets = {f"socket:[{inode}]" for inode in _listening(port, proc)}
     for process in proc.glob("[0-9]*"):
         try:
@@ -77,9 +92,9 @@ def _listening(port: int, proc: Path) -> Iterator[str]:
 
 
 def resolves(host: str, port: int) -> Finding:
-    """Whether ``host`` has an address."""
+    """Check whether ``host`` has an address."""
     try:
-        found = sorted({str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
+        addresses = sorted({str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except socket.gaierror as error:
         return Finding(
             "fail",
@@ -87,20 +102,20 @@ def resolves(host: str, port: int) -> Finding:
             f"{host} has no address: {error.strerror}",
             "correct the name, or have it added to DNS (or to /etc/hosts on every machine)",
         )
-    return Finding("ok", "superlink name", host if found == [host] else f"{host} is {', '.join(found)}")
+    return Finding("ok", "superlink name", host if addresses == [host] else f"{host} is {', '.join(addresses)}")
 
 
 def leads_here(host: str, port: int) -> Finding:
-    """On the server: whether ``host`` is this machine."""
-    found = resolves(host, port)
-    if found.status == "ok" and not any(_own(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
+    """Check, on the server, whether ``host`` is this machine."""
+    finding = resolves(host, port)
+    if finding.status == "ok" and not any(_own(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
         return Finding(
             "warn",
-            found.check,
-            f"{found.text}, which is no address of this machine",
+            finding.check,
+            f"{finding.text}, which is no address of this machine",
             "fine behind a router that forwards the ports; else correct `superlink` in server.toml and the sites' site.toml",
         )
-    return found
+    return finding
 
 
 def _own(address: object) -> bool:
@@ -114,7 +129,7 @@ def _own(address: object) -> bool:
 
 
 def reachable(host: str, port: int) -> Finding:
-    """Whether anything answers at the SuperLink's port. Only that: what answers is the handshake's business."""
+    """Check whether anything answers at the SuperLink's port. What answers there is checked by the TLS handshake."""
     check = "superlink port"
     try:
         with socket.create_connection((host, port), TIMEOUT):
@@ -137,7 +152,10 @@ def reachable(host: str, port: int) -> Finding:
 
 
 def proxy(host: str) -> Finding:
-    """gRPC would go through a proxy that these variables name, which Python's sockets, and so the other checks, do not."""
+    """Check whether gRPC would connect through a proxy.
+
+    The other checks use Python's sockets, which know of no proxy.
+    """
     parts = [part.lstrip(".") for part in excepted(os.environ)]
     named = [name for name in PROXIES if os.environ.get(name)]
     if named and not is_loopback(host) and not any(part and (host == part or host.endswith(f".{part}")) for part in parts):
@@ -152,7 +170,7 @@ def proxy(host: str) -> Finding:
 
 
 def exposure(server: ServerFolder) -> Finding:
-    """Whether those who must reach an address of the server can, and nobody else."""
+    """Check whether those who must reach an address of the server can, and nobody else."""
     fleet, control, serverappio = (host_port(address)[0] for address in (server.fleet, server.control, server.serverappio))
     if is_loopback(fleet) and not is_loopback(server.superlink):
         what = f"fleet = {server.fleet} is this machine only, so no site reaches it"

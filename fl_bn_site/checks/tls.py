@@ -1,4 +1,4 @@
-"""The SuperLink's certificate as a site sees it, and the clock behind it."""
+"""Check the SuperLink's certificate from a site, and the clocks of both."""
 
 from __future__ import annotations
 
@@ -32,18 +32,26 @@ UNEASY = (2.5, 150.0)  # seconds ahead and behind: half of what Flower stands
 
 
 class FarApart(LookupError):
-    """The server's clock and this one are so far apart that no time stamp near this one was accepted."""
+    """The server refuses every time stamp near this machine's time, so far apart are the two clocks."""
 
 
 Clock = Callable[[], datetime]
 
 
 def now() -> datetime:
+    """Return the time of this clock."""
     return datetime.now(UTC)
 
 
 def handshake(host: str, port: int, authority: Path, clock: Clock = now) -> Finding:
-    """A real TLS handshake, trusting ``authority`` alone: who signed the server's certificate, its dates, whether it is for ``host``."""
+    """Make a TLS handshake that trusts one authority alone, and check the server's certificate.
+
+    Args:
+        host: The server's name or address, for which the certificate must be.
+        port: The SuperLink's port for SuperNodes.
+        authority: The file with the authority's certificate.
+        clock: Returns the time.
+    """
     check, place = "superlink TLS", f"{host}:{port}"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # not create_default_context: that trusts this machine's authorities, too
     try:
@@ -53,7 +61,7 @@ def handshake(host: str, port: int, authority: Path, clock: Clock = now) -> Find
     try:
         version, certificate = _shake(host, port, context)
     except ssl.SSLCertVerificationError as error:
-        return _refused(check, host, port, error, authority)
+        return _explain_refusal(check, host, port, error, authority)
     except (ssl.SSLError, ConnectionError) as error:
         what = f"{place} listens, but not with TLS: {error.strerror or error}"
         return Finding("fail", check, what, "see that the address is the SuperLink's fleet port, and that it was started by `fl-bn start`")
@@ -71,8 +79,11 @@ def _shake(host: str, port: int, context: ssl.SSLContext) -> tuple[str, x509.Cer
         return tls.version() or "TLS", x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"")
 
 
-def _refused(check: str, host: str, port: int, error: ssl.SSLCertVerificationError, authority: Path) -> Finding:
-    """Why, told by the certificate itself, which is asked for once more without verifying it."""
+def _explain_refusal(check: str, host: str, port: int, error: ssl.SSLCertVerificationError, authority: Path) -> Finding:
+    """Say why the certificate is refused.
+
+    The certificate itself says it, after a second handshake that does not verify it.
+    """
     anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
     _, certificate = _shake(host, port, anyone)
@@ -101,23 +112,29 @@ def _refused(check: str, host: str, port: int, error: ssl.SSLCertVerificationErr
 
 
 def _out_of_date(certificate: x509.Certificate) -> str:
-    """In words; empty where its dates are right."""
+    """Say what is wrong with the dates of ``certificate``; empty: nothing."""
     begins, ends, here = certificate.not_valid_before_utc, certificate.not_valid_after_utc, now()
     fault = f"is not valid before {_day(begins)}" if here < begins else f"expired on {_day(ends)}" if here > ends else ""
     return fault and f"{fault} (here it is {here:%Y-%m-%d %H:%M} UTC)"
 
 
 def clock(authority: Path, skew: Callable[[], float] | None, here: Clock = now) -> Finding:
-    """This clock against the day that ``authority`` was made and, where ``skew`` can ask the server, against the server's clock."""
-    check, made = "clock", read_certificate(authority).not_valid_before_utc
-    if here() < made:
+    """Compare this clock with the day on which the authority was made, and with the server's clock.
+
+    Args:
+        authority: The file with the authority's certificate.
+        skew: Asks the server how far this clock is behind; None: the server cannot be reached.
+        here: Returns the time.
+    """
+    check, begins = "clock", read_certificate(authority).not_valid_before_utc
+    if here() < begins:
         return Finding(
             "fail",
             check,
-            f"it is {here():%Y-%m-%d %H:%M} UTC here, before {authority.name} was made ({made:%Y-%m-%d %H:%M})",
+            f"it is {here():%Y-%m-%d %H:%M} UTC here, before {authority.name} was made ({begins:%Y-%m-%d %H:%M})",
             "set this clock",
         )
-    weak = f"it is {here():%Y-%m-%d %H:%M:%S} UTC here, after {authority.name} was made ({_day(made)}); closer was not compared"
+    weak = f"it is {here():%Y-%m-%d %H:%M:%S} UTC here, after {authority.name} was made ({_day(begins)}); closer was not compared"
     if skew is None:
         return Finding("ok", check, f"{weak}, since the server was not reached")
     mend = "set this clock or the server's by a time service (chrony, systemd-timesyncd)"
@@ -137,11 +154,12 @@ def clock(authority: Path, skew: Callable[[], float] | None, here: Clock = now) 
 
 
 def server_skew(host: str, port: int, authority: Path) -> float:
-    """Seconds that this clock is behind the server's, found by which time stamps the server accepts.
+    """Measure by which seconds this clock is behind the server's: by the time stamps that the server accepts.
 
     Raises:
-        LookupError: the server does not say.
-        FarApart: it refuses every time stamp that is tried: each of an hour around now, and those of other time zones.
+        LookupError: The server does not tell.
+        FarApart: The server refuses every time stamp: each within an hour of now, and those of other time
+            zones.
     """
     import grpc
 
@@ -153,7 +171,7 @@ def server_skew(host: str, port: int, authority: Path) -> float:
         call = channel.unary_unary(METHOD, request_serializer=bytes, response_deserializer=bytes)
 
         def accepted(ahead: float) -> bool:
-            """Whether the server accepts a stamp ``ahead`` seconds after this clock."""
+            """Return whether the server accepts a stamp ``ahead`` seconds after this clock."""
             stamp = (now() + timedelta(seconds=ahead)).isoformat()
             signature = key.sign(stamp.encode("ascii"), ec.ECDSA(hashes.SHA256()))
             try:
@@ -168,7 +186,15 @@ def server_skew(host: str, port: int, authority: Path) -> float:
 
 
 def latest_accepted(accepted: Callable[[float], bool]) -> float:
-    """The end of the ``AHEAD + BEHIND`` seconds that are ``accepted``, to ``CLOSE``. Raises FarApart."""
+    """Search for the latest time stamp that the server accepts, to ``CLOSE`` seconds.
+
+    Args:
+        accepted: Tells whether the server accepts a stamp so many seconds after this clock. It accepts an
+            interval of ``AHEAD + BEHIND`` seconds.
+
+    Raises:
+        FarApart: No time stamp is accepted.
+    """
     minutes = [sign * 300.0 * k for k in range(13) for sign in (1, -1)]
     hours = [sign * 3600.0 * k for k in range(2, 13) for sign in (1, -1)]  # wrong time zones
     low = next((ahead for ahead in [*minutes, *hours] if accepted(ahead)), None)

@@ -13,14 +13,14 @@ from fl_bn_site import queue as module
 from fl_bn_site import runs as runs_module
 from fl_bn_site import submit as submit_module
 from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder
-from fl_bn_site.kit import Plan, create
+from fl_bn_site.kit import KitPlan, create
 from tests.deployment.superlink import SuperLink
 from tests.deployment.tls_servers import free_range
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> ServerFolder:
-    create(Plan("127.0.0.1", ["a", "b"], exchange_port=free_range(EXCHANGE_PORTS)), tmp_path / "kit")
+    create(KitPlan("127.0.0.1", ["a", "b"], exchange_port=free_range(EXCHANGE_PORTS)), tmp_path / "kit")
     return ServerFolder.read(tmp_path / "kit/server")
 
 
@@ -35,8 +35,8 @@ def superlink(monkeypatch: pytest.MonkeyPatch) -> Any:
     for where in (submit_module, runs_module):
         monkeypatch.setattr(where, "control_of", control_of)
     monkeypatch.setattr("fl_bn_site.submit.time.sleep", lambda seconds: None)
-    monkeypatch.setattr(module, "staged", staged)
-    monkeypatch.setattr(module, "available", lambda: 100_000)
+    monkeypatch.setattr(module, "stage", staged)
+    monkeypatch.setattr(module, "free_memory", lambda: 100_000)
     return made
 
 

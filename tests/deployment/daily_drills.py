@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fl_bn_site.certificates import read_certificate
 from fl_bn_site.folders import ServerFolder
-from fl_bn_site.runs import listed
+from fl_bn_site.runs import list_runs
 from fl_bn_site.status import status
 from tests.deployment.drills import Running, drained, filled, rounds_done, starts
 from tests.deployment.federation import FL_BN, ROOT, Federation, wait_until
@@ -160,7 +160,7 @@ def disk_full_under_the_state(case: Case) -> Outcome:
         if waiting is not None:
             waiting.kill()
             waiting.wait()
-    outcome.expect("nothing of the refused one is left", "third" not in {run.name for run in listed(ServerFolder.read(server))})
+    outcome.expect("nothing of the refused one is left", "third" not in {run.name for run in list_runs(ServerFolder.read(server))})
     compare_all(case, [first, second], outcome)
     outcome.expect_names(running.said + lines)
     return outcome

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from fl_bn.flower import run_in_process
 from fl_bn.support.flower_config import flower_config
 from fl_bn_site.folders import EXCHANGE_PORTS
-from fl_bn_site.kit import Plan, create
+from fl_bn_site.kit import KitPlan, create
 
 ROOT = Path(__file__).parents[2]
 FL_BN = (sys.executable, "-m", "fl_bn.cli.main")
@@ -84,7 +84,7 @@ class Federation:
         self.kit, self.sites = folder / "kit", list(sites)
         fleet, control, self.serverappio, self.metrics, *rest = free_ports(4 + len(sites) + EXCHANGE_PORTS)
         nodes, self.exchange = rest[: len(sites)], rest[len(sites)]
-        create(Plan("127.0.0.1", list(sites), fleet_port=fleet, exchange_port=self.exchange), self.kit)
+        create(KitPlan("127.0.0.1", list(sites), fleet_port=fleet, exchange_port=self.exchange), self.kit)
         self.fleet, self.nodes = fleet, dict(zip(sites, nodes, strict=True))
         self.edit(
             "server", {"control": f"127.0.0.1:{control}", "serverappio": f"127.0.0.1:{self.serverappio}", "fleet": f"127.0.0.1:{fleet}"}
@@ -178,7 +178,7 @@ class Federation:
         return file.read_text(errors="replace") if file.exists() else ""
 
     def find(self, program: str, site: str = "") -> list[int]:
-        """Processes of ``superlink``, ``serverapp`` (of a run), ``supernode`` or ``clientapp`` (host, stock, shelf, and a message's)."""
+        """Processes of ``superlink``, ``serverapp`` (of a run), ``supernode`` or ``clientapp`` (host, cold, warm, a message's)."""
         words = {
             "superlink": ("superlink.py", str(self.kit)),
             "serverapp": ("flwr-serverapp", f":{self.serverappio}"),

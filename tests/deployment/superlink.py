@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -79,9 +81,20 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
     monkeypatch.setattr(control, "program", lambda name: str(path))
 
 
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file of this process grow: writing fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def named(name: str, **more: Scalar) -> dict[str, Scalar]:
     return {"name": name, "rounds": 1, **more}
 
 
 def states(queue: Queue) -> dict[str, str]:
-    return {entry.name: entry.state for entry in queue.entries()}
+    return {entry.name: entry.state for entry in queue.store.entries()}

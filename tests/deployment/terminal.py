@@ -16,7 +16,13 @@ from typing import Any
 from fl_bn.run.overrides import parse_overrides
 from tests.deployment.federation import ROOT, differing, in_process, wait_until
 
-GUIDES = ("deploy/README.md", "docs/how-to/machines.md", "docs/how-to/operate.md", "docs/how-to/upgrade.md", "fl_bn_site/guides.py")
+GUIDES = (
+    "deploy/README.md",
+    "docs/how-to/machines.md",
+    "docs/how-to/operate.md",
+    "docs/how-to/upgrade.md",
+    *(f"fl_bn_site/kit_files/{name}.md" for name in ("install", "kit", "server", "site")),
+)
 INSTALL = "pip install -q -c constraints.txt -e '.[deployment,report,vision]'"
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 LONGEST = 240  # characters of a line

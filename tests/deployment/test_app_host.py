@@ -30,10 +30,10 @@ spec = importlib.util.spec_from_file_location("app_host", {app_host.__file__!r})
 app_host = sys.modules["app_host"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(app_host)
 """
-# What runs in a Python of its own: the host's stock, where an app is a file of Python, and a message writes one line.
+# What runs in a Python of its own: the host's cold process, where an app is a file of Python, and a message writes one line.
 HOST = """
 import json, time
-app_host.STOCK = ("json",)
+app_host.PRELOADED = ("json",)
 out = Path({out!r})
 
 def load(site, request, installed):
@@ -138,17 +138,17 @@ def test_an_app_that_cannot_be_kept_is_imported_by_every_message(tmp_path: Path,
             assert word in line.get("error", "")
 
 
-def test_the_messages_of_a_stock_that_is_killed_end(tmp_path: Path) -> None:
-    """A message watches the stock (Flower's monitor, every 0.2 s)."""
+def test_the_messages_of_a_cold_process_that_is_killed_end(tmp_path: Path) -> None:
+    """A message watches the cold process (Flower's monitor, every 0.2 s)."""
     script = ALONE + (
         "import time; app_host.find('start_parent_process_monitor'); pid = os.fork()\n"
         "if pid == 0:\n app_host.find('start_parent_process_monitor')(os.getppid()); print(os.getpid(), flush=True); time.sleep(60)\n"
         "time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as stock:
-        assert stock.stdout is not None
-        message = int(stock.stdout.readline())
-        os.kill(stock.pid, signal.SIGKILL)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as cold:
+        assert cold.stdout is not None
+        message = int(cold.stdout.readline())
+        os.kill(cold.pid, signal.SIGKILL)
     end = time.monotonic() + 10
     while Path(f"/proc/{message}").exists() and "Z" not in Path(f"/proc/{message}/status").read_text().split("State:")[1][:4]:
         assert time.monotonic() < end
@@ -190,7 +190,7 @@ def test_a_supernode_asks_often_while_there_is_work_and_rarely_else(monkeypatch:
     now = [1000.0]
     monkeypatch.setattr(supernode.time, "sleep", slept.append)
     monkeypatch.setattr(supernode.time, "monotonic", lambda: now[0])
-    clock = supernode.Clock(0.5)
+    clock = supernode.PollingTime(0.5)
     clock.worked = now[0] - 100
     clock.sleep(3)  # nothing came for long
     clock.sleep(0.5)  # an app is at work

@@ -38,8 +38,8 @@ from fl_bn_site.certificates import read_public, write_site_key
 from fl_bn_site.commands import APP_HOST, SUPERLINK, SUPERNODE, WATCHED, commands, environment, local, node_config, prepare, superlink
 from fl_bn_site.control import Control, ControlError, NotRegistered, control_of, register_sites
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
-from fl_bn_site.kit import Plan, create
-from fl_bn_site.project import project_of, staged
+from fl_bn_site.kit import KitPlan, create
+from fl_bn_site.project import project_of, stage
 from fl_bn_site.registered import Submitted
 from fl_bn_site.submit import COMPLETED, run_config, submit
 from fl_bn_site.supernode import own_options
@@ -51,7 +51,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def kit(tmp_path: Path) -> Path:
     """In a folder whose name shells and configs stumble over."""
-    create(Plan("fl.example.org", ["A", "B"], exchange_port=9195), tmp_path / "St. Mary's kit")
+    create(KitPlan("fl.example.org", ["A", "B"], exchange_port=9195), tmp_path / "St. Mary's kit")
     return tmp_path / "St. Mary's kit"
 
 
@@ -181,12 +181,12 @@ def test_pyproject_s_federation_takes_the_kit_s_addresses_and_the_kit_stays_out_
 
 
 def test_what_is_submitted_is_what_flower_would_send_without_environments_and_kits(tmp_path: Path) -> None:
-    create(Plan("fl.example.org", ["A"]), tmp_path / "project/my-kit")
+    create(KitPlan("fl.example.org", ["A"]), tmp_path / "project/my-kit")
     (tmp_path / "project/pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     for name in ("server_app/app.py", "mine/net.py", "docs/guide.md", "env/pyvenv.cfg", "env/lib/torch.py", ".git/x.py", "data/big.npz"):
         (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "project" / name).write_text("")
-    with staged(tmp_path / "project") as app:
+    with stage(tmp_path / "project") as app:
         names = {path.relative_to(app).as_posix() for path in app.rglob("*") if path.is_file()}
         sent = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app))).namelist()
     assert names == {"pyproject.toml", "server_app/app.py", "mine/net.py"}, "docs are not sent, as pyproject.toml says"
@@ -194,11 +194,11 @@ def test_what_is_submitted_is_what_flower_would_send_without_environments_and_ki
 
 
 def test_what_is_sent_of_this_project_has_no_tests_and_says_of_which_commit_it_is() -> None:
-    with staged(ROOT) as app:
+    with stage(ROOT) as app:
         sent = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app)))
         names = set(sent.namelist())
         told = sent.read("fl_bn/commit.toml").decode() if (ROOT / ".git").exists() else ""
-    assert {"fl_bn/apps/client.py", "fl_bn_site/policy.py", "client_app/app.py", "server_app/app.py"} <= names
+    assert {"fl_bn/apps/client.py", "client_app/app.py", "server_app/app.py"} <= names
     assert {name.partition("/")[0] for name in names} <= {"fl_bn", "client_app", "server_app", ".info", "pyproject.toml"} | {
         path.name for path in ROOT.iterdir() if path.is_file()
     }
@@ -209,7 +209,7 @@ def test_what_is_sent_of_this_project_has_no_tests_and_says_of_which_commit_it_i
 
 def test_a_list_of_what_is_not_sent_must_be_one(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[tool.fl-bn]\nnot-sent = "tests"\n')
-    with pytest.raises(FolderError, match="not-sent of .tool.fl-bn. must be a list of paths in quotes, but got 'tests'"), staged(tmp_path):
+    with pytest.raises(FolderError, match="not-sent of .tool.fl-bn. must be a list of paths in quotes, but got 'tests'"), stage(tmp_path):
         pass
 
 
@@ -292,11 +292,11 @@ def test_a_site_that_is_not_registered_is_told_from_other_refusals(server: Serve
 def test_a_project_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
     project = tmp_path / "pyproject.toml"
     project.write_text("[tool.fl-bn\n")
-    with pytest.raises(FolderError, match=r"pyproject\.toml cannot be read: .*line 1"), staged(tmp_path):
+    with pytest.raises(FolderError, match=r"pyproject\.toml cannot be read: .*line 1"), stage(tmp_path):
         pass
     project.write_text("")
     os.mkfifo(tmp_path / "pipe.py")
-    with pytest.raises(FolderError, match=r"pipe\.py cannot be copied: .*named pipe"), staged(tmp_path):
+    with pytest.raises(FolderError, match=r"pipe\.py cannot be copied: .*named pipe"), stage(tmp_path):
         pass
 
 

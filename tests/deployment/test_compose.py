@@ -92,7 +92,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     if program == "fl-bn":
         command: Any = typer.main.get_command(app)
         while hasattr(command, "commands"):
-            command, rest = command.commands[rest[0]], rest[1:]
+            command, rest = command.get_command(None, rest[0]), rest[1:]
         command.make_context("fl-bn", rest)
         return argparse.Namespace()
     assert program in ("sh", "python"), f"no parser for {program}"

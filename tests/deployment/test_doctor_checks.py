@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fl_bn.checks import clock, experiment, machine
-from fl_bn.checks.guard import guarded
+from fl_bn.checks.guard import guard
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.run.config import RunConfig
@@ -32,7 +32,7 @@ def test_a_finding_says_what_to_do_unless_all_is_well() -> None:
     with pytest.raises(ValueError, match="says what to do"):
         Finding("ok", "disk", "it is empty", "fill it")
     assert str(Finding("warn", "disk", "it is\nfull", "empty  it")) == "warn  disk: it is full -> empty it"
-    assert guarded("disk", lambda: Finding("ok", "disk", "fine")).status == "ok"
+    assert guard("disk", lambda: Finding("ok", "disk", "fine")).status == "ok"
 
 
 def install(folder: Path, name: str, version: str) -> Path:

@@ -20,7 +20,7 @@ from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn_site.certificates import write_site_key
 from fl_bn_site.commands import environment
 from fl_bn_site.folders import ServerFolder
-from fl_bn_site.kit import Plan, create
+from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.status import status
 from tests.deployment.federation import SMALL, Federation, differing, free_ports, in_process, personal, wait_until
 
@@ -125,7 +125,7 @@ def said(text: str, *words: str) -> str:
 def test_strangers_are_refused(federation: Federation, tmp_path: Path) -> None:
     authority = ("--root-certificates", str(federation.kit / "sites/a/ca.crt"))
     write_site_key(tmp_path / "stranger.key", tmp_path / "stranger.pub", "stranger")
-    create(Plan("127.0.0.1", ["a"]), tmp_path / "other")
+    create(KitPlan("127.0.0.1", ["a"]), tmp_path / "other")
     own_key = ("--auth-supernode-private-key", str(federation.kit / "sites/a/site.key"))
     stranger = ("--auth-supernode-private-key", str(tmp_path / "stranger.key"))
     other = ("--root-certificates", str(tmp_path / "other/authority/ca.crt"))

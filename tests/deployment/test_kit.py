@@ -19,10 +19,12 @@ from fl_bn.cli.main import app
 from fl_bn_site import certificates
 from fl_bn_site.commands import node_config
 from fl_bn_site.folders import ServerFolder, SiteFolder
-from fl_bn_site.kit import KitError, Plan, create
+from fl_bn_site.kit import KitError, KitPlan, create
 from fl_bn_site.verify import verify
 
-PLAN = Plan("fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3", "alias"], fleet_port=21092, exchange_port=21095)
+PLAN = KitPlan(
+    "fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3", "alias"], fleet_port=21092, exchange_port=21095
+)
 PRIVATE = ("authority/ca.key", "server/server.key", "sites/A/site.key", "sites/B/site.key")
 
 
@@ -241,7 +243,7 @@ def test_empty_folders_may_be_there_already(tmp_path: Path) -> None:
         ({"superlink": "no such name"}, "a host must be"),
         ({"also": ["10.0.0.1", "a/b"]}, "'a/b'"),
         ({"sites": []}, "but got none"),
-        ({"sites": ["A", "a"]}, "a name of its own"),
+        ({"sites": ["A", "a"]}, "must differ in more than capitals"),
         ({"sites": ["../A"]}, "a site's name"),
         ({"days": 0}, "days must be"),
         ({"fleet_port": 70000}, "ports 1..65535"),
@@ -249,5 +251,5 @@ def test_empty_folders_may_be_there_already(tmp_path: Path) -> None:
 )
 def test_plans_that_cannot_be(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(KitError) as error:
-        Plan(**{"superlink": "fl.example.org", "sites": ["A", "B"]} | changed)
+        KitPlan(**{"superlink": "fl.example.org", "sites": ["A", "B"]} | changed)
     assert said in str(error.value)

@@ -13,11 +13,11 @@ import pytest
 from fl_bn_site import certificates
 from fl_bn_site.certificates import names_in, public_half, read_certificate, read_public, write_site_key
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
-from fl_bn_site.kit import KitError, Plan, create
+from fl_bn_site.kit import KitError, KitPlan, create
 from fl_bn_site.membership import add_site, check_expiry, former_owner, remove_site, renew_server, renew_site
 from fl_bn_site.verify import verify
 
-PLAN = Plan("fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3"], fleet_port=21092, exchange_port=21095)
+PLAN = KitPlan("fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3"], fleet_port=21092, exchange_port=21095)
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def aged(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def test_start_refuses_an_expired_certificate_and_says_what_renews_it(tmp_path: Path, aged: Callable[[int], None]) -> None:
     aged(100)
-    create(Plan("127.0.0.1", ["A"], days=90), tmp_path / "kit")
+    create(KitPlan("127.0.0.1", ["A"], days=90), tmp_path / "kit")
     aged(0)
     server, site = ServerFolder.read(tmp_path / "kit/server"), SiteFolder.read(tmp_path / "kit/sites/A")
     with pytest.raises(FolderError, match=r"server\.crt expired 1[01] days ago.*fl-bn kit renew"):

@@ -12,12 +12,13 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from fl_bn_site import metrics as module
 from fl_bn_site.control import ControlError
 from fl_bn_site.folders import ServerFolder
-from fl_bn_site.kit import Plan, create
-from fl_bn_site.metrics import CONTENT, Watcher, health, make_server, metrics
+from fl_bn_site.kit import KitPlan, create
+from fl_bn_site.metrics import Watcher, health, make_server, metrics
 from fl_bn_site.status import RunStatus, SiteStatus, Status
 
 SITES = [SiteStatus("east", 7, "online", "2026-11-22T12:00:00+00:00"), SiteStatus("west", None, "not registered", "")]
@@ -64,7 +65,7 @@ def test_what_prometheus_is_told() -> None:
     assert found["fl_bn_certificate_days_left"] == 800
     assert (found['fl_bn_run_round{run="now"}'], found['fl_bn_run_rounds{run="now"}']) == (4, 10)  # of the newest of that name
     assert found['fl_bn_run_loss{run="now"}'] == 0.25
-    assert found['fl_bn_run_metric{run="now",metric="r2"}'] == 0.5
+    assert found['fl_bn_run_metric{metric="r2",run="now"}'] == 0.5
     assert found['fl_bn_run_state{run="later",state="waiting"}'] == 1
     assert (found['fl_bn_run_received_bytes_total{run="now"}'], found['fl_bn_run_sent_bytes_total{run="now"}']) == (1000, 2000)
     assert found['fl_bn_run_rounds{run="a \\"quoted\\" \\\\ name"}'] == 3
@@ -83,7 +84,7 @@ def test_health_says_what_is_wrong() -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> ServerFolder:
-    create(Plan("127.0.0.1", ["a"]), tmp_path / "kit")
+    create(KitPlan("127.0.0.1", ["a"]), tmp_path / "kit")
     return ServerFolder.read(tmp_path / "kit/server")
 
 
@@ -101,7 +102,7 @@ def url(server: ServerFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_over_http(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with urlopen(f"{url}/metrics") as answer:
-        assert answer.headers["Content-Type"] == CONTENT
+        assert answer.headers["Content-Type"] == CONTENT_TYPE_LATEST
         assert parsed(answer.read().decode())["fl_bn_sites_online"] == 1
     with urlopen(f"{url}/health") as answer:
         assert json.loads(answer.read())["ok"]

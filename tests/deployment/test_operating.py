@@ -18,7 +18,7 @@ from urllib.request import urlopen
 import pytest
 
 from fl_bn_site.folders import ServerFolder
-from fl_bn_site.runs import Listed, listed
+from fl_bn_site.runs import RunLine, list_runs
 from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, differing, in_process, wait_until
 from tests.deployment.test_metrics import parsed
 
@@ -42,8 +42,8 @@ def command(*words: str, timeout: float = 900.0) -> subprocess.CompletedProcess[
     return subprocess.run([*FL_BN, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def runs(federation: Federation, *states: str) -> list[Listed]:
-    return [run for run in listed(server(federation)) if run.state in states]
+def runs(federation: Federation, *states: str) -> list[RunLine]:
+    return [run for run in list_runs(server(federation)) if run.state in states]
 
 
 def rounds_done(federation: Federation, name: str) -> int:
@@ -85,7 +85,7 @@ def test_two_submits_at_once_an_abort_and_a_resume(federation: Federation, tmp_p
     assert typed(out.splitlines()[-1]) == typed(said) == ["resume", str(federation.kit / "server"), first.name]
     out, _ = submits[second.name].communicate(timeout=900)
     assert submits[second.name].returncode == 0, out
-    assert f"{second.name} waits: {first.name} is going on, and 1 may at a time" in out
+    assert f"{second.name} waits: {first.name} is going on, and at most 1 may run at a time" in out
     assert "for sites east, west, north" in out
     resumed = command(*typed(said))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

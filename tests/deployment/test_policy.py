@@ -17,7 +17,8 @@ from flwr.common.constant import ErrorCode
 
 from fl_bn_site import app_host
 from fl_bn_site.doctor import _policy
-from fl_bn_site.policy import TEMPLATE, NotAllowed, Policy, PolicyError
+from fl_bn_site.guides import kit_file
+from fl_bn_site.policy import NotAllowed, Policy, PolicyError
 from tests.hostile.bisecting import Bisecting
 from tests.hostile.test_gate import grid
 
@@ -38,7 +39,7 @@ def fab(files: Mapping[str, str]) -> bytes:
 
 
 def test_without_a_file_or_a_line_everything_is_allowed(tmp_path: Path) -> None:
-    for allowed in (Policy.read(None), Policy.read(tmp_path / "none.toml"), policy(tmp_path, TEMPLATE)):
+    for allowed in (Policy.read(None), Policy.read(tmp_path / "none.toml"), policy(tmp_path, kit_file("policy.toml"))):
         assert allowed == Policy()
         allowed.check_run({**RUN, "dataset": "own.module:load", "batch-size": 1})
         allowed.check_code(b"no zip file", tmp_path)
@@ -46,7 +47,7 @@ def test_without_a_file_or_a_line_everything_is_allowed(tmp_path: Path) -> None:
 
 
 def test_the_template_s_lines_can_be_set(tmp_path: Path) -> None:
-    text = "".join(line.removeprefix("#") + "\n" for line in TEMPLATE.splitlines() if not line.startswith("# "))
+    text = "".join(line.removeprefix("#") + "\n" for line in kit_file("policy.toml").splitlines() if not line.startswith("# "))
     assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "installed", 8.0, 8, 40, 0)
 
 

@@ -12,7 +12,8 @@ import pytest
 from fl_bn_site import queue as module
 from fl_bn_site.control import ANSWER
 from fl_bn_site.folders import FolderError, ServerFolder
-from fl_bn_site.queue import STARTED, NameTaken, Queue, QueueError
+from fl_bn_site.queue import NameTaken, Queue
+from fl_bn_site.queue_store import LOCK_TIMEOUT, STARTED
 from tests.deployment.superlink import named, states
 
 
@@ -20,7 +21,7 @@ def test_one_run_at_a_time_in_the_order_in_which_they_came(server: ServerFolder,
     queue = Queue(server)
     for name in ("one", "two", "three"):
         queue.add(named(name))
-    assert queue.dispatch(superlink) == {2: "one is going on, and 1 may at a time", 3: "one is going on, and 1 may at a time"}
+    assert queue.dispatch(superlink) == dict.fromkeys((2, 3), "one is going on, and at most 1 may run at a time")
     assert superlink.going() == ["one"]
     assert queue.dispatch(superlink).keys() == {2, 3}  # a second look changes nothing
     superlink.end(1)
@@ -46,9 +47,9 @@ def test_runs_beside_each_other_have_ports_of_their_own(server: ServerFolder, su
         f"all ports of the exchange, {first} to {first + 3}, are in use: close what listens there, or raise exchange-ports"
     }
     superlink.end(2)
-    monkeypatch.setattr(module, "available", lambda: 100)
+    monkeypatch.setattr(module, "free_memory", lambda: 100)
     assert set(queue.dispatch(superlink).values()) == {"100 MiB of memory are free, and a run beside run-2, run-0 takes 1024"}
-    monkeypatch.setattr(module, "available", lambda: None)
+    monkeypatch.setattr(module, "free_memory", lambda: None)
     queue.dispatch(superlink)
     ports = [run.config["exchange-port"] for run in superlink.known if run.status == "running"]
     assert sorted(ports) == [first, first + 1, first + 2, first + 3]
@@ -61,7 +62,7 @@ def test_server_toml_says_how_many_runs_at_a_time(server: ServerFolder, superlin
     queue = Queue(ServerFolder.read(server.path))
     for name in ("one", "two", "three"):
         queue.add(named(name))
-    assert queue.dispatch(superlink) == {3: "one, two are going on, and 2 may at a time"}
+    assert queue.dispatch(superlink) == {3: "one, two are going on, and at most 2 may run at a time"}
     for wrong in ("parallel = 0", "exchange-ports = 65000"):
         file.write_text(text.replace(wrong.split("=")[0] + "= " + {"p": "1", "e": "4"}[wrong[0]], wrong))
         with pytest.raises(FolderError, match=r"parallel must be 1\.\.1024|must stay below 65536"):
@@ -81,16 +82,11 @@ def test_numbers_are_not_given_twice(server: ServerFolder) -> None:
     mine = [queue.add(named(name)) for name in ("x", "y")][-1]
     assert queue.remove(mine)
     assert queue.add(named("y")).number == 3
-    assert (queue.find(mine.number), queue.remove(mine)) == (None, False)
-    (queue.folder / module.LAST).unlink()  # as in a queue of an earlier version
-    assert queue.add(named("z")).number == 4
-    (queue.folder / module.LAST).write_text("four")
-    with pytest.raises(QueueError, match="last cannot be read .*'four'.*: move it away"):
-        queue.add(named("z"))
+    assert (queue.store.find(mine.number), queue.remove(mine)) == (None, False)
 
 
 def test_the_lock_is_waited_for_longer_than_a_start_takes() -> None:
-    assert module.PATIENCE > ANSWER + 30, "a flwr whose parent was killed ends by then"
+    assert LOCK_TIMEOUT > ANSWER + 30, "a flwr whose parent was killed ends by then"
 
 
 def add_one(folder: Path, place: int, barrier: Any) -> None:
@@ -109,6 +105,6 @@ def test_submits_at_once_lose_none(server: ServerFolder) -> None:
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
-    entries = Queue(server).entries()
+    entries = Queue(server).store.entries()
     assert [entry.number for entry in entries] == list(range(1, 21))
     assert len({entry.name for entry in entries}) == 20

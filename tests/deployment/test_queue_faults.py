@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import shutil
+import sqlite3
 import time
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +17,14 @@ import pytest
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
-from fl_bn.support import durable
 from fl_bn_site import queue as module
 from fl_bn_site.certificates import read_public
 from fl_bn_site.control import Control, ControlError
 from fl_bn_site.folders import ServerFolder
-from fl_bn_site.queue import REFUSED, STARTED, STARTING, WAITING, NameTaken, Queue, QueueError
+from fl_bn_site.queue import NameTaken, Queue
+from fl_bn_site.queue_store import REFUSED, STARTED, STARTING, WAITING, QueueError
 from fl_bn_site.registered import Submitted
-from tests.deployment.superlink import THEN, SuperLink, named, stand_in, states
+from tests.deployment.superlink import THEN, SuperLink, full_disk, named, stand_in, states
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -79,7 +82,7 @@ def test_what_cannot_be_started_is_refused_and_holds_up_no_other(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "staged", broken)
+        patch.setattr(module, "stage", broken)
         assert queue.dispatch(superlink) == {1: str(error)}
     queue.add(named("two"))
     assert queue.dispatch(superlink) == {}
@@ -138,7 +141,7 @@ def test_a_run_is_not_started_twice_where_its_sender_outlives_whoever_started_it
     assert not storing.store.exists()
     assert queue.dispatch(storing) == {}
     assert storing.store.read_text() == "one\n"
-    assert [(entry.state, entry.run) for entry in queue.entries()] == [(STARTED, "1")]
+    assert [(entry.state, entry.run) for entry in queue.store.entries()] == [(STARTED, "1")]
 
 
 def test_a_run_that_started_although_its_sender_failed_is_not_refused(
@@ -153,20 +156,15 @@ def test_a_run_that_started_although_its_sender_failed_is_not_refused(
         raise ControlError("`flwr run` ended with -9 and said nothing")
 
     monkeypatch.setattr(superlink, "start_run", hangs)
-    assert queue.dispatch(superlink) == {2: "one is going on, and 1 may at a time"}
+    assert queue.dispatch(superlink) == {2: "one is going on, and at most 1 may run at a time"}
     assert states(queue) == {"one": STARTED, "two": WAITING}
 
 
-def test_a_full_disk_is_said_and_loses_no_run(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_and_loses_no_run(server: ServerFolder, superlink: Any) -> None:
     queue = Queue(server)
     queue.add(named("one"))
-
-    def full(path: Path, data: bytes, mode: int = 0o600) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(durable, "write", full)
-        with pytest.raises(QueueError, match=r"queue cannot be written \(No space left on device\): make room on that disk"):
+    with full_disk():
+        with pytest.raises(QueueError, match=r"queue cannot be written \(disk I/O error\): make room on that disk"):
             queue.add(named("two"))
         with pytest.raises(QueueError, match="No run was lost"):
             queue.dispatch(superlink)
@@ -182,7 +180,7 @@ def test_a_run_waits_for_room_on_the_disk_and_is_not_refused_for_it(
     server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A SuperLink whose disk is full says only that it could not start the run."""
-    queue, free = Queue(server), [module.DISK << 20]
+    queue, free = Queue(server), [module.FREE_DISK << 20]
     queue.add(named("one"))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[0]))
     superlink.refuses = "could not start"
@@ -196,25 +194,23 @@ def test_a_run_waits_for_room_on_the_disk_and_is_not_refused_for_it(
         for _ in range(2):  # noticed only when it failed, and before
             assert queue.dispatch(superlink) == {1: f"5 MiB are free on the disk of {server.state}, and a run takes 32: make room there"}
         assert states(queue) == {"one": WAITING}
-    free[0], superlink.refuses = module.DISK << 20, ""
+    free[0], superlink.refuses = module.FREE_DISK << 20, ""
     assert queue.dispatch(superlink) == {}
     assert states(queue) == {"one": STARTED}
 
 
-def test_a_started_run_whose_file_could_not_be_written_is_found_again(
+def test_a_started_run_that_could_not_be_written_is_found_again(
     server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue, write, room = Queue(server), durable.write, [1]
+    queue, start = Queue(server), superlink.start_run
     queue.add(named("one"))
+    with ExitStack() as after, monkeypatch.context() as patch:
 
-    def fills_up(path: Path, data: bytes, mode: int = 0o600) -> None:
-        if not room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        room.pop()
-        write(path, data, mode)
+        def fills_up(app: Path, config: str, lock: int | None = None) -> str:
+            after.enter_context(full_disk())
+            return str(start(app, config, lock))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(durable, "write", fills_up)
+        patch.setattr(superlink, "start_run", fills_up)
         queue.dispatch(superlink)
     assert states(queue) == {"one": STARTING}
     queue.dispatch(superlink)
@@ -222,9 +218,86 @@ def test_a_started_run_whose_file_could_not_be_written_is_found_again(
     assert len(superlink.known) == 1
 
 
-def test_a_damaged_file_is_named(server: ServerFolder) -> None:
+def test_a_damaged_database_is_named(server: ServerFolder) -> None:
     queue = Queue(server)
-    entry = queue.add(named("one"))
-    (queue.folder / f"{entry.number:06}.json").write_text('{"number": 1')
-    with pytest.raises(QueueError, match=r"000001\.json cannot be read .*move it away, and submit that run again"):
-        queue.entries()
+    queue.add(named("one"))
+    queue.store.path.write_bytes(b"no database" * 1000)
+    for look in (queue.waiting, lambda: queue.add(named("two"))):
+        with pytest.raises(QueueError, match=r"queue\.db cannot be read .*move it away, and submit the runs that waited again"):
+            look()
+
+
+def test_a_database_of_a_newer_version_is_refused(server: ServerFolder) -> None:
+    queue = Queue(server)
+    queue.add(named("one"))
+    with closing(sqlite3.connect(queue.store.path)) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    for look in (queue.waiting, lambda: queue.add(named("two"))):
+        with pytest.raises(QueueError, match=r"queue\.db was written by a newer fl-bn \(version 2; this one reads 1\)"):
+            look()
+
+
+def add_until_killed(folder: Path, say: Any) -> None:
+    queue = Queue(ServerFolder.read(folder))
+    while True:
+        say.send(queue.add(named("x")).name)
+
+
+def test_no_run_that_was_added_is_lost_where_its_submitter_is_killed(server: ServerFolder) -> None:
+    """SIGKILL at any moment: what ``add`` returned is there, at most one more is, and the database is whole."""
+    context = multiprocessing.get_context("fork")
+    added: list[str] = []
+    for attempt in range(5):
+        hear, say = context.Pipe(duplex=False)
+        adds = context.Process(target=add_until_killed, args=(server.path, say))
+        adds.start()
+        say.close()
+        for _ in range(3 + attempt):
+            added.append(hear.recv())
+        adds.kill()
+        adds.join()
+        with suppress(EOFError):
+            while True:
+                added.append(hear.recv())
+        names = [entry.name for entry in Queue(server).waiting()]
+        assert names[: len(added)] == added
+        assert len(names) <= len(added) + 1
+        added = names
+    with closing(sqlite3.connect(Queue(server).store.path)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def of_an_earlier_version(folder: Path, number: int, name: str, state: str = WAITING, **more: Any) -> None:
+    """A run in the queue of a version that kept one JSON file per run."""
+    values = {"number": number, "name": name, "config": named(name), "parallel": 0, "before": [2**63 + 1], "run": "", "why": ""}
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**values, "submitted": "2026-11-22T12:00:00+00:00", "state": state, **more})
+    (folder / f"{number:06}.json").write_text(text)
+
+
+def test_the_queue_of_an_earlier_version_is_taken_over(server: ServerFolder, superlink: Any) -> None:
+    queue = Queue(server)
+    of_an_earlier_version(queue.store.folder, 3, "done", STARTED, run="7")
+    of_an_earlier_version(queue.store.folder, 5, "one", STARTING)
+    of_an_earlier_version(queue.store.folder, 6, "two")
+    (queue.store.folder / "last").write_text("9\n")
+    assert [(entry.number, entry.name) for entry in queue.waiting()] == [(5, "one"), (6, "two")]
+    assert {entry.earlier_runs for entry in queue.waiting()} == {(2**63 + 1,)}
+    assert sorted(path.name for path in queue.store.folder.iterdir()) == [".lock", "queue.db"]
+    assert queue.add(named("three")).number == 10
+    assert states(queue) == {"done": STARTED, "one": STARTING, "two": WAITING, "three": WAITING}
+    of_an_earlier_version(queue.store.folder, 6, "two")  # as a process leaves it that was killed before it removed the file
+    of_an_earlier_version(queue.store.folder, 5, "four")  # as the earlier version adds it, where somebody went back to it
+    assert queue.dispatch(superlink).keys() == {6, 10, 11}
+    assert [entry.name for entry in queue.store.entries()] == ["done", "one", "two", "three", "four"]
+
+
+def test_a_file_of_an_earlier_version_that_cannot_be_read_is_named(server: ServerFolder) -> None:
+    queue = Queue(server)
+    of_an_earlier_version(queue.store.folder, 1, "one")
+    (queue.store.folder / "000002.json").write_text('{"number": 1')
+    for _ in range(2):
+        with pytest.raises(QueueError, match=r"000002\.json cannot be read .*move it away, and submit that run again"):
+            queue.waiting()
+    (queue.store.folder / "000002.json").unlink()
+    assert [entry.name for entry in queue.waiting()] == ["one"]

@@ -19,7 +19,7 @@ from fl_bn.support.flower_config import Scalar
 from fl_bn_site.control import ControlError
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.registered import Submitted
-from fl_bn_site.runs import NoSuchRun, NotHere, abort, fetch, listed
+from fl_bn_site.runs import NoSuchRun, NotHere, abort, fetch, list_runs
 from fl_bn_site.submit import resume, submit
 from tests.deployment.superlink import THEN
 
@@ -50,7 +50,7 @@ def interrupted_run(server: ServerFolder, superlink: Any, **more: Scalar) -> Pat
 
 def test_resume_reads_the_stored_config_and_the_sites_as_they_are_now(server: ServerFolder, superlink: Any) -> None:
     interrupted_run(server, superlink)
-    (row,) = listed(server)
+    (row,) = list_runs(server)
     assert (row.id, row.name, row.state, row.round, row.rounds, row.seconds) == ("1", "died", "failed", 2, 9, 7.0)
     for name in ("died", ""):
         assert resume(server, name, say=lambda line: None)
@@ -65,7 +65,7 @@ def test_resume_reads_the_stored_config_and_the_sites_as_they_are_now(server: Se
 
 def test_resume_without_a_site_that_took_part_says_which(server: ServerFolder, superlink: Any) -> None:
     interrupted_run(server, superlink, **{"client-names": "a,gone"})
-    with pytest.raises(ControlError, match="gone took part in died, and is no more a site here"):
+    with pytest.raises(ControlError, match="gone took part in died, but is no longer a site in"):
         resume(server, "died", say=lambda line: None)
 
 
@@ -139,7 +139,7 @@ def test_runs_of_a_server_that_moved_are_found_where_they_are_now(server: Server
     folder = interrupted_run(server, superlink)
     moved = replace(superlink.known[0], config={"name": "died", "output": "/srv/former/results"})
     superlink.known = [moved]
-    assert (listed(server)[0].round, listed(server)[0].rounds) == (2, 9)
+    assert (list_runs(server)[0].round, list_runs(server)[0].rounds) == (2, 9)
     assert fetch(server, "1", None) == str(folder)
     shutil.rmtree(folder)
     with pytest.raises(NotHere, match="/srv/former/results/died is not on this machine"):

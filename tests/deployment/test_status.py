@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fl_bn.cli.main import app
 from fl_bn_site.control import Control, ControlError
 from fl_bn_site.folders import ServerFolder
-from fl_bn_site.kit import Plan, create
+from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.membership import remove_site
 from fl_bn_site.registered import Node, Submitted
 from fl_bn_site.status import status
@@ -24,7 +24,7 @@ SEEN = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerFolder:
-    create(Plan("127.0.0.1", ["north", "south", "east"]), tmp_path / "kit")
+    create(KitPlan("127.0.0.1", ["north", "south", "east"]), tmp_path / "kit")
     folder = ServerFolder.read(tmp_path / "kit/server")
 
     def pem(site: str) -> bytes:

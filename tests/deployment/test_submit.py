@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.support import durable
 from fl_bn_site import submit as submit_module
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.membership import add_site, remove_site
-from fl_bn_site.queue import WAITING, NameTaken, NoQueue, Queue, QueueError
+from fl_bn_site.queue import NameTaken, Queue
+from fl_bn_site.queue_store import LOCK, WAITING, NoQueue, QueueError, QueueStore
 from fl_bn_site.registered import Submitted
-from fl_bn_site.runs import abort, listed
+from fl_bn_site.runs import abort, list_runs
 from fl_bn_site.submit import run_config, submit
 from tests.deployment.superlink import THEN, named
 
@@ -32,7 +32,7 @@ def test_submit_waits_its_turn_and_says_for_whom(server: ServerFolder, superlink
     said: list[str] = []
     assert submit(server, "name='mine' rounds=1", say=said.append)
     assert said == [
-        "mine waits: other is going on, and 1 may at a time",
+        "mine waits: other is going on, and at most 1 may run at a time",
         "run 2 is submitted to h:1 as mine, for sites a, b",
         "a line",
         f"run 2: {submit_module.COMPLETED}",
@@ -54,24 +54,24 @@ def test_a_submit_that_is_interrupted_leaves_its_run_in_the_queue(
     with pytest.raises(KeyboardInterrupt):
         submit(server, "name='mine' rounds=1", say=said.append)
     assert said[-1] == f"  fl-bn abort {server.path} mine"
-    assert [(run.name, run.state) for run in listed(server)] == [("mine", WAITING), ("other", "running")]
-    assert abort(server, "mine") == "mine is no more in the queue; it had not begun"
-    assert [run.name for run in listed(server)] == ["other"]
+    assert [(run.name, run.state) for run in list_runs(server)] == [("mine", WAITING), ("other", "running")]
+    assert abort(server, "mine") == "mine was taken out of the queue; it had not begun"
+    assert [run.name for run in list_runs(server)] == ["other"]
 
 
-@pytest.mark.parametrize("where", ["dispatch", "find", "waiting"])
+@pytest.mark.parametrize(("owner", "where"), [(Queue, "dispatch"), (QueueStore, "find"), (Queue, "waiting")])
 @pytest.mark.parametrize("error", [QueueError("held by another fl-bn"), FolderError("server.toml: cut short"), OSError("no such disk")])
 def test_a_submit_that_cannot_look_for_a_while_waits_on(
-    server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+    server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, owner: type, where: str
 ) -> None:
-    look, errors = getattr(Queue, where), [error, error]
+    look, errors = getattr(owner, where), [error, error]
 
-    def fails(queue: Queue, *args: Any) -> Any:
+    def fails(queue: Any, *args: Any) -> Any:
         if errors:
             raise errors.pop()
         return look(queue, *args)
 
-    monkeypatch.setattr(Queue, where, fails)
+    monkeypatch.setattr(owner, where, fails)
     said: list[str] = []
     assert submit(server, "name='mine' rounds=1", say=said.append)
     assert said[:2] == [f"mine waits: {error}; trying again", "run 1 is submitted to h:1 as mine, for sites a, b"]
@@ -121,14 +121,18 @@ def test_a_submit_whose_run_was_taken_out_follows_no_other(server: ServerFolder,
     monkeypatch.setattr("fl_bn_site.submit.time.sleep", another)
     said: list[str] = []
     assert not submit(server, "name='mine' rounds=1", say=said.append)
-    assert said == ["mine waits: other is going on, and 1 may at a time", "mine was taken out of the queue"]
+    assert said == ["mine waits: other is going on, and at most 1 may run at a time", "mine was taken out of the queue"]
 
 
 def test_a_folder_that_may_not_be_written_to_has_no_queue(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_only(path: Path, data: bytes, mode: int = 0o600) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
+    open_file = Path.open
 
-    monkeypatch.setattr(durable, "write", read_only)
+    def read_only(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == LOCK:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", read_only)
     said: list[str] = []
     assert submit(server, "name='mine' rounds=1", say=said.append)
     assert "the run does not wait for others, but starts at once" in said[0]

@@ -19,11 +19,11 @@ import pytest
 
 from fl_bn_site.commands import Command, program
 from fl_bn_site.folders import SiteFolder
-from fl_bn_site.kit import Plan, create
+from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.superlink import tells
-from fl_bn_site.supervisor import AlreadyRunning, Daily, Output, Patience, Program, supervise
+from fl_bn_site.supervisor import AlreadyRunning, DailyLog, Delays, Output, SupervisedProgram, supervise
 
-QUICK = Patience(first=0.2, longest=0.8, grace=1.0)
+QUICK = Delays(first=0.2, longest=0.8, grace=1.0)
 
 
 def command(name: str, code: str, folder: Path, **more: object) -> Command:
@@ -41,7 +41,7 @@ def until(true: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-def supervised(commands: list[Command], folder: Path, end_when: Callable[[], object], patience: Patience = QUICK) -> list[str]:
+def supervised(commands: list[Command], folder: Path, end_when: Callable[[], object], patience: Delays = QUICK) -> list[str]:
     """Supervises until ``end_when``, then sends SIGTERM; what the supervisor itself said."""
 
     def end() -> None:
@@ -66,8 +66,8 @@ def running(pid: int) -> bool:
 
 
 def test_the_wait_doubles_up_to_its_limit() -> None:
-    assert [Patience().delay(failures) for failures in range(1, 8)] == [1, 2, 4, 8, 16, 30, 30]
-    assert Patience().delay(10_000) == 30
+    assert [Delays().delay(failures) for failures in range(1, 8)] == [1, 2, 4, 8, 16, 30, 30]
+    assert Delays().delay(10_000) == 30
 
 
 def test_a_program_that_ends_is_started_again_after_longer_and_longer_waits(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_program_that_ends_is_started_again_after_longer_and_longer_waits(tmp_
 
 
 def test_a_steady_program_starts_again_at_once_however_often_it_ended(tmp_path: Path) -> None:
-    patience = Patience(first=0.05, longest=60.0, steady=0.0)
+    patience = Delays(first=0.05, longest=60.0, steady=0.0)
     said = supervised([command("steady", "", tmp_path)], tmp_path, lambda: len(lines(tmp_path / "fl-bn.log")) > 12, patience)
     assert sum("again in 0.05 s" in line for line in said) >= 5
 
@@ -112,7 +112,7 @@ def test_a_log_file_is_put_aside_when_it_is_large_or_a_day_old(tmp_path: Path) -
     path = tmp_path / "speaker.log"
 
     def say(text: str, at: float) -> None:
-        handler = Daily(path, maxBytes=1000, backupCount=2, encoding="utf-8")
+        handler = DailyLog(path, maxBytes=1000, backupCount=2, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         record = logging.LogRecord("speaker", logging.INFO, "", 0, text, (), None)
         record.created = at
@@ -170,7 +170,7 @@ def test_what_a_program_has_left_behind_ends_before_it_starts_again(tmp_path: Pa
 def test_what_keeps_a_program_s_output_open_holds_nothing_up(tmp_path: Path) -> None:
     """In a session of its own it is not killed, as what the kernel does not let end is not."""
     output = Output(tmp_path)
-    program = Program(Command("left", ("sh", "-c", "setsid sleep 12 & exit 3"), {}, tmp_path), QUICK, output)
+    program = SupervisedProgram(Command("left", ("sh", "-c", "setsid sleep 12 & exit 3"), {}, tmp_path), QUICK, output)
     longest, end = 0.0, time.monotonic() + 8
     while time.monotonic() < end and sum("left started" in line for line in lines(tmp_path / "fl-bn.log")) < 2:
         begin = time.monotonic()
@@ -271,7 +271,7 @@ def started(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.mark.slow
 def test_a_kit_s_server_and_site_find_each_other(tmp_path: Path) -> None:
     fleet, control, serverappio, clientappio = free_ports(4)
-    create(Plan("127.0.0.1", ["A", "B", "C"], fleet_port=fleet), tmp_path / "kit")
+    create(KitPlan("127.0.0.1", ["A", "B", "C"], fleet_port=fleet), tmp_path / "kit")
     server, site = tmp_path / "kit/server", tmp_path / "kit/sites/B"
     change(server / "server.toml", control=control, serverappio=serverappio)
     change(site / "site.toml", clientappio=clientappio)

@@ -18,7 +18,7 @@ from fl_bn.flower.compat import find
 from fl_bn_site.certificates import make_authority
 from fl_bn_site.commands import commands
 from fl_bn_site.folders import SiteFolder
-from fl_bn_site.kit import Plan, create
+from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.verify import verify
 from tests.deployment.federation import Federation, wait_until
 
@@ -46,7 +46,7 @@ def site() -> Iterator[Path]:
     """A site's folder for two users, below folders that all may enter."""
     with tempfile.TemporaryDirectory() as made:
         base = Path(made)
-        create(Plan("127.0.0.1", ["a"]), base / "kit")
+        create(KitPlan("127.0.0.1", ["a"]), base / "kit")
         folder = base / "kit/sites/a"
         for above in (base, base / "kit", base / "kit/sites"):
             above.chmod(0o755)
@@ -105,7 +105,7 @@ def test_another_user_of_the_machine_reads_nothing(site: Path) -> None:
 
 
 def test_the_app_is_not_told_where_the_key_is(tmp_path: Path) -> None:
-    create(Plan("127.0.0.1", ["a"]), tmp_path / "kit")
+    create(KitPlan("127.0.0.1", ["a"]), tmp_path / "kit")
     folder = SiteFolder.read(tmp_path / "kit/sites/a")
     (node,), (app,) = commands(folder, "supernode"), commands(folder, "clientapp")
     assert str(folder.private_key) in str(node)
@@ -128,7 +128,7 @@ def test_the_units_give_key_and_app_to_two_users() -> None:
 
 
 def test_a_key_that_others_can_read_is_found(tmp_path: Path) -> None:
-    create(Plan("127.0.0.1", ["a"]), tmp_path / "kit")
+    create(KitPlan("127.0.0.1", ["a"]), tmp_path / "kit")
     keys = [tmp_path / "kit" / name for name in ("authority/ca.key", "server/server.key", "sites/a/site.key")]
     assert {key.stat().st_mode & 0o777 for key in keys} == {0o600}
     assert all(check.ok for check in verify(tmp_path / "kit/sites/a"))

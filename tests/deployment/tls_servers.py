@@ -18,7 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from fl_bn_site.certificates import alternative_name, read_certificate
 from fl_bn_site.folders import EXCHANGE_PORTS
-from fl_bn_site.kit import Plan, create
+from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.queue import is_free
 
 
@@ -48,7 +48,7 @@ def free_range(count: int) -> int:
 
 def make_kit(folder: Path, fleet_port: int, sites: Sequence[str] = ("A", "B"), host: str = "localhost") -> Path:
     """A kit for this machine, with free ports."""
-    create(Plan(host, sites, fleet_port=fleet_port, exchange_port=free_range(EXCHANGE_PORTS)), folder)
+    create(KitPlan(host, sites, fleet_port=fleet_port, exchange_port=free_range(EXCHANGE_PORTS)), folder)
     for file, lines in [
         ("server/server.toml", ("control", "serverappio")),
         *((f"sites/{site}/site.toml", ("clientappio",)) for site in sites),

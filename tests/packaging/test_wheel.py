@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_architecture import PROJECT, distributions
+
 ROOT = Path(__file__).parents[2]
-SOURCES = ("fl_bn", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+SOURCES = ("fl_bn", "fl_bn_site", "experiments", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+SWEEP = """
+[run]
+rounds = 1
+clients = 2
+model = "mlp"
+local-steps = 1
+[axes.method]
+FedAvg = { method = "fedavg" }
+FBN = { method = "fbn" }
+"""
 pytestmark = pytest.mark.slow
 
 
@@ -56,18 +69,23 @@ def python(installed: Path, folder: Path, *argv: str) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, timeout=280)
 
 
-def test_it_holds_one_package(wheel: Path) -> None:
+def test_it_holds_two_houses_and_every_file_of_theirs(wheel: Path) -> None:
+    """The library and the operator's product are in it; the repository's tool, its evidence and the apps of the checkout are not."""
     names = zipfile.ZipFile(wheel).namelist()
-    assert tops(names) == {"fl_bn"}
-    assert {
-        "fl_bn/py.typed",
-        "experiments/003-F1.toml",
-        "fl_bn/advise/map.json",
-        "fl_bn/templates/app/task.py",
-        "fl_bn/apps/server.py",
-    } <= set(names)
+    assert tops(names) == {"fl_bn", "fl_bn_site"}
+    files = [path for house in ("fl_bn", "fl_bn_site") for path in (ROOT / house).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert {path.relative_to(ROOT).as_posix() for path in files} - set(names) == set()
+    assert {"fl_bn/py.typed", "fl_bn/report/templates/report.html", "fl_bn_site/kit_files/site.md", "fl_bn_site/queue.sql"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
-    assert tops([*names, "server_app/app.py"]) == {"fl_bn", "server_app"}  # control
+    assert tops([*names, "experiments/cli.py"]) == {"fl_bn", "fl_bn_site", "experiments"}  # control
+
+
+def test_what_it_requires_is_what_the_project_says(wheel: Path) -> None:
+    (name,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA")]
+    lines = zipfile.ZipFile(wheel).read(name).decode().splitlines()
+    needed = {line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line}
+    assert len(needed) == len(PROJECT["dependencies"])
+    assert {re.split(r"[<>=! ]", one)[0] for one in needed} == distributions(PROJECT["dependencies"])
 
 
 def test_what_runs_is_the_wheel(installed: Path, tmp_path: Path) -> None:
@@ -79,17 +97,25 @@ def test_what_runs_is_the_wheel(installed: Path, tmp_path: Path) -> None:
 
 def test_the_command_answers(installed: Path, tmp_path: Path) -> None:
     done = fl_bn(installed, tmp_path, "--help")
-    assert (done.returncode, "experiments" in done.stdout) == (0, True), done.stderr
-    assert fl_bn(installed, tmp_path, "nothing-of-the-kind").returncode == 2  # control
+    assert (done.returncode, "sweep" in done.stdout, "experiments" in done.stdout) == (0, True, False), done.stderr
+    for nothing in ("nothing-of-the-kind", "experiments"):
+        assert fl_bn(installed, tmp_path, nothing).returncode == 2  # control
 
 
-def test_the_experiments_are_there_and_one_runs(installed: Path, tmp_path: Path) -> None:
-    done = fl_bn(installed, tmp_path, "experiments", "list")
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in ("000-T1", "003-F1", "004-F14"))
-    done = fl_bn(installed, tmp_path, "experiments", "run", "003-F1", "--variant", "small")
+def test_a_sweep_is_reported_on_a_page(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "sweep.toml").write_text(SWEEP)
+    done = fl_bn(installed, tmp_path, "sweep", "sweep.toml", "--output", "made")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "runs/experiments/003-F1-small/report.html").is_file()
+    page = (tmp_path / "made/report.html").read_text()
+    assert all(part in page for part in ("<style>", "querySelectorAll", "</html>"))
+
+
+def test_a_kit_is_made_and_verified(installed: Path, tmp_path: Path) -> None:
+    done = fl_bn(installed, tmp_path, "kit", "create", "--superlink", "127.0.0.1", "--sites", "A,B")
+    assert done.returncode == 0, done.stderr
+    assert "# Site A" in (tmp_path / "kit/sites/A/GUIDE.md").read_text()
+    done = fl_bn(installed, tmp_path, "kit", "verify", "kit")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_run_in_process_needs_no_checkout(installed: Path, tmp_path: Path) -> None:
