@@ -42,8 +42,8 @@ class Case(NamedTuple):
 
 
 REFUSED = {
-    "a second join": Case(False, (Join(3), Join(3)), "expected no request before the first was answered, but got a second one"),
-    "a request while one is unanswered": Case(True, (GOOD, GOOD), "expected no request before the first was answered, but got a second one"),
+    "a second join": Case(False, (Join(3), Join(3)), "expected no request before the first was answered"),
+    "a request while one is unanswered": Case(True, (GOOD, GOOD), "expected no request before the first was answered"),
     "values before joining": Case(False, (GOOD,), r"expected it to join first, but it sent stem.bn \(mean\)"),
     "joining twice": Case(True, (Join(3),), "expected it to join once, but it joined again"),
     "sitting out after joining": Case(True, (Join(0),), "expected it to join once, but it joined again"),
