@@ -26,18 +26,31 @@ from fl_bn.support.names import expected, names_of, nearest
 
 
 class Role(Enum):
-    """Purpose of a tensor. It decides whether the tensor may leave the client, and how the server combines it."""
+    """Purpose of a tensor. It decides whether the tensor may leave the client, and how the server combines it.
 
-    WEIGHT = "weight"  # learnable, not in a norm layer
-    AFFINE = "affine"  # scale and shift of a BatchNorm layer
-    OTHER_AFFINE = "affine of other norms"  # scale and shift of LayerNorm, GroupNorm and their kin: shared like weights
-    STATISTIC = "statistic"  # running mean and variance
-    MIXING = "mixing"  # HBN's learnable mix of batch and shared statistics, before the sigmoid
-    COUNTER = "counter"  # integers such as num_batches_tracked: never averaged
-    BUFFER = "buffer"  # floating point, not learnable, not in a norm layer: averaged, never optimised
-    KEPT = "kept"  # a buffer of the client's own: it never leaves the client, and survives between its rounds
-    RECOMPUTED = "recomputed"  # a buffer that follows from the weights: the server computes it anew, clients never send it
-    CONSTANT = "constant"  # a buffer that training does not change: the server sends it to the clients, and they never send it
+    Attributes:
+        WEIGHT: learnable, outside of norm layers.
+        AFFINE: scale and shift of a BatchNorm layer.
+        OTHER_AFFINE: scale and shift of LayerNorm, GroupNorm and similar layers, shared like weights.
+        STATISTIC: running mean and variance.
+        MIXING: HBN's learnable mix of batch and shared statistics, before the sigmoid.
+        COUNTER: an integer such as num_batches_tracked, never averaged.
+        BUFFER: floating point, not learnable, outside of norm layers: averaged, never optimised.
+        KEPT: a buffer of the client's own. It never leaves the client, and survives between its rounds.
+        RECOMPUTED: a buffer that follows from the weights. The server computes it, and clients never send it.
+        CONSTANT: a buffer that training does not change. The server sends it to the clients, and they never send it.
+    """
+
+    WEIGHT = "weight"
+    AFFINE = "affine"
+    OTHER_AFFINE = "affine of other norms"
+    STATISTIC = "statistic"
+    MIXING = "mixing"
+    COUNTER = "counter"
+    BUFFER = "buffer"
+    KEPT = "kept"
+    RECOMPUTED = "recomputed"
+    CONSTANT = "constant"
 
 
 DOWN_ONLY = frozenset({Role.RECOMPUTED, Role.CONSTANT})

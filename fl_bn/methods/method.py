@@ -19,16 +19,32 @@ from fl_bn.support.names import check_name
 
 
 class Phase(Enum):
-    """Purpose of one message to the cohort."""
+    """Purpose of one message to the cohort.
+
+    Attributes:
+        TRAIN: local training.
+        FROZEN: local training with frozen statistics, which are not reported.
+        MEASURE: statistics only, without training.
+        EXCHANGE: local training with a layer-wise exchange in the first local step.
+    """
 
     TRAIN = "train"
-    FROZEN = "frozen"  # train, with the statistics frozen and unreported
-    MEASURE = "measure"  # statistics only: no training
-    EXCHANGE = "exchange"  # layer-wise exchange during the first local step
+    FROZEN = "frozen"
+    MEASURE = "measure"
+    EXCHANGE = "exchange"
 
 
 class Report(Enum):
-    """Kind of statistics that a client reports."""
+    """Kind of statistics that a client reports.
+
+    Attributes:
+        NOTHING: none.
+        RUNNING: running statistics after training.
+        BATCHES: moments of the training batches.
+        FIRST: moments of the first training batch.
+        PASS: moments of a pass before training.
+        MOVING: moving averages over the training batches.
+    """
 
     NOTHING = "nothing"
     RUNNING = "running statistics after training"
@@ -42,12 +58,19 @@ MOMENTS = (Report.BATCHES, Report.FIRST, Report.PASS, Report.MOVING)
 
 
 class Refresh(Enum):
-    """Way of updating the shared statistics for the present weights, before the model is evaluated and saved."""
+    """Way of updating the shared statistics for the present weights, before the model is evaluated and saved.
 
-    NOTHING = "nothing"  # the statistics of training are evaluated
-    EXACT = "exact"  # passes in evaluation mode, pass p makes layers 1..p those of the union of all data
-    HYBRID = "hybrid"  # one pass in training mode: the moments of what every layer normalises with
-    REPORTED = "reported"  # no pass: the reports of the round's clients, combined
+    Attributes:
+        NOTHING: the statistics of training are evaluated.
+        EXACT: passes in evaluation mode. Pass p makes the statistics of layers 1..p those of the union of all data.
+        HYBRID: one pass in training mode, of the moments that every layer normalises with.
+        REPORTED: no pass. The reports of the round's clients are combined.
+    """
+
+    NOTHING = "nothing"
+    EXACT = "exact"
+    HYBRID = "hybrid"
+    REPORTED = "reported"
 
 
 _NEVER_AVERAGED = DOWN_ONLY | {Role.COUNTER, Role.KEPT}
