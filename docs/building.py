@@ -7,9 +7,11 @@ exist is left as it is, and mkdocs refuses it.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from fl_bn.options import Option, Options, options_by_key, own_options
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COPIES = "repository/"
@@ -118,24 +122,59 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return PICTURE.sub(r'<a href="\g<address>">\g<0></a>', html)
 
 
-DEFAULT_AT = dict.fromkeys(("option", "over_grpc", "secured", "noisy_option", "ruled"), 0) | {"shared": 2}
-"""By the name of a function that declares an option: which of its arguments is the constructor's default."""
-
-
 class Docstrings(griffe.Extension):
-    """Docstrings show their examples as code (``>>>`` would be a quotation in Markdown), and link to the pages that they name."""
+    """Changes docstrings for the site.
+
+    Examples become code (``>>>`` would be a quotation in Markdown), and names of pages become links. Options of a method or an objective
+    have their meaning in one place, the call of ``option``. From there the site has them as a table, and their defaults in the signature.
+    """
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        if obj.docstring is not None:
-            text = DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
-            obj.docstring.value = outside(text, lambda part: NAMED.sub(r"[\2](../\1/\2.md)", part))
-
-    def on_attribute_instance(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
-        """Show the default of an option as the constructor has it, without the option's range and meaning."""
-        value = attr.value
-        if not isinstance(value, griffe.ExprCall):
+        """Change one docstring, and the signature of a constructor of options."""
+        if obj.docstring is None:
             return
-        place = DEFAULT_AT.get(str(value.function).rpartition(".")[2])
-        if place is not None:
-            default = value.arguments[place]
-            attr.value = None if str(default) == "REQUIRED" else default
+        text = obj.docstring.value
+        if isinstance(obj, griffe.Function) and any(str(decorator.value).startswith("takes(") for decorator in obj.decorators):
+            constructor = getattr(importlib.import_module(obj.module.path), obj.name)
+            options = dict(options_by_key(constructor).values())
+            obj.parameters = griffe.Parameters(*_parameters(constructor, options))
+            text = _with_section(text, "Args", options)
+        elif isinstance(obj, griffe.Class) and (options := _own_options(obj)):
+            for name, spec in options.items():
+                obj.parameters[name].default = repr(spec.default)
+            text = _with_section(text, "Attributes", options)
+        text = DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", text)
+        obj.docstring.value = outside(text, lambda part: NAMED.sub(r"[\2](../\1/\2.md)", part))
+
+
+def _own_options(obj: griffe.Class) -> dict[str, Option]:
+    """Return the options among a class's own fields."""
+    if not obj.bases:
+        return {}
+    kind = getattr(importlib.import_module(obj.module.path), obj.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Options)):
+        return {}
+    return {name: spec for name, spec in own_options(kind).items() if name in obj.members}
+
+
+def _parameters(constructor: Any, options: Mapping[str, Option]) -> Iterator[griffe.Parameter]:
+    """Yield the parameters of a constructor, with types and defaults."""
+    for name, parameter in inspect.signature(constructor).parameters.items():
+        note = parameter.annotation
+        text = note if isinstance(note, str) else inspect.formatannotation(note)
+        yield griffe.Parameter(name, annotation=text, kind=griffe.ParameterKind.positional_or_keyword, default=repr(options[name].default))
+
+
+def _with_section(text: str, title: str, options: Mapping[str, Option]) -> str:
+    """Put a section with the options before the first section of a docstring."""
+    section = [f"{title}:", *(f"    {name}: {_meaning(spec)}" for name, spec in options.items())]
+    parts = re.split(r"^(?=(?:Returns|Raises|References):$)", text, maxsplit=1, flags=re.MULTILINE)
+    return "\n\n".join([parts[0].rstrip(), "\n".join(section), *parts[1:]])
+
+
+def _meaning(spec: Option) -> str:
+    """Describe an option: its meaning, its values, and what None stands for."""
+    values = spec.values if isinstance(spec.values, str) else ", ".join(map(str, spec.values))
+    default = spec.otherwise if spec.default is None else ""
+    sentences = [spec.meaning, f"Values: {values}" if values else "", f"None: {default}" if default else ""]
+    return " ".join(f"{sentence}." for sentence in sentences if sentence)

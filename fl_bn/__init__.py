@@ -1,7 +1,8 @@
 """Batch normalisation that works in federated learning, for any PyTorch network.
 
-Three doors: ``Federation`` in plain torch; ``local_round`` and ``server_round`` around a training loop of your own; ``fl_bn.flower`` for a
-Flower app of your own. docs/start has a page for each, examples/ has files to copy.
+There are three ways to use it. ``Federation`` is for plain torch. ``local_round`` and ``server_round`` are
+for a training loop of your own. ``fl_bn.flower`` is for a Flower app of your own. docs/start has a page for
+each, and examples/ has files to copy.
 
 >>> import fl_bn
 >>> fl_bn.methods.fixbn().name
@@ -57,7 +58,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name when it is first asked for: torch takes seconds to import, and commands such as ``fl-bn start`` need none of it."""
+    """Import a public name on its first use.
+
+    Torch takes seconds to import, and commands such as ``fl-bn start`` do without it.
+    """
     if name == "methods":
         return import_module("fl_bn.methods")
     if name in _HOMES:

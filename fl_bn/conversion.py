@@ -1,4 +1,4 @@
-"""``convert``: any torch model, with its norm layers as a method wants them."""
+"""Conversion of any torch model: its norm layers become those of a method."""
 
 from __future__ import annotations
 
@@ -15,24 +15,35 @@ from fl_bn.modes import MARK, remember_modes
 from fl_bn.roles import BUFFER_ROLES, observes, roles, state_constants
 
 TRAVEL = (torch.float16, torch.float32, torch.float64)
-"""Types of floating-point tensors in messages."""
+"""Dtypes of the floating-point tensors that a message may hold."""
 
 
 def convert(model: nn.Module, method: Method) -> nn.Module:
-    """A copy of ``model`` whose BatchNorm layers, found by type, are the method's; ``model`` itself is not touched.
+    """Copy a model and replace its BatchNorm layers, found by type, by those of ``method``.
+
+    A model that cannot be federated is refused here, before its tensors are averaged wrongly.
 
     >>> from fl_bn import convert, methods
     >>> convert(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), methods.hbn())[1].__class__.__name__
     'HybridBatchNorm'
 
-    Raises Unconvertible where a layer cannot be replaced without changing what the network computes, or a tensor cannot travel, and
-    UnknownTensor where a tensor has no role: a model that cannot be federated is refused here rather than averaged wrongly later.
+    Args:
+        model: any torch network. It is not changed.
+        method: a method, as the constructors in ``fl_bn.methods`` make it.
+
+    Returns:
+        The converted copy. Its other layers are copies of the model's.
+
+    Raises:
+        Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent in
+            a message.
+        UnknownTensor: a norm layer holds a tensor of unknown role.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise Unconvertible(
-                f"{name or 'the model'} is a TorchScript module: its layers have lost their types, so that no BatchNorm can be found "
-                "in it. Give the network as it was before torch.jit.script or torch.jit.trace"
+                f"{name or 'the model'} is a TorchScript module: its layers have lost their types, so its BatchNorm layers cannot be "
+                "found. Give the network as it was before torch.jit.script or torch.jit.trace"
             )
         if any(map(nn.parameter.is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
             # deepcopy would refuse it, too, but without a name
@@ -65,7 +76,11 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def _check_tensors(model: nn.Module, method: Method) -> None:
-    """Raises Unconvertible for a tensor that would have to travel, or to be kept between rounds, and cannot."""
+    """Refuse a tensor that must be sent, or kept between rounds, but cannot be.
+
+    Raises:
+        Unconvertible: with the tensor's name and what to do.
+    """
     state = model.state_dict()
     for name, role in roles(model).items():
         if not (method.shares(role) or method.sends_down(role) or method.keeps(role)):
@@ -73,11 +88,12 @@ def _check_tensors(model: nn.Module, method: Method) -> None:
         buffer = role in BUFFER_ROLES.values()
         if state[name].is_complex() and method.shares(role):
             way = "or state its role, constant or kept, by set_buffer_roles" if buffer else "and take torch.view_as_complex in forward"
-            raise Unconvertible(f"{name} is {state[name].dtype}, and averages are of real numbers: store torch.view_as_real(...), {way}")
+            raise Unconvertible(f"{name} is {state[name].dtype}, but only real numbers are averaged: store torch.view_as_real(...), {way}")
         if state[name].is_floating_point() and state[name].dtype not in TRAVEL:
             raise Unconvertible(
-                f"{name} is {state[name].dtype}, which NumPy, and so a message, does not have: keep the network in float32, net.float(), "
-                "and train it under torch.autocast (the application: precision='mixed'). For messages of half the size, set payload-dtype"
+                f"{name} is {state[name].dtype}, a dtype that NumPy lacks, so messages cannot hold it: keep the network in float32 "
+                "(net.float()) and train it under torch.autocast (in the run config: precision='mixed'). For messages of half the size, "
+                "set payload-dtype"
             )
     for name, module in model.named_modules():
         extremes = getattr(module, "min_val", None)
@@ -93,16 +109,20 @@ def _check(module: nn.Module, method: Method) -> None:
     if isinstance(module, OwnBatchNorm):
         raise ValueError("the model was converted before: convert the original one")
     if isinstance(module, _BatchNorm) and hasattr(module, "parametrizations"):
-        raise ValueError("it is parametrized, so its affine is out of the reach of roles: remove the parametrization before converting")
+        raise ValueError("it is parametrized, so its scale and shift have no role: remove the parametrization before converting")
     if isinstance(module, _BatchNorm) and method.layer is None and method.needs_running and module.running_mean is None:
         raise ValueError(
-            f"track_running_stats=False leaves no running statistics for {method.name} to freeze or to keep at home: "
+            f"it has no running statistics (track_running_stats=False), but {method.name} freezes them or keeps them at the client: "
             "build it with track_running_stats=True, or choose fedavg or fedbn"
         )
 
 
 def _replacement(module: nn.Module, method: Method) -> nn.Module:
-    """Make the layer that takes the place of ``module``; ``module`` itself where it stays."""
+    """Make the layer that replaces ``module``.
+
+    Returns:
+        The new layer, or ``module`` itself if it stays.
+    """
     kind = kind_of(module)
     layer = module
     if kind is not None and kind.convert is not None:
@@ -113,17 +133,17 @@ def _replacement(module: nn.Module, method: Method) -> nn.Module:
     if kind is None and not is_plain(layer):
         raise ValueError(
             "it overrides BatchNorm's forward, so replacing it would lose what it adds (an activation, say): use a plain BatchNorm "
-            f"layer, or say what it calls on its output: fl_bn.register_batch_norm({type(module).__name__}, then=['act'])"
+            f"layer, or register what it calls on its output: fl_bn.register_batch_norm({type(module).__name__}, then=['act'])"
         )
     known = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
     own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
     if extra := [name for name, _ in own if name not in known]:
         raise ValueError(
-            f"it holds {', '.join(map(repr, extra))} beside BatchNorm's own tensors, which replacing it would lose: keep them in a "
+            f"beside BatchNorm's own tensors it holds {', '.join(map(repr, extra))}, which would be lost with it: move them to a "
             "layer of their own"
         )
     new = method.layer(layer)
-    for key in ("weight", "bias"):  # where it was copied, the very parameter, which another layer may share
+    for key in ("weight", "bias"):  # the layer's own parameter, not a copy: another layer may share it
         mine, theirs = getattr(new, key, None), getattr(layer, key)
         if isinstance(mine, nn.Parameter) and mine.shape == theirs.shape and (mine.is_meta or torch.equal(mine, theirs)):
             setattr(new, key, theirs)

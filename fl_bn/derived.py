@@ -1,8 +1,10 @@
-"""Weights that a layer derives from its parameters (spectral norm, weight norm, pruning, parametrizations): how such networks are copied,
-and how the buffers that follow from the weights are computed anew.
+"""Weights that a layer computes from its parameters: spectral norm, weight norm, pruning, parametrizations.
 
-Spectral norm divides a weight by its largest singular value, whose singular vectors ``u`` and ``v`` are buffers. Every training pass makes
-one step of the power iteration. The average of several clients' vectors belongs to none of their weights, and not to the average either.
+This file copies networks with such weights, and recomputes the buffers that follow from the weights.
+
+Spectral norm divides a weight by its largest singular value, whose singular vectors ``u`` and ``v`` are
+buffers. Every training pass makes one step of the power iteration. The average of several clients' vectors
+fits none of their weights, nor the average of the weights.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fl_bn.roles import RECOMPUTE, STATED, Role, fake_quantizes, roles
 
 Holder = TypeVar("Holder")
-MOST_STEPS = 200  # of a power iteration, which starts from the vectors before; more only where two singular values are nearly equal
+MOST_STEPS = 200  # of a power iteration that starts from the last vectors; it needs more only if two singular values are nearly equal
 
 
 def copied(holder: Holder) -> Holder:
     """Copy a network deeply, or an object whose attributes hold networks.
 
-    ``copy.deepcopy`` refuses the weights that old-style weight norm, spectral norm and pruning leave in a layer after a forward pass. They
-    are results of a computation, and the copy's next forward pass makes them anew.
+    ``copy.deepcopy`` refuses the weights that old-style weight norm, spectral norm and pruning leave in a
+    layer after a forward pass. They are results of a computation, and the copy's next forward pass computes
+    them again.
     """
     memo: dict[int, Any] = {}
     for model in _networks(holder):
@@ -51,10 +54,10 @@ def _networks(holder: object, depth: int = 2) -> Iterator[nn.Module]:
 
 
 def derivation(module: nn.Module) -> str:
-    """Say what derives a weight of ``module`` from its parameters.
+    """Describe how a weight of ``module`` is computed from its parameters.
 
     Returns:
-        For example ``torch.nn.utils.spectral_norm of 'weight'``. Empty where nothing does.
+        For example ``torch.nn.utils.spectral_norm of 'weight'``. Empty if ``module`` computes no weight.
     """
     if is_parametrized(module):
         lists: Any = module.parametrizations
@@ -69,11 +72,11 @@ def derivation(module: nn.Module) -> str:
 
 
 def to_pickle(model: nn.Module) -> nn.Module:
-    """Make ``model`` a network that can be pickled.
+    """Make a network of ``model`` that can be pickled.
 
     Returns:
-        ``model`` itself, or a copy where it has parametrized layers: torch makes their classes at run time, and refuses to pickle them.
-        ``from_pickle`` is the inverse.
+        ``model`` itself, or a copy if it has parametrized layers: torch makes their classes at run time, and
+        refuses to pickle them. ``from_pickle`` is the inverse.
     """
     if not any(map(is_parametrized, model.modules())):
         return model
@@ -85,7 +88,11 @@ def to_pickle(model: nn.Module) -> nn.Module:
 
 
 def from_pickle(model: nn.Module) -> nn.Module:
-    """Give, in place, the parametrized layers of ``model`` the classes that ``to_pickle`` took from them."""
+    """Restore, in place, the classes of parametrized layers that ``to_pickle`` removed.
+
+    Returns:
+        ``model``.
+    """
     for module in model.modules():
         lists = module._modules.get("parametrizations")
         if isinstance(lists, nn.ModuleDict) and not is_parametrized_class(module):
@@ -96,12 +103,15 @@ def from_pickle(model: nn.Module) -> nn.Module:
 
 
 def is_parametrized_class(module: nn.Module) -> bool:
-    """Say whether torch made the class of ``module`` for its parametrizations."""
+    """Return whether torch made the class of ``module`` for its parametrizations."""
     return type(module).__name__.startswith("Parametrized") and type(module).__module__ == parametrize.__name__
 
 
 def results(module: nn.Module) -> frozenset[str]:
-    """Name the attributes of ``module`` that a hook of torch's makes anew before every forward pass. They are no state of its own."""
+    """Return the attributes of ``module`` that a hook of torch's computes before every forward pass.
+
+    They are no state of the module.
+    """
     hooks = module._forward_pre_hooks.values()
     named = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
     return frozenset(named | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)})
@@ -109,7 +119,7 @@ def results(module: nn.Module) -> frozenset[str]:
 
 @torch.no_grad()
 def recompute(model: nn.Module) -> None:
-    """Compute, in place, the buffers of role RECOMPUTED from the weights that ``model`` has now."""
+    """Compute, in place, the buffers of role RECOMPUTED from the present weights of ``model``."""
     role = roles(model)
     for path, module in model.named_modules():
 
@@ -133,7 +143,7 @@ def recompute(model: nn.Module) -> None:
 
 
 def _given_to(chain: ParametrizationList, place: int) -> Tensor:
-    """The tensor that parametrization number ``place`` of ``chain`` gets."""
+    """Return the input tensor of parametrization number ``place`` of ``chain``."""
     given: list[Tensor] = [chain.original] if chain.is_tensor else [getattr(chain, f"original{i}") for i in range(chain.ntensors)]
     for one in list(chain)[:place]:
         given = [one(*given)]
@@ -141,7 +151,7 @@ def _given_to(chain: ParametrizationList, place: int) -> Tensor:
 
 
 def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
-    """Power iteration from ``u`` and ``v`` until they stand still."""
+    """Run the power iteration from ``u`` and ``v``, in place, until they no longer change."""
     still = 8 * torch.finfo(weight.dtype).eps
     for _ in range(MOST_STEPS):
         before = u.clone()
@@ -152,7 +162,10 @@ def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
 
 
 def _quantise(module: Any) -> None:
-    """Scale and zero point of a FakeQuantize, from the extremes that its observer has; none before it has seen a batch."""
+    """Compute, in place, scale and zero point of a FakeQuantize from the extremes of its observer.
+
+    Before the observer's first batch there are no extremes, and nothing changes.
+    """
     observer = module.activation_post_process
     if observer.min_val.numel() and bool((observer.min_val <= observer.max_val).all()):
         scale, zero_point = observer.calculate_qparams()
@@ -162,9 +175,10 @@ def _quantise(module: Any) -> None:
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:
-    """Load tensors of the model's own form, by ``load_state_dict``.
+    """Load tensors into ``model`` by ``load_state_dict``, as a state_dict of the newest version.
 
-    Modules that read older forms look at the version that a state_dict has, and some refuse one without (torchvision's MNASNet).
+    Modules that read older forms look at the version in a state_dict, and some refuse a state_dict without
+    one (torchvision's MNASNet).
 
     Args:
         model: changed in place.
@@ -183,24 +197,24 @@ def plain_names(model: nn.Module) -> dict[str, str]:
     """Map the names of ``model``'s state_dict to those of the network inside its wrappers.
 
     Returns:
-        The name without ``module.`` of DataParallel and DistributedDataParallel, and without ``_orig_mod.`` of ``torch.compile``, by the
-        full name. A module that its owner called ``module`` keeps its name.
+        The name without ``module.`` of DataParallel and DistributedDataParallel, and without ``_orig_mod.``
+        of ``torch.compile``, by the full name. A module that its owner called ``module`` keeps its name.
     """
     return {name: _plain(model, name) for name in model.state_dict()}
 
 
 def _plain(model: nn.Module, name: str) -> str:
     here: nn.Module | None = model
-    left = []
+    parts = []
     for part in name.split("."):
         if here is None or part != _wrapped(here):
-            left.append(part)
+            parts.append(part)
         here = None if here is None else here._modules.get(part)
-    return ".".join(left)
+    return ".".join(parts)
 
 
 def _wrapped(module: nn.Module) -> str:
-    """The attribute in which a wrapper has the network; empty for all other modules."""
+    """Return the name of the attribute that holds a wrapper's network; empty for all other modules."""
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "module"
     return "_orig_mod" if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules else ""

@@ -34,21 +34,55 @@ Affine = tuple[Tensor | None, Tensor | None]
 
 
 def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and variance (C,) that a training batch is normalised with (equation 9): ``mix_C`` of ``batch``'s, the rest of ``shared``'s."""
+    """Mix the moments of a batch and the shared ones (HBN, equation 9).
+
+    Args:
+        mix_C: weight of the batch, from 0 to 1.
+        shared: shared mean and variance, (C,) each.
+        batch: mean and variance of the batch, (C,) each.
+
+    Returns:
+        Mean and variance (C,) that a training batch is normalised with.
+    """
     return torch.lerp(shared[0], batch[0], mix_C), torch.lerp(shared[1], batch[1], mix_C)
 
 
 def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
-    """``x`` (B, C, *) normalised with the mixture of its own moments ``batch`` and the ``shared`` ones: mean and variance, (C,) each.
+    """Normalise a batch with the mixture of its own moments and the shared ones, on torch's fused kernels.
 
-    All tensors but ``x`` are in one dtype, float32 or float64. The gradient goes through ``batch``, which comes without a graph; it can
-    be differentiated again. Not for ``torch.func`` and ``torch.compile``: see ``plain``.
+    All tensors but ``x`` have one dtype, float32 or float64. The gradient flows through ``batch``, and can be
+    differentiated again. Inside ``torch.func`` and ``torch.compile`` use ``plain`` instead.
+
+    Args:
+        x: a batch (B, C, *).
+        affine: weight and bias, (C,) each, or None.
+        logit_C: mixing logits, before the sigmoid.
+        shared: shared mean and variance, (C,) each.
+        batch: mean and biased variance of ``x``, (C,) each, without a graph.
+        eps: added to the variance before the square root.
+
+    Returns:
+        The normalised batch, of the shape of ``x``.
     """
     return _Normalise.apply(x, *affine, logit_C, *shared, *batch, eps)  # type: ignore[no-any-return]
 
 
 def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
-    """The same by plain operations, ``batch`` with its graph: for what must look inside, as ``torch.func`` and second derivatives do."""
+    """Compute what ``normalise`` does from plain operations, through which torch can differentiate and trace.
+
+    ``torch.func``, ``torch.compile`` and second derivatives need this.
+
+    Args:
+        x: a batch (B, C, *).
+        affine: weight and bias, (C,) each, or None.
+        logit_C: mixing logits, before the sigmoid.
+        shared: shared mean and variance, (C,) each.
+        batch: mean and biased variance of ``x``, (C,) each, with their graph.
+        eps: added to the variance before the square root.
+
+    Returns:
+        The normalised batch, of the shape and dtype of ``x``.
+    """
     weight_C, bias_C = affine
     mean_C, var_C = mixture(torch.sigmoid(logit_C), shared, batch)
     scale_C = torch.rsqrt(var_C + eps)
@@ -60,8 +94,8 @@ def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], 
     return torch.addcmul(_tall(shift_C, x), x.to(scale_C.dtype), _tall(scale_C, x)).to(x.dtype)
 
 
-def looked_into() -> bool:
-    """Whether the call is inside a transform of ``torch.func`` (``vmap``, ``grad``) or traced by ``torch.compile``."""
+def inside_transform() -> bool:
+    """Return whether ``torch.func`` (``vmap``, ``grad``) or ``torch.compile`` transforms the call."""
     return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
 
 
@@ -107,15 +141,15 @@ class _Normalise(torch.autograd.Function):
 
 
 def _second_order(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-    """The gradient with a graph of its own: that of the plain formula, from the inputs alone."""
+    """Compute the gradient, with a graph of its own, from the plain formula."""
     own: list[Any] = [tensor if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
     x, weight_C, bias_C, logit_C, shared_mean_C, shared_var_C = own
     y = plain(x, (weight_C, bias_C), logit_C, (shared_mean_C, shared_var_C), channel_moments(x), ctx.eps)
     wanted = [index for index, needed in enumerate(ctx.needs_input_grad[:4]) if needed]
-    found = dict(zip(wanted, torch.autograd.grad(y, [own[index] for index in wanted], grad, create_graph=True), strict=True))
-    return *(found.get(index) for index in range(4)), *[None] * 5
+    gradients = dict(zip(wanted, torch.autograd.grad(y, [own[index] for index in wanted], grad, create_graph=True), strict=True))
+    return *(gradients.get(index) for index in range(4)), *[None] * 5
 
 
 def _tall(values_C: Tensor, x: Tensor) -> Tensor:
-    """(C,) in the shape that is broadcast over ``x`` (B, C, *)."""
+    """Reshape ``values_C`` (C,) so that it broadcasts over ``x`` (B, C, *)."""
     return values_C.view(1, -1, *[1] * (x.dim() - 2))

@@ -1,7 +1,8 @@
-"""Kinds of BatchNorm layers that do more than torch's: what each calls on its output, so that a method's layer does the same.
+"""Kinds of BatchNorm layers that do more than torch's, and the submodules that each calls on its output.
 
-A subclass of torch's BatchNorm with a forward of its own may do anything, so it is refused until somebody says what it does. For timm's
-layers, which call a dropout and an activation, this file does.
+A method's layer calls the same submodules. A subclass of torch's BatchNorm with a forward of its own may do
+anything, so it is refused until a user describes it by ``register_batch_norm``. This file describes timm's
+layers, which call a dropout and an activation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass(frozen=True)
 class Kind:
-    """``then``: submodules that a layer calls on its output. ``convert``: makes torch's BatchNorm, with these submodules, of a layer."""
+    """Description of a kind of BatchNorm layer.
+
+    Attributes:
+        then: names of the submodules that the layer calls on its output, in this order.
+        convert: makes torch's BatchNorm, with these submodules, of a layer. None if the layer is a BatchNorm
+            of torch already.
+    """
 
     then: tuple[str, ...] = ()
     convert: Callable[[nn.Module], _BatchNorm] | None = None
@@ -26,27 +33,36 @@ _BY_TYPE: dict[type[nn.Module], Kind] = {}
 
 
 def register_batch_norm(kind: type[nn.Module], then: Sequence[str] = (), convert: Callable[[nn.Module], _BatchNorm] | None = None) -> None:
-    """Say what layers of class ``kind`` compute: torch's BatchNorm, and then the submodules named in ``then``.
-
-    ``convert(layer)``: needed where ``kind`` is no subclass of torch's BatchNorm; returns one, with the submodules of ``then``.
+    """Describe what layers of class ``kind`` compute: torch's BatchNorm, followed by submodules.
 
     >>> from fl_bn import register_batch_norm
     >>> class Activated(nn.BatchNorm2d):
     ...     act = nn.ReLU()
     ...     def forward(self, x): return self.act(super().forward(x))
     >>> register_batch_norm(Activated, then=["act"])
+
+    Args:
+        kind: the class of the layers. Its subclasses are not included.
+        then: names of the submodules that such a layer calls on its output, in this order.
+        convert: takes such a layer and returns torch's BatchNorm with the submodules of ``then``. Needed if
+            ``kind`` is no subclass of torch's BatchNorm.
+
+    Raises:
+        ValueError: ``kind`` is no subclass of torch's BatchNorm, and ``convert`` is missing.
     """
     if not issubclass(kind, _BatchNorm) and convert is None:
-        raise ValueError(f"{kind.__name__} is no subclass of torch's BatchNorm: give convert, which makes one of a layer")
+        raise ValueError(
+            f"{kind.__name__} is no subclass of torch's BatchNorm: give convert, a function that makes a BatchNorm of such a layer"
+        )
     _BY_TYPE[kind] = Kind(tuple(then), convert)
 
 
 def kind_of(layer: nn.Module) -> Kind | None:
-    """Find what was said of the class of ``layer``; None where nobody said anything."""
+    """Return the description of the class of ``layer``, or None if there is none."""
     kind = type(layer)
     return _BY_TYPE.get(kind) or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def is_plain(layer: _BatchNorm) -> bool:
-    """Whether ``layer`` computes what torch's BatchNorm does, and nothing else."""
+    """Return whether ``layer`` computes what torch's BatchNorm does, and nothing else."""
     return type(layer).forward is _BatchNorm.forward or type(layer) is nn.SyncBatchNorm

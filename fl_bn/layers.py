@@ -1,10 +1,11 @@
-"""Norm layers, one small class per way of normalising a training batch; in evaluation each is plain BatchNorm.
+"""Norm layers, one small class per way of normalising a training batch. In evaluation each is plain BatchNorm.
 
-A layer of this project is a subclass of the torch layer that it takes the place of, so a user's ``isinstance(layer, nn.BatchNorm2d)``
-finds it, and its tensors have torch's names. What a method needs of a layer is a state of the layer itself: whether its statistics are
-frozen, and who observes its inputs. No mode of a module and no hook stands for either, so a training loop cannot undo them.
+A layer of this project is a subclass of the torch layer that it replaces. So a user's ``isinstance(layer,
+nn.BatchNorm2d)`` finds it, and its tensors have torch's names. Whether a layer's statistics are frozen, and
+who observes its inputs, is state of the layer itself. Neither is a mode or a hook, so a training loop cannot
+undo it.
 
-All take 1d, 2d and 3d inputs: channels at dimension 1.
+All layers take 1d, 2d and 3d inputs, with channels at dimension 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.hybrid import looked_into, mixture, normalise, plain
+from fl_bn.hybrid import inside_transform, mixture, normalise, plain
 from fl_bn.modes import held_layers
 from fl_bn.moments import Moments, Running, channel_moments, ema, pool
 from fl_bn.roles import batch_norms
@@ -31,17 +32,22 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 class Unconvertible(ValueError):
-    """A layer cannot be replaced without changing what the network computes; the message says why and what to do."""
+    """A layer cannot be replaced without changing what the network computes. The message says why and what to do."""
 
 
 class Composed(nn.Module):
-    """A class that ``composed`` may put in front of another layer's class. Abstract."""
+    """A class that ``composed`` may put in front of another layer's class. Abstract.
+
+    Attributes:
+        way: of a composed class, the class in front.
+        kind: of a composed class, the class behind.
+    """
 
     way: ClassVar[type[Composed]]
     kind: ClassVar[type[nn.Module]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the classes that the layer's class was made of, since pickle cannot find a class made at run time."""
+        """Pickle by the classes that the layer's class is composed of: pickle cannot find a class made at run time."""
         if "kind" not in vars(type(self)):
             return super().__reduce_ex__(protocol)
         return _rebuilt, (_parts(type(self)),), self.__dict__
@@ -51,7 +57,7 @@ _COMPOSED: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 
 
 def composed(way: type[Any], kind: type[Any]) -> type[Any]:
-    """Make the class of a ``kind`` that computes as ``way`` does: a subclass of both, the same one every time."""
+    """Return the class of a ``kind`` that computes as ``way`` does: a subclass of both, the same one every time."""
     if (way, kind) not in _COMPOSED:
         body = {"__module__": way.__module__, "way": way, "kind": kind}
         _COMPOSED[way, kind] = type(way.__name__, (way, kind), body)
@@ -59,7 +65,7 @@ def composed(way: type[Any], kind: type[Any]) -> type[Any]:
 
 
 def _parts(kind: type[Any]) -> tuple[type[Any], ...]:
-    """The classes that ``kind`` was composed of, outermost first."""
+    """Return the classes that ``kind`` is composed of, outermost first."""
     return (kind.way, *_parts(kind.kind)) if "kind" in vars(kind) else (kind,)
 
 
@@ -73,8 +79,10 @@ def _rebuilt(parts: tuple[type[Any], ...]) -> Any:
 class OwnBatchNorm(Composed, _BatchNorm):
     """BatchNorm that a method can freeze and observe, whatever the training loop around it does. Abstract.
 
-    ``frozen``: the layer normalises with its running statistics and leaves them alone. ``model.train()``, ``layer.train()`` and
-    ``layer.training = True`` do not change that. ``observation``: where the layer reports its inputs; a copy of the layer has none.
+    Attributes:
+        frozen: the layer normalises with its running statistics and does not update them. ``model.train()``,
+            ``layer.train()`` and ``layer.training = True`` do not change that.
+        observation: receives the layer's inputs. A copy of the layer has none.
     """
 
     frozen = False
@@ -91,15 +99,15 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @classmethod
     def from_batch_norm(cls, layer: _BatchNorm) -> Self:
-        """Make a layer of this class with all that ``layer`` has: tensors, mode, hooks, attributes.
+        """Make a layer of this class with everything that ``layer`` has: tensors, mode, hooks, attributes.
 
         Raises:
-            Unconvertible: ``layer`` keeps no running statistics.
+            Unconvertible: ``layer`` has no running statistics.
         """
         if layer.running_mean is None or layer.running_var is None:
             raise Unconvertible(
-                f"track_running_stats=False leaves no running statistics, but {cls.__name__} normalises with them: build the layer with "
-                "track_running_stats=True, or choose fedavg, fedbn or gn"
+                f"it has no running statistics (track_running_stats=False), but {cls.__name__} normalises with them: build the layer "
+                "with track_running_stats=True, or choose fedavg, fedbn or gn"
             )
         new: Self = copy.deepcopy(layer)  # type: ignore[assignment]
         new.__class__ = composed(cls, type(layer))
@@ -112,16 +120,17 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
 
 class FrozenBatchNorm(OwnBatchNorm):
-    """What ``freeze_statistics`` makes of torch's own BatchNorm layers, and of a user's: their forward pass, always as in evaluation."""
+    """A BatchNorm layer of torch, or of a user, that always computes as in evaluation: see ``freeze_statistics``."""
 
     frozen = True
 
 
 class _SharedNorm(OwnBatchNorm):
-    """State common to the layers that normalise in a way of their own. Abstract: ``normalised`` is a subclass's.
+    """Common part of the layers that normalise in a way of their own. Abstract: a subclass has ``normalised``.
 
-    ``then``: names of submodules that the layer calls on its output, in this order (an activation, say). ``spatial``: numbers of spatial
-    dimensions that it takes; empty for any number.
+    Attributes:
+        then: names of submodules that the layer calls on its output, in this order (an activation, say).
+        spatial: numbers of spatial dimensions that it takes; empty for any number.
     """
 
     then: tuple[str, ...] = ()
@@ -132,10 +141,11 @@ class _SharedNorm(OwnBatchNorm):
 
     @classmethod
     def from_batch_norm(cls, layer: _BatchNorm) -> Self:
-        """Make a layer of this class with all that ``layer`` has: tensors, mode, hooks, attributes.
+        """Make a layer of this class with everything that ``layer`` has: tensors, mode, hooks, attributes.
 
         Raises:
-            Unconvertible: ``layer`` keeps no running statistics, or averages them cumulatively (``momentum=None``).
+            Unconvertible: ``layer`` has no running statistics, or averages them cumulatively
+                (``momentum=None``).
         """
         if layer.running_mean is not None and layer.momentum is None:
             raise Unconvertible("momentum=None (cumulative average) has no federated counterpart: give a number, e.g. 0.1")
@@ -151,34 +161,41 @@ class _SharedNorm(OwnBatchNorm):
         return bool(own) and not any(p.requires_grad for p in own)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input`` (B, C, *), then call the submodules of ``then`` on the result."""
         y = self.normalised(input)
         for name in self.then:
             y = getattr(self, name)(y)
         return y
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) as the class says, scale and shift it."""
+        """Normalise ``x`` (B, C, *) in the way of the class, then scale and shift it."""
         raise NotImplementedError
 
-    def check(self, x: Tensor) -> None:
-        """Raise ValueError where ``x`` is not (B, C, *) of as many dimensions as the layer takes."""
+    def check_input(self, x: Tensor) -> None:
+        """Refuse an input of another shape than (B, C, *), with the channels and dimensions of this layer.
+
+        Raises:
+            ValueError: with the expected shape and that of ``x``.
+        """
         if x.dim() < 2 or x.shape[1] != self.num_features or (self.spatial and x.dim() - 2 not in self.spatial):
             wanted = " or ".join(f"(B, {self.num_features}{', *' * d})" for d in self.spatial or (0, 1, 2, 3))
             raise ValueError(f"{type(self).__name__} expects an input {wanted}, but got {tuple(x.shape)}")
 
     def normalise_shared(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) with the running statistics: constants, no gradient flows through them."""
+        """Normalise ``x`` (B, C, *) with the running statistics. They are constants: no gradient flows through them."""
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
 
 class FederatedBatchNorm(_SharedNorm):
     """BatchNorm that normalises with the shared running statistics, also in training (FBN, Algorithm 2, line 3).
 
-    The statistics are constants of the round: the layer never updates them. Measure the training batches with ``observe``.
+    The statistics are constants of the round: the layer never updates them. ``observe`` measures the training
+    batches.
     """
 
     def normalised(self, x: Tensor) -> Tensor:
-        self.check(x)
+        """Normalise ``x`` (B, C, *) with the shared statistics, then scale and shift it."""
+        self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)
         return self.normalise_shared(x)
@@ -190,9 +207,9 @@ _OWN = ("weight", "bias", "mixing_logit", "running_mean", "running_var")
 class HybridBatchNorm(_SharedNorm):
     """BatchNorm with a learnable mix of batch and shared statistics per channel (HBN, equations 9 and 10).
 
-    Training: ``mean = a * batch + (1 - a) * shared`` and the same for the (biased) variance, ``a = sigmoid(mixing_logit)``,
-    gradients through the batch statistics and ``a``. Evaluation: the shared statistics alone. ``a -> 1`` is
-    ``nn.BatchNorm`` in training, ``a -> 0`` a frozen layer.
+    In training, ``mean = a * batch + (1 - a) * shared`` with ``a = sigmoid(mixing_logit)``, and the same for
+    the (biased) variance. Gradients flow through the batch statistics and ``a``. In evaluation the layer uses
+    the shared statistics alone. ``a = 1`` is ``nn.BatchNorm`` in training, ``a = 0`` a frozen layer.
 
     Symbols: distribution factor -> sigmoid(mixing_logit).
     """
@@ -203,9 +220,15 @@ class HybridBatchNorm(_SharedNorm):
 
     @classmethod
     def from_batch_norm(cls, layer: _BatchNorm, fixed: float | None = None) -> Self:
-        """Make a layer of this class with all that ``layer`` has, and mixing logits that start at 0, or are ``fixed`` and do not learn.
+        """Make a layer of this class with everything that ``layer`` has, and with mixing logits.
 
-        Raises as ``_SharedNorm`` does.
+        Args:
+            layer: a BatchNorm layer with running statistics.
+            fixed: value of the mixing logits, which then do not learn. None: they learn, from 0 on.
+
+        Raises:
+            Unconvertible: ``layer`` has no running statistics, or averages them cumulatively
+                (``momentum=None``).
         """
         new = super().from_batch_norm(layer)
         new._mix(fixed)
@@ -215,17 +238,23 @@ class HybridBatchNorm(_SharedNorm):
         self.mixing_logit = nn.Parameter(torch.full_like(self.running_mean, fixed or 0.0), requires_grad=fixed is None)
 
     def normalised(self, x: Tensor) -> Tensor:
-        self.check(x)
+        """Normalise ``x`` (B, C, *) with the mixture in training, with the shared statistics in evaluation.
+
+        Raises:
+            ValueError: a training batch has one value per channel, or ``x`` has another shape than the layer
+                takes.
+        """
+        self.check_input(x)
         if not self.training:
             if self.observation is not None:
                 self.observation(self, x)
             return self.normalise_shared(x)
         if x.numel() <= x.shape[1]:
             raise ValueError(
-                f"HybridBatchNorm needs more than 1 value per channel in training, but got {tuple(x.shape)}: leave out batches of one "
+                f"HybridBatchNorm needs more than 1 value per channel in training, but got {tuple(x.shape)}: drop batches of one "
                 "sample (DataLoader(..., drop_last=True))"
             )
-        transformed = looked_into()
+        transformed = inside_transform()
         batch = channel_moments(x if transformed else x.detach())
         if self.observation is not None:
             self.observation(self, x, batch)
@@ -236,21 +265,26 @@ class HybridBatchNorm(_SharedNorm):
         return (plain if transformed else normalise)(x, (weight, bias), logit, (mean, var), batch, self.eps)
 
     def _own(self) -> list[Any]:
-        """Weight, bias, mixing logit, running mean and variance, from where a Module keeps them: asking for an attribute takes longer."""
-        found = {**self._parameters, **self._buffers}
-        return [found[name] if name in found else getattr(self, name) for name in _OWN]
+        """Return weight, bias, mixing logit, running mean and variance, faster than a Module's attributes."""
+        tensors = {**self._parameters, **self._buffers}
+        return [tensors[name] if name in tensors else getattr(self, name) for name in _OWN]
 
     @torch.no_grad()
     def normaliser(self, batch: Moments) -> Moments:
-        """Mean and variance that a training batch with the moments ``batch`` is normalised with (equation 9)."""
+        """Return the mean and variance that normalise a training batch with the moments ``batch`` (equation 9)."""
         shared = (self.running_mean.double(), self.running_var.double())
         return Moments(batch.count, *mixture(torch.sigmoid(self.mixing_logit.double()), shared, (batch.mean, batch.var)))
 
 
 class InstanceNorm(nn.GroupNorm):
-    """Instance normalisation as a GroupNorm of one channel per group: no statistics, refuses inputs without a spatial extent."""
+    """Instance normalisation: a GroupNorm of one channel per group, without statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise every channel of every instance of ``x`` (B, C, *).
+
+        Raises:
+            ValueError: ``x`` has no spatial extent.
+        """
         if x.dim() < 3 or x[0, 0].numel() < 2:
             raise ValueError(
                 f"instance normalisation of an input {tuple(x.shape)} has one value per instance and channel, "
@@ -260,11 +294,16 @@ class InstanceNorm(nn.GroupNorm):
 
 
 class Followed(Composed):
-    """A layer of any kind that calls the submodules named in ``then`` on its output, in this order."""
+    """A layer of any kind that calls submodules on its output.
+
+    Attributes:
+        then: names of the submodules, in this order.
+    """
 
     then: tuple[str, ...] = ()
 
     def forward(self, *args: Any, **named: Any) -> Any:
+        """Call the layer, then the submodules of ``then`` on its output."""
         y = super().forward(*args, **named)
         for name in self.then:
             y = getattr(self, name)(y)
@@ -272,12 +311,23 @@ class Followed(Composed):
 
 
 def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
-    """Let ``layer`` call on its output what ``source`` calls on its own: the submodules ``then``, which it gets; in place."""
+    """Let ``layer``, in place, call on its output the submodules that ``source`` calls on its own.
+
+    Args:
+        layer: the new layer.
+        source: the layer that it replaces. Its submodules become those of ``layer``.
+        then: names of the submodules, in this order.
+
+    Raises:
+        Unconvertible: ``source`` has no such submodule.
+    """
     if not then:
         return layer
     for name in then:
         if not isinstance(getattr(source, name, None), nn.Module):
-            raise Unconvertible(f"{type(source).__name__} has no submodule {name!r}, which register_batch_norm says it calls on its output")
+            raise Unconvertible(
+                f"{type(source).__name__} has no submodule {name!r}, but register_batch_norm names it in then: correct the name"
+            )
         setattr(layer, name, getattr(source, name))
     if not isinstance(layer, _SharedNorm):
         layer.__class__ = composed(Followed, type(layer))
@@ -286,7 +336,16 @@ def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
 
 
 def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.GroupNorm) -> nn.GroupNorm:
-    """A GroupNorm with the affine, dtype and device of ``layer``; ``groups`` 0 means one group per channel."""
+    """Make a GroupNorm with the affine parameters, dtype and device of ``layer``.
+
+    Args:
+        layer: the BatchNorm layer that it replaces.
+        groups: groups of channels; 0 for one group per channel.
+        kind: the class to make.
+
+    Raises:
+        Unconvertible: ``groups`` does not divide the number of channels.
+    """
     groups = groups or layer.num_features
     if layer.num_features % groups:
         raise Unconvertible(f"{groups} groups do not divide {layer.num_features} channels: choose a divisor of every layer's width")
@@ -307,10 +366,15 @@ def _like(new: M, layer: _BatchNorm) -> M:
 
 
 def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[str] | None = None) -> None:
-    """Let BatchNorm layers of ``model`` normalise with their running statistics and leave them alone; affine keeps training.
+    """Let BatchNorm layers of ``model`` normalise with their running statistics and stop updating them.
 
-    Only the norm layers change: Dropout and everything else stay in the mode they are in (FixBN, stage II). No mode that is set later
-    undoes it; ``frozen=False`` does. ``layers``: names of those that freeze, all by default; the others are thawed.
+    Affine parameters keep training. Dropout and everything else stay in their mode (FixBN, stage II). Setting
+    a mode later has no effect on frozen layers.
+
+    Args:
+        model: changed in place.
+        frozen: False thaws the layers.
+        layers: names of the layers that freeze, all by default. The others are thawed.
     """
     for name, layer in batch_norms(model).items():
         freezes = frozen and (layers is None or name in layers)
@@ -327,32 +391,41 @@ def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[s
 
 
 def mixes_samples(layer: _BatchNorm) -> bool:
-    """Whether ``layer``, in the mode that it is in, normalises a sample with statistics of the batch that the sample came in."""
+    """Return whether ``layer``, in its present mode, normalises a sample with statistics of the sample's own batch."""
     return not isinstance(layer, FederatedBatchNorm) and (layer.training or layer.running_mean is None)
 
 
 def inputs(layer: nn.Module, seen: Moments) -> Moments:
-    """Raw moments of a layer's input, whatever it normalises with."""
+    """Return the moments of a layer's input unchanged, whatever the layer normalises with."""
     return seen
 
 
 def normalisers(layer: nn.Module, seen: Moments) -> Moments:
-    """Mean and variance that a layer in training normalises an input of moments ``seen`` with: HBN's mixture, any other layer's input."""
+    """Return the mean and variance with which a layer in training normalises an input of moments ``seen``.
+
+    HBN's layers normalise with a mixture, any other layer with the moments of its input.
+    """
     return layer.normaliser(seen) if isinstance(layer, HybridBatchNorm) else seen
 
 
 def in_backward() -> bool:
-    """Whether autograd's backward pass is under way: a forward pass then computes activations anew (activation checkpointing)."""
+    """Return whether autograd's backward pass is running.
+
+    A forward pass inside it repeats an earlier one (activation checkpointing).
+    """
     return bool(torch._C._current_graph_task_id() != -1)  # as torch.utils.checkpoint asks
 
 
 def always(layer: nn.Module, x: Tensor) -> bool:
-    """Every forward pass counts."""
+    """Count every forward pass."""
     return True
 
 
 def eagerly(function: F_) -> F_:
-    """Let ``function`` run outside of the graph of a compiled network. Where nobody compiles, torch's compiler is not imported."""
+    """Let ``function`` run outside of the graph of a compiled network.
+
+    Torch's compiler is not imported unless somebody compiles.
+    """
 
     @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
@@ -365,7 +438,7 @@ def eagerly(function: F_) -> F_:
 
 
 class Observation:
-    """What one layer does with its inputs while it is observed. A copy of the layer is observed by nobody, in memory as in a pickle."""
+    """Observer of one layer's inputs. A copy of the layer has no observer, in memory and in a pickle."""
 
     def __init__(
         self,
@@ -373,12 +446,24 @@ class Observation:
         counts: Callable[[nn.Module, Tensor], bool],
         outer: Observation | None = None,
     ) -> None:
-        """``record(layer, moments)`` takes every input that ``counts(layer, x)``; ``outer`` is told, too: who observed the layer before."""
+        """Record the inputs of one layer.
+
+        Args:
+            record: ``(layer, moments)``, called for every input that counts.
+            counts: ``(layer, x) -> bool``, whether an input is recorded.
+            outer: the observer that the layer had before, which sees every input, too.
+        """
         self._record, self._counts, self._outer = record, counts, outer
 
     @eagerly
     def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
-        """Record the input ``x`` (B, C, *), if its pass counts. ``batch``: its mean and biased variance, if the layer has them already."""
+        """Record the input ``x`` (B, C, *), if its pass counts.
+
+        Args:
+            layer: the layer.
+            x: its input.
+            batch: mean and biased variance of ``x``, (C,) each, if the layer has computed them.
+        """
         if self._outer is not None:
             self._outer(layer, x, batch)
         if not self._counts(layer, x):
@@ -405,11 +490,19 @@ def observe(
     measure: Callable[[nn.Module, Moments], Moments] = inputs,
     counts: Callable[[nn.Module, Tensor], bool] = always,
 ) -> Iterator[dict[str, list[Moments]]]:
-    """Record the moments of every BatchNorm layer during the ``with`` block: one ``Moments`` per forward pass, what ``measure`` makes of
-    its input's. Layers that their owner holds still (``modes.held_layers``) are left out.
+    """Record the moments of every BatchNorm layer's input during the ``with`` block.
 
-    ``counts(layer, x)``: whether a pass is recorded. Layers of this project report by themselves; torch's own have hooks for the block,
-    which a compiled network does not call. Summarise with ``pooled``.
+    Layers that their owner holds in evaluation mode (``modes.held_layers``) are left out. Layers of this
+    project report by themselves. Torch's own have hooks for the block, which a compiled network does not
+    call. ``pooled`` combines the result.
+
+    Args:
+        model: the network.
+        measure: ``(layer, moments of the input) -> moments`` to record.
+        counts: ``(layer, x) -> bool``, whether a pass is recorded.
+
+    Yields:
+        A list per layer, by name, with one ``Moments`` per forward pass.
     """
     held = held_layers(model)
     layers = {name: layer for name, layer in batch_norms(model).items() if name not in held}
@@ -442,14 +535,15 @@ def _observed_by(layer: OwnBatchNorm, observation: Observation | None) -> None:
 
 
 def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
-    """One ``Moments`` per layer that saw anything."""
+    """Pool the moments of each layer that saw any input."""
     return {name: pool(parts) for name, parts in observed.items() if parts}
 
 
 def moving_average(layer: _BatchNorm, batches: Sequence[Moments]) -> Moments:
-    """Return the running statistics that ``layer`` would have, had it followed ``batches`` one by one as torch's BatchNorm does.
+    """Return the running statistics of ``layer`` after following ``batches`` one by one, as torch's BatchNorm does.
 
-    The mean and the variance, of unbiased variances, are float64. The count is that of all batches.
+    Returns:
+        Mean and unbiased variance in float64, with the count of all batches.
     """
     assert layer.running_mean is not None
     assert layer.running_var is not None

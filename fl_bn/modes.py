@@ -1,7 +1,8 @@
-"""The modes of a network's parts: what its owner has put into evaluation mode stays there when the network trains.
+"""Modes of a network's parts: parts that the owner puts into evaluation mode stay there when the network trains.
 
-As fine-tuning recipes have it, a pre-trained backbone, or its BatchNorm layers, are in evaluation mode inside a network that trains. Two
-ways say so: ``net.train(); net.backbone.eval()`` before the network is given, or a ``train()`` of the network's own that puts parts back.
+Fine-tuning recipes put a pre-trained backbone, or its BatchNorm layers, into evaluation mode inside a network
+that trains. There are two ways to do so: ``net.train(); net.backbone.eval()`` before the network is handed
+over, or a ``train()`` of the network's own that puts parts back.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ MARK = "stays_in_evaluation_mode"
 
 
 def remember_modes(model: nn.Module) -> None:
-    """Mark the parts of ``model`` that are in evaluation mode while the model itself is in training mode. A copy keeps the marks."""
+    """Mark the parts of ``model`` that are in evaluation mode while the model itself is in training mode.
+
+    A copy keeps the marks.
+    """
     for module in model.modules():
         if model.training and not module.training:
             setattr(module, MARK, True)
@@ -28,14 +32,19 @@ def train_mode(model: nn.Module) -> None:
 
 
 def frozen_affine(model: nn.Module) -> set[str]:
-    """Name the BatchNorm layers of this project in ``model`` whose owner has frozen their affine parameters, and so the shared statistics
-    that they are used with."""
+    """Return the names of this project's BatchNorm layers whose affine parameters the owner of ``model`` has frozen.
+
+    The shared statistics are frozen with them.
+    """
     return {name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) and getattr(layer, "held", False)}
 
 
 def held_layers(model: nn.Module) -> set[str]:
-    """Name the BatchNorm layers whose statistics the owner of ``model`` holds still: those that stay in evaluation mode while it trains,
-    and those of ``frozen_affine``. Changes nothing."""
+    """Return the names of the BatchNorm layers whose statistics the owner of ``model`` has frozen.
+
+    These are the layers that stay in evaluation mode while the model trains, and those of ``frozen_affine``.
+    ``model`` is not changed.
+    """
     modes = {module: module.training for module in model.modules()}
     train_mode(model)
     held = {name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) and not layer.training}

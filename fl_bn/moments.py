@@ -1,11 +1,14 @@
-"""Moments: the one sufficient statistic under every method, and the two rules that combine it.
+"""Moments: the sufficient statistic of every method, and the two rules that combine it.
 
-``pool`` is the law of total variance, ``ema`` the running update of BatchNorm. FBN's Algorithm 2 is
-``ema(shared, pool(moments of the training batches), momentum)``; HBN's equations 8 and 11 are the same line with the
-moments of a pass before training. ``plain_average`` is what FedAvg does instead: it forgets the spread of the
-clients' means, and is kept as the baseline and as the negative control of every exactness test.
+``pool`` is the law of total variance. ``ema`` is BatchNorm's running update. FBN's Algorithm 2 is
+``ema(shared, pool(moments of the training batches), momentum)``. HBN's equations 8 and 11 are the same line,
+with the moments of a pass before training.
 
-A batch is measured in the dtype of the activations, in float32 at least; whatever combines batches or clients is float64.
+``plain_average`` is FedAvg's rule, which ignores the spread of the clients' means. It is the baseline, and
+the negative control of every exactness test.
+
+The moments of a batch are computed in the dtype of the activations, in float32 at least. Batches and clients
+are combined in float64.
 """
 
 from __future__ import annotations
@@ -19,44 +22,60 @@ import torch
 from torch import Tensor
 
 Average = Callable[[Tensor, Tensor], Tensor]
-"""``(values (n, d), counts (n,)) -> (d,)``: how the values of n clients become one."""
+"""A rule ``(values (n, d), counts (n,)) -> (d,)`` that combines the values of n clients into one."""
 
 
 def weighted_mean(values: Tensor, counts: Tensor) -> Tensor:
-    """Mean of ``values`` (n, d) with weights proportional to ``counts`` (n,)."""
+    """Average ``values`` (n, d) over n, with weights proportional to ``counts`` (n,)."""
     weights = counts.to(values.dtype) / counts.sum()
     return (weights[:, None] * values).sum(0)
 
 
 def bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """The largest mean (as +-), and the largest variance, that a client's report in ``dtype`` may hold.
+    """Return the largest mean and the largest variance that a client may report in ``dtype``.
 
-    Within them the variance of two clients' union, which has the distance of their means squared, does not overflow in ``dtype``.
+    The variance of two clients' union contains the squared distance of their means. Within these bounds it
+    does not overflow.
+
+    Returns:
+        The bound on a mean's absolute value, and the bound on a variance.
     """
     largest = torch.finfo(dtype).max
     return math.sqrt(largest) / 4, largest / 2
 
 
 class Running(NamedTuple):
-    """Running statistics of one layer: what inference normalises with. Both (C,); ``var`` is unbiased, as in torch."""
+    """Running statistics of one layer, which inference normalises with.
+
+    Attributes:
+        mean: (C,).
+        var: (C,), unbiased, as in torch.
+    """
 
     mean: Tensor
     var: Tensor
 
 
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel of ``x`` (B, C, *), both (C,), differentiable, at least float32.
+    """Compute the mean and the biased variance of every channel of a batch.
 
-    Two passes (mean, then centred squares): on a CPU several times faster than ``torch.var_mean`` and than the
-    kernel inside ``F.batch_norm``, and free of the cancellation of E[x^2] - E[x]^2.
+    There are two passes: the mean, then the centred squares. On a CPU this is several times faster than
+    ``torch.var_mean`` and than the kernel inside ``F.batch_norm``. It also avoids the cancellation of
+    ``E[x^2] - E[x]^2``.
+
+    Args:
+        x: a batch (B, C, *). Half precision is computed in float32.
+
+    Returns:
+        The mean (C,) and the biased variance (C,). Gradients flow through both.
     """
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     dims = [0, *range(2, x.dim())]
     mean = x.mean(dims, keepdim=True)
     centred = x - mean
-    looked_into = centred.requires_grad or torch._C._are_functorch_transforms_active()
-    squares = centred.square() if looked_into else centred.square_()  # in place: new memory costs more than the arithmetic
+    differentiated = centred.requires_grad or torch._C._are_functorch_transforms_active()
+    squares = centred.square() if differentiated else centred.square_()  # in place: new memory costs more than the arithmetic
     return mean.flatten(), squares.mean(dims)
 
 
@@ -64,7 +83,10 @@ def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 class Moments:
     """Count, mean and biased variance of one layer's input, per channel.
 
-    ``count`` is the number of activations per channel (B * H * W), ``mean`` and ``var`` are (C,) in float64.
+    Attributes:
+        count: number of values per channel, B * H * W for images.
+        mean: (C,), float64.
+        var: (C,), float64, biased: the sum of squares is divided by ``count``.
     """
 
     count: int
@@ -73,24 +95,43 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor) -> Moments:
-        """Moments of a batch ``x`` (B, C, *): channels at dimension 1, all the others are summed over."""
+        """Compute the moments of one batch.
+
+        Args:
+            x: a batch (B, C, *): channels at dimension 1. All other dimensions are summed over.
+
+        Raises:
+            ValueError: the batch is empty or has no channel dimension.
+        """
         if x.dim() < 2 or x.numel() == 0:
             raise ValueError(f"Moments.of needs a non-empty batch (B, C, *), but got shape {tuple(x.shape)}")
         mean, var = channel_moments(x.detach())
         return cls(x.numel() // x.shape[1], mean.double(), var.double())
 
     def to(self, device: torch.device) -> Moments:
+        """Copy the moments to ``device``."""
         return Moments(self.count, self.mean.to(device), self.var.to(device))
 
     def bessel(self) -> Tensor:
-        """The unbiased variance, ``var * count / (count - 1)``. Raises ValueError for fewer than two values."""
+        """Return the unbiased variance (C,), which is ``var * count / (count - 1)``.
+
+        Raises:
+            ValueError: there are fewer than two values per channel.
+        """
         if self.count < 2:
             raise ValueError(f"an unbiased variance needs at least 2 values per channel, but got {self.count}")
         return self.var * (self.count / (self.count - 1))
 
 
 def stack(parts: Sequence[Moments]) -> tuple[Tensor, Tensor, Tensor]:
-    """``(means (n, C), variances (n, C), counts (n,))`` of the parts that counted anything, in float64."""
+    """Stack the moments of several parts, without the parts of count 0.
+
+    Returns:
+        Means (n, C), variances (n, C) and counts (n,), in float64.
+
+    Raises:
+        ValueError: no part has a positive count.
+    """
     parts = [part for part in parts if part.count > 0]
     if not parts:
         raise ValueError("no moments to combine: every part has count 0")
@@ -99,15 +140,24 @@ def stack(parts: Sequence[Moments]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
-    """Moments of the union of the data behind ``parts``: exact, associative and commutative (up to rounding).
+    """Compute the moments of the union of the data behind ``parts``.
 
-    Law of total variance: the spread of the parts' means about the common one is added to their own variances.
-    With a robust ``average`` the deviations are taken of the *raw* means about the robust one (FBN, section 5).
+    The result is exact, associative and commutative, up to rounding. By the law of total variance, the spread
+    of the parts' means about the common mean is added to their own variances. With a robust ``average``, the
+    deviations are those of the *raw* means from the robust mean (FBN, section 5).
+
+    Args:
+        parts: moments of disjoint data, one entry per batch or client.
+        average: the rule that combines n values. The default weights them by count.
+
+    Returns:
+        The moments of the union. Its count is the sum of the counts.
 
     Raises:
         ValueError: no part has a positive count.
 
-    Reference: Chan, Golub, LeVeque 1979; FBN, appendix A.
+    References:
+        Chan, Golub, LeVeque 1979; FBN, appendix A.
     """
     means, variances, counts = stack(parts)
     mean = average(means, counts)
@@ -116,15 +166,28 @@ def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
 
 
 def plain_average(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
-    """Average the means and, separately, the variances: FedAvg's rule. It forgets how far apart the means are."""
+    """Average the means and, separately, the variances, as FedAvg does.
+
+    The result leaves out how far apart the means are.
+
+    Args:
+        parts: moments of disjoint data, one entry per batch or client.
+        average: the rule that combines n values. The default weights them by count.
+    """
     means, variances, counts = stack(parts)
     return Moments(sum(part.count for part in parts), average(means, counts), average(variances, counts))
 
 
 def ema(shared: Running, new: Moments, momentum: float) -> Running:
-    """Running statistics after observing ``new``: ``(1 - momentum) * shared + momentum * new``, unbiased variance.
+    """Update running statistics by a new observation, as BatchNorm does.
 
-    ``momentum`` is torch's: the weight of the *new* observation. Returns float64.
+    Args:
+        shared: the running statistics before.
+        new: the observation. At least two values per channel.
+        momentum: weight of the *new* observation, as in torch, from 0 to 1.
+
+    Returns:
+        ``(1 - momentum) * shared + momentum * new`` in float64, with the unbiased variance of ``new``.
     """
     return Running(
         (1 - momentum) * shared.mean.double() + momentum * new.mean,

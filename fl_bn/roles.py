@@ -1,10 +1,10 @@
-"""Roles: the part each tensor of a model plays, decided by the type of the module that owns it, never by its name.
+"""Roles: the part that each tensor of a model plays. The type of its module decides it, never its name.
 
-A test by name ("bn" in key) misses BatchNorm inside ``nn.Sequential`` and torchvision's ``downsample.1``: it turns FedBN into
-FedAvg without a word.
+A test by name ("bn" in key) misses BatchNorm inside ``nn.Sequential`` and torchvision's ``downsample.1``. It
+silently turns FedBN into FedAvg.
 
-Buffers that are no statistics have four roles: shared, kept, recomputed and constant. Known kinds of modules have a default, any other
-floating-point buffer is shared, and ``set_buffer_roles`` states another role.
+Buffers that are no statistics have four roles: shared, kept, recomputed and constant. Known kinds of modules
+have a default. Any other floating-point buffer is shared. ``set_buffer_roles`` states another role.
 """
 
 from __future__ import annotations
@@ -26,28 +26,41 @@ from fl_bn.support.names import expected, names_of, nearest
 
 
 class Role(Enum):
-    """What a tensor is for, and so whether it may leave the client and how the server combines it."""
+    """Purpose of a tensor. It decides whether the tensor may leave the client, and how the server combines it.
 
-    WEIGHT = "weight"  # learnable, not in a norm layer
-    AFFINE = "affine"  # scale and shift of a BatchNorm layer
-    OTHER_AFFINE = "affine of other norms"  # scale and shift of LayerNorm, GroupNorm and their kin: shared like weights
-    STATISTIC = "statistic"  # running mean and variance
-    MIXING = "mixing"  # HBN's learnable mix of batch and shared statistics, before the sigmoid
-    COUNTER = "counter"  # integers such as num_batches_tracked: never averaged
-    BUFFER = "buffer"  # floating point, not learnable, not in a norm layer: averaged, never optimised
-    KEPT = "kept"  # a buffer of the client's own: it never leaves the client, and survives between its rounds
-    RECOMPUTED = "recomputed"  # a buffer that follows from the weights: the server computes it anew, clients never send it
-    CONSTANT = "constant"  # a buffer that training does not change: the server's travels to the clients, and none comes back
+    Attributes:
+        WEIGHT: learnable, outside of norm layers.
+        AFFINE: scale and shift of a BatchNorm layer.
+        OTHER_AFFINE: scale and shift of LayerNorm, GroupNorm and similar layers, shared like weights.
+        STATISTIC: running mean and variance.
+        MIXING: HBN's learnable mix of batch and shared statistics, before the sigmoid.
+        COUNTER: an integer such as num_batches_tracked, never averaged.
+        BUFFER: floating point, not learnable, outside of norm layers: averaged, never optimised.
+        KEPT: a buffer of the client's own. It never leaves the client, and survives between its rounds.
+        RECOMPUTED: a buffer that follows from the weights. The server computes it, and clients never send it.
+        CONSTANT: a buffer that training does not change. The server sends it to the clients, and they never send it.
+    """
+
+    WEIGHT = "weight"
+    AFFINE = "affine"
+    OTHER_AFFINE = "affine of other norms"
+    STATISTIC = "statistic"
+    MIXING = "mixing"
+    COUNTER = "counter"
+    BUFFER = "buffer"
+    KEPT = "kept"
+    RECOMPUTED = "recomputed"
+    CONSTANT = "constant"
 
 
 DOWN_ONLY = frozenset({Role.RECOMPUTED, Role.CONSTANT})
-"""Roles of tensors that clients receive, and do not send."""
+"""Roles of tensors that clients receive but never send."""
 BUFFER_ROLES = {"shared": Role.BUFFER, "kept": Role.KEPT, "recomputed": Role.RECOMPUTED, "constant": Role.CONSTANT}
-"""The roles that a buffer may be given, by the names that users write."""
+"""Roles that a user may state for a buffer, by their names in the run config."""
 
 
 class UnknownTensor(ValueError):
-    """A norm layer holds a tensor whose role nobody defined."""
+    """A norm layer holds a tensor of unknown role."""
 
 
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -63,11 +76,11 @@ _NORM_TENSORS = {
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """The role of every tensor in ``model.state_dict()``, in its order.
+    """Return the role of every tensor in ``model.state_dict()``, in its order.
 
     Raises:
-        UnknownTensor: a norm layer owns a tensor that is none of torch's or this project's.
-        ValueError: a lazy module was not yet initialised, or an entry of the state_dict is no tensor.
+        UnknownTensor: a norm layer holds a tensor that neither torch nor this project defines.
+        ValueError: a lazy module is not initialised yet, or an entry of the state_dict is no tensor.
     """
     role: dict[str, Role] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -111,7 +124,7 @@ _DERIVED = ("weight_", "bias_orig", "bias_mask")
 
 
 def _known(module: nn.Module, key: str) -> Role | None:
-    """Return the role of buffer ``key`` where ``module`` is of a known kind, and None elsewhere."""
+    """Return the role of buffer ``key`` if ``module`` is of a known kind, else None."""
     if isinstance(module, parametrizations._SpectralNorm) and key in ("_u", "_v"):
         return Role.RECOMPUTED
     if isinstance(module, parametrizations._Orthogonal) and key == "base":
@@ -127,8 +140,8 @@ def _known(module: nn.Module, key: str) -> Role | None:
 
 
 def fake_quantizes(module: nn.Module) -> bool:
-    """Say whether ``module`` is a FakeQuantize of torch.ao whose observer computes its scale and zero point."""
-    quantization = sys.modules.get("torch.ao.quantization")  # nobody has such a module who did not import it
+    """Return whether ``module`` is a FakeQuantize of torch.ao whose observer computes its scale and zero point."""
+    quantization = sys.modules.get("torch.ao.quantization")  # a model can only hold such a module if this is imported
     return (
         quantization is not None
         and isinstance(module, quantization.FakeQuantizeBase)
@@ -137,13 +150,18 @@ def fake_quantizes(module: nn.Module) -> bool:
 
 
 def observes(module: nn.Module) -> bool:
-    """Say whether ``module`` is an observer or FakeQuantize of torch.ao. Their extremes are infinite until the first batch."""
+    """Return whether ``module`` is an observer or a FakeQuantize of torch.ao.
+
+    Their extremes are infinite until the first batch.
+    """
     quantization = sys.modules.get("torch.ao.quantization")
     return quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase))
 
 
 def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
-    """State what becomes of ``model``'s buffers, by name or pattern: ``shared``, ``kept``, ``recomputed`` or ``constant``. Returns it.
+    """State the roles of buffers of ``model``, by name or pattern.
+
+    The roles are stored in the modules, so they hold in every copy.
 
     >>> from fl_bn import set_buffer_roles
     >>> net = nn.Sequential(nn.Linear(2, 2))
@@ -151,22 +169,32 @@ def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
     >>> set_buffer_roles(net, {"*.site_mean": "kept"}) is net  # each site has its own; meanings: docs/how-to/network.md
     True
 
-    The roles are stored in the modules, and hold in every copy. Where several patterns match, the last one counts. Raises ValueError."""
-    found = {name: (module, key, tensor) for name, module, key, tensor in _free_buffers(model)}
-    for pattern, said in stated.items():
-        if said not in BUFFER_ROLES:
-            raise ValueError(f"buffer {pattern!r}: {expected('a role', said, BUFFER_ROLES)}")
-        role, names = BUFFER_ROLES[said], [name for name in found if fnmatchcase(name, pattern)]
+    Args:
+        model: changed in place.
+        stated: the role by name or shell pattern of buffers: ``shared``, ``kept``, ``recomputed`` or
+            ``constant``. If several patterns match a buffer, the last one counts.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: a role is unknown, a pattern matches no buffer, or a buffer cannot have the role.
+    """
+    buffers = {name: (module, key, tensor) for name, module, key, tensor in _free_buffers(model)}
+    for pattern, role_name in stated.items():
+        if role_name not in BUFFER_ROLES:
+            raise ValueError(f"buffer {pattern!r}: {expected('a role', role_name, BUFFER_ROLES)}")
+        role, names = BUFFER_ROLES[role_name], [name for name in buffers if fnmatchcase(name, pattern)]
         if not names:
-            raise ValueError(f"no buffer is called {pattern!r}: the model has {', '.join(found) or 'none'}{nearest(pattern, found)}")
+            raise ValueError(f"no buffer is called {pattern!r}: the model has {', '.join(buffers) or 'none'}{nearest(pattern, buffers)}")
         for name in names:
-            module, key, tensor = found[name]
+            module, key, tensor = buffers[name]
             if role is Role.BUFFER and not tensor.is_floating_point():
                 raise ValueError(f"buffer {name} is {tensor.dtype}, and only floating-point buffers are averaged: make it kept or constant")
             if role is Role.RECOMPUTED and _known(module, key) is not role and not callable(getattr(module, RECOMPUTE, None)):
                 raise ValueError(
-                    f"buffer {name} is to be recomputed, but {type(module).__name__} has no method {RECOMPUTE}(): write one that sets the "
-                    "buffer from the module's parameters"
+                    f"buffer {name} has the role 'recomputed', but {type(module).__name__} has no method {RECOMPUTE}(): write one that "
+                    "sets the buffer from the module's parameters"
                 )
             state_role(module, key, role)
     return model
@@ -181,7 +209,7 @@ def state_role(module: nn.Module, key: str, role: Role) -> None:
 
 
 def parse_buffer_roles(text: str) -> dict[str, str]:
-    """Read the roles of buffers from the text of a run config.
+    """Parse the roles of buffers from the text of a run config.
 
     Args:
         text: ``NAME=ROLE, ...``, for example ``"*.codebook=shared, site.*=kept"``. May be empty.
@@ -190,7 +218,7 @@ def parse_buffer_roles(text: str) -> dict[str, str]:
         The role by name or pattern, as ``set_buffer_roles`` takes it.
 
     Raises:
-        ValueError: it is not of that form, or a role is unknown.
+        ValueError: the text has another form, or a role is unknown.
     """
     stated = {}
     for part in names_of(text):
@@ -204,7 +232,10 @@ def parse_buffer_roles(text: str) -> dict[str, str]:
 
 
 def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
-    """Yield name, module, key and tensor of the buffers whose role may be stated: all but statistics and counters of norm layers."""
+    """Yield name, module, key and tensor of every buffer whose role a user may state.
+
+    These are all buffers but statistics and counters of norm layers.
+    """
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if key not in module._non_persistent_buffers_set and not (isinstance(module, NORM_LAYERS) and key in _NORM_TENSORS):
@@ -212,9 +243,10 @@ def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tenso
 
 
 def state_constants(model: nn.Module) -> None:
-    """State, in place, that buffers of unknown kinds which hold infinite numbers or NaN are constants: an attention mask of -inf, say.
+    """Give, in place, the role CONSTANT to buffers of unknown kinds that hold infinite numbers or NaN.
 
-    No training result holds such numbers. Observers of torch.ao do until their first batch, and are shared.
+    An attention mask of -inf is one. No training result holds such numbers. Observers of torch.ao hold them
+    until their first batch, and are shared.
     """
     for _, module, key, tensor in _free_buffers(model):
         known = key in vars(module).get(STATED, {}) or _known(module, key) is not None or observes(module)
@@ -223,47 +255,54 @@ def state_constants(model: nn.Module) -> None:
 
 
 def buffers_in_words(model: nn.Module) -> str:
-    """Say what becomes of the buffers that are no statistics, for the log.
+    """Describe, for the log, what happens to the buffers that are no statistics.
 
     Returns:
-        For example ``buffers: averaged 0.codebook; constant 2.mask``. Empty where ``model`` has no such buffer.
+        For example ``buffers: averaged 0.codebook; constant 2.mask``. Empty if ``model`` has no such buffer.
     """
-    role, said = roles(model), {Role.BUFFER: "averaged", Role.KEPT: "kept by each client", Role.RECOMPUTED: "recomputed from the weights"}
+    words = {
+        Role.BUFFER: "averaged",
+        Role.KEPT: "kept by each client",
+        Role.RECOMPUTED: "recomputed from the weights",
+        Role.CONSTANT: "constant",
+    }
     names: dict[Role, list[str]] = {}
-    for name in role:
-        names.setdefault(role[name], []).append(name)
-    said |= {Role.CONSTANT: "constant"}
-    parts = [f"{words} {_some(names[role])}" for role, words in said.items() if role in names]
+    for name, role in roles(model).items():
+        names.setdefault(role, []).append(name)
+    parts = [f"{verb} {_some(names[role])}" for role, verb in words.items() if role in names]
     return f"buffers: {'; '.join(parts)}" if parts else ""
 
 
-def _some(names: list[str], shown: int = 8) -> str:
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+def _some(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def inputs_like(model: nn.Module) -> Tensor:
     """Return a tensor on the device and of the dtype that ``model``'s inputs take.
 
+    Integer and complex parameters give no hint of the inputs.
+
     Returns:
-        The first floating-point parameter, else buffer. Integer and complex parameters say nothing of the inputs. Without any
-        floating-point tensor, an empty tensor of torch's default dtype.
+        The first floating-point parameter, else the first floating-point buffer. Without either, an empty
+        tensor of torch's default dtype.
     """
     tensors = [*model.parameters(), *model.buffers()]
     return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0, device=tensors[0].device if tensors else None))
 
 
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Every layer of ``model`` that looks like a norm layer but is none that is known by type, by name: what it holds is shared like the
-    tensors of any other layer.
+    """Return the layers of ``model`` that look like norm layers but are of no known type, by name.
 
-    It looks like one where it owns ``running_mean`` and ``running_var``, or owns parameters and has "norm" in the name of its class. Layers
-    of constants (torchvision's ``FrozenBatchNorm2d``) are left out. This is for messages: no tensor's role depends on it.
+    Their tensors are shared like those of any other layer. A layer looks like a norm layer if it owns
+    ``running_mean`` and ``running_var``, or if it owns parameters and its class has "norm" in its name.
+    Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. Only messages use this: no
+    tensor's role depends on it.
     """
     return {name: module for name, module in model.named_modules() if not isinstance(module, NORM_LAYERS) and _looks_like_norm(module)}
 
 
 def tracks_statistics(module: nn.Module) -> bool:
-    """Whether ``module`` itself owns buffers with BatchNorm's names for running statistics."""
+    """Return whether ``module`` itself owns buffers with BatchNorm's names for running statistics."""
     return {"running_mean", "running_var"} <= {name for name, _ in module.named_buffers(recurse=False)}
 
 
@@ -275,5 +314,9 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Every BatchNorm layer of ``model`` (torch's and this project's) by name, in the order of ``named_modules``."""
+    """Return every BatchNorm layer of ``model``, torch's and this project's, by name.
+
+    Returns:
+        The layers in the order of ``named_modules``.
+    """
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}

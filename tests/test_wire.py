@@ -36,5 +36,5 @@ def test_an_error_is_read_again_as_it_was() -> None:
 
 def test_a_client_that_trained_on_nothing_is_absent() -> None:
     check_samples(1)
-    with pytest.raises(Absent, match="metrics/samples: 0: the client trained on nothing this round"):
+    with pytest.raises(Absent, match="metrics/samples: 0: the client trained on no samples"):
         check_samples(0)

@@ -1,7 +1,8 @@
-"""Random changes of a batch of training images, as the papers make them.
+"""Random changes of a batch of training images, as in the papers.
 
-They work on uint8 images before these are scaled, and draw from a generator that the caller seeds, so that a client's batch
-is the same in every process and when FedTAN plays it again. Draw once per batch: a second call draws anew.
+They work on uint8 images before these are scaled, and draw from a generator that the caller seeds. So a
+client's batch is the same in every process, and when FedTAN repeats a step. Call once per batch: a second
+call draws again.
 
 Legend: B images of a batch, C channels, H height, W width.
 """
@@ -30,10 +31,17 @@ Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
-    """The change that ``Samples.batch`` applies to images (B, C, H, W) and labels or masks; None for "none". Each call draws from ``rng``.
+    """Return the change that ``Samples.batch`` applies to images (B, C, H, W) and labels or masks.
+
+    Args:
+        name: one of ``AUGMENTATIONS``.
+        rng: each call of the change draws from it.
+
+    Returns:
+        The change, or None for "none". It raises ValueError for samples that are no uint8 images.
 
     Raises:
-        ValueError: for a name that is not in ``AUGMENTATIONS``; when called, for samples that are no uint8 images.
+        ValueError: the name is unknown.
     """
     check_name("augment", name, AUGMENTATIONS)
     if name == "none":
@@ -43,33 +51,36 @@ def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
     def augment(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if x.dtype != torch.uint8 or x.ndim != 4:
             raise ValueError(
-                f"augment {name!r} changes uint8 images (B, C, H, W), but got {x.dtype} {tuple(x.shape)}; use 'none' for measurements"
+                f"augment {name!r} changes uint8 images (B, C, H, W), but got {x.dtype} {tuple(x.shape)}: use 'none' for measurements"
             )
         if name != "segmentation" and y.ndim != 1:
-            raise ValueError(f"augment {name!r} would leave the masks behind that belong to the images; use 'segmentation' or 'none'")
+            raise ValueError(f"augment {name!r} changes images but not their masks: use 'segmentation' or 'none'")
         return change(x, y, rng)
 
     return augment
 
 
 def _flipped(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Each image mirrored left to right, or not, with equal probability."""
+    """Mirror each image left to right with probability 1/2."""
     chosen = torch.from_numpy(rng.random(len(x)) < 0.5).to(x.device)
     return torch.where(chosen.view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
 
 
 def none(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """The same batch; draws nothing."""
+    """Return the batch unchanged, without a draw."""
     return x, y
 
 
 def flip(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Each image mirrored left to right with probability 1/2."""
+    """Mirror each image left to right with probability 1/2."""
     return _flipped(x, rng), y
 
 
 def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PADDING) -> tuple[Tensor, Tensor]:
-    """Padded by ``padding`` black pixels on every side, cropped back at random, then ``flip``: CIFAR by 4, but in FixBN (A.1) by 2."""
+    """Pad by ``padding`` black pixels on every side, crop back at random, then ``flip``.
+
+    The usual padding for CIFAR is 4. In FixBN (A.1) it is 2.
+    """
     batch, _, height, width = x.shape
     padded = functional.pad(x, (padding,) * 4)
     tops, lefts = (rng.integers(0, 2 * padding + 1, batch).tolist() for _ in range(2))
@@ -78,7 +89,10 @@ def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PAD
 
 
 def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """``flip``, then turned about the centre by -30 to 30 degrees, to the nearest pixel, black beyond: FedBN's Office and DomainNet."""
+    """``flip``, then rotate about the centre by -30 to 30 degrees: FedBN's Office and DomainNet.
+
+    Pixels are read from the nearest pixel; outside the image they are black.
+    """
     height, width = x.shape[2:]
     angle = np.deg2rad(rng.uniform(-DEGREES, DEGREES, len(x)))
     cos, sin, zero = np.cos(angle), np.sin(angle), np.zeros(len(x))
@@ -88,9 +102,10 @@ def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor,
 
 
 def resized_crop(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """A box of 8 to 100 % of the area and of 3:4 to 4:3, enlarged to the whole (bilinearly), then ``flip``: ImageNet.
+    """Cut out a random box and enlarge it to the whole (bilinearly), then ``flip``: ImageNet.
 
-    Area and proportions are torchvision's draws; a side that would be too long is cut to the image's.
+    The box has 8 to 100 % of the area, and proportions of 3:4 to 4:3. Both are torchvision's draws. A side
+    that would be too long is cut to the image's.
     """
     area, log_ratio = rng.uniform(*SCALE, len(x)), rng.uniform(math.log(RATIO[0]), math.log(RATIO[1]), len(x))
     height, width = x.shape[2:]
@@ -103,7 +118,7 @@ def resized_crop(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
 
 
 def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Each image and its mask (B, H, W) mirrored together, with probability 1/2.
+    """Mirror each image and its mask (B, H, W) together, with probability 1/2.
 
     Raises:
         ValueError: ``y`` holds no masks of the images' size.
@@ -119,7 +134,10 @@ def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
 
 
 def _sampled(x: Tensor, affine: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mode: str) -> Tensor:
-    """Each image read at where ``affine`` (B, 2, 3) sends the coordinates of its pixels, in -1..1; black beyond its edges."""
+    """Read each image at the coordinates that ``affine`` (B, 2, 3) computes for its pixels, in -1..1.
+
+    Pixels outside the image are black.
+    """
     theta = torch.from_numpy(affine).to(x.device, torch.float32)
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
     padding = "zeros" if mode == "nearest" else "border"

@@ -1,4 +1,4 @@
-"""Batches of a client's own samples: every one large enough to have a variance."""
+"""Batches of a client's own samples, all large enough to have a variance."""
 
 from __future__ import annotations
 
@@ -15,15 +15,24 @@ class ClientTooSmall(ValueError):
 
 
 def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int = 2, drop_last: bool = False) -> list[Indices]:
-    """Return one pass over ``n`` samples in random order, as index arrays of ``batch_size``.
+    """Divide ``n`` samples into batches at random, for one pass.
 
-    The last batch may be smaller, but never a single sample, which has no variance: that sample joins the batch before.
-    With ``n < batch_size`` there is one batch of all samples. ``least``: 1 where no batch statistics are needed. ``drop_last``: a smaller
-    batch is left out.
+    The last batch may be smaller. A single sample has no variance, so it joins the batch before. With ``n <
+    batch_size`` there is one batch of all samples.
+
+    Args:
+        n: number of samples.
+        batch_size: at least 2.
+        rng: for the order.
+        least: the fewest samples: 2, or 1 without batch statistics.
+        drop_last: leave out a smaller last batch.
+
+    Returns:
+        Index arrays of ``batch_size``.
 
     Raises:
-        ClientTooSmall: if ``n`` is below ``least``, or with ``drop_last`` below ``batch_size``.
-        ValueError: if ``batch_size`` is below 2.
+        ClientTooSmall: ``n`` is below ``least``, or with ``drop_last`` below ``batch_size``.
+        ValueError: ``batch_size`` is below 2.
     """
     _check(n, batch_size, least, drop_last)
     used = rng.permutation(n)[: whole(n, batch_size)] if drop_last else rng.permutation(n)
@@ -36,15 +45,16 @@ def whole(n: int, batch_size: int) -> int:
 
 
 def cuts(n: int, batch_size: int) -> list[int]:
-    """Where one pass over ``n`` samples is cut into batches."""
-    found = list(range(batch_size, n, batch_size))
-    return found[:-1] if found and n - found[-1] == 1 else found
+    """Return the positions at which one pass over ``n`` samples is cut into batches."""
+    positions = list(range(batch_size, n, batch_size))
+    return positions[:-1] if positions and n - positions[-1] == 1 else positions
 
 
 def distinct(n: int, batch_size: int, *, epochs: int = 0, steps: int = 0, drop_last: bool = False) -> int:
-    """Return how many different samples are in the batches of ``draw_batches``; 0 for a client that is too small for any.
+    """Return how many different samples are in the batches of ``draw_batches``.
 
-    With ``drop_last`` this is exact within one pass. Further passes leave out other samples, so that it is a lower bound.
+    It is 0 for a client that is too small for any batch. With ``drop_last`` it is exact within one pass.
+    Further passes leave out other samples, so it is then a lower bound.
     """
     n = whole(n, batch_size) if drop_last else n
     whole_pass = epochs > 0 or steps > len(cuts(n, batch_size))
@@ -54,14 +64,26 @@ def distinct(n: int, batch_size: int, *, epochs: int = 0, steps: int = 0, drop_l
 def draw_batches(
     n: int, batch_size: int, rng: np.random.Generator, *, epochs: int = 0, steps: int = 0, least: int = 2, drop_last: bool = False
 ) -> Iterator[Indices]:
-    """The batches of ``epochs`` passes, or of ``steps`` local steps, over ``n`` samples; each pass is shuffled afresh.
+    """Draw the batches of ``epochs`` passes, or of ``steps`` local steps, over ``n`` samples.
 
-    Steps run on into as many passes as they need; the last one may stay unfinished. ``least`` and ``drop_last``: as in ``epoch_batches``.
+    Each pass has a new order. Steps continue over as many passes as they need, and the last pass may remain
+    unfinished.
+
+    Args:
+        n: number of samples.
+        batch_size: at least 2.
+        rng: for the order.
+        epochs: number of passes, or 0.
+        steps: number of local steps, or 0.
+        least: the fewest samples: 2, or 1 without batch statistics.
+        drop_last: leave out a smaller last batch of a pass.
+
+    Returns:
+        Index arrays, one per step.
 
     Raises:
-        ClientTooSmall: if ``n`` is below ``least``, or with ``drop_last`` below ``batch_size``.
-        ValueError: if ``batch_size`` is below 2, or unless exactly one of ``epochs`` and ``steps`` is positive and the
-            other is 0.
+        ClientTooSmall: ``n`` is below ``least``, or with ``drop_last`` below ``batch_size``.
+        ValueError: ``batch_size`` is below 2, or not exactly one of ``epochs`` and ``steps`` is positive.
     """
     _check(n, batch_size, least, drop_last)
     if min(epochs, steps) != 0 or max(epochs, steps) <= 0:
@@ -70,7 +92,7 @@ def draw_batches(
 
 
 def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps: int, least: int, drop_last: bool) -> Iterator[Indices]:
-    """The generator of ``draw_batches``, apart from it so that wrong arguments are reported at the call."""
+    """Generate the batches of ``draw_batches``, which checks its arguments at the call."""
     for _ in range(epochs):
         yield from epoch_batches(n, batch_size, rng, least, drop_last)
     while steps > 0:
@@ -80,13 +102,20 @@ def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps:
 
 
 def check_size(n: int, least: int = 2) -> None:
-    """Raises ClientTooSmall for a client of ``n`` samples that have no variance. ``least``: 1 where no batch statistics are needed."""
+    """Refuse a client of ``n`` samples that is too small for batch statistics.
+
+    Args:
+        n: number of samples.
+        least: 1 without batch statistics.
+
+    Raises:
+        ClientTooSmall: ``n`` is below ``least``.
+    """
     if least == 1 and n < 1:
-        raise ClientTooSmall("this client has no sample")
+        raise ClientTooSmall("a client needs at least 1 sample, but this client has none: use fewer clients, or another partition")
     if n < least:
         raise ClientTooSmall(
-            f"batch statistics need at least 2 samples, but this client has {n}; use fewer clients, "
-            "or a partition that leaves none so small"
+            f"batch statistics need at least 2 samples, but this client has {n}: use fewer clients, or a partition with larger parts"
         )
 
 
@@ -96,6 +125,6 @@ def _check(n: int, batch_size: int, least: int, drop_last: bool) -> None:
     check_size(n, least)
     if drop_last and n < batch_size:
         raise ClientTooSmall(
-            f"drop-last leaves out a batch of fewer than {batch_size} samples, and this client has {n}; use fewer clients, a smaller "
-            "batch-size, or a partition that leaves none so small"
+            f"drop-last leaves out a batch of fewer than {batch_size} samples, and this client has {n}: use fewer clients, a smaller "
+            "batch-size, or a partition with larger parts"
         )

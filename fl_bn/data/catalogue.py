@@ -1,6 +1,6 @@
-"""A list of the data sets: what each is, under which terms, and which of its files go where; the text of docs/data.md and ``fl-bn data``.
+"""Catalogue of the data sets, with their terms and the places of their files. docs/data.md and ``fl-bn data`` show it.
 
-The terms are those of the publishers as generally known, in a line; theirs count, not these.
+The terms are those of the publishers as generally known, in a line. Only the publishers' own are binding.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ How = Literal["included", "downloaded", "by hand"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One data set.
+    """Description of one data set.
 
-    ``tree``: the files that belong into ``data-path``. ``samples``: how many there are, training and test together; several
-    where editions differ, none where it is unknown. ``split``: how many of them to train and to test on, in words.
+    Attributes:
+        title: in words.
+        terms: of use, in words.
+        citation: of the publication.
+        how: how the files get here.
+        tree: the files that belong into ``data-path``.
+        source: the publisher's address.
+        samples: their number, training and test together. Several if editions differ; none if it is unknown.
+        split: how many of them to train and to test on, in words.
+        size: shape of a sample.
+        note: further remarks.
     """
 
     title: str
@@ -255,7 +264,7 @@ CATALOGUE: dict[str, Entry] = {
 
 
 def page() -> str:
-    """The generated part of docs/data.md."""
+    """Write the generated part of docs/data.md."""
     return "\n\n".join(_section(name, entry) for name, entry in CATALOGUE.items())
 
 

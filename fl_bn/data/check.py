@@ -1,6 +1,7 @@
-"""Looks at the files of a data set before a run does: are they there, in form, and as many as there should be.
+"""Check of a data set's files before a run: they must exist, be well formed, and be complete.
 
-Nothing is downloaded or written. Of large sets only the list of files is made, and one sample of each split and domain read.
+Nothing is downloaded or written. For large sets, only the list of files is made, and one sample of each split
+and domain is read.
 """
 
 from __future__ import annotations
@@ -29,23 +30,30 @@ FEATURES = 5995  # of ABIDE's 110 regions
 
 
 def check(name: str, path: str = "") -> list[Finding]:
-    """Check the files of data set ``name`` below ``path`` (``data`` where it is empty): one finding or several.
+    """Check the files of data set ``name`` below ``path``.
+
+    Args:
+        name: of the data set.
+        path: the folder of its files; ``data`` if empty.
+
+    Returns:
+        At least one finding.
 
     Raises:
-        ValueError: for a name that is no data set.
+        ValueError: there is no such data set.
     """
     if name not in DATASETS and ":" not in name:
         raise ValueError(expected("dataset", name, DATASETS, ", or your own function as package.module:function"))
-    found: list[Finding] = []
+    findings: list[Finding] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LargeData)  # said below, or not loaded
+        warnings.simplefilter("ignore", LargeData)  # a finding below, or not loaded
         try:
-            found.extend(_looks(name)(name, path))
+            findings.extend(_check_of(name)(name, path))
         except DataNotFound as error:
-            found.append(Finding("fail", "files", str(error), _where(name, path)))
+            findings.append(Finding("fail", "files", str(error), _where(name, path)))
         except (ValueError, OSError) as error:
-            found.append(Finding("fail", "form", str(error), "replace that file by the published one, or mend it"))
-    return found
+            findings.append(Finding("fail", "form", str(error), "replace that file by the published one, or repair it"))
+    return findings
 
 
 def _where(name: str, path: str) -> str:
@@ -55,7 +63,7 @@ def _where(name: str, path: str) -> str:
     return f"put into {path or ROOT}: {'; '.join(' '.join(line.split()) for line in entry.tree.splitlines())} ({entry.source})"
 
 
-def _looks(name: str) -> Callable[[str, str], Iterator[Finding]]:
+def _check_of(name: str) -> Callable[[str, str], Iterator[Finding]]:
     if name.upper() in CLASSES:
         return _public
     if name in LAYOUTS:
@@ -66,7 +74,7 @@ def _looks(name: str) -> Callable[[str, str], Iterator[Finding]]:
 
 
 def _whole(name: str, path: str) -> Iterator[Finding]:
-    """Small sets: all is read."""
+    """Read all of a small set."""
     data = load_function(name, path, 0) if ":" in name else DATASETS[name](path, 0)
     yield Finding("ok", "files", _contents(data))
     yield from _counts(name, len(data.x_train) + len(data.x_test))
@@ -86,7 +94,7 @@ def _counts(name: str, samples: int) -> Iterator[Finding]:
             "warn",
             "number",
             f"{samples:,} samples, but the published set has {expected}",
-            "fetch what is missing, or go on: results are then not those of the whole set",
+            "fetch the missing samples, or go on: results are then not those of the whole set",
         )
 
 
@@ -104,7 +112,7 @@ def _public(name: str, path: str) -> Iterator[Finding]:
         if missing:
             raise DataNotFound(f"there is no {' and no '.join(missing)} (a run downloads it where there is internet)") from error
         if not name.startswith(("cifar", "mnist")):
-            raise ValueError(f"{root}: torchvision does not take the files of {name}: {error}") from error
+            raise ValueError(f"{root}: torchvision cannot read the files of {name}: {error}") from error
         yield Finding("warn", "files", f"the archives in {root} are not unpacked", "nothing: the first run does it, and checks their sums")
         return
     sizes = [len(split.data) for split in splits]

@@ -1,7 +1,8 @@
-"""ABIDE I: which regions of a resting brain vary together, per site; autism or not.
+"""ABIDE I: correlations of regions of a resting brain, per site, with or without autism.
 
-A sample is the upper triangle of the correlation matrix of R regions' time series, R (R - 1) / 2 numbers: 5,995 of the 110
-regions of the Harvard-Oxford atlas. FedBN trains on windows of each scan, which makes some hundred samples of every subject.
+A sample is the upper triangle of the correlation matrix of R regions' time series, R (R - 1) / 2 numbers:
+5,995 for the 110 regions of the Harvard-Oxford atlas. FedBN trains on windows of each scan, which yields
+about a hundred samples per subject.
 
 Legend: N samples, S scans, T time points, R regions.
 """
@@ -33,32 +34,42 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Subject:
-    """One person: time series of scans (S, T, R) or ready vectors (N, R (R - 1) / 2); ``label`` 1 is autism, 0 control."""
+    """One person.
+
+    Attributes:
+        data: time series of scans (S, T, R), or ready vectors (N, R (R - 1) / 2).
+        label: 1 for autism, 0 for control.
+        ready: whether ``data`` are vectors.
+    """
 
     data: Floats
     label: int
     ready: bool
 
     def vectors(self) -> NDArray[np.float32]:
-        """The samples (N, R (R - 1) / 2) of this subject."""
+        """Compute the samples (N, R (R - 1) / 2) of this subject."""
         if self.ready:
             return self.data.astype(np.float32)
         return np.concatenate([connectome(window)[None] for scan in self.data for window in windows(scan)])
 
     @property
     def count(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
         return len(self.data) if self.ready else sum(len(windows(scan)) for scan in self.data)
 
     @property
     def features(self) -> int:
-        """How many numbers a sample has."""
+        """Return how many numbers a sample has."""
         width: int = self.data.shape[-1]
         return width if self.ready else width * (width - 1) // 2
 
 
 def connectome(series_TR: Floats) -> NDArray[np.float32]:
-    """Pearson's correlations of the columns, the upper triangle row by row, (R (R - 1) / 2,); 0 where a region does not vary."""
+    """Compute Pearson's correlations between the columns of a time series.
+
+    Returns:
+        The upper triangle row by row, (R (R - 1) / 2,). 0 for a region that does not vary.
+    """
     centred = series_TR - series_TR.mean(0)
     norm = np.sqrt((centred**2).sum(0))
     flat = norm <= 1e-12 * max(float(np.abs(series_TR).max()), 1e-300) * len(series_TR)  # rounding apart, it is constant
@@ -69,28 +80,35 @@ def connectome(series_TR: Floats) -> NDArray[np.float32]:
 
 
 def windows(series_TR: Floats) -> list[Floats]:
-    """Every stretch of ``WINDOW`` time points, ``STRIDE`` apart; the whole where there are fewer."""
+    """Return every window of ``WINDOW`` time points, ``STRIDE`` apart, or the whole series if it is shorter."""
     last = max(len(series_TR) - WINDOW, 0)
     return [series_TR[start : start + WINDOW] for start in range(0, last + 1, STRIDE)]
 
 
 def load_abide(path: str, image_size: int) -> Measurements:
-    """``abide``: connectomes of ABIDE I, a domain for each site, from the folder ``path``, in one of these forms (docs/data.md):
+    """Load ``abide``: connectomes of ABIDE I, with a domain for each site.
 
-    * the published ``Phenotypic*.csv`` and ``*_rois_ho.1D`` anywhere below ``path``, of which FedBN's four sites are taken; or
-    * a file ``SITE.npz`` for each site with labels ``y`` (n,) and either ``series`` (n, T, R) or ready vectors ``x`` (n, features);
-      ``subject`` (n,), if it is there, says which rows are one person's; or
+    The files have one of these forms (docs/data.md):
+
+    * the published ``Phenotypic*.csv`` and ``*_rois_ho.1D`` anywhere below ``path``, of which FedBN's four
+      sites are used; or
+    * a file ``SITE.npz`` for each site with labels ``y`` (n,) and either ``series`` (n, T, R) or ready
+      vectors ``x`` (n, features). An optional ``subject`` (n,) tells which rows belong to one person; or
     * a file ``SITE.csv`` for each site: a label and the vector's numbers per line, without a header.
 
-    A fifth of each site's subjects, of either label, are the test split; a subject's windows, of all scans, are on one side. Accuracy
-    counts windows: there is no vote among those of one subject.
+    A fifth of each site's subjects, of either label, are the test split. All windows of a subject are on one
+    side. Accuracy counts windows, without a vote among those of one subject.
+
+    Args:
+        path: the folder of the files; ``data`` if empty.
+        image_size: 0 or 1.
 
     Raises:
         DataNotFound: there are no such files.
-        ValueError: a file is not what it should be, or ``image_size`` is neither 0 nor 1.
+        ValueError: a file has another form, or ``image_size`` is neither 0 nor 1.
     """
     if image_size not in (0, 1):
-        raise ValueError(f"dataset 'abide' has vectors, no images: image-size must be 0, but is {image_size}")
+        raise ValueError(f"dataset 'abide' has vectors and no images: image-size must be 0, but is {image_size}")
     sites = read_sites(Path(path or ROOT))
     _check_lengths(sites)
     size = sum(4 * subject.count * subject.features for subjects in sites.values() for subject in subjects)
@@ -113,7 +131,11 @@ def load_abide(path: str, image_size: int) -> Measurements:
 
 
 def held_out(labels: list[int], site: int) -> set[int]:
-    """Which subjects are tested on: a fifth of each label, at least one of two or more."""
+    """Choose the subjects of the test split: a fifth of each label, and at least one of two or more.
+
+    Returns:
+        Their positions in ``labels``.
+    """
     rng = np.random.default_rng(np.random.SeedSequence([_STREAM, site]))
     tested: set[int] = set()
     for label in (0, 1):
@@ -124,7 +146,12 @@ def held_out(labels: list[int], site: int) -> set[int]:
 
 
 def read_sites(folder: Path) -> dict[str, list[Subject]]:
-    """The subjects of each site, in whichever form the files have; see ``load_abide`` for the forms and the errors."""
+    """Read the subjects of each site, in any of the forms that ``load_abide`` describes.
+
+    Raises:
+        DataNotFound: there are no such files.
+        ValueError: a file has another form.
+    """
     if not folder.is_dir():
         raise DataNotFound(f"dataset 'abide': there is no folder {str(folder)!r} (current folder: {str(Path.cwd())!r})")
     if phenotypes := sorted(folder.rglob("Phenotypic*.csv")):
@@ -163,7 +190,7 @@ def _published(folder: Path, phenotypes: Path) -> dict[str, list[Subject]]:
 
 
 def read_series(file: Path) -> Floats:
-    """Time series (T, R) of a published text file: a header of region numbers, then one time point per line."""
+    """Read the time series (T, R) of a published text file: a header of region numbers, then one time point per line."""
     with file.open(encoding="utf-8-sig") as stream:
         header = stream.readline()
     try:
@@ -204,15 +231,15 @@ def _csv(file: Path) -> list[Subject]:
 
 
 def _grouped(file: Path, x: Floats, y: NDArray[np.generic], subject: NDArray[np.generic], *, ready: bool) -> list[Subject]:
-    """One ``Subject`` per person, with all of the person's rows: vectors, or scans."""
-    found = []
+    """Make one ``Subject`` per person, with all of the person's rows: vectors, or scans."""
+    subjects = []
     for one in dict.fromkeys(subject.tolist()):
         rows = np.flatnonzero(subject == one)
         labels = {_label(file, label) for label in y[rows]}
         if len(labels) > 1:
             raise ValueError(f"{file}: the rows of one subject must have one label, but those of {one} have both")
-        found.append(Subject(_checked(file, x[rows]), labels.pop(), ready))
-    return found
+        subjects.append(Subject(_checked(file, x[rows]), labels.pop(), ready))
+    return subjects
 
 
 def _label(file: Path, label: np.generic) -> int:
@@ -229,6 +256,6 @@ def _checked(file: Path, values: Floats) -> Floats:
 
 def _check_lengths(sites: dict[str, list[Subject]]) -> None:
     lengths = {site: sorted({subject.features for subject in subjects}) for site, subjects in sites.items()}
-    if len({length for found in lengths.values() for length in found}) != 1 or min(lengths[next(iter(lengths))]) < 1:
-        shown = ", ".join(f"{site}: {' and '.join(map(str, found))}" for site, found in lengths.items())
-        raise ValueError(f"dataset 'abide': all vectors must have one length of at least 1, but got {shown}")
+    if len({length for several in lengths.values() for length in several}) != 1 or min(lengths[next(iter(lengths))]) < 1:
+        by_site = ", ".join(f"{site}: {' and '.join(map(str, several))}" for site, several in lengths.items())
+        raise ValueError(f"dataset 'abide': all vectors must have one length of at least 1, but got {by_site}")

@@ -38,22 +38,25 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
 
 
 def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None = None) -> Dataset:
-    """The data set ``name``, one of ``DATASETS`` or one's own function "package.module:function"; read once per process, then shared.
+    """Load a data set by name. It is read once per process, and then shared.
 
-    ``path`` is the files of ``npz``, the folder of ``folder`` or of a published data set (``data`` where it is empty), or what
-    one's own function makes of it. ``image_size`` is in pixels; 0 keeps the native size or, where a set has many, takes that
-    of its papers; any other resizes bilinearly with antialiasing. Which files go where: docs/data.md. ``modules``: where one's own
-    function may come from, if not from anywhere.
+    Args:
+        name: one of ``DATASETS``, or a function of your own as "package.module:function".
+        path: the files of ``npz``, the folder of ``folder`` or of a published data set (``data`` if empty),
+            or the argument of your own function. docs/data.md lists the files of each set.
+        image_size: in pixels; others are resized bilinearly with antialiasing. 0: the native size, or that of
+            the papers for a set of many sizes.
+        modules: modules that may hold a function of your own. None: any.
 
     Raises:
-        ValueError: for an unknown name, a negative size, or data that are not what they should be.
-        DataNotFound: where files are missing and cannot be downloaded.
+        ValueError: the name is unknown, the size is negative, or the data have another form.
+        DataNotFound: files are missing and cannot be downloaded.
     """
     return _load(name, path, image_size, modules)
 
 
-# Apart from load(), whose callers leave out defaults or name arguments: each spelling would be cached anew. A few sets
-# suffice, as one process rarely works on more.
+# A function of its own, because the cache of load() would hold one entry per spelling of the arguments. A few sets suffice, as one
+# process rarely works on more.
 @lru_cache(maxsize=4)
 def _load(name: str, path: str, image_size: int, modules: Modules | None) -> Dataset:
     if name not in DATASETS and ":" not in name:
@@ -67,5 +70,10 @@ def _load(name: str, path: str, image_size: int, modules: Modules | None) -> Dat
 
 
 def to_input(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Network input of a data set's samples: uint8 images as -1..1, measurements (floats) as they are; both in ``dtype``."""
+    """Convert samples of a data set to the input of a network.
+
+    Args:
+        x: uint8 images, which become -1..1, or measurements (floats), which keep their values.
+        dtype: of the result.
+    """
     return x.to(dtype) if x.is_floating_point() else images_to_input(x, dtype)

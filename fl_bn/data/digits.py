@@ -1,11 +1,11 @@
-"""Digits that need no download: scikit-learn's 8x8 handwritten digits, plain or blended into its two photographs.
+"""Digits without a download: scikit-learn's 8x8 handwritten digits, plain or blended into its two photographs.
 
-The blend is the recipe of MNIST-M (Ganin et al., "Domain-adversarial training of neural networks", JMLR 2016): the
-absolute difference between a random patch of a photograph and the digit, in each colour channel. It makes a set on
-which a linear model is right for 96 % of the samples one where it is for 66 %, and gives each sample a domain: its
-photograph.
+The blend is the recipe of MNIST-M (Ganin et al., "Domain-adversarial training of neural networks", JMLR
+2016): the absolute difference between a random patch of a photograph and the digit, in each colour channel. A
+linear model is right for 96 % of the plain digits, and for 66 % of the blended ones. The photograph of a
+sample is its domain.
 
-The enlarging is done in integers and the draws are numpy's, so that every machine gets the same digits; the photographs
+Digits are enlarged in integers and draws are numpy's, so every machine gets the same digits. The photographs
 are decoded JPEGs, whose pixels may differ by one between versions of the decoder.
 """
 
@@ -30,7 +30,7 @@ _LEVELS = 16  # scikit-learn's digits count the inked pixels of a 4x4 cell
 
 
 def load_digits(path: str, image_size: int) -> Dataset:
-    """``digits``: 1,437 + 360 digits (3, 20, 20) blended into patches of two photographs, half into each."""
+    """Load ``digits``: 1,437 + 360 digits (3, 20, 20) blended into patches of two photographs, half into each."""
     _refuse_path("digits", path)
     digits_NHW, labels_N, train, test = _enlarged_digits()
     photographs = [np.asarray(Image.open(_scikit_file("images", f"{name}.jpg"))) for name in DOMAINS]
@@ -61,7 +61,7 @@ def load_digits(path: str, image_size: int) -> Dataset:
 
 
 def load_digits_plain(path: str, image_size: int) -> Dataset:
-    """``digits-plain``: the same digits in the same split (3, 20, 20), white on black."""
+    """Load ``digits-plain``: the same digits in the same split (3, 20, 20), white on black."""
     _refuse_path("digits-plain", path)
     digits_NHW, labels_N, train, test = _enlarged_digits()
     grey = images_to_tensor(digits_NHW.astype(np.uint8)).expand(-1, 3, -1, -1).contiguous()
@@ -70,7 +70,7 @@ def load_digits_plain(path: str, image_size: int) -> Dataset:
 
 
 def _enlarged_digits() -> tuple[NDArray[np.int64], Tensor, NDArray[np.int64], NDArray[np.int64]]:
-    """Digits (N, 20, 20) in 0..255, labels (N,), and the indices of the training and the test samples."""
+    """Return digits (N, 20, 20) in 0..255, labels (N,), and the indices of the training and the test samples."""
     table = np.loadtxt(_scikit_file("data", "digits.csv.gz"), delimiter=",", dtype=np.int64)  # 64 pixels and the label
     images, labels = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
     train, test = stratified_split(labels, TEST_SAMPLES, _SEED)
@@ -82,10 +82,13 @@ def _enlarged_digits() -> tuple[NDArray[np.int64], Tensor, NDArray[np.int64], ND
 
 
 def stratified_split(labels: NDArray[np.int64], test: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices of the training and of ``test`` test samples, every class in both in proportion.
+    """Choose ``test`` test samples, with every class in both splits in proportion.
 
-    The very indices of scikit-learn's ``train_test_split(..., stratify=labels, random_state=seed)``, whose import takes two seconds. It
-    draws from numpy's legacy generator, whose stream is frozen for good.
+    The indices equal those of scikit-learn's ``train_test_split(..., stratify=labels, random_state=seed)``,
+    whose import takes two seconds. They are drawn from numpy's legacy generator, whose stream never changes.
+
+    Returns:
+        The indices of the training samples, and of the test samples.
     """
     rng, counts = np.random.RandomState(seed), np.bincount(labels)
     for_training = _in_proportion(counts, len(labels) - test, rng)
@@ -98,31 +101,37 @@ def stratified_split(labels: NDArray[np.int64], test: int, seed: int) -> tuple[N
 
 
 def _in_proportion(counts: NDArray[np.int64], draws: int, rng: np.random.RandomState) -> NDArray[np.int64]:
-    """How many of ``draws`` samples each class gives: rounded down, and those left over to the largest remainders, ties at random."""
+    """Return how many of ``draws`` samples each class gives.
+
+    Shares are rounded down. The remaining samples go to the largest remainders, with ties at random.
+    """
     exact = counts / counts.sum() * draws
     shares = np.floor(exact)
-    remainders, left = exact - shares, int(draws - shares.sum())
+    remainders, remaining = exact - shares, int(draws - shares.sum())
     for value in np.unique(remainders)[::-1]:
-        if not left:
+        if not remaining:
             break
         (tied,) = np.where(remainders == value)
-        chosen = rng.choice(tied, size=min(len(tied), left), replace=False)
+        chosen = rng.choice(tied, size=min(len(tied), remaining), replace=False)
         shares[chosen] += 1
-        left -= len(chosen)
+        remaining -= len(chosen)
     whole: NDArray[np.int64] = shares.astype(np.int64)
     return whole
 
 
 def _scikit_file(*parts: str) -> Path:
-    """A file of ``sklearn.datasets``, found without its import."""
-    found = find_spec("sklearn")
-    if found is None or found.origin is None:
+    """Return the path of a file of ``sklearn.datasets``, without importing it."""
+    spec = find_spec("sklearn")
+    if spec is None or spec.origin is None:
         raise ImportError("dataset 'digits' comes with scikit-learn, which is not installed: pip install scikit-learn")
-    return Path(found.origin).parent.joinpath("datasets", *parts)
+    return Path(spec.origin).parent.joinpath("datasets", *parts)
 
 
 def _bilinear_tenths(before: int, after: int) -> NDArray[np.int64]:
-    """Bilinear weights (after, before) in tenths: integers, as 8 > 20 pixels puts every centre on a tenth."""
+    """Return the bilinear weights (after, before) in tenths.
+
+    They are integers, as 8 > 20 pixels puts every centre on a tenth.
+    """
     weights = np.zeros((after, before), dtype=np.int64)
     for i in range(after):
         centre = (2 * i + 1) * before * 10 // (2 * after) - 5  # pixel centres lie at halves
@@ -134,4 +143,4 @@ def _bilinear_tenths(before: int, after: int) -> NDArray[np.int64]:
 
 def _refuse_path(name: str, path: str) -> None:
     if path:
-        raise ValueError(f"dataset {name!r} comes with scikit-learn and takes no path, but got {path!r}; leave it out")
+        raise ValueError(f"dataset {name!r} comes with scikit-learn and takes no path, but got {path!r}: leave data-path out")

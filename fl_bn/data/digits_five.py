@@ -1,7 +1,7 @@
-"""Digits of five kinds: MNIST-M, SynthDigits, and the five-domain task of FedBN made of them, SVHN, USPS and MNIST.
+"""Digits of five kinds: SVHN, USPS, SynthDigits, MNIST-M and MNIST, the five-domain task of FedBN.
 
-FedBN pools each set's published splits and divides them anew, four to one: ``digits-five-pooled``. In ``digits-five`` the published
-splits stay as they are.
+FedBN pools each set's published splits and divides them again, four to one: ``digits-five-pooled``.
+``digits-five`` has the published splits.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ MNIST_M_NPZ = ("mnist_m.npz", "digits_mnist_m.npz")
 
 
 def load_mnist_m(path: str, image_size: int) -> Dataset:
-    """``mnist-m`` (3, 32, 32): an ``.npz`` file, or the folder with one, or the published folders of images with their lists of labels.
+    """Load ``mnist-m`` (3, 32, 32).
+
+    ``path`` is an ``.npz`` file, a folder with one, or the published folders of images with their lists of
+    labels.
 
     Raises:
-        DataNotFound: neither is below ``path``.
-        ValueError: a file is not what it should be.
+        DataNotFound: none of these is at ``path``.
+        ValueError: a file has another form.
     """
     name, base = "mnist-m", Path(path or ROOT)
     archives = [base] if base.suffix == ".npz" else [base / file for file in MNIST_M_NPZ if (base / file).is_file()]
@@ -49,7 +52,7 @@ def load_mnist_m(path: str, image_size: int) -> Dataset:
 
 
 def _numbered_images(name: str, folder: Path, listing: Path, image_size: int) -> tuple[Tensor, Tensor]:
-    """The images that ``listing`` names, one "FILE LABEL" per line."""
+    """Read the images that ``listing`` names, one "FILE LABEL" per line."""
     files, labels = [], []
     for number, line in enumerate(lines_of(listing), start=1):
         parts = line.split()
@@ -73,11 +76,11 @@ def _numbered_images(name: str, folder: Path, listing: Path, image_size: int) ->
 
 
 def load_synth_digits(path: str, image_size: int) -> Dataset:
-    """``synth-digits`` (3, 32, 32): 479,400 + 9,553 rendered digits, from the two published MATLAB files.
+    """Load ``synth-digits`` (3, 32, 32): 479,400 + 9,553 rendered digits, from the two published MATLAB files.
 
     Raises:
         DataNotFound: they are not below ``path``.
-        ValueError: a file is not what it should be.
+        ValueError: a file has another form.
     """
     name = "synth-digits"
     root = find_root(name, path, SYNTH, ("SynthDigits",))
@@ -86,7 +89,10 @@ def load_synth_digits(path: str, image_size: int) -> Dataset:
 
 
 def read_mat(file: Path, image_size: int) -> tuple[Tensor, Tensor]:
-    """Images and labels of one MATLAB file of SVHN's form: ``X`` (H, W, 3, N), ``y`` (N, 1), in which zero may be called ten."""
+    """Read images and labels of one MATLAB file of SVHN's form.
+
+    It holds ``X`` (H, W, 3, N) and ``y`` (N, 1), in which the digit 0 may have the label 10.
+    """
     from scipy.io import loadmat  # type: ignore[import-untyped]  # here, not above: others need not pay for the import
     from scipy.io.matlab import MatReadError  # type: ignore[import-untyped]
 
@@ -108,7 +114,13 @@ def read_mat(file: Path, image_size: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Source:
-    """Where one domain may come from: ``found(folder)`` says whether its files are there, ``load(folder, image_size)`` reads them."""
+    """A possible source of one domain.
+
+    Attributes:
+        domain: its name.
+        found: ``found(folder)`` tells whether the files are there.
+        load: ``load(folder, image_size)`` reads them.
+    """
 
     domain: str
     found: Callable[[Path], bool]
@@ -120,7 +132,7 @@ def _archive(domain: str, file: str) -> Source:
 
 
 def _published(domain: str, kind: str, subfolder: str, files: tuple[str, ...]) -> Source:
-    """A set that torchvision reads; it is downloaded only if nothing else stands for its domain."""
+    """Make a source that torchvision reads. It is downloaded only if the domain has no other source."""
     return Source(
         domain,
         lambda folder: all((folder / subfolder / file).exists() for file in files),
@@ -135,7 +147,7 @@ def _find(load: Callable[[str, int], Dataset], domain: str, subfolder: str, need
     return Source(domain, lambda folder: (root(folder) / needs[0]).exists(), lambda folder, size: load(str(root(folder)), size))
 
 
-# Of each domain, the first source that is found is taken. A stand-in says so in the domain's name.
+# For each domain, the first source whose files exist is used. The domain's name tells a stand-in.
 SVHN = _published("SVHN", "SVHN", "SVHN", ("train_32x32.mat", "test_32x32.mat"))
 USPS = _published("USPS", "USPS", "USPS", ("usps.bz2", "usps.t.bz2"))
 MNIST = _published("MNIST", "MNIST", "", ("MNIST/raw",))
@@ -157,32 +169,33 @@ DOWNLOADED = (SVHN, USPS, MNIST)
 
 
 def sources(folder: Path) -> list[Source]:
-    """The source of each of the five domains, in the order of the paper.
+    """Choose the source of each of the five domains, in the order of the paper.
 
     Raises:
-        DataNotFound: a domain has none in ``folder``, and torchvision cannot fetch it.
+        DataNotFound: a domain has no files in ``folder``, and torchvision cannot download it.
     """
     chosen = []
     for candidates in FIVE:
         source = next((source for source in candidates if source.found(folder)), None)
         if source is None and candidates[0] not in DOWNLOADED:
             raise DataNotFound(
-                f"dataset 'digits-five': nothing in {str(folder)!r} gives the domain {candidates[0].domain}; docs/data.md shows which "
-                f"files go where (a relative path starts at the current folder, {str(Path.cwd())!r})"
+                f"dataset 'digits-five': {str(folder)!r} has no files of the domain {candidates[0].domain}: docs/data.md lists them "
+                f"(a relative path starts at the current folder, {str(Path.cwd())!r})"
             )
         chosen.append(source or candidates[0])
     return chosen
 
 
 def load_digits_five(path: str, image_size: int) -> Dataset:
-    """``digits-five``: the domains SVHN, USPS, SynthDigits, MNIST-M and MNIST in colour, of 28 pixels where ``image_size`` is 0.
+    """Load ``digits-five``: the domains SVHN, USPS, SynthDigits, MNIST-M and MNIST in colour.
 
-    The files are found by their names in the folder ``path`` (docs/data.md). Where Chars74K's street or font digits stand in
-    for SVHN or SynthDigits, the domain is called after both: ``chars74k-street-for-SVHN``.
+    The files are found by their names in the folder ``path`` (docs/data.md). If Chars74K's street or font
+    digits replace SVHN or SynthDigits, the domain is called after both: ``chars74k-street-for-SVHN``. Images
+    have 28 pixels if ``image_size`` is 0.
 
     Raises:
         DataNotFound: a domain has no files, and cannot be downloaded.
-        ValueError: a file is not what it should be.
+        ValueError: a file has another form.
     """
     folder = Path(path or ROOT)
     chosen = sources(folder)
@@ -206,15 +219,17 @@ def load_digits_five(path: str, image_size: int) -> Dataset:
 
 
 def load_digits_five_pooled(path: str, image_size: int) -> Dataset:
-    """Load ``digits-five-pooled``: ``digits-five``, where each domain's two splits are pooled and divided anew at random, four to one.
+    """Load ``digits-five-pooled``: ``digits-five`` with each domain's splits pooled and divided again, four to one.
 
-    The division is the same in every run: "testing samples are held out and kept the same for all the experiments".
+    The division is random, and the same in every run: "testing samples are held out and kept the same for all
+    the experiments".
 
     Raises:
         DataNotFound: a domain has no files, and cannot be downloaded.
-        ValueError: a file is not what it should be.
+        ValueError: a file has another form.
 
-    Reference: FedBN (seed 001), section 5.1, and its authors' code.
+    References:
+        FedBN (seed 001), section 5.1, and its authors' code.
     """
     data = load_digits_five(path, image_size)
     assert data.domain_train is not None

@@ -1,4 +1,4 @@
-"""One domain of a data set set apart: what a run is trained without, and what its model is adapted to afterwards."""
+"""Separation of one domain: a run trains without it, and its model is adapted to it afterwards."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fl_bn.data.record import Dataset
 
 
 def without_domain(dataset: Dataset, name: str) -> Dataset:
-    """The data set without the training and test samples of domain ``name``; the other domains keep their order.
+    """Remove the training and test samples of domain ``name``. The other domains keep their order.
 
     Raises:
         ValueError: there is no such domain, or no other.
     """
     left_out = index_of(dataset, name)
     if len(dataset.domains) == 1:
-        raise ValueError(f"dataset {dataset.name!r}: {name} is its only domain: without it nothing is left")
+        raise ValueError(f"dataset {dataset.name!r}: {name} is its only domain, so no samples would remain without it")
     train, test = (_domains(dataset, split) != left_out for split in ("train", "test"))
     domain_train, domain_test = (_domains(dataset, split) for split in ("train", "test"))
     return replace(
@@ -33,7 +33,7 @@ def without_domain(dataset: Dataset, name: str) -> Dataset:
 
 
 def only_domain(dataset: Dataset, name: str) -> Dataset:
-    """The samples of domain ``name`` alone, as a data set without domains.
+    """Select the samples of domain ``name``, as a data set without domains.
 
     Raises:
         ValueError: there is no such domain, or it has no training or no test samples.
@@ -56,7 +56,11 @@ def only_domain(dataset: Dataset, name: str) -> Dataset:
 
 
 def index_of(dataset: Dataset, name: str) -> int:
-    """The place of ``name`` among the domains. Raises ValueError, with the domains' names, where it has none."""
+    """Return the position of ``name`` among the domains.
+
+    Raises:
+        ValueError: there is no such domain. The message lists them.
+    """
     if not dataset.domains:
         raise ValueError(
             f"dataset {dataset.name!r} has no domains, so there is no domain {name!r}: give several npz files, dataset=digits, or shifts"

@@ -1,4 +1,4 @@
-"""One's own data: a folder of images, with a folder for each class below ``train`` and ``test``."""
+"""Data of your own: a folder of images, with a folder for each class below ``train`` and ``test``."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ Picture = NDArray[np.uint8]  # (H, W) grey or (H, W, 3)
 
 
 def load_folder(path: str, image_size: int) -> Dataset:
-    """``folder``: the images ``path/train/CLASS/*`` and ``path/test/CLASS/*``, in any format that Pillow reads.
+    """Load ``folder``: the images ``path/train/CLASS/*`` and ``path/test/CLASS/*``, in any format that Pillow reads.
 
-    The label of a class is the place of its name in ``path/classes.txt`` (one name per line) or, without that file, among
-    the sorted names of all class folders of both splits. Beware: sites that number their own folders so, number them
-    differently unless all have the same: where one has cat, dog, and another dog, fox, label 0 is cat here and dog there,
-    and they train one model to contradict itself without any error. **Sites of one run must share one classes.txt.**
-    A class folder may be empty or missing; one that classes.txt does not name is an error.
+    The label of a class is the position of its name in ``path/classes.txt`` (one name per line). Without that
+    file, it is the position among the sorted names of all class folders of both splits. A class folder may be
+    empty or missing, but not missing in classes.txt.
 
-    With ``image_size`` 0 all images must share one square size. Otherwise the largest centred square of each is resized
-    to it. Images stay grey (1 channel) if all are; else all have 3. Transparency is dropped and pixels are taken as
-    stored. Hidden files and folders (``.name``) are passed over; every other file of a class folder must be an image.
+    **Sites of one run must share one classes.txt.** Without it, sites with different folders number their
+    classes differently. If one site has cat and dog, and another dog and fox, label 0 is cat here and dog
+    there. The model is then trained on contradictory labels, without any error.
+
+    With ``image_size`` 0 all images must share one square size. Otherwise the largest centred square of each
+    is resized to it. Images stay grey (1 channel) if all are grey, else all have 3. Transparency is dropped,
+    and pixels are used as stored. Hidden files and folders (``.name``) are skipped. Every other file of a
+    class folder must be an image.
 
     Raises:
-        DataNotFound: where ``path``, ``train`` or ``test`` is no folder.
-        ValueError: for no path, a split without images, a wrong classes.txt, a file that is no image of 8 bits a channel, or
-            for sizes that differ while ``image_size`` is 0.
+        DataNotFound: ``path``, ``train`` or ``test`` is no folder.
+        ValueError: there is no path, a split has no images, classes.txt is wrong, a file is no image of 8
+            bits a channel, or sizes differ while ``image_size`` is 0.
     """
     if not path:
         raise ValueError("dataset 'folder' needs a path: the folder that holds train/CLASS/* and test/CLASS/*")
@@ -62,12 +65,12 @@ def load_folder(path: str, image_size: int) -> Dataset:
 
 
 def visible(folder: Path) -> list[Path]:
-    """List the entries of ``folder``, sorted by name."""
+    """List the entries of ``folder`` that are not hidden, sorted by name."""
     return sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
 
 def _classes(root: Path) -> dict[str, int]:
-    """Class names and their labels."""
+    """Return the names of the classes and their labels."""
     folders = [entry for split in SPLITS for entry in visible(root / split) if entry.is_dir()]
     file = root / CLASSES
     if not file.exists():
@@ -79,28 +82,32 @@ def _classes(root: Path) -> dict[str, int]:
     if not names:
         raise ValueError(f"{file}: expected one class name per line, but the file is empty")
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise ValueError(f"{file}: a class name may stand there once, but {', '.join(repeated)} does more often")
+        raise ValueError(f"{file}: expected every class name once, but {', '.join(repeated)} occurs more often")
     for folder in folders:
         if folder.name not in names:
-            raise ValueError(f"{folder}: class {folder.name!r} is not in {file}, which names {', '.join(names)}; rename one or the other")
+            raise ValueError(f"{folder}: class {folder.name!r} is not in {file}, which has {', '.join(names)}: rename one or the other")
     return {name: label for label, name in enumerate(names)}
 
 
 def _files(split: Path, classes: dict[str, int]) -> list[tuple[Path, int]]:
-    """Every image file of a split, with its label."""
-    found = [(file, classes[folder.name]) for folder in visible(split) if folder.is_dir() for file in visible(folder)]
-    if not found:
+    """Return every image file of a split, with its label."""
+    files = [(file, classes[folder.name]) for folder in visible(split) if folder.is_dir() for file in visible(folder)]
+    if not files:
         raise ValueError(f"{split}: expected images in a folder for each class, {split.name}/CLASS/*, but there are none")
-    return found
+    return files
 
 
 def read_picture(file: Path) -> Picture:
-    """The pixels, grey (H, W) or in colour (H, W, 3)."""
+    """Read the pixels of an image, grey (H, W) or in colour (H, W, 3).
+
+    Raises:
+        ValueError: Pillow cannot read the file, or its pixels have more than 8 bits.
+    """
     try:
         with Image.open(file) as image:
             if image.mode.startswith(_DEEP):
                 raise ValueError(
-                    f"its pixels have more than 8 bits (Pillow's mode {image.mode}), and how to scale them is yours to say: save it with "
+                    f"its pixels have more than 8 bits (Pillow's mode {image.mode}), which have no standard scale: save it with "
                     "8, or write a data function, package.module:function"
                 )
             if "transparency" in image.info:
@@ -129,7 +136,11 @@ def _check_one_size(files: list[Path], pictures: list[Picture]) -> None:
 
 
 def fit(picture: Picture, channels: int, image_size: int) -> Tensor:
-    """One image (1, channels, S, S) with S = ``image_size``, or of its own size if that is 0."""
+    """Cut the largest centred square out of a picture, and resize it.
+
+    Returns:
+        One image (1, channels, S, S) with S = ``image_size``, or the side of the square if that is 0.
+    """
     side = min(picture.shape[:2])
     top, left = (picture.shape[0] - side) // 2, (picture.shape[1] - side) // 2
     image = resize(images_to_tensor(picture[None, top : top + side, left : left + side]), image_size)

@@ -1,4 +1,4 @@
-"""One's own data from one's own function: images or measurements of any shape."""
+"""Data of your own from a function of your own: images or measurements of any shape."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 @dataclass(frozen=True, eq=False)
 class Measurements(Dataset):
-    """A labelled set whose samples are floats of any shape, which the network takes as they are.
+    """A labelled set whose samples are floats of any shape. The network receives them unchanged.
 
-    ``x_train`` and ``x_test`` are finite float32 (N, ...); the rest is as in ``Dataset``. A table (N, features) counts as
-    images of ``features`` channels and one pixel, which is what the model ``mlp`` makes of them.
+    ``x_train`` and ``x_test`` are finite float32 (N, ...); the other attributes are those of ``Dataset``. A
+    table (N, features) counts as images of ``features`` channels and one pixel, which fits the model ``mlp``.
     """
 
     @property
     def image_size(self) -> int:
-        """Length of a sample's second axis; 1 where there is none."""
+        """Return the length of a sample's second axis, or 1 without one."""
         return self.x_train.shape[2] if self.x_train.ndim > 2 else 1
 
     def _check_split(self, split: str, x: Tensor, y: Tensor, domain: Tensor | None) -> None:
@@ -39,30 +39,36 @@ class Measurements(Dataset):
         if not bool(x.isfinite().all()):
             row = int((~x.isfinite().flatten(1).all(1)).nonzero()[0])
             raise ValueError(
-                f"dataset {self.name!r}: x_{split} must be finite, as one NaN or infinity makes every weight NaN, but sample {row} is not; "
-                "fill or drop what is missing"
+                f"dataset {self.name!r}: x_{split} must be finite, as one NaN or infinity makes every weight NaN, but sample {row} is not: "
+                "fill missing values, or drop the sample"
             )
         self._check_targets(f"y_{split}", y, x.shape[0])
 
 
 def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:
-    """The data of the function ``name``, "package.module:function", which is called as ``function(path)``.
+    """Load the data of a function of your own, which is called as ``function(path)``.
 
-    If it has a parameter called ``image_size``, that is given by name, too (0: as the data are). It returns ``x_train,
-    y_train, x_test, y_test`` as arrays or tensors. Labels are integers (N,) counting from 0; the number of classes is the
-    largest label, plus one. For other tasks they are floats (N,) or (N, D) (regression), or 0 or 1 (N, K) (multi-label).
-    Samples are either
+    A parameter called ``image_size`` is passed by name, too (0: the size of the data). The function returns
+    ``x_train, y_train, x_test, y_test`` as arrays or tensors. Labels are integers (N,) counting from 0. The
+    number of classes is the largest label, plus one. For other tasks the targets are floats (N,) or (N, D)
+    (regression), or 0 or 1 (N, K) (multi-label). Samples are either
 
-    * floats (N, ...) of any shape, which reach the network as they are, in float32: scaling them is the function's
-      business. They are never resized: ``image_size`` must be 0 or theirs (1 for a table). Or
-    * uint8 images (N, H, W) or (N, H, W, C), square, with 1 or 3 channels; resized to ``image_size`` unless that is 0.
+    * floats (N, ...) of any shape, which the network receives unchanged, in float32: the function scales
+      them. They are never resized, so ``image_size`` must be 0 or theirs (1 for a table). Or
+    * uint8 images (N, H, W) or (N, H, W, C), square, with 1 or 3 channels; resized to ``image_size`` unless
+      that is 0.
 
-    The function runs on the machine that holds the data, with all that whoever wrote it may do there. ``modules``: where it may come
-    from, if not from anywhere.
+    The function runs on the machine that holds the data, with all rights of the process.
+
+    Args:
+        name: "package.module:function".
+        path: the function's argument.
+        image_size: in pixels, or 0.
+        modules: modules that may hold the function. None: any.
 
     Raises:
-        DataNotFound: where the function raises FileNotFoundError.
-        ValueError: for a function that is not there, that raises, or returns anything else.
+        DataNotFound: the function raised FileNotFoundError.
+        ValueError: there is no such function, it raised another error, or it returned data of another form.
     """
     arrays = _checked_arrays(name, _called(name, _imported(name, modules), path, image_size))
     where = f"data function {name!r}"
@@ -76,7 +82,7 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
     data = kind(name, samples["x_train"], labels["y_train"], samples["x_test"], labels["y_test"], classes=classes)
     if image_size not in (0, data.image_size):
         raise ValueError(
-            f"data function {name!r}: floats are not resized, so image-size must be 0 or theirs, {data.image_size}, but is {image_size}; "
+            f"data function {name!r}: floats are not resized, so image-size must be 0 or theirs, {data.image_size}, but is {image_size}: "
             "let the function take image_size and resize them itself"
         )
     return data
@@ -87,7 +93,7 @@ def _imported(name: str, modules: Modules | None) -> Callable[..., Any]:
         return function("a data function", name, modules)
     except ValueError:
         raise
-    except Exception as error:  # a stranger's module: anything may happen in it
+    except Exception as error:  # a user's module may raise anything
         raise ValueError(f"data function {name!r}: importing {name.partition(':')[0]} failed: {type(error).__name__}: {error}") from error
 
 
@@ -104,14 +110,14 @@ def _called(name: str, loaded: Callable[..., Any], path: str, image_size: int) -
         return loaded(path, **arguments)
     except FileNotFoundError as error:
         raise DataNotFound(f"data function {name!r} found no file for path {path!r}: {error}") from error
-    except Exception as error:  # a stranger's function: anything may happen in it
+    except Exception as error:  # a user's function may raise anything
         raise ValueError(f"data function {name!r} raised {type(error).__name__} for path {path!r}: {error}") from error
 
 
 def _checked_arrays(name: str, returned: Any) -> dict[str, np.ndarray[Any, Any]]:
     if not isinstance(returned, tuple | list) or len(returned) != len(KEYS):
-        shown = f"{type(returned).__name__} of {len(returned)}" if isinstance(returned, tuple | list) else type(returned).__name__
-        raise ValueError(f"data function {name!r} must return {', '.join(KEYS)}, but returned {shown}")
+        kind = f"{type(returned).__name__} of {len(returned)}" if isinstance(returned, tuple | list) else type(returned).__name__
+        raise ValueError(f"data function {name!r} must return {', '.join(KEYS)}, but returned {kind}")
     arrays = {}
     for key, value in zip(KEYS, returned, strict=True):
         if isinstance(value, Tensor):
@@ -130,7 +136,7 @@ def _checked_arrays(name: str, returned: Any) -> dict[str, np.ndarray[Any, Any]]
 
 
 def _samples(name: str, key: str, x: np.ndarray[Any, Any], image_size: int) -> Tensor:
-    """Floats as float32, images as uint8 (N, C, H, H)."""
+    """Convert floats to float32, and images to uint8 (N, C, H, H)."""
     if np.issubdtype(x.dtype, np.floating):
         with np.errstate(over="ignore"):  # infinities are refused later
             return torch.from_numpy(x.astype(np.float32))

@@ -31,7 +31,13 @@ PACS_CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "perso
 
 @dataclass(frozen=True)
 class Layout:
-    """How a set lies on the disk. ``size`` is that of its images where image_size is 0, ``how`` others are brought to it."""
+    """Layout of a set on the disk.
+
+    Attributes:
+        files: makes the list of its files from a path.
+        size: pixels per side of its images if image_size is 0.
+        how: how images of other sizes are resized.
+    """
 
     files: Callable[[str], Listing]
     size: int
@@ -39,10 +45,10 @@ class Layout:
 
 
 def load_images(name: str, path: str, image_size: int) -> Dataset:
-    """The set ``name``, one of ``LAYOUTS``, from the folder ``path`` or ``data``; all of it is held in memory, as uint8.
+    """Load a set of ``LAYOUTS`` from the folder ``path`` or ``data``. All of it is held in memory, as uint8.
 
     Raises:
-        DataNotFound: where files are missing; they are not downloaded.
+        DataNotFound: files are missing; they are not downloaded.
         ValueError: a list or an image cannot be read.
     """
     layout = LAYOUTS[name]
@@ -52,23 +58,33 @@ def load_images(name: str, path: str, image_size: int) -> Dataset:
 def domain_folders(
     name: str, path: str, domains: tuple[str, ...], classes: tuple[str, ...], lists: tuple[str, str] | None, tops: tuple[str, ...]
 ) -> Listing:
-    """``DOMAIN/CLASS/*``, split as the two published ``lists`` of each domain say if they are there, else at random (``split``).
+    """List the images ``DOMAIN/CLASS/*``.
 
-    ``lists`` are the names of a domain's lists for training and test with ``{}`` for the domain, in the root or a folder in it.
+    If the published lists of each domain are there, they split the set. Otherwise the split is random
+    (``split``).
+
+    Args:
+        name: of the set.
+        path: its folder.
+        domains: names of the domains.
+        classes: names of the classes.
+        lists: names of a domain's lists for training and test, in the root or a folder in it, with ``{}`` for
+            the domain. None: there are none.
+        tops: possible names of a folder below ``path`` that holds the set.
 
     Raises:
-        DataNotFound: some lists are there and others are not, as two ways to split would be mixed.
+        DataNotFound: some lists are missing, so two ways to split would be mixed.
     """
     root = find_root(name, path, domains, tops)
     names = [file.format(domain) for domain in domains for file in lists or ()]
-    found = {file: next(iter(sorted([*root.glob(file), *root.glob(f"*/{file}")])), None) for file in names}
-    if any(found.values()):
-        if absent := [file for file, place in found.items() if place is None]:
+    matches = {file: next(iter(sorted([*root.glob(file), *root.glob(f"*/{file}")])), None) for file in names}
+    if any(matches.values()):
+        if absent := [file for file, place in matches.items() if place is None]:
             raise DataNotFound(
                 f"dataset {name!r}: of its split lists, {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing below {root}; "
                 "add them, or remove all lists for a random split"
             )
-        places = [place for place in found.values() if place is not None]
+        places = [place for place in matches.values() if place is not None]
         train, test = (
             [image for i, file in enumerate(places[half::2]) for image in listed_images(name, root, file, classes, i)] for half in (0, 1)
         )
@@ -78,7 +94,11 @@ def domain_folders(
 
 
 def tiny_imagenet(path: str) -> Listing:
-    """``train/WNID/images/*`` and, as the test split, ``val/images/*`` with ``val/val_annotations.txt``; classes in the order of wnids."""
+    """List Tiny-ImageNet, with classes in the order of wnids.
+
+    The training split is ``train/WNID/images/*``, the test split ``val/images/*`` with
+    ``val/val_annotations.txt``.
+    """
     name = "tiny-imagenet"
     root = find_root(name, path, ("wnids.txt", "train", "val/images", "val/val_annotations.txt"), ("tiny-imagenet-200",))
     classes = tuple(sorted(lines_of(root / "wnids.txt")))
@@ -99,7 +119,10 @@ def tiny_imagenet(path: str) -> Listing:
 
 
 def imagenet(path: str) -> Listing:
-    """``train/WNID/*`` and, as the test split, ``val/WNID/*``; classes are the folders of train, in the order of their names."""
+    """List ImageNet: ``train/WNID/*`` and, as the test split, ``val/WNID/*``.
+
+    Classes are the folders of train, in the order of their names.
+    """
     name = "imagenet"
     root = find_root(name, path, ("train", "val"), ("imagenet", "ILSVRC2012"))
     classes = tuple(folder.name for folder in visible(root / "train") if folder.is_dir())

@@ -1,6 +1,6 @@
-"""Published image folders: first a list of which file is which class of which domain, then the images.
+"""Published image folders: first a list of the files with their classes and domains, then the images.
 
-The list is made without decoding an image, so that ``fl-bn data check`` can look at a set of a million files in seconds.
+The list is made without decoding an image, so that ``fl-bn data check`` can check a million files in seconds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,17 @@ _STREAM = 0x5B117  # sets these draws apart from others that start from the same
 
 
 class LargeData(UserWarning):
-    """A data set takes much memory, as all of it is held there."""
+    """A data set takes much memory, because all of it is held there."""
 
 
 class Image(NamedTuple):
-    """One image file with its label and its domain's index (0 in a set without domains)."""
+    """One image file.
+
+    Attributes:
+        file: its path.
+        label: index of its class.
+        domain: index of its domain; 0 in a set without domains.
+    """
 
     file: Path
     label: int
@@ -43,7 +49,15 @@ class Image(NamedTuple):
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a data set, in two splits; ``classes`` and ``domains`` are the names that the indices of ``Image`` count."""
+    """The files of a data set, in two splits.
+
+    Attributes:
+        name: of the set.
+        train: the training images.
+        test: the test images.
+        classes: names of the classes, by label.
+        domains: names of the domains, by index.
+    """
 
     name: str
     train: list[Image]
@@ -54,14 +68,20 @@ class Listing:
     def __post_init__(self) -> None:
         for split, images in (("train", self.train), ("test", self.test)):
             if not images:
-                raise ValueError(f"dataset {self.name!r}: the {split} split has no images; see `fl-bn data check {self.name}`")
+                raise ValueError(f"dataset {self.name!r}: the {split} split has no images: run `fl-bn data check {self.name}`")
 
 
 def find_root(name: str, path: str, needs: Sequence[str], tops: Sequence[str] = ()) -> Path:
-    """The first of ``path`` and its folders ``tops`` (the name that an archive unpacks to) which holds all of ``needs``.
+    """Find the folder of a set: the first of ``path`` and its folders ``tops`` that holds all of ``needs``.
+
+    Args:
+        name: of the set, for the message.
+        path: ``data`` if empty.
+        needs: files and folders of the set.
+        tops: possible names of the folder that an archive unpacks to.
 
     Raises:
-        DataNotFound: there is none; names what is missing of the one that has most.
+        DataNotFound: there is none. The message names the missing files of the folder that has most.
     """
     base = Path(path or ROOT)
     roots = [base, *(base / top for top in tops)]
@@ -76,31 +96,31 @@ def find_root(name: str, path: str, needs: Sequence[str], tops: Sequence[str] = 
 
 
 def class_images(name: str, folder: Path, classes: Sequence[str], domain: int = 0) -> list[Image]:
-    """The files ``folder/CLASS/*`` of ``classes``, in their order; other folders are passed over.
+    """List the files ``folder/CLASS/*`` of ``classes``, in their order. Other folders are skipped.
 
     Raises:
         DataNotFound: a class has no folder, or an empty one.
     """
-    found = []
+    images = []
     for label, class_name in enumerate(classes):
         files = visible(folder / class_name) if (folder / class_name).is_dir() else []
         if not files:
             raise DataNotFound(f"dataset {name!r}: there are no images in {folder / class_name}")
-        found += [Image(file, label, domain) for file in files]
-    return found
+        images += [Image(file, label, domain) for file in files]
+    return images
 
 
 def listed_images(name: str, root: Path, listing: Path, classes: Sequence[str], domain: int = 0) -> list[Image]:
-    """The files that ``listing`` names, one "DOMAIN/CLASS/FILE number" per line; the number is not used, as sets count from 0 or 1.
+    """List the files that ``listing`` names, one "DOMAIN/CLASS/FILE number" per line.
 
-    Lines of other classes are passed over.
+    The number is not used, as sets count from 0 or 1. Lines of other classes are skipped.
 
     Raises:
-        DataNotFound: a listed file is not there.
-        ValueError: a line is of another form.
+        DataNotFound: a listed file is missing.
+        ValueError: a line has another form.
     """
     labels = {class_name: label for label, class_name in enumerate(classes)}
-    found = []
+    images = []
     for number, line in enumerate(lines_of(listing), start=1):
         parts = line.rsplit(maxsplit=1)
         relative = Path(parts[0])
@@ -110,14 +130,19 @@ def listed_images(name: str, root: Path, listing: Path, classes: Sequence[str], 
             continue
         if not (root / relative).is_file():
             raise DataNotFound(f"dataset {name!r}: {listing.name}, line {number} names {root / relative}, which is not there")
-        found.append(Image(root / relative, labels[relative.parent.name], domain))
-    return found
+        images.append(Image(root / relative, labels[relative.parent.name], domain))
+    return images
 
 
 def lines_of(file: Path) -> list[str]:
-    """The lines of a text file that are not empty. Raises DataNotFound or ValueError, naming it."""
+    """Return the lines of a text file that are not empty.
+
+    Raises:
+        DataNotFound: there is no such file.
+        ValueError: the file is no text.
+    """
     if not file.is_file():
-        raise DataNotFound(f"there is no file {str(file)!r}; docs/data.md shows which files go where")
+        raise DataNotFound(f"there is no file {str(file)!r}: docs/data.md lists the files of each set")
     try:
         return [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
@@ -125,9 +150,14 @@ def lines_of(file: Path) -> list[str]:
 
 
 def split(images: Iterable[Image], seed: int = 0) -> tuple[list[Image], list[Image]]:
-    """A training and a test split: of each class of each domain, ``TEST_SHARE`` at random, but one at least on either side.
+    """Split images at random into training and test images.
 
-    A class of one image is trained on. The same files give the same split everywhere, wherever they lie.
+    For each class of each domain, ``TEST_SHARE`` of the images are test images, and at least one is on either
+    side. The only image of a class is a training image. The same files give the same split everywhere,
+    whatever their folder.
+
+    Returns:
+        The training images, and the test images.
     """
     groups: dict[tuple[int, int], list[Image]] = {}
     for image in images:
@@ -144,7 +174,12 @@ def split(images: Iterable[Image], seed: int = 0) -> tuple[list[Image], list[Ima
 
 
 def read_listing(listing: Listing, image_size: int, how: Fit) -> Dataset:
-    """The listed images in colour, (N, 3, S, S): "crop" takes the largest centred square of each, "stretch" the whole, distorted.
+    """Read the listed images in colour, (N, 3, S, S).
+
+    Args:
+        listing: the list.
+        image_size: S.
+        how: "crop" takes the largest centred square of each, "stretch" distorts the whole image.
 
     Raises:
         ValueError: a file is no image.
@@ -173,7 +208,7 @@ def read_listing(listing: Listing, image_size: int, how: Fit) -> Dataset:
 
 
 def warn_if_large(name: str, size: int, hint: str) -> None:
-    """Warns, before anything is loaded, if ``size`` bytes will be held in memory."""
+    """Warn, before anything is loaded, that ``size`` bytes will be held in memory, if that is much."""
     if size / 2**30 >= LARGE:
         warnings.warn(
             f"dataset {name!r} is held in memory as a whole: expect {size / 2**30:.1f} GiB in every process that loads it; {hint}",
@@ -183,7 +218,17 @@ def warn_if_large(name: str, size: int, hint: str) -> None:
 
 
 def gather(items: Sequence[Item], shape: Sequence[int], dtype: torch.dtype, read: Callable[[Item], Tensor]) -> Tensor:
-    """(N, *shape): what ``read`` makes of each item, in as many threads as torch has; it must be of that shape."""
+    """Read all items, in as many threads as torch has.
+
+    Args:
+        items: for example files.
+        shape: of one result.
+        dtype: of the result.
+        read: makes a tensor of that shape of one item.
+
+    Returns:
+        (N, *shape).
+    """
     out = torch.empty((len(items), *shape), dtype=dtype)
 
     def fill(part: range) -> None:
@@ -199,7 +244,11 @@ def gather(items: Sequence[Item], shape: Sequence[int], dtype: torch.dtype, read
 
 
 def stretch(picture: Picture, height: int, width: int) -> Tensor:
-    """One image (3, height, width), resized bilinearly with antialiasing whatever its proportions."""
+    """Resize a picture bilinearly with antialiasing, whatever its proportions.
+
+    Returns:
+        One image (3, height, width).
+    """
     image = images_to_tensor(picture[None]).expand(-1, 3, -1, -1)
     if image.shape[2:] == (height, width):
         return image[0]

@@ -1,6 +1,7 @@
-"""Made-up data in the form of sets that a licence or their size keeps away: to try a setting offline, not to judge a method by.
+"""Made-up data in the form of sets that are restricted by a licence or too large.
 
-Every function writes into a folder, where the loader of the real set reads it.
+They serve to try settings offline, not to judge a method. Every function writes into a folder, from which the
+loader of the real set reads.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ SITES = {"NYU": 48, "USM": 36, "UM": 36, "UCLA": 30}
 
 
 def cityscapes(folder: Path, train: int = 24, test: int = 8, height: int = 64, seed: int = 0) -> None:
-    """Street scenes of two cities under ``folder/cityscapes``, as Cityscapes lays them out: (height, 2 height) pixels, six of its classes.
+    """Write street scenes of two cities under ``folder/cityscapes``, in the layout of Cityscapes.
 
-    The cities differ in light, in how much of a scene is sky, and in how many cars there are.
+    The cities differ in light, in the share of sky, and in the number of cars. Images have (height, 2 height)
+    pixels and six of Cityscapes' classes.
     """
     rng = np.random.default_rng(np.random.SeedSequence([0xC17E, seed]))
     for split, count in (("train", train), ("val", test)):
@@ -68,9 +70,10 @@ def _scene(height: int, place: int, rng: np.random.Generator) -> tuple[NDArray[n
 
 
 def abide(folder: Path, seed: int = 0) -> None:
-    """Connectome vectors (N, 5,995) of four sites with two classes under ``folder/abide``: one npz per site, ``x`` and ``y``.
+    """Write connectome vectors (N, 5,995) of four sites with two classes under ``folder/abide``.
 
-    What the classes differ in is common to all sites; every site's scanner scales and shifts the features its own way.
+    There is one npz per site, with ``x`` and ``y``. The classes differ in the same way at all sites. Every
+    site's scanner scales and shifts the features in its own way.
     """
     rng = np.random.default_rng(np.random.SeedSequence([0xAB1D, seed]))
     (folder / "abide").mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""One's own data: numpy archives with ``x_train``, ``y_train``, ``x_test`` and ``y_test``."""
+"""Data of your own: numpy archives with ``x_train``, ``y_train``, ``x_test`` and ``y_test``."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ SPLITS = ("train", "test")
 
 
 def load_npz(path: str, image_size: int) -> Dataset:
-    """``npz``: the archives of ``path``, one or several separated by commas; several make a domain each.
+    """Load ``npz``: one archive, or several, each of which is a domain.
 
-    Images are uint8 (N, H, W, C) or (N, H, W) and square, labels integers (N,) counting from 0; the number of classes
-    is the largest label, plus one. For other tasks, ``y_train`` and ``y_test`` are floats (N,) or (N, D) (regression), or
-    0 or 1 (N, K) (multi-label). A domain is named after its file. Images of several sizes are resized to
-    ``image_size`` or, if that is 0, to the largest size among them; where grey meets colour, grey is repeated in three
-    channels.
-    Pickled objects are never loaded.
+    Images are uint8 (N, H, W, C) or (N, H, W) and square. Labels are integers (N,) counting from 0. The
+    number of classes is the largest label, plus one. For other tasks, ``y_train`` and ``y_test`` are floats
+    (N,) or (N, D) (regression), or 0 or 1 (N, K) (multi-label). A domain is named after its file. Pickled
+    objects are never loaded.
+
+    Args:
+        path: the archives, separated by commas.
+        image_size: in pixels. 0: the largest size of all images. If some images are in colour, the grey ones
+            get three equal channels.
 
     Raises:
-        DataNotFound: where there is no such file.
-        ValueError: for no path, two files of one name, a file that is no archive, or a missing or malformed array.
+        DataNotFound: there is no such file.
+        ValueError: there is no path, two files have one name, a file is no archive, or an array is missing or
+            has another form.
     """
     files = [Path(part.strip()) for part in path.split(",") if part.strip()]
     if not files:
         raise ValueError("dataset 'npz' needs a path: one .npz file, or several separated by commas")
     names = tuple(file.stem for file in files)
     if len(set(names)) < len(names):
-        raise ValueError(f"each file names its domain, so names must differ, but got {', '.join(names)}")
+        raise ValueError(f"each file gives its domain its name, so names must differ, but got {', '.join(names)}: rename one of them")
 
     archives = [_read(file) for file in files]
     images = _one_shape([archive[f"x_{split}"] for archive in archives for split in SPLITS], image_size)
@@ -61,14 +65,14 @@ def _domain_indices(lengths: list[int]) -> Tensor:
 
 
 def _one_shape(images: list[Tensor], image_size: int) -> list[Tensor]:
-    """The same images, (N, C, H, H) with one C and one H."""
+    """Bring images to one shape (N, C, H, H)."""
     channels = max(x.shape[1] for x in images)
     size = image_size or max(x.shape[2] for x in images)
     return [resize(x.expand(-1, channels, -1, -1) if x.shape[1] == 1 else x, size).contiguous() for x in images]
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """The four checked arrays of one archive, images as (N, C, H, W)."""
+    """Read and check the four arrays of one archive. Images become (N, C, H, W)."""
     if not file.is_file():
         raise DataNotFound(
             f"dataset 'npz': there is no file {str(file)!r} (a relative path starts at the current folder, {str(Path.cwd())!r})"

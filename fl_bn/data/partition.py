@@ -1,12 +1,12 @@
 """Divisions of a data set among clients, fixed by a seed.
 
-Plain numpy, not flwr-datasets. That package brings pandas, pyarrow and seaborn, half a gigabyte and seconds of import
-in every client's process, and knows neither disjoint classes per client nor similarity (FBN's gamma). Every client
-computes the whole partition for itself, so the same arguments must give the same answer in every process: all
-randomness comes from ``numpy.random.SeedSequence``.
+They use plain numpy. flwr-datasets brings pandas, pyarrow and seaborn, half a gigabyte and seconds of import
+in every client's process. It has neither disjoint classes per client nor similarity (FBN's gamma). Every
+client computes the whole partition for itself, so the same arguments must give the same result in every
+process. All randomness comes from ``numpy.random.SeedSequence``.
 
-Each function returns one sorted int64 index array per client. They are disjoint, none is empty, and together they hold
-every sample, unless said otherwise.
+Each function returns one sorted int64 index array per client. They are disjoint, none is empty, and together
+they hold every sample, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ _DIRICHLET_DRAWS = 10
 
 
 def iid(labels: Labels, clients: int, seed: int) -> list[Indices]:
-    """A random division into parts whose sizes differ by one at most."""
+    """Divide samples at random into parts whose sizes differ by one at most."""
     rng = _generator(len(labels), clients, seed)
     return _finished(np.array_split(rng.permutation(len(labels)), clients))
 
 
 def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
-    """Class shards: ``k`` different classes for each client; a class is divided equally among the clients that have it.
+    """Give each client ``k`` different classes, and divide each class equally among its clients.
 
-    Classes are given out as evenly as possible: the clients they go to differ in number by one at most, and not at all
-    if ``clients * k`` is a multiple of the number of classes (5 clients, 2 of 10 classes each: disjoint classes). If
-    ``clients * k`` is less than the number of classes, the classes left over, and their samples, belong to nobody.
+    Classes are distributed as evenly as possible: their numbers of clients differ by one at most, and not at
+    all if ``clients * k`` is a multiple of the number of classes (5 clients, 2 of 10 classes each: disjoint
+    classes). If ``clients * k`` is less than the number of classes, the remaining classes and their samples
+    have no client.
 
     Raises:
-        ValueError: unless ``k`` is between 1 and the number of classes, or if a client ends up without a sample.
+        ValueError: ``k`` is not between 1 and the number of classes, or a client gets no sample.
     """
     rng = _generator(len(labels), clients, seed)
     classes = np.unique(labels)
     if not 1 <= k <= len(classes):
-        raise ValueError(f"classes per client must be between 1 and {len(classes)}, the classes there are, but got {k}")
+        raise ValueError(f"classes per client must be between 1 and {len(classes)}, the number of classes, but got {k}")
     uses = np.zeros(len(classes), dtype=np.int64)
     holders: list[list[int]] = [[] for _ in classes]
     for client in range(clients):
@@ -62,42 +63,52 @@ def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[
 
 
 def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
-    """Fixed classes for each of 5 clients: ``k`` = 2, 4, 6, 8 or 10 consecutive ones of 10; only who gets which sample is drawn.
+    """Give each of 5 clients ``k`` = 2, 4, 6, 8 or 10 consecutive classes of 10. Only the samples are drawn.
 
-    Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``: with 2 disjoint pairs in order, as in the authors' published
-    code; with 4 every class at two clients; with 10 all classes at all clients. Every class is divided equally among the ``k / 2``
-    clients that have it. In the supplement's table of 6 classes the fourth row names eight of a sixth each; here it has six, as the others.
+    Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``. With 2 these are disjoint pairs in order,
+    as in the authors' published code; with 4 every class is at two clients; with 10 all classes are at all
+    clients. Every class is divided equally among its ``k / 2`` clients. In the supplement's table of 6
+    classes, the fourth row has eight of a sixth each; here it has six, like the others.
 
     Raises:
-        ValueError: unless there are 5 clients and 10 classes, and ``k`` is one of these.
+        ValueError: there are not 5 clients and 10 classes, or ``k`` is another number.
 
-    Reference: FedTAN (seed 004), supplement D, tables of the class distributions of the clients.
+    References:
+        FedTAN (seed 004), supplement D, tables of the class distributions of the clients.
     """
     rng = _generator(len(labels), clients, seed)
     classes = np.unique(labels)
     if clients != 5 or len(classes) != 10 or k not in (2, 4, 6, 8, 10):
         raise ValueError(
             f"the class tables are for 5 clients, 10 classes, and 2, 4, 6, 8 or 10 classes per client, but got {clients} clients, "
-            f"{len(classes)} classes, and {k} per client; partition 'classes' takes any numbers"
+            f"{len(classes)} classes, and {k} per client: use partition 'classes', which takes any numbers"
         )
     holders = [[client for client in range(5) if (index - 2 * client) % 10 < k] for index in range(10)]
     return _divided(labels, classes, holders, clients, rng)
 
 
 def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min_samples: int = 2) -> list[Indices]:
-    """Label skew: each class is divided in proportions drawn from a symmetric Dirichlet distribution.
+    """Divide each class in proportions drawn from a symmetric Dirichlet distribution (label skew).
 
-    The smaller ``concentration``, the stronger the skew. A draw that leaves a client with fewer than ``min_samples``
-    (by default 2, the least that has a variance) is repeated, up to ten draws in all. Then the last draw is mended:
-    random samples move, one by one, from whichever client is largest to those too small. With many clients and strong
-    skew almost no draw would ever do, and the mending touches few samples.
+    A draw with a client of fewer than ``min_samples`` is repeated, up to ten draws in all. Then the last draw
+    is repaired: random samples move, one by one, from the largest client to those that are too small. With
+    many clients and strong skew almost every draw fails, and the repair moves few samples.
+
+    Args:
+        labels: (N,).
+        clients: their number.
+        concentration: above 0. The smaller, the stronger the skew.
+        seed: of the draws.
+        min_samples: the fewest samples of a client. The default, 2, is the least that has a variance.
 
     Raises:
-        ValueError: unless ``concentration`` is positive, or if there are fewer than ``clients * min_samples`` samples.
+        ValueError: ``concentration`` is not positive, or there are fewer than ``clients * min_samples``
+            samples.
 
-    Reference: Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, whose
-    per-class draw this is; Hsu et al., "Measuring the effects of non-identical data distribution for federated visual
-    classification", 2019.
+    References:
+        Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, whose
+        per-class draw this is; Hsu et al., "Measuring the effects of non-identical data distribution for
+        federated visual classification", 2019.
     """
     rng = _generator(len(labels), clients, seed)
     if not (concentration > 0 and math.isfinite(concentration)):
@@ -117,11 +128,11 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
         if sizes.min() >= min_samples:
             break
     shares = [np.split(shuffled, cuts) for shuffled, cuts in drawn]
-    return _finished(_mended([np.concatenate(mine) for mine in zip(*shares, strict=True)], min_samples, rng))
+    return _finished(_repaired([np.concatenate(mine) for mine in zip(*shares, strict=True)], min_samples, rng))
 
 
-def _mended(parts: list[Indices], min_samples: int, rng: np.random.Generator) -> list[Indices]:
-    """``parts`` with at least ``min_samples`` each: random samples move from whichever part is largest, of equals the first."""
+def _repaired(parts: list[Indices], min_samples: int, rng: np.random.Generator) -> list[Indices]:
+    """Move random samples from the largest part, of equals the first, until each part has ``min_samples``."""
     largest = [(-len(part), i) for i, part in enumerate(parts)]  # a heap; entries of parts that have changed since are stale
     heapq.heapify(largest)
     for small in (i for i in range(len(parts)) if len(parts[i]) < min_samples):
@@ -138,15 +149,22 @@ def _mended(parts: list[Indices], min_samples: int, rng: np.random.Generator) ->
 
 
 def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> list[Indices]:
-    """A share ``similarity`` of each client's data is drawn from a homogeneous pool, the rest is a label-sorted chunk.
+    """Draw a share of each client's data from a homogeneous pool, and the rest from data sorted by label.
 
-    1 is a random division; with 0, each client holds as few classes as possible. Sizes differ by one at most, and not
-    at all if ``clients`` divides the number of samples.
+    Sizes differ by one at most, and not at all if ``clients`` divides the number of samples.
+
+    Args:
+        labels: (N,).
+        clients: their number.
+        similarity: the share, from 0, when each client has as few classes as possible, to 1, a random
+            division.
+        seed: of the draws.
 
     Raises:
-        ValueError: unless ``similarity`` lies in [0, 1].
+        ValueError: ``similarity`` is not in [0, 1].
 
-    Reference: the partition of the FBN paper. Symbols: γ → similarity.
+    References:
+        The partition of the FBN paper. Symbols: γ → similarity.
     """
     rng = _generator(len(labels), clients, seed)
     if not 0 <= similarity <= 1:
@@ -162,12 +180,12 @@ def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> li
 
 
 def by_domain(domains: Labels, clients: int, seed: int) -> list[Indices]:
-    """One domain per client; a domain with several clients is divided at random among them, equally.
+    """Give each client one domain, and divide a domain at random and equally among its clients.
 
     Client ``i`` gets domain ``i`` modulo their number, so the clients per domain differ by one at most.
 
     Raises:
-        ValueError: if there are fewer clients than domains, or a client ends up without a sample.
+        ValueError: there are fewer clients than domains, or a client gets no sample.
     """
     rng = _generator(len(domains), clients, seed)
     parts: list[Indices] = [np.empty(0, dtype=np.int64)] * clients
@@ -179,10 +197,10 @@ def by_domain(domains: Labels, clients: int, seed: int) -> list[Indices]:
 
 
 def by_domain_and_label(domains: Labels, labels: Labels, clients: int, concentration: float, seed: int) -> list[Indices]:
-    """One domain per client, as ``by_domain`` has it; the clients of a domain divide it among them with label skew, as ``dirichlet`` does.
+    """Give each client one domain, as ``by_domain`` does, and divide a domain with label skew, as ``dirichlet`` does.
 
     Raises:
-        ValueError: if there are fewer clients than domains, or a domain is too small for its clients.
+        ValueError: there are fewer clients than domains, or a domain is too small for its clients.
     """
     parts: list[Indices] = [np.empty(0, dtype=np.int64)] * clients
     for place, (owners, members) in enumerate(_owners(domains, clients)):
@@ -194,39 +212,47 @@ def by_domain_and_label(domains: Labels, labels: Labels, clients: int, concentra
 
 
 def _owners(domains: Labels, clients: int) -> list[tuple[range, Indices]]:
-    """Return, for each domain, its clients and its samples. Raises ValueError where a domain would have no client."""
+    """Return, for each domain, its clients and its samples.
+
+    Raises:
+        ValueError: a domain would have no client.
+    """
     present = np.unique(domains)
     if clients < len(present):
         raise ValueError(
-            f"one domain per client needs at least {len(present)} clients, one for each domain, but got {clients}; use "
-            "more clients, or leave files out"
+            f"one domain per client needs at least {len(present)} clients, one for each domain, but got {clients}: use "
+            "more clients, or fewer files"
         )
     return [(range(n, clients, len(present)), np.flatnonzero(domains == domain)) for n, domain in enumerate(present)]
 
 
 def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
-    """One client per group (writer, city, hospital): client ``i`` has all of the ``i``-th group. Nothing is drawn.
+    """Give each client one group (writer, city, hospital), without any draw.
+
+    Client ``i`` has all of the ``i``-th group.
 
     Raises:
-        ValueError: unless there are as many clients as groups.
+        ValueError: there are not as many clients as groups.
 
-    Reference: FixBN (seed 000), Cityscapes, city = client; Caldas et al., "LEAF: a benchmark for federated settings", 2018,
-    writer = client.
+    References:
+        FixBN (seed 000), Cityscapes, city = client; Caldas et al., "LEAF: a benchmark for federated
+        settings", 2018, writer = client.
     """
     _generator(len(groups), clients, seed)
     present = np.unique(groups)
     if clients != len(present):
         raise ValueError(
-            f"partition 'natural' has one client for each of the {len(present)} groups in the data, but got {clients} clients; set "
+            f"partition 'natural' has one client for each of the {len(present)} groups in the data, but got {clients} clients: set "
             f"clients={len(present)}, or use partition 'domain', which divides a group among several"
         )
     return _finished([np.flatnonzero(groups == group) for group in present])
 
 
 def equal_sizes(parts: list[Indices], seed: int) -> list[Indices]:
-    """``parts`` with as many samples each as the smallest has: a random choice of its own. What is left over belongs to nobody.
+    """Cut every part to the size of the smallest, at random. The remaining samples have no client.
 
-    Reference: FedBN (seed 001), section 5.1: every domain is cut to the 7,438 training samples of the smallest.
+    References:
+        FedBN (seed 001), section 5.1: every domain is cut to the 7,438 training samples of the smallest.
     """
     rng = np.random.default_rng(np.random.SeedSequence([_TRUNCATION, seed]))
     size = min(len(part) for part in parts)
@@ -236,20 +262,27 @@ def equal_sizes(parts: list[Indices], seed: int) -> list[Indices]:
 def partition(
     kind: str, labels: Labels, domains: Labels | None, clients: int, parameter: float, seed: int, sizes: str = "natural"
 ) -> list[Indices]:
-    """The partition ``kind``, one of ``KINDS``, of samples with ``labels`` (N,) and, for those in ``BY_DOMAIN``, ``domains`` (N,).
+    """Divide samples among clients.
 
-    ``parameter`` is the number of classes per client ("classes", "table"), the concentration ("dirichlet", "domain-dirichlet") or the
-    similarity; the others have none and ignore it. Masks (N, H, W) for ``labels`` are divided by kinds that need no labels. ``sizes``:
-    as the division has them ("natural"), or "equal": see ``equal_sizes``.
+    Args:
+        kind: one of ``KINDS``.
+        labels: (N,). Masks (N, H, W) are accepted by kinds that need no labels.
+        domains: (N,), for the kinds in ``BY_DOMAIN``.
+        clients: their number.
+        parameter: the number of classes per client ("classes", "table"), the concentration ("dirichlet",
+            "domain-dirichlet") or the similarity. Other kinds ignore it.
+        seed: of the draws.
+        sizes: "natural", or "equal" to cut all parts to one size (``equal_sizes``).
 
     Raises:
-        ValueError: for an unknown kind or sizes, a parameter out of range, or a partition by domains of data without domains.
+        ValueError: the kind or the sizes are unknown, a parameter is out of range, or the data lack domains
+            or labels.
     """
     check_name("partition", kind, KINDS)
     check_name("sizes", sizes, SIZES)
     if kind in BY_LABEL and (labels.ndim != 1 or labels.dtype.kind == "f"):
         have = {1: "values", 2: "values" if labels.dtype.kind == "f" else "sets of labels"}.get(labels.ndim, f"masks {labels.shape[1:]}")
-        raise ValueError(f"partition {kind!r} needs one label per sample, but these have {have}: use natural, domain or iid")
+        raise ValueError(f"partition {kind!r} needs one label per sample, but these data have {have}: use natural, domain or iid")
     parts = _divide(kind, labels, domains, clients, parameter, seed)
     return equal_sizes(parts, seed) if sizes == "equal" else parts
 
@@ -273,8 +306,12 @@ def _divide(kind: str, labels: Labels, domains: Labels | None, clients: int, par
 
 
 def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
-    """How many samples of each class each client holds: (clients, classes); of masks, how many pixels, 255 not counted. Of values and
-    sets of labels, where no sample has a class, (clients, 0)."""
+    """Count the samples of each class at each client.
+
+    Returns:
+        (clients, classes). For masks, the number of pixels, without those of value 255. For values and sets
+        of labels, where no sample has one class, (clients, 0).
+    """
     if labels.dtype.kind == "f" or labels.ndim == 2:
         return np.zeros((len(parts), 0), dtype=np.int64)
     if labels.ndim == 1:
@@ -284,11 +321,11 @@ def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
 
 
 def _divided(labels: Labels, classes: Labels, holders: list[list[int]], clients: int, rng: np.random.Generator) -> list[Indices]:
-    """Every class divided equally among its ``holders``; one that nobody holds is left out."""
+    """Divide every class equally among its ``holders``. A class without holders is left out."""
     parts: list[list[Indices]] = [[] for _ in range(clients)]
     for label, owners in zip(classes, holders, strict=True):
         shares = np.array_split(rng.permutation(np.flatnonzero(labels == label)), max(len(owners), 1))
-        for owner, share in zip(owners, shares, strict=False):  # nobody's class has a share, but no owner
+        for owner, share in zip(owners, shares, strict=False):  # a class without holders has one share and no owner
             parts[owner].append(share)
     return _finished([np.concatenate(part) for part in parts])
 
@@ -306,6 +343,6 @@ def _finished(parts: list[Indices]) -> list[Indices]:
     if empty:
         raise ValueError(
             f"the partition leaves {len(empty)} of {len(parts)} clients without a sample (client {empty[0]} is the "
-            "first); use fewer clients, or another partition"
+            "first): use fewer clients, or another partition"
         )
     return [np.sort(part) for part in parts]

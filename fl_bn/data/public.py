@@ -1,4 +1,4 @@
-"""Public data sets, read and, where there is internet, downloaded by torchvision."""
+"""Public data sets, which torchvision reads and, with internet access, downloads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
 from fl_bn.support.extras import need
 
-ROOT = "data"  # relative to the current folder, where no path is given
+ROOT = "data"  # the default path, relative to the current folder
 
 
 CLASSES = {"CIFAR10": 10, "CIFAR100": 100, "MNIST": 10, "SVHN": 10, "USPS": 10}  # by the names of torchvision's classes
 
 
 def load_public(kind: str, path: str, image_size: int) -> Dataset:
-    """The data set that torchvision calls ``kind``, one of ``CLASSES``, from the folder ``path`` or ``data``.
+    """Load the data set that torchvision calls ``kind``, one of ``CLASSES``, from the folder ``path`` or ``data``.
 
     | kind | train + test | image | citation |
     |---|---|---|---|
@@ -30,7 +30,7 @@ def load_public(kind: str, path: str, image_size: int) -> Dataset:
     | USPS | 7,291 + 2,007 | 1, 16, 16 | Hull 1994 |
 
     Raises:
-        DataNotFound: where files are missing and cannot be downloaded.
+        DataNotFound: files are missing and cannot be downloaded.
     """
     need(f"data set {kind.lower()!r}", "torchvision")
     from torchvision import datasets  # here, not above: a second of import that other data sets need not pay
@@ -43,7 +43,7 @@ def load_public(kind: str, path: str, image_size: int) -> Dataset:
 
 
 def files_of(kind: Any, root: Path) -> list[Path]:
-    """Where torchvision's class ``kind`` looks for its files below ``root``, as they are published (archives)."""
+    """Return the paths at which torchvision's class ``kind`` expects its published files (archives) below ``root``."""
     if hasattr(kind, "resources"):
         return [root / kind.__name__ / "raw" / file for file, _ in kind.resources]
     if hasattr(kind, "split_list"):
@@ -52,7 +52,7 @@ def files_of(kind: Any, root: Path) -> list[Path]:
 
 
 def _split(kind: Any, root: Path, *, train: bool) -> Any:
-    """One split as torchvision's object; its files are fetched unless they are below ``root``."""
+    """Load one split as torchvision's object. Its files are downloaded unless they are below ``root``."""
     # SVHN has a third split, and so names them.
     arguments: dict[str, Any] = {"split": "train" if train else "test"} if kind.__name__ == "SVHN" else {"train": train}
     try:
@@ -67,7 +67,7 @@ def _split(kind: Any, root: Path, *, train: bool) -> Any:
 
 
 def _arrays(split: Any, image_size: int) -> tuple[Tensor, Tensor]:
-    """Images (N, C, H, H) and labels (N,) of one of torchvision's objects."""
+    """Return images (N, C, H, H) and labels (N,) of one of torchvision's objects."""
     images, labels = np.asarray(split.data), split.labels if hasattr(split, "labels") else split.targets
     if type(split).__name__ == "SVHN":
         images = images.transpose(0, 2, 3, 1)  # torchvision keeps this one, and no other, as (N, C, H, W)

@@ -15,27 +15,36 @@ from torch.nn import functional
 
 from fl_bn.task import LABEL_SETS, LABELS, VALUES, kind_of
 
-SPLITS = (TEST, TRAINING) = ("test", "training")  # what a run may evaluate
+SPLITS = (TEST, TRAINING) = ("test", "training")  # the splits that a run may evaluate
 _RESIZE_CHUNK = 1024  # images turned into floats at a time: a whole set as float32 takes four times its size
 
 
 class DataNotFound(FileNotFoundError):
-    """A data set's file is neither on this machine nor within its reach."""
+    """A file of a data set is missing on this machine and cannot be downloaded."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """A labelled set of square images, in a training and a test split.
 
-    ``x_train`` and ``x_test`` are uint8 (N, C, H, H); ``y_train`` and ``y_test`` are labels, int64 (N,) in ``[0, classes)``,
-    or what other tasks learn from: sets of labels, int64 0 or 1 (N, classes), or finite values, float32 (N,) or
-    (N, classes). So ``classes`` is the number of a network's outputs. Where the samples come from several sources (cameras,
-    scripts), ``domain_train`` and ``domain_test`` are int64 (N,) indices into ``domains``; otherwise both are None and
-    ``domains`` is empty. The tensors are shared by everyone in the process: do not write into them.
+    All users in a process share the tensors: do not write into them.
+
+    Attributes:
+        name: of the set.
+        x_train: uint8 (N, C, H, H).
+        y_train: labels, int64 (N,) in ``[0, classes)``; sets of labels, int64 0 or 1 (N, classes); or finite
+            values, float32 (N,) or (N, classes).
+        x_test: as ``x_train``.
+        y_test: as ``y_train``.
+        classes: number of a network's outputs.
+        domain_train: int64 (N,) indices into ``domains``, if the samples come from several sources (cameras,
+            scripts); else None.
+        domain_test: as ``domain_train``.
+        domains: names of the sources; empty without any.
 
     Raises:
-        ValueError: for a wrong dtype or shape, unequal lengths, an empty split, a label or a domain out of range, or
-            images that are not square.
+        ValueError: a dtype or shape is wrong, lengths differ, a split is empty, a label or a domain is out of
+            range, or images are not square.
     """
 
     name: str
@@ -60,12 +69,12 @@ class Dataset:
 
     @property
     def channels(self) -> int:
-        """Number of colour channels, C."""
+        """Return the number of colour channels, C."""
         return self.x_train.shape[1]
 
     @property
     def image_size(self) -> int:
-        """Height of an image in pixels, which is its width, too."""
+        """Return the height of an image in pixels, which is also its width."""
         return self.x_train.shape[2]
 
     def _check_split(self, split: str, x: Tensor, y: Tensor, domain: Tensor | None) -> None:
@@ -73,7 +82,7 @@ class Dataset:
         if x.dtype != torch.uint8 or x.ndim != 4:
             raise ValueError(f"{where}: x_{split} must be uint8 (N, C, H, W), but got {x.dtype} {tuple(x.shape)}")
         if x.shape[0] == 0:
-            raise ValueError(f"{where}: x_{split} has no samples, and an empty split can be neither trained nor tested on")
+            raise ValueError(f"{where}: x_{split} must have at least one sample, but has none")
         if x.shape[2] != x.shape[3]:
             raise ValueError(
                 f"{where}: images must be square, but those of x_{split} are {x.shape[2]} high and {x.shape[3]} wide; "
@@ -116,16 +125,24 @@ class Dataset:
 
 
 def to_input(images_uint8: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Network input of uint8 images: 0..255 becomes -1..1, in ``dtype``, of the same shape.
+    """Convert uint8 images to the input of a network: 0..255 becomes -1..1.
 
-    The constants are fixed. The data's own mean and deviation would be better centred, but they are statistics of the
-    clients' data and would have to leave the clients before training starts.
+    The constants are fixed. The data's own mean and deviation would centre better, but they are statistics of
+    the clients' data and would have to leave the clients before training starts.
 
     >>> to_input(torch.tensor([0, 255], dtype=torch.uint8))
     tensor([-1.,  1.])
 
+    Args:
+        images_uint8: of any shape.
+        dtype: of the result.
+
+    Returns:
+        A tensor of the same shape.
+
     Raises:
-        ValueError: if the images are not uint8, as dividing floats in 0..1 by 255 again would go unnoticed.
+        ValueError: the images are not uint8. Floats in 0..1 would otherwise be divided by 255 again, without
+            notice.
     """
     if images_uint8.dtype != torch.uint8:
         raise ValueError(f"to_input expects uint8 images (0..255), but got {images_uint8.dtype}")
@@ -133,10 +150,19 @@ def to_input(images_uint8: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tensor:
-    """Labels int64 (N,), sets of labels int64 (N, K), or values float32 (N,) or (N, D), of an array of one's own.
+    """Convert an array of targets.
+
+    Args:
+        where: source of the array, for the message.
+        key: its name, for the message.
+        y: (N,) or (N, K).
+        samples: N.
+
+    Returns:
+        Labels int64 (N,), sets of labels int64 (N, K), or values float32 (N,) or (N, D).
 
     Raises:
-        ValueError: it is none of these; ``where`` and ``key`` name it.
+        ValueError: the array is none of these.
     """
     whole, number = np.issubdtype(y.dtype, np.integer), np.issubdtype(y.dtype, np.floating)
     if y.shape[:1] != (samples,) or not (y.ndim in (1, 2) and (whole or number)) and not (y.ndim == 2 and y.dtype == bool):
@@ -157,14 +183,20 @@ def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tenso
 
 
 def check_alike(where: str, *parts: Tensor) -> None:
-    """Raises ValueError unless all targets of a data set are of one kind, dtype and size of a sample."""
+    """Check that all targets of a data set have one kind, dtype and size of a sample.
+
+    Raises:
+        ValueError: they differ.
+    """
     forms = {(y.dtype, y.shape[1:]): f"{kind_of(y)}, {y.dtype} (N{''.join(f', {n}' for n in y.shape[1:])})" for y in parts}
     if len(forms) > 1:
         raise ValueError(f"{where}: y_train and y_test must be of one kind, but got {' and '.join(forms.values())}")
 
 
 def outputs(where: str, *parts: Tensor) -> int:
-    """How many outputs a network needs for these targets: the largest label plus one, the labels of a set, or the values of a sample.
+    """Return how many outputs a network needs for these targets.
+
+    It is the largest label plus one, the number of labels of a set, or the number of values of a sample.
 
     Raises:
         ValueError: see ``check_alike``.
@@ -184,16 +216,17 @@ def describe(y: Tensor, classes: int) -> str:
 
 
 def images_to_tensor(array: NDArray[np.uint8]) -> Tensor:
-    """Contiguous uint8 tensor (N, C, H, W) of an array (N, H, W) or (N, H, W, C)."""
+    """Convert an array (N, H, W) or (N, H, W, C) to a contiguous uint8 tensor (N, C, H, W)."""
     array = array[..., None] if array.ndim == 3 else array
     return torch.from_numpy(np.array(array.transpose(0, 3, 1, 2), order="C"))
 
 
 def how_to_bytes(x: NDArray[np.generic]) -> str:
-    """How images (N, ...) of another dtype become uint8, by the values that they have.
+    """Explain how images (N, ...) of another dtype become uint8, from their values.
 
     >>> how_to_bytes(np.array([0.0, 0.5, 1.0]))
-    "its values lie in 0..1: save np.rint(x * 255).astype('uint8') (astype alone would make nearly every pixel 0)"
+    "its values lie in 0..1: save np.rint(x * 255).astype('uint8') (astype alone would make nearly every pixel
+    0)"
     """
     numbers = x.astype(np.float64) if np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x) else np.full(1, np.nan)
     low, high = (float(numbers.min()), float(numbers.max())) if numbers.size else (np.nan, np.nan)
@@ -207,12 +240,19 @@ def how_to_bytes(x: NDArray[np.generic]) -> str:
 
 
 def resize(images: Tensor, image_size: int) -> Tensor:
-    """Square uint8 images (N, C, H, H), bilinearly resized with antialiasing to (N, C, image_size, image_size).
+    """Resize square uint8 images (N, C, H, H) bilinearly with antialiasing.
 
-    ``image_size`` 0 keeps the size. The last bit may differ between processors, as floats are rounded.
+    The last bit may differ between processors, as floats are rounded.
+
+    Args:
+        images: (N, C, H, H).
+        image_size: in pixels. 0 keeps the size.
+
+    Returns:
+        (N, C, image_size, image_size).
 
     Raises:
-        ValueError: for a negative size, or images that are not square, as resizing would distort them.
+        ValueError: the size is negative, or images are not square, so that resizing would distort them.
     """
     if image_size < 0:
         raise ValueError(f"image_size must be positive, or 0 for the native size, but got {image_size}")

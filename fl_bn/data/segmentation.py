@@ -19,7 +19,7 @@ from fl_bn.data.listing import find_root, gather, stretch, warn_if_large
 from fl_bn.data.record import DataNotFound, Dataset
 from fl_bn.task import IGNORE
 
-SPLITS = ("train", "val")  # Cityscapes keeps the labels of its test split
+SPLITS = ("train", "val")  # the labels of Cityscapes' test split are not published
 
 # labelIds of Cityscapes and their train ids, in the order of the benchmark's 19 classes; all others are ignored.
 TRAIN_IDS = {
@@ -50,13 +50,14 @@ CITYSCAPES_CLASSES = tuple(TRAIN_IDS.values())
 class Segmentation(Dataset):
     """Images with a class for each pixel.
 
-    ``x_train`` and ``x_test`` are uint8 (N, C, H, W), square or not; ``y_train`` and ``y_test`` are masks, int64 (N, H, W) in
-    ``[0, classes)`` or ``IGNORE``, which a loss leaves out: ``cross_entropy(out, y, ignore_index=IGNORE)``.
+    ``x_train`` and ``x_test`` are uint8 (N, C, H, W), square or not. ``y_train`` and ``y_test`` are masks,
+    int64 (N, H, W) in ``[0, classes)`` or ``IGNORE``. A loss leaves out pixels of ``IGNORE``:
+    ``cross_entropy(out, y, ignore_index=IGNORE)``.
     """
 
     @property
     def width(self) -> int:
-        """Width of an image in pixels; ``image_size`` is its height."""
+        """Return the width of an image in pixels. ``image_size`` is its height."""
         return self.x_train.shape[3]
 
     def _check_split(self, split: str, x: Tensor, y: Tensor, domain: Tensor | None) -> None:
@@ -73,7 +74,13 @@ class Segmentation(Dataset):
 
 
 class Pair(NamedTuple):
-    """An image, its mask and the index of its city."""
+    """An image and its mask.
+
+    Attributes:
+        image: path of the image.
+        mask: path of the mask.
+        domain: index of the city.
+    """
 
     image: Path
     mask: Path
@@ -81,32 +88,36 @@ class Pair(NamedTuple):
 
 
 def cityscapes_files(path: str) -> tuple[list[Pair], list[Pair], tuple[str, ...]]:
-    """The training and the validation pairs, and the cities of both.
+    """List the training and the validation pairs, and the cities of both.
 
     Raises:
-        DataNotFound: a folder, or an image's mask, is not there.
+        DataNotFound: a folder, or an image's mask, is missing.
     """
     root = find_root("cityscapes", path, [f"{top}/{split}" for top in ("leftImg8bit", "gtFine") for split in SPLITS], ("cityscapes",))
     places = {split: [city for city in visible(root / "leftImg8bit" / split) if city.is_dir()] for split in SPLITS}
     cities = tuple(dict.fromkeys(city.name for split in SPLITS for city in places[split]))
-    found: dict[str, list[Pair]] = {split: [] for split in SPLITS}
+    pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
     for split in SPLITS:
         for city in places[split]:
             for image in (file for file in visible(city) if file.name.endswith("_leftImg8bit.png")):
                 mask = root / "gtFine" / split / city.name / image.name.replace("_leftImg8bit", "_gtFine_labelIds")
                 if not mask.is_file():
                     raise DataNotFound(f"dataset 'cityscapes': {image} has no mask {mask}; unpack gtFine_trainvaltest.zip, too")
-                found[split].append(Pair(image, mask, cities.index(city.name)))
-        if not found[split]:
+                pairs[split].append(Pair(image, mask, cities.index(city.name)))
+        if not pairs[split]:
             raise DataNotFound(f"dataset 'cityscapes': no CITY/*_leftImg8bit.png in {root / 'leftImg8bit' / split}")
-    return found["train"], found["val"], cities
+    return pairs["train"], pairs["val"], cities
 
 
 def load_cityscapes(path: str, image_size: int) -> Segmentation:
-    """``cityscapes``: 2,975 + 500 street scenes (3, H, 2 H) of 19 classes; a domain is a city, and ``image_size`` is H, 1,024 if 0.
+    """Load ``cityscapes``: 2,975 + 500 street scenes (3, H, 2 H) of 19 classes, with a domain for each city.
 
-    The test split is the published validation split, whose three cities are others than the 18 that are trained on. Masks are
-    resized to the nearest pixel.
+    The test split is the published validation split. Its three cities differ from the 18 of the training
+    split. Masks are resized to the nearest pixel.
+
+    Args:
+        path: the folder of the files; ``data`` if empty.
+        image_size: H. 0: 1,024.
 
     Raises:
         DataNotFound: files are missing; they are not downloaded.
@@ -131,10 +142,14 @@ def _scene(file: Path, height: int) -> Tensor:
 
 
 def read_mask(file: Path, height: int) -> Tensor:
-    """Train ids, int64 (height, 2 height), of a file of labelIds."""
+    """Read the train ids, int64 (height, 2 height), of a file of labelIds.
+
+    Raises:
+        ValueError: the file is no mask, or not twice as wide as high.
+    """
     ids = read_picture(file)
     if ids.ndim != 2:
-        raise ValueError(f"{file}: expected a mask of one channel, labelIds, but it is in colour; *_gtFine_color.png is only to look at")
+        raise ValueError(f"{file}: expected a mask of one channel, labelIds, but it is in colour: use *_gtFine_labelIds.png")
     if ids.shape[1] != 2 * ids.shape[0]:
         raise ValueError(f"{file}: expected a mask twice as wide as high, but it is {ids.shape[0]} high and {ids.shape[1]} wide")
     table = np.full(256, IGNORE, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Domains made of one data set: each has the samples under one feature shift, as another camera or scanner would take them.
+"""Domains made of one data set: each has samples under one feature shift, as from another camera or scanner.
 
-Labels stay, what the images look like changes: the setting of FedBN without its five data sets. And a limit to the samples
-per domain, as that paper has.
+Labels stay, and the look of the images changes. This is the setting of FedBN without its five data sets. A
+limit to the samples per domain, as in that paper, is here, too.
 
 Legend: N samples, C channels, H height, W width.
 """
@@ -23,40 +23,40 @@ from fl_bn.data.record import Dataset
 Shift = Callable[[Tensor, np.random.Generator], Tensor]
 
 NOISE = 40.0  # standard deviation of the noise, of 255
-TINT = ((220, 30, 0), (40, 120, 40), (0, 30, 60))  # of 256: what of red, green and blue goes into each
+TINT = ((220, 30, 0), (40, 120, 40), (0, 30, 60))  # of 256: the parts of red, green and blue in each new colour
 _BINOMIAL = (1, 4, 6, 4, 1)
 _CHUNK = 512  # images at a time, as integers take more memory than bytes
 _STREAM, _SHARES, _LIMIT = 0x5417F, 0, 1  # set these draws apart from others that start from the same seed
 
 
 def none(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """The images as they are."""
+    """Return the images unchanged."""
     return x
 
 
 def invert(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """The negative."""
+    """Compute the negative."""
     return 255 - x
 
 
 def contrast(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """A third of the contrast, about a brightness of two thirds: fog."""
+    """Reduce the contrast to a third, about a brightness of two thirds: fog."""
     return (170 + (x.int() - 128) // 3).to(torch.uint8)
 
 
 def dark(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """A quarter of the light."""
+    """Reduce the light to a quarter."""
     return x // 4
 
 
 def noise(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Gaussian noise of standard deviation 40, independent for each pixel and channel."""
+    """Add Gaussian noise of standard deviation 40, independent for each pixel and channel."""
     drawn = torch.from_numpy(np.rint(rng.normal(0.0, NOISE, tuple(x.shape))).astype(np.int32))
     return (x.int() + drawn).clamp_(0, 255).to(torch.uint8)
 
 
 def blur(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Smoothed twice by the binomial 1-4-6-4-1 along both axes, edges repeated."""
+    """Smooth twice by the binomial 1-4-6-4-1 along both axes, with repeated edges."""
     kernel = torch.tensor(_BINOMIAL, dtype=torch.float64)
     kernel = torch.outer(kernel, kernel).expand(x.shape[1], 1, -1, -1)
     smooth = x.double()  # whole numbers of 256 * 256 * 255: exact, so the same on every machine
@@ -67,13 +67,13 @@ def blur(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def pixels(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Half the resolution: every second row and column, twice."""
+    """Halve the resolution: every second row and column, twice."""
     rows, columns = (torch.arange(size) // 2 * 2 for size in x.shape[2:])
     return x[:, :, rows][:, :, :, columns]
 
 
 def edges(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """A drawing: how much each pixel differs from those to its right and below, dark on white."""
+    """Draw the edges, dark on white: the difference of each pixel from those to its right and below."""
     padded = functional.pad(x.double(), (0, 1, 0, 1), mode="replicate")
     here = padded[:, :, :-1, :-1]
     change = (padded[:, :, :-1, 1:] - here).abs() + (padded[:, :, 1:, :-1] - here).abs()
@@ -81,16 +81,18 @@ def edges(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def colour(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Each colour mixed of all three as ``TINT`` says: a warm, reddish light."""
+    """Mix each colour of all three by ``TINT``: a warm, reddish light."""
     mixed = torch.einsum("oc,nchw->nohw", torch.tensor(TINT, dtype=torch.int64), x.long())
     return (mixed // 256).clamp_(0, 255).to(torch.uint8)
 
 
 def background(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """The difference to a random patch of one of scikit-learn's two photographs, in each colour: MNIST-M's recipe (``digits``).
+    """Compute the difference from a random patch of one of scikit-learn's two photographs, in each colour.
+
+    It is MNIST-M's recipe (``digits``).
 
     Raises:
-        ValueError: for images larger than the photographs, 427 pixels.
+        ValueError: images are larger than the photographs, 427 pixels.
     """
     from sklearn.datasets import load_sample_images  # here, not above: a second of import that others need not pay
 
@@ -98,7 +100,10 @@ def background(x: Tensor, rng: np.random.Generator) -> Tensor:
     height, width = x.shape[2:]
     limits = photographs[0].shape[:2]
     if height > limits[0] or width > limits[1]:
-        raise ValueError(f"shift 'background' has photographs of {limits[0]} x {limits[1]} pixels, but images of {height} x {width}")
+        raise ValueError(
+            f"shift 'background' takes images of at most {limits[0]} x {limits[1]} pixels, the size of its photographs, but got "
+            f"{height} x {width}: set a smaller image-size"
+        )
     which = rng.integers(len(photographs), size=len(x))
     tops, lefts = rng.integers(limits[0] - height + 1, size=len(x)), rng.integers(limits[1] - width + 1, size=len(x))
     patches = np.stack([photographs[w][t : t + height, s : s + width] for w, t, s in zip(which, tops, lefts, strict=True)])
@@ -121,24 +126,31 @@ SHIFTS: dict[str, Shift] = {
     "swelling": strokes.swelling,
     "fracture": strokes.fracture,
 }
-IN_COLOUR = {"colour", "background"}  # grey images get three channels where one of these is among the shifts
+IN_COLOUR = {"colour", "background"}  # with one of these, grey images get three channels under all shifts
 
 
 def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
-    """The data set with a domain for each of ``names``, which are shifts: domain i's images are under shift i.
+    """Make a domain for each of ``names``: domain i's images are under shift i.
 
-    The training samples are divided among the domains at random, equally and without overlap (the sizes differ by one at
-    most). Every domain has the whole test split, under its own shift. Domains that the set had before are forgotten. The same
-    arguments give the same images everywhere; a domain's test images do not depend on which others there are.
+    The training samples are divided among the domains at random, equally and without overlap (the sizes
+    differ by one at most). Every domain has the whole test split, under its own shift. These domains replace
+    those of the set. The same arguments give the same images everywhere. A domain's test images do not depend
+    on the other domains.
+
+    Args:
+        dataset: uint8 images.
+        names: different names of ``SHIFTS``.
+        seed: of the draws.
 
     Raises:
-        ValueError: for no name, an unknown one or one given twice, a data set without images, or more domains than samples.
+        ValueError: there is no name, an unknown one or one given twice, a data set without images, or more
+            domains than samples.
     """
     if not names or len(set(names)) < len(names) or (set(names) - set(SHIFTS)):
         raise ValueError(f"shifts must be different ones of {', '.join(SHIFTS)}, at least one, but got {', '.join(names) or 'none'}")
     if dataset.x_train.dtype != torch.uint8:
         raise ValueError(
-            f"dataset {dataset.name!r}: shifts change images, but these are measurements ({dataset.x_train.dtype}); use no shifts"
+            f"dataset {dataset.name!r}: shifts change images, but these are measurements ({dataset.x_train.dtype}): use no shifts"
         )
     samples = len(dataset.x_train)
     if len(names) > samples:
@@ -166,7 +178,12 @@ def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit on the training samples of each domain, or of all without domains: ``per_domain`` (0: none), and the ``share`` of them."""
+    """A limit on the training samples of each domain, or of all samples without domains.
+
+    Attributes:
+        per_domain: the most samples of a domain; 0 for no limit.
+        share: the share of the samples to keep, in (0, 1].
+    """
 
     per_domain: int = 0
     share: float = 1.0
@@ -179,11 +196,11 @@ class Limit:
 
     @property
     def limits(self) -> bool:
-        """Tell whether samples may be left out."""
+        """Return whether samples may be left out."""
         return self.per_domain > 0 or self.share < 1
 
     def of(self, samples: int) -> int:
-        """Return how many of so many ``samples`` are kept: a share is rounded down, but one is kept.
+        """Return how many of ``samples`` are kept. A share is rounded down, but at least one is kept.
 
         >>> Limit(share=0.1).of(7430)
         743
@@ -193,7 +210,7 @@ class Limit:
 
 
 def limited(dataset: Dataset, limit: Limit, seed: int) -> Dataset:
-    """Return the data set with so many training samples of each domain, or of all without domains, as ``limit`` says.
+    """Keep as many training samples of each domain, or of all without domains, as ``limit`` allows.
 
     They are drawn at random, whatever their classes, and keep their order. The test split stays whole.
     """

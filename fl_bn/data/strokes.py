@@ -1,11 +1,13 @@
 """Changes of thickness and stroke of bright figures on a dark ground: Morpho-MNIST's four perturbations, as feature shifts.
 
-Each image is enlarged four times and made black and white at the middle of its range, changed, and averaged back to its size.
+Each image is enlarged four times, made black and white at the middle of its range, changed, and averaged back
+to its size.
 
-Morpho-MNIST: Quantitative Assessment and Diagnostics for Representation Learning, Castro et al., JMLR 2019. Amounts are those of the
-authors' published example. FedBN (seed 001, appendix G) has the data as two unseen clients: global (plain, thin, thick) and local (plain,
-swelling, fracture). Two things differ. The centre line is where the distance to the ground has a local maximum, in the place of a
-thinned skeleton. And fractures may lie near the ends and forks of a stroke.
+Morpho-MNIST: Quantitative Assessment and Diagnostics for Representation Learning, Castro et al., JMLR 2019.
+The amounts are those of the authors' published example. FedBN (seed 001, appendix G) has the data as two
+unseen clients: global (plain, thin, thick) and local (plain, swelling, fracture). Two things differ. The
+centre line is where the distance to the ground has a local maximum, instead of a thinned skeleton. And
+fractures may lie near the ends and forks of a stroke.
 
 Legend: N images, C channels, H height, W width.
 """
@@ -32,7 +34,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Figure:
-    """One enlarged image. ``inside``: its bright pixels (H, W). ``depth``: their distance to the ground. ``centre``: its local maxima."""
+    """One enlarged image.
+
+    Attributes:
+        inside: its bright pixels (H, W).
+        depth: their distance to the ground (H, W).
+        centre: local maxima of ``depth`` (H, W), the centre line.
+    """
 
     inside: Mask
     depth: Array
@@ -40,6 +48,7 @@ class Figure:
 
     @classmethod
     def of(cls, inside: Mask) -> Figure:
+        """Measure the figure of the bright pixels ``inside`` (H, W)."""
         from scipy import ndimage  # type: ignore[import-untyped]  # here, not above: others need not pay for the import
 
         depth = ndimage.distance_transform_edt(inside)
@@ -47,7 +56,7 @@ class Figure:
 
     @property
     def thickness(self) -> float:
-        """Mean thickness of the strokes, in pixels of the enlarged image."""
+        """Return the mean thickness of the strokes, in pixels of the enlarged image."""
         return 2.0 * float(self.depth[self.centre].mean())
 
     def place(self, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -57,12 +66,12 @@ class Figure:
 
 
 def thin(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Strokes that lose 0.7 of their mean thickness."""
+    """Reduce the thickness of strokes by 0.7 of their mean thickness."""
     return _changed(x, rng, lambda figure, rng: figure.depth > int(THINNING * figure.thickness / 2))
 
 
 def thick(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Strokes that gain their mean thickness."""
+    """Increase the thickness of strokes by their mean thickness."""
 
     def grow(figure: Figure, rng: np.random.Generator) -> Mask:
         return np.asarray(Figure.of(~figure.inside).depth <= int(THICKENING * figure.thickness / 2))
@@ -71,7 +80,7 @@ def thick(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def swelling(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Blow up a place of a stroke: what is near a random point of the centre line is read from nearer to it."""
+    """Enlarge the stroke around a random point of the centre line: pixels near it are read from nearer to it."""
 
     def swell(figure: Figure, rng: np.random.Generator) -> Mask:
         centre = figure.place(rng)
@@ -85,7 +94,7 @@ def swelling(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def fracture(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Three cuts across strokes, at random points of the centre line."""
+    """Cut strokes in three places, at random points of the centre line."""
 
     def cut(figure: Figure, rng: np.random.Generator) -> Mask:
         rows, columns = np.indices(figure.inside.shape)
@@ -104,7 +113,10 @@ def fracture(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def _direction(centre: Mask, row: int, column: int) -> float:
-    """Return the angle of the centre line's longer axis about a point, from the second moments of its points; to the columns' axis."""
+    """Return the direction of the centre line about a point, as an angle to the columns' axis.
+
+    It is the longer axis of the second moments of the line's points.
+    """
     reach = WINDOW * SCALE
     top, left = max(row - reach, 0), max(column - reach, 0)
     points = np.argwhere(centre[top : row + reach + 1, left : column + reach + 1]).astype(np.float64)
@@ -113,7 +125,10 @@ def _direction(centre: Mask, row: int, column: int) -> float:
 
 
 def _changed(x: Tensor, rng: np.random.Generator, change: Callable[[Figure, np.random.Generator], Mask]) -> Tensor:
-    """``x`` (N, C, H, W) uint8 with each image's figure changed, the same in all channels. An image of one brightness stays as it is."""
+    """Change each image's figure in ``x`` (N, C, H, W), uint8, in the same way in all channels.
+
+    An image of one brightness is not changed.
+    """
     if len(x) == 0:
         return x
     grey = x.double().mean(1, keepdim=True)

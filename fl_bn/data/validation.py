@@ -1,4 +1,4 @@
-"""Validation samples: a share of each client's training data that takes the place of the test split."""
+"""Validation samples: a share of each client's training data that replaces the test split."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ _STREAM = 0x7A11  # sets these draws apart from others that start from the same 
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """A data set whose test split are validation samples, and every client's indices of the remaining training split."""
+    """A data set with validation samples.
+
+    Attributes:
+        data: its test split holds the validation samples.
+        parts: every client's indices of the remaining training split.
+    """
 
     data: Dataset
     parts: list[Indices]
 
 
 def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> HeldOut:
-    """Hold out ``share`` of every client's training samples, rounded, and put them in the place of the test split.
+    """Hold out ``share`` of every client's training samples, rounded, and replace the test split by them.
 
-    The samples are drawn at random, for each client by itself: what one gives does not depend on the others. A client keeps two samples at
-    least. Nothing of the test split is in the result.
+    The samples are drawn at random, for each client separately, so those of one client do not depend on the
+    others. A client keeps at least two samples. The result has no sample of the test split.
 
     Args:
         data: the whole data set.
-        parts: of every client, its indices of the training split.
+        parts: every client's indices of the training split.
         share: between 0 and 1.
         seed: of the draws.
 
@@ -48,12 +53,12 @@ def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> He
     if not len(chosen):
         largest = max(len(part) for part in parts)
         raise ValueError(
-            f"validation-share={share:g} holds out no sample: the largest client has {largest}; give a larger share, or use fewer clients"
+            f"validation-share={share:g} holds out no sample, as the largest client has {largest}: use a larger share, or fewer clients"
         )
-    left = np.sort(np.concatenate(kept))
+    remaining = np.sort(np.concatenate(kept))
     place = np.full(len(data.y_train), -1, dtype=np.int64)
-    place[left] = np.arange(len(left))
-    train, test = torch.from_numpy(left), torch.from_numpy(chosen)
+    place[remaining] = np.arange(len(remaining))
+    train, test = torch.from_numpy(remaining), torch.from_numpy(chosen)
     domains = data.domain_train
     validated = replace(
         data,

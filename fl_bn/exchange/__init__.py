@@ -1,1 +1,4 @@
-"""The layer-wise exchange: one call, averaged over the cohort, and its three carriers (gRPC, replay, threads in one process)."""
+"""The layer-wise exchange: a call that averages over the cohort, and its carriers.
+
+The carriers are gRPC, replay, and threads in one process.
+"""

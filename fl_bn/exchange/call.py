@@ -1,7 +1,7 @@
-"""The call under FedTAN: ``exchange(key, local, count) -> averaged over the cohort``, whoever carries it.
+"""The call behind FedTAN, for all carriers: ``exchange(key, local, count)`` returns averages over the cohort.
 
-Algorithms 2 and 3 of the paper are one operation, *average over the cohort*, applied to the moments in the forward pass and to
-the pair of gradients in the backward pass.
+Algorithms 2 and 3 of the paper are one operation, *average over the cohort*. The forward pass applies it to
+the moments, the backward pass to the pair of gradients.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 
 class ExchangeFailed(RuntimeError):
-    """The exchange of this round cannot go on; the message says why. Nothing of the round may be used."""
+    """The exchange of this round cannot go on, and no result of the round may be used. The message says why."""
 
 
 class Refused(ValueError):
-    """A request is not what the session expects of this client; the message says what was expected and what came."""
+    """A request differs from what the session expects of this client. The message names both."""
 
 
 class Quantity(Enum):
-    """The kind of a vector. It decides the length, for a layer of C channels, and the weights of the average."""
+    """Kind of a vector. It decides the length, for a layer of C channels, and the weights of the average."""
 
     MEAN = "mean"  # C; weighted by activations
     VARIANCE = "variance"  # C, about the cohort's mean; weighted by activations
@@ -32,32 +32,49 @@ class Quantity(Enum):
     STATISTICS = "statistics"  # 2C, moments as above; pooled, and the variance of the answer is unbiased: running statistics
 
     def width(self, channels: int) -> int:
+        """Return the length of the vector for a layer of ``channels`` channels."""
         return channels * (1 if self in (Quantity.MEAN, Quantity.VARIANCE) else 2)
 
 
 class Key(NamedTuple):
-    """Which exchange: the layer's name, the quantity, and how often the layer was called before in this forward pass."""
+    """Identity of one exchange.
+
+    Attributes:
+        layer: the layer's name.
+        quantity: the kind of the vector.
+        call: how often the layer was called before in this forward pass.
+    """
 
     layer: str
     quantity: Quantity
     call: int = 0
 
     def __str__(self) -> str:
-        """For the log: what a client sent as a name neither fills it nor breaks its lines."""
+        """Describe the exchange in one short line of a log, whatever name a client sent."""
         name = self.layer if self.layer.isprintable() and len(self.layer) <= 80 else repr(self.layer[:60]) + " ..."
         return f"{name or 'the model'} ({self.quantity.value}{f', call {self.call + 1}' if self.call else ''})"
 
 
 @dataclass(frozen=True)
 class Join:
-    """A client's first request: the size of the batch it drew, 0 to sit the round out."""
+    """A client's first request.
+
+    Attributes:
+        batch: size of the batch that it drew; 0 to sit the round out.
+    """
 
     batch: int
 
 
 @dataclass(frozen=True)
 class Local:
-    """A client's own values (d,), of ``count`` activations per channel."""
+    """A client's own values.
+
+    Attributes:
+        key: the exchange.
+        values: (d,).
+        count: activations per channel behind them.
+    """
 
     key: Key
     values: Tensor
@@ -69,7 +86,13 @@ Request = Join | Local
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """The cohort's values (d,), its activations per channel and its samples. After a ``Join``: no values, count 0."""
+    """The cohort's values. The answer to a ``Join`` has no values and a count of 0.
+
+    Attributes:
+        values: (d,).
+        count: activations per channel of the cohort.
+        batch: samples of the cohort.
+    """
 
     values: Tensor
     count: int
@@ -77,38 +100,64 @@ class Answer:
 
 
 def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
-    """``answer``, if it is one to a client's own values ``local`` (d,) of ``key``.
+    """Return ``answer`` if it fits a client's own values.
+
+    Args:
+        answer: the answer.
+        key: the exchange.
+        local: the client's own values, (d,).
 
     Raises:
-        ExchangeFailed: it has another shape or dtype, or counts nobody.
+        ExchangeFailed: the answer has another shape or dtype, or counts no activations or samples.
     """
     shape, dtype = tuple(answer.values.shape), answer.values.dtype
     if (shape, dtype) != (tuple(local.shape), local.dtype):
         raise ExchangeFailed(f"{key}: expected an answer of shape {tuple(local.shape)} and {local.dtype}, but got {shape} and {dtype}")
     if answer.count < 1 or answer.batch < 1:
-        raise ExchangeFailed(f"{key}: expected an answer of somebody, but it counts {answer.count} activations and {answer.batch} samples")
+        raise ExchangeFailed(
+            f"{key}: expected an answer with at least 1 activation and 1 sample, but it counts {answer.count} and {answer.batch}"
+        )
     return answer
 
 
 class Layer(NamedTuple):
-    """A layer as the server knows it: its number of channels, and the dtype in which its vectors travel."""
+    """A layer as the server knows it.
+
+    Attributes:
+        channels: number of channels.
+        dtype: dtype of its vectors in messages.
+    """
 
     channels: int
     dtype: torch.dtype
 
 
 class Exchange(Protocol):
-    """One client's side of a round's exchange. ``batch``: the samples it announced; ``seconds``: spent waiting so far."""
+    """One client's side of a round's exchange.
+
+    Attributes:
+        batch: the number of samples that it announced.
+        seconds: time that it waited so far.
+    """
 
     batch: int
     seconds: float
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        """Average ``local`` (d,) over the cohort; blocks until all have sent theirs.
+        """Average ``local`` over the cohort, and wait until all clients have sent theirs.
+
+        Args:
+            key: the exchange.
+            local: the client's own values, (d,).
+            count: activations per channel behind them.
 
         Raises:
-            ExchangeFailed: the round's exchange was given up.
+            ExchangeFailed: the round's exchange cannot go on.
         """
 
     def close(self, error: str = "") -> None:
-        """Leave the round: in good order, or because of ``error``, which drops this client. Does nothing the second time."""
+        """Leave the round. A second call does nothing.
+
+        Args:
+            error: the reason, which drops this client. Empty: the client is done.
+        """

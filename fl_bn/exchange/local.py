@@ -1,7 +1,8 @@
-"""The exchange inside one process: clients take turns, each running until it has to wait for the others.
+"""The exchange inside one process: clients take turns, and each runs until it has to wait for the others.
 
-Threads serve as coroutines: only the one whose turn it is runs, and torch's generators change hands with the turn. So results do not
-depend on scheduling, dropout draws what it draws when clients run one after the other, and models need not be safe to train in two threads.
+Threads serve as coroutines. Only one runs at a time, and torch's generators are restored at each turn. So
+results do not depend on scheduling. Dropout is the same as when clients run one after the other. Models need
+not be safe to train in two threads.
 """
 
 from __future__ import annotations
@@ -23,22 +24,31 @@ _sessions: dict[str, tuple[Session, int]] = {}
 
 
 def too_many(clients: int, model: nn.Module) -> str:
-    """Why so many clients, each with a ``model`` of its own, should not be in one process at once; empty where they may."""
+    """Explain why so many clients, each with a ``model`` of its own, do not fit into one process.
+
+    Returns:
+        The reason; empty if they fit.
+    """
     nbytes = clients * sum(tensor.nbytes for tensor in model.state_dict().values())
     if clients <= MOST and nbytes <= MOST_BYTES:
         return ""
-    return f"{clients} clients with a model each ({nbytes / 2**30:.2g} GiB) are too many to be in one process at once"
+    return f"{clients} clients with a model each ({nbytes / 2**30:.2g} GiB) are too many for one process at once"
 
 
 def admit(session: Session) -> dict[int, str]:
-    """A token per client of ``session``, by which ``LocalExchange`` finds it in this process."""
+    """Make a token per client of ``session``, by which ``LocalExchange`` finds the session in this process."""
     tokens = {client: secrets.token_hex(16) for client in session.active}
     _sessions.update({token: (session, client) for client, token in tokens.items()})
     return tokens
 
 
 def ended(token: str, error: str) -> None:
-    """The task of ``token``'s client has ended, with ``error`` if any: nobody should wait for it."""
+    """Record that the task of ``token``'s client has ended, so that no other client waits for it.
+
+    Args:
+        token: from ``admit``.
+        error: of the task, if any.
+    """
     if token in _sessions:
         session, client = _sessions[token]
         session.leave(client, error)
@@ -51,7 +61,7 @@ def dismiss(tokens: dict[int, str]) -> None:
 
 
 class Turns:
-    """Runs tasks in threads of their own, one at a time, in order; ``current`` is the one that the calling thread belongs to."""
+    """Runs tasks in threads of their own, one at a time, in order."""
 
     _here = threading.local()
 
@@ -64,6 +74,11 @@ class Turns:
 
     @classmethod
     def current(cls) -> tuple[Turns, int]:
+        """Return the turns, and the task's number, of the calling thread.
+
+        Raises:
+            ExchangeFailed: the thread is no task of any turns.
+        """
         here = getattr(cls._here, "turn", None)
         if here is None:
             raise ExchangeFailed("the local exchange needs all clients in one process, as run_in_process has them")
@@ -71,7 +86,10 @@ class Turns:
         return turns, index
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """The results of ``tasks``, in order. What a task raises is raised here, after all have ended."""
+        """Run tasks and return their results, in order.
+
+        If a task raises an error, it is raised here after all tasks have ended.
+        """
         at_start, results = _generators(), dict[int, T]()
         errors: dict[int, BaseException] = {}
 
@@ -97,7 +115,7 @@ class Turns:
         return [results[index] for index in range(len(tasks))]
 
     def wait(self, index: int) -> None:
-        """Hand the turn on, until ``ready`` was called for this task.
+        """Pass the turn on, until ``ready`` is called for this task.
 
         Raises:
             ExchangeFailed: every task waits for another.
@@ -112,12 +130,13 @@ class Turns:
             raise ExchangeFailed("every client waits for another one")
 
     def ready(self, index: int) -> None:
+        """Let the waiting task ``index`` go on when its turn comes."""
         with self._lock:
             self._ready.append(index)
 
     def _next(self) -> None:
         with self._lock:
-            if not self._ready and self._waiting:  # nobody is left who could call ``ready``: they are told so, one at a time
+            if not self._ready and self._waiting:  # no task remains that could call ``ready``: the waiting ones fail, one at a time
                 self._stuck, self._ready = True, [self._waiting[0]]
             if self._ready:
                 self._go[self._ready.pop(0)].release()
@@ -147,9 +166,15 @@ class LocalExchange:
         self._ask(Join(batch))
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
+        """Average ``local`` (d,) over the cohort, and let the other clients run until they have sent theirs.
+
+        Raises:
+            ExchangeFailed: the round's exchange cannot go on.
+        """
         return self._ask(Local(key, local.detach().cpu(), count))
 
     def close(self, error: str = "") -> None:
+        """Leave the session. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._session.leave(self._client, error)

@@ -1,7 +1,8 @@
-"""One round's exchange, seen from the server: who takes part, what is awaited, and what becomes of those who do not come.
+"""One round's exchange on the server: who takes part, which requests are missing, and what happens to late clients.
 
-A state machine without a thread or a clock of its own: carriers ``submit`` requests and hand the answers on; ``expire`` is called by
-whoever has a clock. A request is answered when all active clients have sent theirs.
+It is a state machine without a thread or a clock. Carriers ``submit`` requests and pass the answers on.
+``expire`` is called by a carrier with a clock. A request is answered when all active clients have sent
+theirs.
 """
 
 from __future__ import annotations
@@ -28,15 +29,21 @@ from fl_bn.support.stated_sizes import FAR, most_believed
 POLICIES = ("abort", "shrink")
 NOT_JOINED = "did not join"
 LARGEST_COUNT = 2**53  # whole numbers are exact in float64 up to here
-STEEPEST = 1e3  # a client's largest gradient of a layer, in units of the median client's: without a defence no larger one is believed
+STEEPEST = 1e3  # largest gradient of a layer that is accepted without a defence, in units of the median client's
 
 Deliver = Callable[[Answer | ExchangeFailed], None]
-LOGGER = logging.getLogger("flwr")  # the log in which a run tells its story; by name, since Flower stays behind its boundary
+LOGGER = logging.getLogger("flwr")  # the run's log; by name, since this package does not import Flower
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One client's exchanges in a round: how many there were, and the bytes of values that went up and down."""
+    """One client's exchanges in a round.
+
+    Attributes:
+        exchanges: their number.
+        up: bytes of values that the client sent.
+        down: bytes of values that it received.
+    """
 
     exchanges: int = 0
     up: int = 0
@@ -44,7 +51,16 @@ class Traffic:
 
 
 def reduce(requests: list[Local], batches: list[int], average: Average = weighted_mean) -> torch.Tensor:
-    """The cohort's values, float64, of requests for one key, in client order."""
+    """Combine the clients' requests for one key.
+
+    Args:
+        requests: in client order.
+        batches: batch sizes, in client order.
+        average: the rule that combines n values.
+
+    Returns:
+        The cohort's values in float64.
+    """
     values = torch.stack([request.values for request in requests]).double()
     counts = torch.tensor([request.count for request in requests], dtype=torch.float64)
     quantity = requests[0].key.quantity
@@ -56,7 +72,7 @@ def reduce(requests: list[Local], batches: list[int], average: Average = weighte
 
 
 def exchanged_layers(model: nn.Module) -> dict[str, Layer]:
-    """The layers whose statistics a round may exchange, by name: those that keep running ones."""
+    """Return the layers whose statistics a round may exchange, by name: those with running statistics."""
     return {
         name: Layer(len(layer.running_mean), torch.promote_types(layer.running_mean.dtype, torch.float32))
         for name, layer in batch_norms(model).items()
@@ -65,16 +81,27 @@ def exchanged_layers(model: nn.Module) -> dict[str, Layer]:
 
 
 class Session:
-    """The exchange of one round among ``cohort``.
+    """The exchange of one round.
 
-    ``layers``: the layers that may be exchanged. ``average`` combines what comes (the weighted mean, or a robust rule). ``policy`` for a
-    client that dies, is refused, or comes ``deadline`` (s) after at least half of the clients waited for it (``join_deadline`` after the
-    last to join): ``abort`` fails the round for all, ``shrink`` goes on without it, with weights over the others. A minority that waits
-    starts no clock: one client that sends early would have the others, which still train, dropped. Safe to call from several threads.
+    A client is dropped if it dies, if its request is refused, or if it is late. A client is late ``deadline``
+    seconds after at least half of the clients began to wait for it. The waiting of a minority starts no
+    clock: otherwise one early client would drop the others, which still train.
 
-    ``samples``: what each client has in all; no batch may be larger. ``believing``: counts and batches are what each client says; else
-    everyone counts as the median client, so that under a defence the cohort's are in nobody's hand. ``given_up``: what the log says
-    after the reason where the exchange fails for all. ``called``: what the log calls the clients.
+    All methods are safe to call from several threads.
+
+    Args:
+        cohort: the clients.
+        layers: the layers that may be exchanged, by name.
+        average: combines the clients' values: the weighted mean, or a robust rule.
+        policy: after a client is dropped. ``abort`` fails the round for all. ``shrink`` goes on without the
+            client, with weights over the others.
+        deadline: in seconds.
+        join_deadline: the same for joining, in seconds after the last client joined.
+        samples: each client's number of samples. No batch may be larger.
+        believing: counts and batches are those that each client reports. False: every client counts as the
+            median client, so that no client decides its own weight under a defence.
+        given_up: the end of the log's message if the exchange fails for all.
+        called: the clients' names in the log.
     """
 
     def __init__(
@@ -109,17 +136,24 @@ class Session:
         self._lock = threading.RLock()
 
     def out(self, client: int) -> str:
-        """Why ``client`` will get no further answer; empty while it may."""
+        """Return why ``client`` gets no further answer; empty if it may get one."""
         with self._lock:
             return self._over or ("" if client in self.active else self.dropped.get(client, "this client takes no part in the round"))
 
     @property
     def taking_part(self) -> dict[int, int]:
-        """Batch size of every client that joined and was not dropped."""
+        """Return the batch size of every client that joined and was not dropped."""
         return {client: batch for client, batch in sorted(self.batches.items()) if client in self.active and batch > 0}
 
     def submit(self, client: int, request: Request, deliver: Deliver) -> None:
-        """Take ``client``'s request; ``deliver`` gets the answer, now or when the others have come, or why there is none."""
+        """Accept a request of ``client``.
+
+        Args:
+            client: the client.
+            request: its request.
+            deliver: receives the answer, now or when the other clients have sent theirs, or the reason for
+                its absence.
+        """
         with self._lock:
             if reason := self.out(client):
                 deliver(ExchangeFailed(reason))
@@ -140,7 +174,12 @@ class Session:
             self._advance()
 
     def leave(self, client: int, reason: str = "") -> None:
-        """``client`` will send nothing more: of its own will and in good order, or for ``reason``."""
+        """Record that ``client`` sends no more requests.
+
+        Args:
+            client: the client.
+            reason: drops the client. Empty: the client is done.
+        """
         with self._lock:
             if reason:
                 self._drop(client, reason)
@@ -151,7 +190,7 @@ class Session:
                 self._advance()
 
     def expire(self) -> None:
-        """Drop those who are awaited beyond the deadline."""
+        """Drop the clients that are late."""
         with self._lock:
             joining = not self.batches
             limit = self.join_deadline if joining else self.deadline
@@ -163,13 +202,13 @@ class Session:
             self._advance()
 
     def fail(self, reason: str) -> None:
-        """Give the round's exchange up: everyone who waits, and everyone who comes later, is told why."""
+        """Fail the round's exchange. All clients that wait or come later receive the reason."""
         with self._lock:
             self.failure = self.failure or reason
             self._end(self.failure)
 
     def close(self) -> None:
-        """The round is over: whoever still waits or comes is told so."""
+        """Close the round. All clients that still wait or come later receive an error."""
         with self._lock:
             self._end(self._over or "the round is over")
 
@@ -185,15 +224,15 @@ class Session:
 
     def _check(self, client: int, request: Request) -> None:
         if client in self._waiting:
-            raise Refused("a second request before the first was answered")
+            raise Refused("expected no request before the first was answered, but got a second one")
         if client in self._done:
-            raise Refused("a request after it left")
+            raise Refused("expected no request after it left, but got one")
         if isinstance(request, Join):
             if client in self.batches:
-                raise Refused("it has joined already")
+                raise Refused("expected it to join once, but it joined again")
             most = self.samples.get(client, LARGEST_COUNT)
             if not 0 <= request.batch <= most:
-                what = f"{most} samples, as the client said of itself" if client in self.samples else f"{most} samples"
+                what = f"{most} samples, the number that the client reported" if client in self.samples else f"{most} samples"
                 raise Refused(f"expected a batch of 0 to {what}, but got {request.batch}")
             return
         key, values = request.key, request.values
@@ -211,7 +250,7 @@ class Session:
         self._check_range(key, values, layer)
 
     def _check_range(self, key: Key, values: torch.Tensor, layer: Layer) -> None:
-        """Variances are not negative, and no client's values are so large that they overflow in what is made of all of them."""
+        """Refuse negative variances, and values so large that those computed from them overflow."""
         mean_bound, var_bound = bounds(layer.dtype)
         if key.quantity is Quantity.GRADIENTS:
             if (most := float(values.abs().max())) > mean_bound:  # rules and clients square them
@@ -227,7 +266,7 @@ class Session:
             raise Refused(f"{key}: expected variances up to {var_bound:.2g}, but the largest is {most:.2g}")
 
     def _drop(self, client: int, reason: str) -> None:
-        """Go on without ``client``, or give up, as the policy says."""
+        """Remove ``client``, then go on or give up, as the policy says."""
         self._remove({client}, reason)
         self._advance()
 
@@ -244,12 +283,12 @@ class Session:
             LOGGER.warning("exchange: %s. %s", who.rstrip("."), self._given_up)
             self.fail(who)
         else:
-            left = "1 client goes" if len(self.active) == 1 else f"{len(self.active)} clients go"
-            LOGGER.warning("exchange: %s. %s on, with weights over these", who.rstrip("."), left)
+            remaining = "1 client goes" if len(self.active) == 1 else f"{len(self.active)} clients go"
+            LOGGER.warning("exchange: %s. %s on, with weights over these", who.rstrip("."), remaining)
 
     def _advance(self) -> None:
-        """Answer, if everyone has spoken: sent a request, or left in good order."""
-        if not self._waiting or 2 * len(self._waiting) < len(self.active):  # most still train, or have left: nobody holds them up
+        """Answer the requests if every active client has sent one or has left in good order."""
+        if not self._waiting or 2 * len(self._waiting) < len(self.active):  # most still train or have left: no client is late yet
             self._held_up = None
         elif self._held_up is None:
             self._held_up = time.monotonic()
@@ -257,7 +296,7 @@ class Session:
             return
         requests = {client: self._waiting[client][0] for client in sorted(self._waiting)}
         joins = {client: request.batch for client, request in requests.items() if isinstance(request, Join)}
-        if joins:  # then all are: nobody's join is answered before the last has joined
+        if joins:  # then all requests are joins: none is answered before the last client has joined
             self.batches.update(joins)
             self._deliver(Answer(torch.empty(0), 0, self._together(list(joins.values()))))
             return
@@ -270,11 +309,15 @@ class Session:
             self._average(local, values)
 
     def _combined(self, requests: Mapping[int, Local]) -> torch.Tensor | None:
-        """Combine the cohort's values. Returns None where clients are dropped: they claim too many activations, or the cohort could not go
-        on with their values.
+        """Combine the clients' values, unless some of the clients have to be dropped for them.
 
-        The step that follows has the mean of the gradients. One client's that is many times the others' makes every client diverge, and
-        the liar could not be told from them any more. Loss and scale are common, so that honest gradients do not differ so much.
+        The next step uses the mean of the gradients. If one client's gradient is many times the others',
+        every client diverges, and the liar can no longer be identified. Loss and scale are common to all, so
+        honest gradients do not differ so much.
+
+        Returns:
+            The cohort's values. None if clients were dropped: they claim too many activations, or the cohort
+            could not go on with their values.
         """
         key = next(iter(requests.values())).key
         if self.believing and self._remove_far(key, requests):
@@ -298,7 +341,11 @@ class Session:
         return None
 
     def _remove_far(self, key: Key, requests: Mapping[int, Local]) -> bool:
-        """Drop those whose activations per sample are far from the others', and say whether there were any."""
+        """Drop clients whose activations per sample are far from the others'.
+
+        Returns:
+            Whether any client was dropped.
+        """
         behind = self.samples if key.quantity is Quantity.STATISTICS else self.batches  # a pass over all data, or one batch
         claims = {client: request.count / max(behind[client], 1) for client, request in requests.items() if client in behind}
         limit = most_believed(claims.values())
@@ -312,10 +359,14 @@ class Session:
         return bool(far)
 
     def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
-        """Check that all sent the same key and that nobody ``left``; otherwise drop the minority, or fail the round.
+        """Check that all clients sent the same key and that no client in ``left`` is done already.
 
-        Every active client has a vote here, and has used it: one that has not spoken yet may be about to leave, as all do after the last
-        layer. In a tie, a key that cannot come next loses.
+        Otherwise the minority is dropped, or the round fails. The vote is among all active clients, after
+        each has sent a request or left: an earlier vote would miss clients that are about to leave, as all do
+        after the last layer. In a tie, a key that cannot come next loses.
+
+        Returns:
+            Whether all agree.
         """
         votes: Counter[Key | None] = Counter(keys.values())
         if left:
@@ -340,7 +391,10 @@ class Session:
         return len(votes) == 1
 
     def _may_come(self, key: Key) -> bool:
-        """Tell whether the protocol allows ``key`` now: a layer's passes come in order, and gradients after their pass."""
+        """Return whether the protocol allows ``key`` now.
+
+        A layer's passes come in order, and gradients after their pass.
+        """
         if key.quantity is Quantity.GRADIENTS:
             return key.call < max(self._passes[key.layer, quantity] for quantity in (Quantity.MOMENTS, Quantity.VARIANCE))
         return key.call == self._passes[key.layer, key.quantity]
@@ -352,7 +406,7 @@ class Session:
         return f"the clients disagree about the next layer, {tied[0]} or {tied[1]}: do all run the same model and version?"
 
     def _reduced(self, requests: Mapping[int, Local]) -> torch.Tensor:
-        """The cohort's values, in the layer's dtype."""
+        """Combine the clients' values, in the layer's dtype."""
         batches, key = [self.batches[client] for client in requests], next(iter(requests.values())).key
         values = reduce(list(requests.values()), batches, self.average)
         count = self._activations(requests)
@@ -374,7 +428,12 @@ class Session:
         self._deliver(Answer(values, self._activations(requests), self._together([self.batches[client] for client in requests])))
 
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
-        """The cohort's activations, or samples, by what each client claims; ``usual``: the median client's."""
+        """Return the cohort's activations, or samples, from the clients' claims.
+
+        Args:
+            claims: one per client.
+            usual: chooses the median client's claim.
+        """
         return sum(claims) if self.believing else int(usual(claims)) * len(claims)
 
     def _deliver(self, answer: Answer) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fl_bn.hybrid import looked_into
+from fl_bn.hybrid import inside_transform
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def quick_pooling(model: nn.Module) -> Iterator[None]:
 
 
 def _pooled(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    if torch.is_grad_enabled() or looked_into() or input.device.type != "cpu" or not _channels_first(input):
+    if torch.is_grad_enabled() or inside_transform() or input.device.type != "cpu" or not _channels_first(input):
         return forward(input)
     output = forward(input.contiguous(memory_format=torch.channels_last)).contiguous()
     return output.view(-1).view(output.shape)  # of one pixel a channel, strides would still say channels last

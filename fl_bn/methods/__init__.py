@@ -1,4 +1,4 @@
-"""The methods, one file per paper, and ``METHODS``: the one dict from config name to constructor.
+"""The methods, one file per paper, and ``METHODS``, which maps a name of the run config to a constructor.
 
 >>> from fl_bn import methods
 >>> methods.hbn(lam=0.05).name

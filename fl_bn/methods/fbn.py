@@ -1,13 +1,16 @@
-"""FBN: normalise with shared running statistics, correct the variance for the spread of the clients' means.
+"""FBN: normalise with shared running statistics, and correct the variance for the spread of the clients' means.
 
-Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al. (seed 003), Algorithm 2.
+Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al. (seed 003), Algorithm
+2.
 
-The statistics of the round before are constants in training. Clients report moments of their data; the server pools them and takes one
-running step. With ``momentum`` and one local step this is Algorithm 2 exactly, also for unequal batches.
+The statistics of the round before are constants in training. Clients report moments of their data. The server
+pools them and takes one running step. With ``momentum`` and one local step this is Algorithm 2 exactly, also
+for unequal batches.
 
-By default the server follows slowly (``methods.tracking``), by ``tracking`` per round whatever the number of local steps, and slower as
-the learning rate falls: weights that move less need statistics that move less. With several local steps only the first batch of a round is
-seen by the shared weights; the others belong to a local model.
+By default the shared statistics follow slowly (``methods.tracking``): by ``tracking`` per round, whatever the
+number of local steps. They follow more slowly as the learning rate falls, because the weights then move less.
+With several local steps, only the first batch of a round is seen by the shared weights. The others belong to
+a local model.
 
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """
@@ -23,10 +26,10 @@ from fl_bn.moments import Running, ema, pool
 from fl_bn.options import Options, option, takes
 
 BOUNDED_SCALE = 0.3
-"""Deviation of every BatchNorm layer's input at the start where gradients are clipped, about that of a fresh network.
+"""Deviation of every BatchNorm layer's input at the start if gradients are clipped. A fresh network has about this deviation.
 
-At a scale of 1 a step of the same rate moves what the network computes by a tenth of that, and FBN learns more slowly. Without clipping it
-diverges at 0.3, with one class per client and several steps: docs/methods/fbn.md.
+At a scale of 1, a step of the same rate changes the network's outputs a tenth as much, and FBN learns more slowly. At 0.3 without clipping,
+it diverges with one class per client and several steps: docs/methods/fbn.md.
 """
 
 REPORTS = {"first": Report.FIRST, "pass": Report.PASS, "all": Report.BATCHES}
@@ -34,11 +37,13 @@ REPORTS = {"first": Report.FIRST, "pass": Report.PASS, "all": Report.BATCHES}
 
 @dataclass(frozen=True)
 class FBNOptions(Options):
+    """Options of ``fbn``."""
+
     name: ClassVar[str] = "fbn"
     tracking: float = tracking(0.02, instead="fbn-momentum")
     momentum: float | None = option(
         None,
-        "weight of one batch in the shared statistics, as in Algorithm 2, in the place of tracking",
+        "weight of one batch in the shared statistics, as in Algorithm 2, instead of tracking",
         "(0, 1]",
         symbol="beta",
         unset=0.0,
@@ -52,6 +57,7 @@ class FBNOptions(Options):
 
 
 def combine(reports: LayerReports, tracking: float, momentum: float | None, report: Report) -> Running:
+    """Compute a layer's new shared statistics from the clients' moments."""
     pooled = pool(reports.parts, reports.average)
     if momentum is None:
         return follow(reports.shared, pooled, tracking * reports.pace, reports.scale)
@@ -61,10 +67,11 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 
 @takes(FBNOptions)
 def fbn(options: FBNOptions) -> Method:
-    """FBN. ``tracking`` holds at the first round's learning rate and at the scale that a run starts with (``methods.tracking``).
+    """Make FBN.
 
-    Gradients are centred (``federation.centring``), and the scale at the start is ``BOUNDED_SCALE`` where they are clipped, too; not so
-    with ``momentum``, which is Algorithm 2.
+    ``tracking`` is the weight at the first round's learning rate and at the scale at the start of a run
+    (``methods.tracking``). Gradients are centred (``federation.centring``). If they are clipped, too, the
+    scale at the start is ``BOUNDED_SCALE``. With ``momentum`` the method is Algorithm 2, and neither holds.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(

@@ -1,9 +1,9 @@
-"""FedAvg with BatchNorm: the baseline that the other methods mend.
+"""FedAvg with BatchNorm: the baseline that the other methods improve on.
 
 Communication-Efficient Learning of Deep Networks from Decentralized Data, McMahan et al., AISTATS 2017.
 
-Clients normalise with their own batches; the server averages the running means and, separately, the running variances.
-Counters (``num_batches_tracked``) are not averaged.
+Clients normalise with their own batches. The server averages the running means and, separately, the running
+variances. Counters (``num_batches_tracked``) are not averaged.
 """
 
 from fl_bn.methods.method import LayerReports, Method, Report
@@ -11,9 +11,11 @@ from fl_bn.moments import Running, plain_average
 
 
 def combine(reports: LayerReports) -> Running:
+    """Average the clients' running means and, separately, their running variances."""
     average = plain_average(reports.parts, reports.average)
     return Running(average.mean, average.var)
 
 
 def fedavg() -> Method:
+    """Make FedAvg with BatchNorm. It has no options."""
     return Method("fedavg", report=Report.RUNNING, combine=combine)

@@ -1,8 +1,10 @@
 """FedBN: every BatchNorm tensor stays on its client.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), Algorithm 1.
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001),
+Algorithm 1.
 
-For feature shift (the same classes, photographed differently). Each client has a model of its own: shared weights, local BatchNorm.
+It is for feature shift (the same classes, photographed differently). Each client has a model of its own:
+shared weights, local BatchNorm.
 """
 
 from fl_bn.methods.method import Method
@@ -10,4 +12,5 @@ from fl_bn.roles import Role
 
 
 def fedbn() -> Method:
+    """Make FedBN. It has no options."""
     return Method("fedbn", local=frozenset({Role.AFFINE, Role.STATISTIC, Role.COUNTER}))

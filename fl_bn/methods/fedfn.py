@@ -1,10 +1,12 @@
-"""FedFN: no BatchNorm; the features that the classifier sees all have one length.
+"""FedFN: a network without BatchNorm, whose classifier sees features of one common length.
 
-FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Federated Learning, Kim, Lee, Oh, Yun, FL@FM-NeurIPS 2023.
+FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Federated Learning, Kim, Lee, Oh,
+Yun, FL@FM-NeurIPS 2023.
 
-BatchNorm layers normalise nothing, as in the HBN paper's comparison (seed 002), but keep scale and shift, since the layers before them
-mostly have no bias. As there, the length is the root of the features' number d, so that one of them is 1 on average: with a length
-of 1 a classifier of small weights learns very slowly. That code normalises before two linear layers; here it is the input of the last.
+BatchNorm layers no longer normalise, as in the HBN paper's comparison (seed 002). They keep scale and shift,
+since the layers before them mostly have no bias. As in that comparison, the length is the root of the number
+d of features, so that a feature is 1 on average. With a length of 1, a classifier of small weights learns
+very slowly. That code normalises before two linear layers; here it is the input of the last layer.
 """
 
 from __future__ import annotations
@@ -22,16 +24,18 @@ from fl_bn.models.head import head_of
 
 
 class NormalisedLinear(nn.Linear):
-    """A linear layer on its input (*, d), brought to the Euclidean length sqrt(d)."""
+    """A linear layer that first scales its input (*, d) to the Euclidean length sqrt(d)."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Scale ``input`` (*, d) to length sqrt(d) and apply the layer."""
         return super().forward(F.normalize(input, dim=-1) * math.sqrt(input.shape[-1]))
 
 
 class NormalisedConv2d(nn.Conv2d):
-    """A convolution on its input (B, C, H, W), each pixel's features brought to the Euclidean length sqrt(C)."""
+    """A convolution that first scales the features of every pixel of its input (B, C, H, W) to the length sqrt(C)."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Scale the pixels of ``input`` (B, C, H, W) to length sqrt(C) and apply the layer."""
         return super().forward(F.normalize(input, dim=1) * math.sqrt(input.shape[1]))
 
 
@@ -39,7 +43,11 @@ KINDS: dict[type[nn.Module], type[Any]] = {nn.Linear: NormalisedLinear, nn.Conv2
 
 
 def normalise_features(model: nn.Module) -> nn.Module:
-    """The head, the last linear layer or else the last convolution, brings its input to one length."""
+    """Let the head, the last linear layer or else the last convolution, normalise its input, in place.
+
+    Raises:
+        Unconvertible: the model has no head, or its type is not torch's own Linear or Conv2d.
+    """
     head = head_of(model)
     if head is None:
         raise Unconvertible("fedfn normalises the input of the last linear layer or convolution, but the model has neither")
@@ -54,4 +62,5 @@ def normalise_features(model: nn.Module) -> nn.Module:
 
 
 def fedfn() -> Method:
+    """Make FedFN. It has no options."""
     return Method("fedfn", layer=per_channel, prepare=normalise_features)

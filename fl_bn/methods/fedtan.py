@@ -1,18 +1,22 @@
 """FedTAN: the first local step of every round is one exact centralised step on the union of the clients' batches.
 
-Why Batch Normalization Damage Federated Learning on Non-IID Data?, Wang, Shi, Chang (seed 004), Algorithms 1-3.
+Why Batch Normalization Damage Federated Learning on Non-IID Data?, Wang, Shi, Chang (seed 004), Algorithms
+1-3.
 
-Forward, every BatchNorm layer normalises with the moments of the cohort's batches (Algorithm 2); backward, the gradients of these
-moments are averaged over the cohort (Algorithm 3). Both are one call, ``exchange(key, local, count)``. Averaged over the cohort by
-batch sizes, the models after that step are the centralised one; steps 2, 3, ... use each client's own batches.
+In the forward pass, every BatchNorm layer normalises with the moments of the cohort's batches (Algorithm 2).
+In the backward pass, the gradients of these moments are averaged over the cohort (Algorithm 3). Both are one
+call, ``exchange(key, local, count)``. The average of the models after that step, weighted by batch sizes, is
+the centralised model. Steps 2, 3, ... use each client's own batches.
 
-Where all clients of the cohort are rows of one batched program (``OneProgram``), there is nothing to exchange: the moments are means over
-the rows, and the gradients of the sum of the clients' losses are Algorithm 3's.
+If all clients of the cohort are rows of one batched program (``OneProgram``), no exchange is needed. The
+moments are means over the rows, and the gradients of the sum of the clients' losses are those of Algorithm 3.
 
-Two schedules with equal results: ``paper`` exchanges means, then variances about the common mean, then gradients (3L for L layers);
-``merged`` sends mean and variance together, and the spread of the means is added by the law of total variance (2L).
+There are two schedules with equal results. ``paper`` exchanges means, then variances about the common mean,
+then gradients (3L exchanges for L layers). ``merged`` sends mean and variance together, and adds the spread
+of the means by the law of total variance (2L).
 
-Symbols: p_i -> batch sizes, normalised; m_i -> count of the client, M -> count of the answer; G -> gradients of the answer.
+Symbols: p_i -> batch sizes, normalised; m_i -> count of the client, M -> count of the answer; G -> gradients
+of the answer.
 """
 
 from __future__ import annotations
@@ -39,44 +43,57 @@ from fl_bn.options import Options, option, takes
 SCHEDULES = ("merged", "paper")
 MOMENTUM = ("kept", "restarted")
 FROZEN_RATE = 0.02
-"""FedTAN-II's: .5 before the statistics freeze, .01 after (seed 004, section 6.5)."""
+"""Share of the learning rate after the freeze in FedTAN-II: .5 before, .01 after (seed 004, section 6.5)."""
 
 
 @dataclass(frozen=True)
 class OneProgram:
-    """In the place of an exchange: the ``clients`` of the cohort are the rows of one ``torch.func.vmap``, with batches of one size."""
+    """Substitute for an exchange if the clients of the cohort are the rows of one ``torch.func.vmap``.
+
+    Attributes:
+        clients: number of rows. Their batches have one size.
+    """
 
     clients: int
 
     def close(self, error: str = "") -> None:
-        """There is nobody to leave."""
+        """Do nothing: no other party waits."""
 
 
 class OverRows(torch.autograd.Function):
-    """The mean of ``x`` over all rows of a ``torch.func.vmap``; differentiable."""
+    """The mean of ``x`` over all rows of a ``torch.func.vmap``, differentiable."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
+        """Copy ``x``, as the mean over one row."""
         return x.clone()
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        """Save no tensors."""
         pass
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        """Return the gradient unchanged."""
         return grad
 
     @staticmethod
     def vmap(info, in_dims, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        """Average ``x`` over the rows."""
         return x.mean(in_dims[0]), None  # autograd sees this mean: nothing of ``backward`` is used
 
 
 @dataclass
 class Live:
-    """What a layer needs while its client's batch is part of the cohort's: the ``exchange``, its own ``name``, and the answers so far.
+    """Link between a layer and the exchange of its client's cohort.
 
-    A copy of the network has no part in the exchange, so a copy of this is None.
+    A copy of the network takes no part in the exchange, so a copy of this is None.
+
+    Attributes:
+        exchange: the exchange.
+        name: of the layer.
+        answers: the moments of the cohort, one per call of the layer so far.
     """
 
     exchange: Exchange | OneProgram
@@ -91,18 +108,25 @@ class Live:
 
 
 class CohortBatchNorm(_SharedNorm):
-    """BatchNorm over the union of the cohort's batches while an exchange is there; over the own batch otherwise, as torch's."""
+    """BatchNorm over the union of the cohort's batches during an exchange, else over the client's own batch.
+
+    Attributes:
+        schedule: ``merged`` or ``paper``.
+        share_gradients: the gradients of the moments are averaged over the cohort, too (Algorithm 3).
+        live: the link to the exchange; None outside of one.
+    """
 
     schedule, share_gradients = "merged", True
     live: Live | None = None
 
     @property
     def held(self) -> bool:
-        """Never: as in torch, affine parameters that do not learn leave the statistics of the batches in use."""
+        """Return False: as in torch, layers with frozen affine parameters still normalise with batch statistics."""
         return False
 
     def normalised(self, x: Tensor) -> Tensor:
-        self.check(x)
+        """Normalise ``x`` (B, C, *), with the cohort's moments if an exchange is open."""
+        self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)
         if not self.training:
@@ -123,13 +147,14 @@ class CohortBatchNorm(_SharedNorm):
         """Normalise ``x`` with the moments of the cohort's batches.
 
         Raises:
-            ValueError: a pass without gradients, or one that is computed anew in the backward pass where the layer runs more than once.
+            ValueError: a pass has no gradients, or activation checkpointing repeats a layer that ran more
+                than once.
         """
-        if in_backward():  # activation checkpointing: what was exchanged already
+        if in_backward():  # activation checkpointing repeats the pass, with the answer of the exchange before
             if len(live.answers) != 1:
                 raise ValueError(
-                    f"layer {live.name!r} ran {len(live.answers)} times in the first step, and activation checkpointing computes it anew: "
-                    "FedTAN cannot tell which of them; leave this layer out of the checkpoint"
+                    f"layer {live.name!r} ran {len(live.answers)} times in the first step, and activation checkpointing repeats one of "
+                    "these passes, but FedTAN cannot know which: leave this layer out of the checkpoint"
                 )
             call, moments = 0, live.answers[0]
         elif not torch.is_grad_enabled():
@@ -158,7 +183,7 @@ class CohortBatchNorm(_SharedNorm):
             self.num_batches_tracked.add_(1)
 
     def _normalise_together(self, x: Tensor, clients: int) -> Tensor:
-        """``x``: one row's batch, as large as every other's."""
+        """Normalise ``x``, one row's batch, with the moments of all rows' batches. All rows have batches of one size."""
         mean_C, var_C = channel_moments(x)
         common_C = OverRows.apply(mean_C)
         about_C = var_C + (mean_C - common_C).square()
@@ -176,7 +201,7 @@ class CohortBatchNorm(_SharedNorm):
         return torch.addcmul(shift_C.view(shape), x.to(scale_C.dtype), scale_C.view(shape)).to(x.dtype)
 
     def _moments(self, x: Tensor, call: int, name: str, exchange: Exchange) -> Answer:
-        """Mean and biased variance (2C,) of the cohort's inputs (Algorithm 2)."""
+        """Return mean and biased variance (2C,) of the cohort's inputs (Algorithm 2)."""
         count = x.numel() // x.shape[1]
         mean_C, var_C = channel_moments(x)
         if self.schedule == "merged":
@@ -188,7 +213,10 @@ class CohortBatchNorm(_SharedNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """``(x - mean) / sqrt(var + eps) * weight + bias``, whose backward averages the gradients of mean and var over the cohort."""
+    """Computes ``(x - mean) / sqrt(var + eps) * weight + bias``.
+
+    The backward pass averages the gradients of mean and variance over the cohort.
+    """
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -225,7 +253,11 @@ class _Normalise(torch.autograd.Function):
 
 @contextmanager
 def exchanging(model: nn.Module, exchange: Exchange | OneProgram) -> Iterator[None]:
-    """Forward and backward inside the block are those of the cohort's batch: Algorithm 1's first local step. Closes ``exchange``."""
+    """Open ``exchange`` for the layers of ``model``, for Algorithm 1's first local step.
+
+    Inside the block, forward and backward pass are those of the cohort's batch. At its end the exchange is
+    closed.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CohortBatchNorm)}
     for name, layer in layers.items():
         layer.live = Live(exchange, name)
@@ -253,10 +285,12 @@ def _exchange_phase(round: int, rounds: int) -> Phase:
 
 @dataclass(frozen=True)
 class FedTANOptions(Options):
+    """Options of ``fedtan`` and ``fedavg_alg2``."""
+
     name: ClassVar[str] = "fedtan"
     schedule: str = option(
         "merged",
-        "layer-wise exchanges per round of L layers, the model's own not counted: merged 2L, paper 3L; equal results",
+        "layer-wise exchanges per round of L layers, without the model's own: merged 2L, paper 3L; equal results",
         SCHEDULES,
         key="fedtan-schedule",
     )
@@ -270,12 +304,14 @@ class FedTANOptions(Options):
 
 @dataclass(frozen=True)
 class Freezing(Options):
+    """Option of ``fedtan2`` that comes first."""
+
     freeze_after: int | None = freeze_after()
 
 
 @dataclass(frozen=True)
 class FedTAN2Options(FedTANOptions, Freezing):
-    """``freeze_after``, then ``schedule``, ``momentum`` and ``frozen_rate``."""
+    """Options of ``fedtan2``: ``freeze_after``, then ``schedule``, ``momentum`` and ``frozen_rate``."""
 
     name: ClassVar[str] = "fedtan2"
     frozen_rate: float | None = frozen_rate(FROZEN_RATE)
@@ -283,7 +319,7 @@ class FedTAN2Options(FedTANOptions, Freezing):
 
 @takes(FedTANOptions)
 def fedtan(options: FedTANOptions) -> Method:
-    """FedTAN."""
+    """Make FedTAN."""
     return _exchanging(options, share_gradients=True)
 
 
@@ -294,12 +330,18 @@ def _exchanging(options: FedTANOptions, share_gradients: bool) -> Method:
 
 @takes(FedTAN2Options)
 def fedtan2(options: FedTAN2Options) -> Method:
-    """FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen, at ``frozen_rate`` of the learning rate."""
+    """Make FedTAN-II: FedTAN until round ``freeze_after``, then with frozen statistics.
+
+    In frozen rounds the learning rate is at most the share ``frozen_rate`` of the rate before.
+    """
     method = freeze(_exchanging(options, share_gradients=True), options.freeze_after, rate=options.frozen_rate, unbounded_rate=FROZEN_RATE)
     return replace(method, name="fedtan2")
 
 
 @takes(FedTANOptions)
 def fedavg_alg2(options: FedTANOptions) -> Method:
-    """FedAvg with Algorithm 2 only: the cohort's moments forward, the client's own gradients of them backward. The paper's ablation."""
+    """Make FedAvg with Algorithm 2 only, the ablation of FedTAN's paper.
+
+    The forward pass uses the cohort's moments. The backward pass uses the client's own gradients of them.
+    """
     return replace(_exchanging(options, share_gradients=False), name="fedavg-alg2")

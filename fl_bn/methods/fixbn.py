@@ -1,15 +1,17 @@
-"""FixBN: FedAvg with BatchNorm, then the statistics are frozen.
+"""FixBN: FedAvg with BatchNorm, then with frozen statistics.
 
 Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), section 4.
 
-Stage I, rounds 1..T*: FedAvg. Stage II: BatchNorm normalises with the aggregated statistics of round T*, which stay bit-identical;
-affine parameters and everything else keep training. T* = T is FedAvg.
+Stage I, rounds 1..T*, is FedAvg. In stage II, BatchNorm normalises with the aggregated statistics of round
+T*, which stay bit-identical. Affine parameters and everything else keep training. T* = T is FedAvg.
 
-The reason is the gradient: a batch's own statistics make it depend on the other samples of the client's batch (section 3.5, equation 4),
-so that it is biased even with one local step. That training and test use other statistics costs less than a point (section 3.4).
+The reason is the gradient. The statistics of a batch make it depend on the other samples of the client's
+batch (section 3.5, equation 4), so it is biased even with one local step. Different statistics in training
+and test cost less than a point (section 3.4).
 
-The paper freezes when it divides the learning rate by ten (section 5). Frozen in full motion the network collapses, so by default the
-frozen rounds run at a tenth of the rate whatever the schedule (``Method.learning_rate``).
+The paper freezes when it divides the learning rate by ten (section 5). At the full rate the network collapses
+after the freeze. So by default the frozen rounds run at a tenth of the rate, whatever the schedule
+(``Method.learning_rate``).
 
 Symbols: T* -> freeze_after.
 """
@@ -31,6 +33,8 @@ FROZEN = {
 
 @dataclass(frozen=True)
 class FixBNOptions(Options):
+    """Options of ``fixbn``."""
+
     name: ClassVar[str] = "fixbn"
     freeze_after: int | None = freeze_after()
     freeze_what: str = option("statistics", "what freezes: the statistics, the affine parameters, or both", FROZEN, key="freeze-what")
@@ -39,6 +43,10 @@ class FixBNOptions(Options):
 
 @takes(FixBNOptions)
 def fixbn(options: FixBNOptions) -> Method:
-    """``freeze_after``: last round of stage I. ``freeze_what``: see Table H. ``frozen_rate``: share of the learning rate in stage II."""
+    """Make FixBN.
+
+    ``freeze_after`` is the last round of stage I. ``freeze_what`` is from Table H of the paper.
+    ``frozen_rate`` is the highest share of the learning rate in stage II.
+    """
     what = FROZEN[options.freeze_what]
     return replace(freeze(fedavg(), options.freeze_after, what, options.frozen_rate), name="fixbn")

@@ -1,18 +1,21 @@
-"""Fixup: residual networks without normalisation, by the way they are initialised.
+"""Fixup: residual networks without normalisation, thanks to their initial weights.
 
-Fixup Initialization: Residual Learning Without Normalization, Zhang, Dauphin, Ma, ICLR 2019, section 3 (the three rules) and equation 5.
+Fixup Initialization: Residual Learning Without Normalization, Zhang, Dauphin, Ma, ICLR 2019, section 3 (the
+three rules) and equation 5.
 
 1. The last layer of every residual branch, and the classifier, start at 0.
-2. All other layers start with He's standard deviation, ``sqrt(2 / fan_in)``; those inside a branch of m layers times
-   ``L^(-1 / (2m - 2))``, L branches in all.
-3. Every branch ends in a scalar multiplier (1), and where a BatchNorm was there is a scalar bias (0).
+2. All other layers start with He's standard deviation, ``sqrt(2 / fan_in)``. Inside a branch of m layers it
+is multiplied by ``L^(-1 / (2m - 2))``, for L branches in all.
+3. Every branch ends in a scalar multiplier (1), and a scalar bias (0) replaces every BatchNorm.
 
-As a conversion of a given network this differs from the paper's own in two things: there are no biases before convolutions and linear
-layers, only where a BatchNorm stood; and the initial weights are the network's, rescaled, not drawn anew. So it is for training from the
-start: pre-trained weights would lose their scale. The paper says nothing of networks without residual branches. They keep a
-multiplier and a bias in place of every BatchNorm, with the rules 1 (classifier) and 2 (L = 0: no factor).
+This conversion of a given network differs from the paper's own in two things. Biases stand only in the place
+of a BatchNorm, not before convolutions and linear layers. The initial weights are the network's, rescaled,
+and not drawn again. So it is for training from the start: pre-trained weights would lose their scale.
 
-A network whose parts start at 0 learns from the top: the layers below the classifier move from the second step on.
+The paper does not cover networks without residual branches. They keep a multiplier and a bias in place of
+every BatchNorm, with rule 1 (classifier) and rule 2 (L = 0: no factor).
+
+In a network whose parts start at 0, the layers below the classifier move from the second step on.
 
 Symbols: L -> branches, m -> weighted layers of a branch.
 """
@@ -34,9 +37,13 @@ from fl_bn.models.head import head_of
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> nn.Module:
-    """The last layer of every residual branch and the head start at 0, the others as Fixup has it."""
+    """Set the initial weights, in place, by the three rules of Fixup.
+
+    Raises:
+        Unconvertible: a layer computes its weight from other parameters.
+    """
     if not any(isinstance(module, ScaleShift) for module in model.modules()):
-        return model  # it had no BatchNorm to do without
+        return model  # it had no BatchNorm to replace
     branches, head = list(residual_branches(model)), head_of(model)
     zero = {branch.weighted[-1] for branch in branches} | ({head[0]} if head else set())
     factor = {
@@ -47,7 +54,7 @@ def initialise(model: nn.Module) -> nn.Module:
         if isinstance(module, WEIGHTED):
             if derived := derivation(module):
                 raise Unconvertible(
-                    f"{name or 'the model'} ({type(module).__name__}): fixup sets the initial weights, but here {derived} makes "
+                    f"{name or 'the model'} ({type(module).__name__}): fixup sets the initial weights, but here {derived} computes "
                     "them: remove it, or choose a method that keeps BatchNorm, or gn"
                 )
             if name in zero:
@@ -65,4 +72,5 @@ def _rescale(weight: torch.Tensor, deviation: float) -> None:
 
 
 def fixup() -> Method:
+    """Make Fixup. It has no options."""
     return Method("fixup", layer=scalars, prepare=initialise)

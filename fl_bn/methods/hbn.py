@@ -1,16 +1,19 @@
 """HBN: a learnable mix of batch statistics and unbiased global ones.
 
-Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated Learning (seed 002), equations 7 to 11.
+Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated Learning (seed 002),
+equations 7 to 11.
 
-Before training, each client measures the moments of its data (equation 7). The server pools them without bias (equation 8) and moves the
-global statistics towards them (equation 11). A layer normalises with a mixture of its batch's statistics and the global ones (equation 9).
-The mixing logits are trained with the weights' optimiser and never leave their client.
+Before training, each client measures the moments of its data (equation 7). The server pools them without bias
+(equation 8) and moves the global statistics towards them (equation 11). A layer normalises with a mixture of
+its batch's statistics and the global ones (equation 9). The mixing logits are trained with the weights'
+optimiser and never leave their client.
 
-The global statistics lag behind the weights. Before an evaluation they are replaced by statistics of the weights that are evaluated:
-``exact``, those of the union of all data, or ``hybrid``, those that training normalises with (``Refresh``).
+The global statistics lag behind the weights. Before an evaluation they are replaced by statistics of the
+weights that are evaluated: ``exact``, those of the union of all data, or ``hybrid``, those that training
+normalises with (``Refresh``).
 
-Each ablation of Table 6 is an option: ``separate=False`` (1), ``merge="average"`` (2), and of ``mixing`` ``"shared"`` (3), ``"batch"`` (4)
-and ``"half"`` (5).
+Each ablation of Table 6 is an option: ``separate=False`` (1), ``merge="average"`` (2), and for ``mixing``:
+``"shared"`` (3), ``"batch"`` (4) and ``"half"`` (5).
 
 Symbols: G -> shared statistics, lambda -> lam, p -> mixing_logit, a -> sigmoid(mixing_logit).
 """
@@ -41,26 +44,28 @@ from fl_bn.options import Options, option, takes
 from fl_bn.roles import Role
 
 TRACKING, PARTIAL = 0.05, 0.01
-"""With full and with partial participation."""
+"""Default of ``tracking`` with full and with partial participation."""
 SCALE = 0.3
-"""Deviation of every BatchNorm layer's input at the start, about that of a fresh network.
+"""Deviation of every BatchNorm layer's input at the start. A fresh network has about this deviation.
 
-At a scale of 1 a step of the same rate moves what the network computes by a tenth of that. HBN then learned too slowly on ordinary data, by
-ten points in 25 rounds: docs/concepts/statistics.md.
+At a scale of 1, a step of the same rate changes the network's outputs a tenth as much. HBN then lost ten points in 25 rounds on ordinary
+data: docs/concepts/statistics.md.
 """
 ONE_SIDED = 100.0
-"""A mixing logit whose sigmoid is 1 to the last bit of float64, and that of its negative less than any bit of a statistic."""
+"""A mixing logit whose sigmoid is exactly 1 in float64. The sigmoid of its negative is too small to change any statistic."""
 MIXING = {"learned": None, "half": 0.0, "batch": ONE_SIDED, "shared": -ONE_SIDED}
-"""The logits of every way of mixing; None: they are learned from 0."""
+"""The logits of every way of mixing. None: they are learned, from 0 on."""
 MERGES = ("unbiased", "average")
 
 
 @dataclass(frozen=True)
 class HBNOptions(Options):
+    """Options of ``hbn``."""
+
     name: ClassVar[str] = "hbn"
     lam: float | None = option(
         None,
-        "weight of a round's pooled moments in the global statistics, in the place of tracking",
+        "weight of a round's pooled moments in the global statistics, instead of tracking",
         "(0, 1]",
         symbol="lambda",
         unset=0.0,
@@ -102,27 +107,28 @@ class HBNOptions(Options):
 
 
 def combine(reports: LayerReports, tracking: float, lam: float | None, merge: str = "unbiased") -> Running:
+    """Compute a layer's new global statistics from the clients' moments."""
     pooled = (pool if merge == "unbiased" else plain_average)(reports.parts, reports.average)
     return follow(reports.shared, pooled, tracking, reports.scale) if lam is None else ema(reports.shared, pooled, lam)
 
 
 @takes(HBNOptions)
 def hbn(options: HBNOptions) -> Method:
-    """HBN.
+    """Make HBN.
 
-    ``tracking`` is the weight at the scale that a run starts with (``methods.tracking``), ``lam`` that of equation 11, which leaves
-    gradients as they are; without it they are centred (``federation.centring``). ``lower_layers``: see ``StatisticsPass``; ``hybrid`` is
-    as in the paper's code.
+    ``tracking`` is the weight at the scale at the start of a run (``methods.tracking``), and gradients are
+    centred (``federation.centring``). ``lam`` is the weight of equation 11, and gradients are not centred.
+    ``lower_layers`` is explained at ``StatisticsPass``; the paper's code has ``hybrid``.
 
-    ``evaluate``: ``exact`` is right where the global statistics follow the weights at once (lam = 1): what is evaluated is BatchNorm of
-    the union, by one exchange per layer. ``hybrid`` is right below: training then normalises with a mixture that holds old statistics,
-    and the network has learnt under it.
+    ``evaluate="exact"`` fits ``lam=1``, when the global statistics follow the weights at once. BatchNorm of
+    the union is then evaluated, after one exchange per layer. ``"hybrid"`` fits smaller weights. Training
+    then normalises with a mixture that contains old statistics, and the network has learned under it.
 
     Raises:
-        ValueError: an option would have no effect beside another.
+        ValueError: an option would have no effect together with another.
     """
     evaluate = ("exact" if options.lam == 1 else "hybrid") if options.evaluate == "auto" else options.evaluate
-    _check(options, evaluate)
+    _check_effects(options, evaluate)
     weight = options.tracking or (TRACKING if options.fraction == 1 else PARTIAL)
     return Method(
         "hbn",
@@ -140,21 +146,22 @@ def hbn(options: HBNOptions) -> Method:
     )
 
 
-def _check(options: HBNOptions, evaluate: str) -> None:
-    """Raise ValueError where an option would have no effect beside another."""
+def _check_effects(options: HBNOptions, evaluate: str) -> None:
+    """Refuse options that would have no effect together with another."""
     default = HBNOptions()
     if not options.separate:
         of_passes = ("stat_samples", "lower_layers", "measured", "evaluate")
         if given := [name for name in of_passes if getattr(options, name) != getattr(default, name)]:
-            raise ValueError(f"hbn's {given[0]} is for statistics that are measured in a pass: leave it out, or set separate to true")
+            raise ValueError(f"hbn's {given[0]} needs a statistics pass, which separate=False skips: leave it out, or set separate to true")
         if options.evaluate_clients == EVERYONE:
             raise ValueError(
-                "without a pass of its own (separate=False), HBN is evaluated with what the round's cohort reported: set evaluate_clients "
-                "to 'cohort'"
+                "without a statistics pass (separate=False), HBN is evaluated with the reports of the round's cohort: set "
+                "evaluate_clients to 'cohort'"
             )
     if options.measured == NORMALISERS and options.mixing == "shared":
         raise ValueError(
-            "with mixing='shared' the normalisers are the global statistics themselves, which would never change: set measured to 'inputs'"
+            "with mixing='shared' the normalisers are the global statistics themselves, so these would never change: set measured to "
+            "'inputs'"
         )
     if options.measured == NORMALISERS and options.lower_layers != default.lower_layers:
         raise ValueError("normalisers are measured as training has them: set lower_layers to 'hybrid', or measured to 'inputs'")

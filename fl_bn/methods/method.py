@@ -1,4 +1,4 @@
-"""What a method is: a frozen record of the layer, the roles that stay home, what is reported, and how the server combines it."""
+"""Method: a frozen record of a layer, the roles that stay local, the reports of clients, and the server's rule."""
 
 from __future__ import annotations
 
@@ -19,16 +19,32 @@ from fl_bn.support.names import check_name
 
 
 class Phase(Enum):
-    """What one message to the cohort is for."""
+    """Purpose of one message to the cohort.
+
+    Attributes:
+        TRAIN: local training.
+        FROZEN: local training with frozen statistics, which are not reported.
+        MEASURE: statistics only, without training.
+        EXCHANGE: local training with a layer-wise exchange in the first local step.
+    """
 
     TRAIN = "train"
-    FROZEN = "frozen"  # train, with the statistics frozen and unreported
-    MEASURE = "measure"  # statistics only: no training
-    EXCHANGE = "exchange"  # layer-wise exchange during the first local step
+    FROZEN = "frozen"
+    MEASURE = "measure"
+    EXCHANGE = "exchange"
 
 
 class Report(Enum):
-    """What a client says about its statistics."""
+    """Kind of statistics that a client reports.
+
+    Attributes:
+        NOTHING: none.
+        RUNNING: running statistics after training.
+        BATCHES: moments of the training batches.
+        FIRST: moments of the first training batch.
+        PASS: moments of a pass before training.
+        MOVING: moving averages over the training batches.
+    """
 
     NOTHING = "nothing"
     RUNNING = "running statistics after training"
@@ -42,12 +58,19 @@ MOMENTS = (Report.BATCHES, Report.FIRST, Report.PASS, Report.MOVING)
 
 
 class Refresh(Enum):
-    """How the shared statistics are brought up to the weights before these are evaluated and saved."""
+    """Way of updating the shared statistics for the present weights, before the model is evaluated and saved.
 
-    NOTHING = "nothing"  # they are evaluated as they were trained with
-    EXACT = "exact"  # passes in evaluation mode, pass p makes layers 1..p those of the union of all data
-    HYBRID = "hybrid"  # one pass in training mode: the moments of what every layer normalises with
-    REPORTED = "reported"  # no pass: what the round's clients reported, combined
+    Attributes:
+        NOTHING: the statistics of training are evaluated.
+        EXACT: passes in evaluation mode. Pass p makes the statistics of layers 1..p those of the union of all data.
+        HYBRID: one pass in training mode, of the moments that every layer normalises with.
+        REPORTED: no pass. The reports of the round's clients are combined.
+    """
+
+    NOTHING = "nothing"
+    EXACT = "exact"
+    HYBRID = "hybrid"
+    REPORTED = "reported"
 
 
 _NEVER_AVERAGED = DOWN_ONLY | {Role.COUNTER, Role.KEPT}
@@ -59,11 +82,15 @@ EVERYONE, COHORT = WHO = ("all", "cohort")
 
 @dataclass(frozen=True)
 class StatisticsPass:
-    """A pass over a client's data that measures every BatchNorm layer's input: no gradient, no change of state.
+    """A pass over a client's data that measures every BatchNorm layer: no gradient, no change of state.
 
-    ``lower_layers`` are normalised with the ``shared`` statistics, as in evaluation (the merge is then exact in every layer), or as in
-    training (``hybrid``; exact in the first layer). ``samples`` of a seeded random subset, 0 for all. ``measured`` are the layers'
-    ``inputs``, raw, or their ``normalisers``: mean and variance that a training batch is normalised with (``Refresh.HYBRID``).
+    Attributes:
+        lower_layers: statistics that normalise the layers below. ``shared``: as in evaluation, and combining
+            the clients' moments is then exact in every layer. ``hybrid``: as in training, and exact in the
+            first layer only.
+        samples: size of a seeded random subset; 0 for all samples.
+        measured: ``inputs``, the moments of the layers' inputs, or ``normalisers``, the mean and variance
+            that a training batch is normalised with (``Refresh.HYBRID``).
     """
 
     lower_layers: str
@@ -76,19 +103,29 @@ class StatisticsPass:
 
     @classmethod
     def asked(cls, measured: str, samples: int = 0) -> StatisticsPass:
-        """The pass of a statistics-only exchange, all clients' at once: of inputs over all data, as evaluation normalises them; of
-        normalisers as training has them, over ``samples``."""
+        """Return the pass of a statistics-only exchange.
+
+        Args:
+            measured: ``inputs``, measured over all data as in evaluation, or ``normalisers``, measured as in
+                training.
+            samples: size of the random subset for ``normalisers``; 0 for all samples.
+        """
         return cls("hybrid", samples, measured) if measured == NORMALISERS else cls("shared", 0, measured)
 
 
 @dataclass(frozen=True)
 class LayerReports:
-    """All the server knows about one layer when it combines.
+    """What the server knows about one layer when it combines the clients' reports.
 
-    ``shared``: the statistics sent down this round; ``parts``: one ``Moments`` per client, in partition order; ``momentum``: the
-    layer's own; ``steps``: training batches per client (mean, weighted by their activations); ``average``: how n clients' values become
-    one; ``pace``: the round's learning rate as a share of the first round's; ``scale``: the deviation of its input that the run started
-    with, where the server brought it there (``federation.unit_scale``), else 1.
+    Attributes:
+        shared: the statistics that the server sent in this round.
+        parts: one ``Moments`` per client, in partition order.
+        momentum: the layer's own.
+        steps: training batches per client, the mean weighted by their activations.
+        average: the rule that combines n clients' values.
+        pace: the round's learning rate divided by that of the first round.
+        scale: deviation of the layer's input at the start of the run, if the server set it
+            (``federation.unit_scale``), else 1.
     """
 
     shared: Running
@@ -101,12 +138,18 @@ class LayerReports:
 
 
 def replace_by_pooled(reports: LayerReports) -> Running:
-    """Forget the old statistics: what a statistics-only exchange with all clients measured is all there is to know."""
+    """Replace the shared statistics by the pooled reports, without regard to the old ones.
+
+    This fits a statistics-only exchange with all clients, whose reports cover all data.
+    """
     return _unbiased(pool(reports.parts, reports.average))
 
 
 def replace_by_averaged(reports: LayerReports) -> Running:
-    """Return the statistics that ``replace_by_pooled`` would, without the spread of the clients' means (HBN's second ablation)."""
+    """Replace the shared statistics by the average of the reports, without the spread of the clients' means.
+
+    This is HBN's second ablation.
+    """
     return _unbiased(plain_average(reports.parts, reports.average))
 
 
@@ -115,11 +158,12 @@ def _unbiased(moments: Moments) -> Running:
 
 
 def keep(reports: LayerReports) -> Running:
-    """The statistics do not change."""
+    """Keep the shared statistics as they are."""
     return reports.shared
 
 
 def always_train(round: int, rounds: int) -> Phase:
+    """Return the phase TRAIN for every round."""
     return Phase.TRAIN
 
 
@@ -127,18 +171,34 @@ def always_train(round: int, rounds: int) -> Phase:
 class Method:
     """One way of doing batch normalisation in federated learning.
 
-    ``layer`` replaces each BatchNorm (None: torch's own stays); ``prepare`` then changes the rest of the (copied) network. Tensors with
-    a role in ``local`` never leave their client and survive between its rounds. ``combine`` maps one layer's reports to its new shared
-    statistics. ``phase(round, rounds)`` is the calendar, rounds counted from 1. ``refresh``: the shared statistics lag behind the
-    weights (HBN), so statistics-only exchanges precede each evaluation: with ``refreshed_by``, all clients or the round's cohort, whose
-    reports ``renew`` makes into statistics. ``calibrate``: training uses the shared statistics, so they are
-    measured before round 1; ``constant``: it normalises with nothing else (FBN). ``needs_running``: torch's BatchNorm will not do without
-    running statistics. ``frozen``: what does not change in frozen rounds. ``frozen_rate``: the share of the learning rate that rounds with
-    frozen statistics run at, at most (``learning_rate``). ``scale``: the deviation of every BatchNorm layer's input that training starts
-    with, where it starts with shared statistics (``federation.unit_scale``). ``bounded_scale``, ``bounded_frozen_rate``: others, where the
-    loop bounds how far a client may move the weights in a round (``bounded``). ``centre``: gradients of weights lose their mean over the
-    inputs (``federation.centring``) in every round, or in none; None: in rounds with frozen statistics. ``restarts``: after a step that was
-    exchanged, the clients' optimisers begin anew. ``adversary``: clients that lie, in experiments.
+    Attributes:
+        name: in the run config and in reports.
+        layer: makes the replacement of a BatchNorm layer. None: torch's own stays.
+        prepare: changes the rest of the converted network.
+        local: roles of tensors that never leave their client and survive between its rounds.
+        report: the statistics that clients report after training.
+        combine: maps one layer's reports to its new shared statistics.
+        phase: ``(round, rounds) -> Phase``, the calendar. Rounds count from 1.
+        refresh: the statistics-only exchange before an evaluation, for shared statistics that lag behind the
+            weights (HBN).
+        refreshed_by: the clients in that exchange: ``all``, or the round's ``cohort``.
+        renew: maps one layer's reports of that exchange to its shared statistics.
+        calibrate: the shared statistics are measured before round 1, because training uses them.
+        constant: training normalises with the shared statistics alone (FBN).
+        statistics_pass: the pass that measures the statistics.
+        needs_running: torch's BatchNorm layers must have running statistics.
+        frozen: roles that do not change in frozen rounds.
+        frozen_rate: highest share of the learning rate in rounds with frozen statistics, see
+            ``learning_rate``.
+        scale: deviation of every BatchNorm layer's input at the start of training
+            (``federation.unit_scale``). It needs shared statistics at the start.
+        bounded_scale: ``scale`` for a loop that limits how far a client may move the weights, see
+            ``bounded``.
+        bounded_frozen_rate: ``frozen_rate`` for such a loop.
+        centre: the gradients of weights lose their mean over the inputs (``federation.centring``) in every
+            round or in none. None: in rounds with frozen statistics.
+        restarts: the clients' optimisers start again after a step with a layer-wise exchange.
+        adversary: clients that lie, in experiments.
     """
 
     name: str
@@ -165,46 +225,53 @@ class Method:
     adversary: Adversary | None = None
 
     def shares(self, role: Role) -> bool:
-        """Whether tensors of this role travel both ways. Counters never do: averaging them yields 0, or 49.999 -> 49."""
+        """Return whether tensors of this role are sent both ways.
+
+        Counters never are: their average would be 0, or 49.999 cut to 49.
+        """
         return role not in self.local and role not in _NEVER_AVERAGED
 
     def keeps(self, role: Role) -> bool:
-        """Whether tensors of this role stay at their client and survive between its rounds."""
+        """Return whether tensors of this role stay at their client and survive between its rounds."""
         return role in self.local or role is Role.KEPT or (role is Role.RECOMPUTED and Role.WEIGHT in self.local)
 
     def sends_down(self, role: Role) -> bool:
-        """Whether clients receive the server's tensors of this role and send none back."""
+        """Return whether clients receive the server's tensors of this role but never send them."""
         return role in DOWN_ONLY and not self.keeps(role)
 
     def reports(self, phase: Phase) -> Report:
-        """What a client reports in this phase."""
+        """Return the kind of statistics that a client reports in this phase."""
         if self.freezes_statistics(phase):
             return Report.NOTHING
         return Report.PASS if phase is Phase.MEASURE else self.report
 
     def measures_cohort(self, round: int) -> bool:
-        """Tell whether a statistics-only exchange after ``round`` asks its cohort alone. Before round 1, as round 0, all are asked."""
+        """Return whether only the cohort takes part in a statistics-only exchange after ``round``.
+
+        In the exchange before round 1, which counts as round 0, all clients take part.
+        """
         return round > 0 and self.refreshed_by == COHORT
 
     def freezes_statistics(self, phase: Phase) -> bool:
-        """Whether the statistics do not change in this phase."""
+        """Return whether the statistics are frozen in this phase."""
         return phase is Phase.FROZEN and Role.STATISTIC in self.frozen
 
     def centres(self, phase: Phase) -> bool:
-        """Tell whether gradients are centred in this phase."""
+        """Return whether gradients are centred in this phase."""
         return self.freezes_statistics(phase) if self.centre is None else self.centre
 
     def learning_rate(self, schedule: Callable[[int, int], float], round: int, rounds: int) -> float:
-        """Return the learning rate of ``round``: that of ``schedule``, but while the statistics are frozen at most ``frozen_rate`` times
-        the highest rate of the rounds before the freeze.
+        """Return the learning rate of ``round``.
 
-        So a schedule that has dropped as far by itself is not dropped once more. Where the statistics are frozen from round 1 on, no round
-        is before the freeze, and the schedule holds.
+        It is the schedule's. While the statistics are frozen, it is at most ``frozen_rate`` times the highest
+        rate of the rounds before the freeze. So a schedule that has already dropped as far is not reduced
+        again. If the statistics are frozen from round 1 on, no round is before the freeze, and the schedule
+        holds.
 
         Args:
             schedule: ``(round, rounds) -> learning rate``.
-            round: From 1.
-            rounds: Of the whole run.
+            round: from 1.
+            rounds: of the whole run.
         """
         rate = schedule(round, rounds)
         if self.frozen_rate == 1 or not self.freezes_statistics(self.phase(round, rounds)):
@@ -213,12 +280,15 @@ class Method:
         return min(rate, self.frozen_rate * max(before)) if before else rate
 
     def starts_constant(self, rounds: int) -> bool:
-        """Whether the first batch is normalised with shared statistics and nothing else."""
+        """Return whether the first batch is normalised with the shared statistics alone."""
         frozen = self.freezes_statistics(self.phase(1, rounds))
         return self.shares(Role.STATISTIC) and (self.constant or frozen)
 
     def uses_shared(self, rounds: int) -> bool:
-        """Whether shared statistics have a part in normalising the first batch: they are calibrated before."""
+        """Return whether the shared statistics take part in normalising the first batch.
+
+        Then they are calibrated before it.
+        """
         return self.calibrate or self.starts_constant(rounds)
 
     def bounded(self) -> Method:
@@ -232,14 +302,16 @@ class Method:
 
     @property
     def personal(self) -> bool:
-        """Whether every client evaluates a model of its own (FedBN, SiloBN)."""
+        """Return whether every client evaluates a model of its own (FedBN, SiloBN)."""
         return bool(self.local & {Role.AFFINE, Role.STATISTIC})
 
 
 FROZEN_RATE = 0.1
-"""FixBN's: the paper freezes when it divides the learning rate by ten (seed 000, section 4.2, section 5 and Table G)."""
+"""Share of the learning rate after the freeze in FixBN. Its paper freezes when it divides the learning rate by ten (seed 000, section 4.2,
+section 5 and Table G)."""
 BOUNDED_FROZEN_RATE = 0.3
-"""Of every method, where gradients are centred and clipped. At 1 a constant rate with many local steps fell after the freeze."""
+"""The share for every method if gradients are centred and clipped. At a share of 1 the accuracy fell after the freeze, in runs with a
+constant rate and many local steps."""
 
 
 def freeze(
@@ -249,29 +321,38 @@ def freeze(
     rate: float | None = None,
     unbounded_rate: float = FROZEN_RATE,
 ) -> Method:
-    """``method`` for the first ``after`` rounds (default: half of them), then with its statistics frozen (FixBN, FedTAN-II).
+    """Let ``method`` freeze its statistics after some rounds (FixBN, FedTAN-II).
 
-    In frozen rounds BatchNorm layers normalise with the statistics of round ``after``, bit for bit; affine and everything else
-    keep training, and nothing about statistics is reported. ``what``: FixBN's Table H freezes the affine parameters as well, or these
-    alone, which then are in no optimiser.
+    In frozen rounds BatchNorm layers normalise with the statistics of round ``after``, bit for bit. The
+    affine parameters and everything else keep training, and no statistics are reported.
 
-    With constants a network is no longer invariant to the scale of its weights, nor its gradient free of the mean of a layer's input, and
-    frozen at a high learning rate it collapses. So rounds with frozen statistics centre gradients (``federation.centring``), and run at no
-    more than the share ``rate`` of the learning rate before, see ``Method.learning_rate``; with 1 the schedule holds. Default:
-    ``BOUNDED_FROZEN_RATE`` where gradients are centred and clipped (``Method.bounded``), else ``unbounded_rate``.
+    A network with constant statistics depends on the scale of its weights, and its gradient contains the mean
+    of a layer's input. At a high learning rate it collapses. So frozen rounds centre gradients
+    (``federation.centring``) and reduce the learning rate (``Method.learning_rate``).
+
+    Args:
+        method: as it is in the rounds before.
+        after: last round before the freeze. Default: half of the rounds.
+        what: roles that freeze. FixBN's Table H freezes the affine parameters as well, or these alone. Frozen
+            affine parameters are in no optimiser.
+        rate: highest share of the learning rate in frozen rounds, in (0, 1]; with 1 the schedule holds.
+            Default: ``BOUNDED_FROZEN_RATE`` if gradients are centred and clipped (``Method.bounded``), else
+            ``unbounded_rate``.
+        unbounded_rate: the default share if gradients are not clipped.
 
     Raises:
-        ValueError: ``what`` is nothing that freezes, ``after`` is negative, ``rate`` is not in (0, 1], or there are no statistics.
+        ValueError: ``what`` is empty or cannot freeze, ``after`` is negative, ``rate`` is not in (0, 1], or
+            the method has no statistics.
     """
     share = unbounded_rate if rate is None else rate
     if not 0 < share <= 1:
         raise ValueError(f"the share of the learning rate in frozen rounds must be in (0, 1], but got {share}")
     if not what or not what <= {Role.STATISTIC, Role.AFFINE}:
-        raise ValueError(f"what freezes must be the statistics, the affine parameters or both, but got {set(what)}")
+        raise ValueError(f"only the statistics, the affine parameters or both can freeze, but got {set(what)}")
     if after is not None and after < 0:
         raise ValueError(f"freeze after must be a round >= 0, but got {after}")
     if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is Report.NOTHING:
-        raise ValueError(f"{method.name} knows no statistics in training, so there are none to freeze: leave out freeze after")
+        raise ValueError(f"{method.name} has no shared statistics in training, so it cannot freeze them: leave out freeze after")
     return replace(
         method,
         phase=partial(_freeze_phase, method.phase, after),
@@ -283,12 +364,19 @@ def freeze(
 
 
 def freeze_after() -> Any:
-    """The option of methods that freeze by themselves; a run config can freeze the statistics of any other by the same key."""
+    """Declare the option ``freeze-after`` of methods that freeze by themselves.
+
+    A run config can freeze the statistics of any other method by the same key.
+    """
     return option(None, "last round before the statistics freeze", ">= 0", key="freeze-after", unset=-1, otherwise="half of the rounds")
 
 
 def frozen_rate(unbounded: float = FROZEN_RATE) -> Any:
-    """The option beside it: ``unbounded`` is the method's share where gradients are not clipped."""
+    """Declare the option ``frozen-rate`` of methods that freeze by themselves.
+
+    Args:
+        unbounded: the method's default share of the learning rate if gradients are not clipped.
+    """
     return option(
         None,
         "most that rounds with frozen statistics run at, as a share of the learning rate before; 1: the schedule alone decides",
@@ -305,10 +393,13 @@ def _freeze_phase(before: Callable[[int, int], Phase], after: int | None, round:
 
 
 def attacked(method: Method, attack: str | Attack, f: int, on: str = "both", strength: float = 0.0) -> Method:
-    """``method`` in a run in which the last ``f`` clients are Byzantine, know all honest replies, and collude.
+    """Let the last ``f`` clients of a run with ``method`` be Byzantine: they know all honest replies, and collude.
 
-    See ``robust.attacks.Adversary``.
+    The other arguments are those of ``robust.attacks.Adversary``.
+
+    Raises:
+        ValueError: the method shares no tensors.
     """
     if not any(map(method.shares, Role)):
-        raise ValueError(f"{method.name} shares nothing, so nobody can attack it")
+        raise ValueError(f"{method.name} shares no tensors, so no client can attack it: leave out the attack")
     return replace(method, adversary=Adversary(attack, f, on, strength))

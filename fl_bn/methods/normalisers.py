@@ -1,8 +1,9 @@
-"""Normalisers without batch statistics, as baselines: group, layer and instance normalisation in place of every BatchNorm.
+"""Normalisers without batch statistics, as baselines: group, layer and instance normalisation instead of BatchNorm.
 
-Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of Decentralized Machine Learning, Hsieh et al., ICML 2020.
+Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of Decentralized Machine Learning, Hsieh
+et al., ICML 2020.
 
-Nothing about statistics is reported; everything is averaged as in FedAvg.
+No statistics are reported. Everything is averaged as in FedAvg.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from fl_bn.options import Options, option, takes
 
 @dataclass(frozen=True)
 class GNOptions(Options):
-    """2 groups as in the FixBN paper, whose layers have as few as 16 channels."""
+    """Options of ``gn``. There are 2 groups as in the FixBN paper, whose layers have as few as 16 channels."""
 
     name: ClassVar[str] = "gn"
     groups: int = option(2, "groups per layer", ">= 1", key="groups")
@@ -24,15 +25,15 @@ class GNOptions(Options):
 
 @takes(GNOptions)
 def gn(options: GNOptions) -> Method:
-    """Group normalisation."""
+    """Make the baseline with group normalisation, ``groups`` per layer."""
     return Method("gn", layer=partial(group_norm, groups=options.groups))
 
 
 def ln() -> Method:
-    """Layer normalisation over (C, *): one group."""
+    """Make the baseline with layer normalisation over (C, *), which is one group. It has no options."""
     return Method("ln", layer=partial(group_norm, groups=1))
 
 
 def instance() -> Method:
-    """One group per channel; for inputs with a spatial extent only."""
+    """Make the baseline with instance normalisation, for inputs with a spatial extent. It has no options."""
     return Method("in", layer=partial(group_norm, groups=0, kind=InstanceNorm))

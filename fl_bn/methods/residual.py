@@ -1,4 +1,4 @@
-"""The residual branches of a network, found by following its forward pass."""
+"""Search for the residual branches of a network, along its forward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ WEIGHTED = (nn.Linear, _ConvNd)
 
 @dataclass(frozen=True)
 class Branch:
-    """Names of its layers with weights (convolutions, linear) and of its norm layers, in the order of the forward pass."""
+    """A residual branch. Its names are in the order of the forward pass.
+
+    Attributes:
+        weighted: names of its layers with weights (convolutions, linear layers).
+        norms: names of its norm layers.
+    """
 
     weighted: tuple[str, ...]
     norms: tuple[str, ...]
@@ -28,11 +33,14 @@ class _Tracer(fx.Tracer):
 
 
 def residual_branches(model: nn.Module, prefix: str = "") -> Iterator[Branch]:
-    """Every branch whose result is added to a shortcut, in the order of the forward pass.
+    """Yield every branch whose result is added to a shortcut, in the order of the forward pass.
 
-    Where two paths from one tensor meet in an addition, the one with more layers is the branch, and the other the shortcut (with
-    equally many, the first operand is the branch). A path that itself contains such an addition is none. A module whose forward
-    cannot be traced, as it depends on values or shapes, is looked at part by part, so additions in that very forward are missed.
+    If two paths from one tensor meet in an addition, the path with more layers is the branch, and the other
+    is the shortcut. With equally many, the first operand is the branch. A path that itself contains such an
+    addition is no branch.
+
+    A module whose forward pass depends on values or shapes cannot be traced. Its parts are searched one by
+    one, and additions in its own forward pass are missed.
     """
     if not any(model.children()):
         return
@@ -49,9 +57,9 @@ def residual_branches(model: nn.Module, prefix: str = "") -> Iterator[Branch]:
         if not _adds(node) or len(node.all_input_nodes) != 2:
             continue
         first, second = (before[operand] for operand in node.all_input_nodes)
-        found = [_branch(model, graph, side, prefix) for side in (first - second, second - first)]
-        branch = max(found, key=lambda side: len(side.weighted))
-        side = first - second if branch is found[0] else second - first
+        candidates = [_branch(model, graph, side, prefix) for side in (first - second, second - first)]
+        branch = max(candidates, key=lambda side: len(side.weighted))
+        side = first - second if branch is candidates[0] else second - first
         if first & second and branch.weighted and not side & joins:
             yield branch
         joins.add(node)

@@ -8,4 +8,5 @@ from fl_bn.roles import Role
 
 
 def silobn() -> Method:
+    """Make SiloBN. It has no options."""
     return Method("silobn", local=frozenset({Role.STATISTIC, Role.COUNTER}), needs_running=True)

@@ -1,10 +1,12 @@
-"""Static BN: batch statistics in training, which nobody tracks; those of evaluation are measured when they are needed.
+"""Static BN: batch statistics in training, without tracking. The statistics of evaluation are measured on demand.
 
-HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, Diao, Ding, Tarokh, ICLR 2021, section 3
-(sBN), there queried from the clients once, after training, with batch statistics in the layers below.
+HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, Diao, Ding,
+Tarokh, ICLR 2021, section 3 (sBN). There the clients report them once, after training, with batch statistics
+in the layers below.
 
-Here, as that is exact in the first layer alone, the clients measure as often as there are BatchNorm layers, each time with the
-pooled statistics of the time before: pass p makes layers 1..p those of the union of all data. Training never sees them.
+That is exact in the first layer only. Here the clients measure as often as there are BatchNorm layers, each
+time with the pooled statistics of the pass before: pass p makes layers 1..p those of the union of all data.
+Training never uses them.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from fl_bn.methods.method import Method, Refresh
 
 
 class StaticBatchNorm(_SharedNorm):
-    """BatchNorm that normalises a training batch with its own statistics and forgets them."""
+    """BatchNorm that normalises a training batch with its own statistics and does not track them."""
 
     def normalised(self, x: Tensor) -> Tensor:
-        self.check(x)
+        """Normalise ``x`` (B, C, *) with its own moments in training, with the running statistics in evaluation."""
+        self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)
         if not self.training:
@@ -29,4 +32,5 @@ class StaticBatchNorm(_SharedNorm):
 
 
 def static_bn() -> Method:
+    """Make Static BN. It has no options."""
     return Method("static-bn", layer=StaticBatchNorm.from_batch_norm, refresh=Refresh.EXACT)

@@ -1,9 +1,10 @@
-"""How fast shared statistics follow the weights, where training normalises with them (FBN, and half of HBN).
+"""Pace at which shared statistics follow the weights, if training normalises with them (FBN, and half of HBN).
 
-They are constants of a round: the gradient does not know that they will cancel its step (Batch Normalization, Ioffe and Szegedy, ICML 2015,
-section 2). If they follow at once, the scale of activations grows from round to round, and the accuracy falls. So they follow slowly, and
-the slower the more a layer's scale has grown from where ``federation.unit_scale`` started it; at ``LIMIT`` times that they stop, and from
-there on the gradient feels what its steps do.
+They are constants of a round, so the gradient ignores that they will later cancel its step (Batch
+Normalization, Ioffe and Szegedy, ICML 2015, section 2). If they followed at once, the scale of activations
+would grow from round to round, and the accuracy would fall. So they follow slowly, and the more slowly the
+more a layer's scale has grown since ``federation.unit_scale`` set it. At ``LIMIT`` times the first scale they
+stop, and from there on the gradient includes the effect of its steps.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from fl_bn.moments import Moments, Running, ema
 from fl_bn.options import Used, option
 
 LIMIT = 1.5
-"""The growth of a layer's deviation, as its living channels' geometric mean, at which its statistics have come to a stop."""
+"""Growth of a layer's deviation, the geometric mean over its living channels, at which its statistics stop."""
 DEAD = 1e-12
-"""Share of the layer's median variance at which a channel counts as dead (behind a ReLU, or constant): it says nothing about a scale."""
+"""Share of the layer's median variance below which a channel counts as dead (behind a ReLU, or constant). It has no meaningful scale."""
 
 
 def slowdown(shared: Running, scale: float = 1.0) -> float:
-    """1 up to a deviation of ``scale``, then falling with its logarithm to 0 at ``LIMIT`` times that. Dead channels do not count; 1 where
-    all are dead."""
+    """Return the factor by which a layer's statistics follow more slowly as its scale grows.
+
+    Returns:
+        1 up to a deviation of ``scale``, then falling with the logarithm of the deviation, to 0 at ``LIMIT``
+        times ``scale``. Dead channels do not count; the factor is 1 if all are dead.
+    """
     var = shared.var.double()
     living = var[var > DEAD * var.median()]
     if len(living) == 0:
@@ -32,12 +37,28 @@ def slowdown(shared: Running, scale: float = 1.0) -> float:
 
 
 def follow(shared: Running, measured: Moments, tracking: float, scale: float = 1.0) -> Running:
-    """One step of ``tracking``, in (0, 1], towards what was measured, slowed down as the scale has grown from ``scale``; float64."""
+    """Move the shared statistics towards the measured moments by one step.
+
+    Args:
+        shared: the statistics before.
+        measured: the pooled moments of the round.
+        tracking: size of the step, in (0, 1], before ``slowdown``.
+        scale: deviation of the layer's input at the start of the run.
+
+    Returns:
+        The new statistics in float64.
+    """
     return ema(shared, measured, tracking * slowdown(shared, scale))
 
 
 def tracking(default: float | None, otherwise: str = "", *, instead: str) -> Any:
-    """Return the option that FBN and HBN share. ``instead``: the key of the weight that takes its place where it is set."""
+    """Declare the option ``tracking`` of FBN and HBN.
+
+    Args:
+        default: None if the method chooses it.
+        otherwise: the default in words, if it is None.
+        instead: key of the option that replaces it when set.
+    """
     return option(
         default,
         "weight of a round's pooled moments in the shared statistics, at the start",

@@ -1,4 +1,4 @@
-"""What stays of a BatchNorm layer in networks without normalisation: its scale and shift."""
+"""Scale and shift of a BatchNorm layer, for networks without normalisation."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 
 class ScaleShift(_NormBase):
-    """``x * weight + bias`` for inputs (B, C, *); with one feature, the same two numbers for every channel.
+    """Computes ``x * weight + bias`` for inputs (B, C, *). With one feature, all channels share the two numbers.
 
-    A norm layer by type, though it normalises nothing, so that its tensors are those of a norm layer by role, too.
+    It is a norm layer by type, although it does not normalise, so that its tensors have the roles of a norm
+    layer.
     """
 
     def forward(self, x_BC: Tensor) -> Tensor:
+        """Scale and shift ``x_BC``."""
         shape = (1, -1, *([1] * (x_BC.dim() - 2)))
         if self.weight is not None:
             x_BC = x_BC * self.weight.view(shape)
         return x_BC if self.bias is None else x_BC + self.bias.view(shape)
 
     def extra_repr(self) -> str:
+        """Describe the layer, for printing a network."""
         return f"{self.num_features}, weight={self.weight is not None}, bias={self.bias is not None}"
 
 
 def per_channel(layer: _BatchNorm) -> ScaleShift:
-    """With the affine of ``layer``."""
+    """Make a ``ScaleShift`` with the scale and shift of ``layer``."""
     new = _in_place_of(layer, layer.num_features)
     if layer.affine:
         new.load_state_dict({**new.state_dict(), **{key: tensor.detach() for key, tensor in layer.named_parameters()}})
@@ -31,7 +34,7 @@ def per_channel(layer: _BatchNorm) -> ScaleShift:
 
 
 def scalars(layer: _BatchNorm) -> ScaleShift:
-    """With one multiplier of 1 and one bias of 0 in place of the affine of ``layer``."""
+    """Make a ``ScaleShift`` with one multiplier of 1 and one bias of 0, instead of the scale and shift of ``layer``."""
     return _in_place_of(layer, 1)
 
 

@@ -1,9 +1,10 @@
-"""GN with weight standardisation: the weights of every convolution are normalised, too, and nothing depends on a batch.
+"""GN with weight standardisation: convolutions normalise their weights, too, and nothing depends on a batch.
 
-Micro-Batch Training with Batch-Channel Normalization and Weight Standardization, Qiao, Wang, Liu, Shen, Yuille, 2019, equations 2-3.
+Micro-Batch Training with Batch-Channel Normalization and Weight Standardization, Qiao, Wang, Liu, Shen,
+Yuille, 2019, equations 2-3.
 
-``W^ = (W - mean(W)) / sqrt(var(W) + eps)``, mean and (biased) variance over the inputs of each output channel. What is trained, sent and
-averaged is W itself.
+``W^ = (W - mean(W)) / sqrt(var(W) + eps)``, with mean and (biased) variance over the inputs of each output
+channel. W itself is trained, sent and averaged.
 """
 
 from __future__ import annotations
@@ -25,23 +26,29 @@ EPS = 1e-5
 
 
 def standardise(weight: Tensor) -> Tensor:
-    """``weight`` (O, I, *) with mean 0 and, but for eps, variance 1 over all axes but the first."""
+    """Scale ``weight`` (O, I, *) to mean 0 and, except for eps, variance 1 over all axes but the first."""
     dims = list(range(1, weight.dim()))
     variance, mean = torch.var_mean(weight, dims, correction=0, keepdim=True)
     return (weight - mean) * torch.rsqrt(variance + EPS)
 
 
 class StandardisedConv1d(nn.Conv1d):
+    """A 1d convolution with standardised weights."""
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, standardise(weight), bias)  # type: ignore[no-any-return]
 
 
 class StandardisedConv2d(nn.Conv2d):
+    """A 2d convolution with standardised weights."""
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, standardise(weight), bias)  # type: ignore[no-any-return]
 
 
 class StandardisedConv3d(nn.Conv3d):
+    """A 3d convolution with standardised weights."""
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, standardise(weight), bias)  # type: ignore[no-any-return]
 
@@ -54,15 +61,20 @@ KINDS: dict[type[nn.Module], type[Any]] = {
 
 
 def standardise_convolutions(model: nn.Module) -> nn.Module:
-    """Every convolution standardises its weights."""
+    """Let every convolution of ``model`` standardise its weights, in place."""
     return replace_convolutions(model, KINDS, "use gn")
 
 
 def replace_convolutions(model: nn.Module, kinds: Mapping[type[nn.Module], type[Any]], advice: str) -> nn.Module:
-    """Every convolution of ``model`` becomes the one of ``kinds`` for its type, with the same tensors, hooks and modes.
+    """Change the class of every convolution of ``model``, in place. Tensors, hooks and modes stay.
+
+    Args:
+        model: the network.
+        kinds: the new class by the old one.
+        advice: the end of an error message.
 
     Raises:
-        Unconvertible: one is of another type, or has nothing to standardise; ``advice`` ends the message.
+        Unconvertible: a convolution is of another type, or has one weight per output channel.
     """
     for name, module in model.named_modules():
         if not isinstance(module, _ConvNd):
@@ -70,11 +82,11 @@ def replace_convolutions(model: nn.Module, kinds: Mapping[type[nn.Module], type[
         if type(module) not in kinds:
             raise Unconvertible(
                 f"{name or 'the model'} ({type(module).__name__}): weight standardisation is defined for torch's own Conv1d, Conv2d and "
-                f"Conv3d, not for transposed, parametrized or derived ones: {advice}"
+                f"Conv3d, and not for transposed, parametrized or derived ones: {advice}"
             )
         if module.weight[0].numel() == 1:
             raise Unconvertible(
-                f"{name or 'the model'} ({type(module).__name__}): one weight per output channel leaves nothing to standardise: {advice}"
+                f"{name or 'the model'} ({type(module).__name__}): one weight per output channel cannot be standardised: {advice}"
             )
         module.__class__ = kinds[type(module)]  # only the forward differs
     return model
@@ -82,5 +94,5 @@ def replace_convolutions(model: nn.Module, kinds: Mapping[type[nn.Module], type[
 
 @takes(GNOptions)
 def gn_ws(options: GNOptions) -> Method:
-    """``groups`` per layer, as for ``gn``."""
+    """Make the baseline with group normalisation, ``groups`` per layer, and standardised weights."""
     return replace(gn(options.groups), name="gn-ws", prepare=standardise_convolutions)

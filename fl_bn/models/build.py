@@ -1,4 +1,4 @@
-"""Networks by name: ours, torchvision's, DeepLabv3+, or one's own function."""
+"""Networks by name: ours, torchvision's, DeepLabv3+, or a function of your own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "abide-mlp": abide_mlp,
 }
 
-# These two answer with several outputs in training, unless told otherwise, and warn if initialising is not spelt out.
+# By default, these two return several outputs in training, and warn about their initialisation.
 _TORCHVISION_OPTIONS: dict[str, dict[str, Any]] = {
     "googlenet": {"aux_logits": False, "init_weights": True},
     "inception_v3": {"aux_logits": False, "init_weights": True},
@@ -53,19 +53,26 @@ def build(
     weights: str = "",
     modules: Modules | None = None,
 ) -> nn.Module:
-    """A freshly initialised network for images (channels, image_size, image_size), with ``classes`` outputs: classes, or values, or labels.
+    """Make a freshly initialised network for images.
 
-    ``name`` is one of ``MODELS``, a classification model of torchvision ("resnet18", "vgg11_bn"), "deeplabv3plus-" and an encoder
-    (classes per pixel), or one's own function as "package.module:function", which is called with ``classes``, ``channels`` and
-    ``image_size`` by name. ``seed`` fixes the initial weights and leaves torch's global generator as it was; without one, they come from
-    that generator. ``stem``, of torchvision's: "imagenet", its own, or "small", for images of some 32 pixels (see ``stems``);
-    "auto" is "imagenet". ``weights``: a file to start from (see ``weights``), empty for none. ``modules``: where one's own function may
-    come from, if not from anywhere.
+    Args:
+        name: one of ``MODELS``, a classification model of torchvision ("resnet18", "vgg11_bn"),
+            "deeplabv3plus-" and an encoder (classes per pixel), or a function of your own as
+            "package.module:function". It is called with ``classes``, ``channels`` and ``image_size`` by name.
+        classes: number of outputs: classes, values or labels.
+        channels: of an image.
+        image_size: pixels along each side of an image.
+        seed: of the initial weights; torch's global generator is then unchanged. None: they are drawn from
+            that generator.
+        stem: of a torchvision model. "imagenet" is its own, "small" is for images of some 32 pixels (see
+            ``stems``), "auto" is "imagenet".
+        weights: a file of initial weights (see ``weights``); empty for none.
+        modules: modules that may hold a function of your own. None: any.
 
     Raises:
-        ValueError: for an unknown name, a function that is not there or does not take these arguments, images that
-            the network cannot take, or weights of another network.
-        TypeError: if one's own function returns no ``nn.Module``.
+        ValueError: the name is unknown, a function is missing or takes other arguments, the network cannot
+            take such images, or the weights are another network's.
+        TypeError: a function of your own returned no ``nn.Module``.
     """
     if min(classes, channels, image_size) < 1:
         raise ValueError(
@@ -86,7 +93,7 @@ def build(
 
 
 def is_torchvision(name: str) -> bool:
-    """Tell whether a model's name is to be one of torchvision's."""
+    """Return whether ``name`` can only be a model of torchvision."""
     return name not in MODELS and ":" not in name and not is_segmentation(name)
 
 
@@ -116,8 +123,8 @@ def _torchvision(name: str, classes: int, channels: int, image_size: int, stem: 
         return small_stem(name, classes, channels, image_size)
     if channels != 3:
         raise ValueError(
-            f"torchvision's {name} takes images of 3 channels, but these have {channels}; repeat the channel in the "
-            f"data, use stem='small' (ResNets, MobileNetV2 and VGGs), or one of {', '.join(MODELS)}"
+            f"torchvision's {name} takes images of 3 channels, but these have {channels}: repeat the channel in the "
+            f"data, or use stem='small' (ResNets, MobileNetV2 and VGGs), or one of {', '.join(MODELS)}"
         )
     model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **_TORCHVISION_OPTIONS.get(name, {}))
     return model
@@ -129,7 +136,9 @@ def _own(name: str, classes: int, channels: int, image_size: int, modules: Modul
     try:
         inspect.signature(made).bind(**arguments)
     except TypeError as error:
-        raise ValueError(f"model {name!r} must be callable as function(classes=..., channels=..., image_size=...), but {error}") from error
+        raise ValueError(
+            f"model {name!r} must be callable as function(classes=..., channels=..., image_size=...), but its signature differs: {error}"
+        ) from error
     model = made(**arguments)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model {name!r} must return a torch.nn.Module, but returned {type(model).__name__}")

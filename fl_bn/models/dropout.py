@@ -1,4 +1,4 @@
-"""Networks without dropout, as papers have them that fine-tune networks with it."""
+"""Networks without dropout, for papers that fine-tune a network and drop its dropout layers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from torch.nn.modules.dropout import _DropoutNd
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Return ``model``, changed in place: its dropout layers leave everything as it is.
+    """Switch off the dropout layers of ``model``, in place.
+
+    Returns:
+        ``model``.
 
     Raises:
-        ValueError: ``model`` has no dropout layer. A call of ``torch.nn.functional.dropout`` in its ``forward`` is none.
+        ValueError: ``model`` has no dropout layer. A call of ``torch.nn.functional.dropout`` in its
+            ``forward`` is no layer.
     """
     layers = [module for module in model.modules() if isinstance(module, _DropoutNd)]
     if not layers:

@@ -1,4 +1,4 @@
-"""Which layer of a network is its head, and a projection before it."""
+"""Search for the head of a network, and a projection before it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ Weighted = nn.Linear | _ConvNd
 
 
 def head_of(model: nn.Module) -> tuple[str, Weighted] | None:
-    """Name and module of the last linear layer, else (segmentation, SqueezeNet) the last convolution; None if there is neither.
+    """Find the head: the last linear layer, else (segmentation, SqueezeNet) the last convolution.
 
-    Last in the order of ``named_modules``, which is that of the definition: a network that defines its head first is misread.
+    The order is that of ``named_modules``, in which layers are defined. In a network that defines its head
+    first, another layer is found.
+
+    Returns:
+        Name and module, or None if there is neither.
     """
     last: tuple[str, Weighted] | None = None
     for name, module in model.named_modules():
@@ -21,15 +25,22 @@ def head_of(model: nn.Module) -> tuple[str, Weighted] | None:
 
 
 def with_projection(model: nn.Module, features: int) -> nn.Module:
-    """``model`` changed in place: two layers to ``features`` before its head, a linear layer, as in MOON (section 3.2 of its paper).
+    """Put a projection before the head of ``model``, in place, as in MOON (section 3.2 of its paper).
+
+    Args:
+        model: its head must be a linear layer.
+        features: outputs of the projection's second layer.
+
+    Returns:
+        ``model``.
 
     Raises:
-        ValueError: the head is no linear layer, or not a layer of its own.
+        ValueError: the head is no linear layer, or is the whole model.
     """
     head = head_of(model)
     if head is None or not isinstance(head[1], nn.Linear) or not head[0]:
-        found = "neither a linear layer nor a convolution" if head is None else f"{head[0] or 'the model'} ({type(head[1]).__name__})"
-        raise ValueError(f"a projection goes before a linear layer within the network, but its head is {found}: set moon-projection to 0")
+        kind = "missing" if head is None else f"{head[0] or 'the model itself'} ({type(head[1]).__name__})"
+        raise ValueError(f"a projection needs a head that is a linear layer within the network, but it is {kind}: set moon-projection to 0")
     name, layer = head[0], head[1]
     d, owner, key = layer.in_features, *name.rpartition(".")[::2]
     layers = nn.Linear(d, d), nn.ReLU(), nn.Linear(d, features), nn.Linear(features, layer.out_features, layer.bias is not None)

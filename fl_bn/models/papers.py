@@ -1,10 +1,12 @@
-"""The small networks of the papers, as their tables and published code have them.
+"""The small networks of the papers, as their tables and published code describe them.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001): appendix D and the
-authors' code (nets/models.py): ``digits-cnn``, ``alexnet-bn``, ``abide-mlp``. FBN, Guerraoui et al. (seed 003): ``fbn-cnn``. FixBN, Zhong,
-Chen, Chao (seed 000): ``lenet-cnn``. FedTAN, Wang, Shi, Chang (seed 004): ``mnist-mlp``.
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001):
+appendix D and the authors' code (nets/models.py): ``digits-cnn``, ``alexnet-bn``, ``abide-mlp``. FBN,
+Guerraoui et al. (seed 003): ``fbn-cnn``. FixBN, Zhong, Chen, Chao (seed 000): ``lenet-cnn``. FedTAN, Wang,
+Shi, Chang (seed 004): ``mnist-mlp``.
 
-Unlike in ``small``, layers before a BatchNorm keep their bias: the papers' numbers of parameters count it.
+Unlike in ``small``, layers before a BatchNorm have a bias, because the papers' numbers of parameters include
+it.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from fl_bn.models.small import check_size
 
 
 def digits_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
-    """FedBN's network for the five digits data sets (its table of the digits model): 14,219,210 parameters at 28 pixels of RGB.
+    """Make FedBN's network for the five digits data sets (its table of the digits model).
 
-    Convolutions 5x5 64-64-128, the first two followed by pooling, and hidden layers 2048 and 512; BatchNorm and ReLU after each. The
-    first linear layer fits itself to the image: 6,272 inputs at the paper's 28 pixels.
+    It has 14,219,210 parameters at 28 pixels of RGB. There are convolutions 5x5 64-64-128, the first two
+    followed by pooling, and hidden layers 2048 and 512, with BatchNorm and ReLU after each. The first linear
+    layer depends on the image size: it has 6,272 inputs at the paper's 28 pixels.
     """
     check_size("digits-cnn", image_size, 4)
     return nn.Sequential(
@@ -37,9 +40,10 @@ def digits_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def alexnet_bn(classes: int, channels: int, image_size: int) -> nn.Module:
-    """FedBN's AlexNet for Office-Caltech10 and DomainNet: BatchNorm after every layer but the last; 57,063,498 parameters for 10 classes.
+    """Make FedBN's AlexNet for Office-Caltech10 and DomainNet, with BatchNorm after every layer but the last.
 
-    Made for 256 pixels; any image of at least 63 passes, as what is left of it is averaged to 6 x 6.
+    It has 57,063,498 parameters for 10 classes. It is made for 256 pixels. Any image of at least 63 pixels
+    fits, because the last features are averaged to 6 x 6.
     """
     check_size("alexnet-bn", image_size, 63)
     return nn.Sequential(
@@ -59,16 +63,17 @@ def alexnet_bn(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def fbn_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
-    """The FBN paper's network for CIFAR-10 (its table of models): ReLU, then BatchNorm; 1,310,922 parameters at 32 pixels of RGB.
+    """Make the FBN paper's network for CIFAR-10 (its table of models): ReLU, then BatchNorm.
 
-    It ends in LogSoftmax, as the paper trains with the negative log-likelihood. Cross-entropy is the same loss here: log_softmax
-    of log-probabilities is these log-probabilities.
+    It has 1,310,922 parameters at 32 pixels of RGB. It ends in LogSoftmax, as the paper trains with the
+    negative log-likelihood. Cross-entropy is the same loss here, because log_softmax does not change
+    log-probabilities.
     """
     return _fbn("fbn-cnn", classes, channels, image_size, width=64)
 
 
 def fbn_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
-    """``fbn-cnn`` with a quarter of its channels and hidden units: 33,594 parameters at 16 pixels of RGB."""
+    """Make ``fbn-cnn`` with a quarter of its channels and hidden units: 33,594 parameters at 16 pixels of RGB."""
     return _fbn("fbn-cnn-small", classes, channels, image_size, width=16)
 
 
@@ -81,33 +86,34 @@ def _fbn(name: str, classes: int, channels: int, image_size: int, width: int) ->
         layers[f"norm{number}"] = nn.BatchNorm2d(after)
         if number % 2 == 0:
             layers |= {f"pool{number}": nn.MaxPool2d(2), f"drop{number}": nn.Dropout(0.25)}
-    left = 2 * width * (image_size // 4) ** 2
-    layers |= {"flatten": nn.Flatten(), "hidden": nn.Linear(left, 2 * width), "relu": nn.ReLU()}
+    features = 2 * width * (image_size // 4) ** 2
+    layers |= {"flatten": nn.Flatten(), "hidden": nn.Linear(features, 2 * width), "relu": nn.ReLU()}
     return nn.Sequential(layers | {"head": nn.Linear(2 * width, classes), "log_probabilities": nn.LogSoftmax(1)})
 
 
 def lenet_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
-    """LeNet-CNN of the FixBN paper, without BatchNorm: LeNet-5 with ReLU and max pooling; 62,006 parameters at 32 pixels of RGB.
+    """Make LeNet-CNN of the FixBN paper, without BatchNorm: LeNet-5 with ReLU and max pooling.
 
-    The paper gives no table of it. These are the usual sizes: convolutions 5x5 6-16, each with pooling, hidden layers 120 and 84.
+    It has 62,006 parameters at 32 pixels of RGB. The paper gives no table of it. These are the usual sizes:
+    convolutions 5x5 6-16, each with pooling, and hidden layers 120 and 84.
     """
     return _lenet("lenet-cnn", classes, channels, image_size, norm=False)
 
 
 def lenet_cnn_bn(classes: int, channels: int, image_size: int) -> nn.Module:
-    """``lenet-cnn`` with BatchNorm after every layer but the last."""
+    """Make ``lenet-cnn`` with BatchNorm after every layer but the last."""
     return _lenet("lenet-cnn-bn", classes, channels, image_size, norm=True)
 
 
 def _lenet(name: str, classes: int, channels: int, image_size: int, norm: bool) -> nn.Module:
     check_size(name, image_size, 16)
-    left = ((image_size - 4) // 2 - 4) // 2
+    side = ((image_size - 4) // 2 - 4) // 2
     return nn.Sequential(
         OrderedDict(
             block1=_convolution(channels, 6, 5, pool=nn.MaxPool2d(2), norm=norm),
             block2=_convolution(6, 16, 5, pool=nn.MaxPool2d(2), norm=norm),
             flatten=nn.Flatten(),
-            block3=_linear(16 * left**2, 120, norm=norm),
+            block3=_linear(16 * side**2, 120, norm=norm),
             block4=_linear(120, 84, norm=norm),
             head=nn.Linear(84, classes),
         )
@@ -115,7 +121,7 @@ def _lenet(name: str, classes: int, channels: int, image_size: int, norm: bool) 
 
 
 def mnist_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """The FedTAN paper's network for MNIST: one hidden layer of 30 with BatchNorm; 23,920 parameters.
+    """Make the FedTAN paper's network for MNIST: one hidden layer of 30 with BatchNorm; 23,920 parameters.
 
     The paper names no activation; here it is ReLU.
     """
@@ -125,9 +131,10 @@ def mnist_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def abide_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """FedBN's network for ABIDE I: two hidden layers of 16 with BatchNorm; 96,306 parameters for the 5,995 connectivities of a brain.
+    """Make FedBN's network for ABIDE I: two hidden layers of 16 with BatchNorm.
 
-    For tables, whose features are the channels of an image of one pixel.
+    It has 96,306 parameters for the 5,995 connectivities of a brain. It is for tables, whose features are the
+    channels of an image of one pixel.
     """
     return nn.Sequential(
         OrderedDict(flatten=nn.Flatten(), block1=_linear(channels * image_size**2, 16), block2=_linear(16, 16), head=nn.Linear(16, classes))

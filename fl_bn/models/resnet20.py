@@ -16,7 +16,10 @@ BLOCKS = 3  # per width
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with BatchNorm. The shortcut has no parameters: it skips pixels and pads channels with zeros (option A)."""
+    """Two 3x3 convolutions with BatchNorm, and a shortcut without parameters (option A).
+
+    The shortcut skips pixels and pads channels with zeros.
+    """
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -27,6 +30,7 @@ class BasicBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(after)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the block for ``x`` (B, C, H, W)."""
         shortcut = x[:, :, :: self.stride, :: self.stride]
         if self.padding:
             shortcut = F.pad(shortcut, (0, 0, 0, 0, self.padding // 2, self.padding - self.padding // 2))
@@ -34,7 +38,10 @@ class BasicBlock(nn.Module):
 
 
 def resnet20(classes: int, channels: int, image_size: int) -> nn.Module:
-    """19 convolutions with 19 BatchNorm layers and a linear head; for 10 classes of RGB images 269,722 parameters and 1,376 statistics."""
+    """Make ResNet-20: 19 convolutions with 19 BatchNorm layers, and a linear head.
+
+    For 10 classes of RGB images it has 269,722 parameters and 1,376 statistics.
+    """
     if image_size < 4:
         raise ValueError(f"model 'resnet20' needs images of at least 4 pixels, but got image_size={image_size}")
     layers: OrderedDict[str, nn.Module] = OrderedDict(

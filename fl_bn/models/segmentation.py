@@ -19,17 +19,26 @@ MULTIPLE = 16  # of the sides of an image: the encoder's output stride
 
 
 def is_segmentation(name: str) -> bool:
+    """Return whether ``name`` is a network for segmentation."""
     return name.startswith(PREFIX)
 
 
 def deeplabv3plus(name: str, classes: int, channels: int, image_size: int) -> nn.Module:
-    """``deeplabv3plus-<encoder>``, freshly initialised: images (N, channels, H, W) to scores (N, classes, H, W), H and W multiples of 16.
+    """Make a freshly initialised DeepLabv3+.
 
-    ``image_size``: one side, or 0 if images are not square; the network does not depend on it. One of its BatchNorm layers sees one value
-    per image and channel (the pooled branch of the pyramid): training needs batches of at least two.
+    It maps images (N, channels, H, W) to scores (N, classes, H, W). H and W are multiples of 16. One of its
+    BatchNorm layers sees one value per image and channel (the pooled branch of the pyramid), so training
+    needs batches of at least two.
+
+    Args:
+        name: "deeplabv3plus-" and an encoder.
+        classes: number of classes.
+        channels: of an image.
+        image_size: one side of the images, to check it. 0: images are not square.
 
     Raises:
-        ValueError: the encoder is unknown, the image has another side, or segmentation-models-pytorch is not installed.
+        ValueError: the encoder is unknown, the image has another side, or segmentation-models-pytorch is not
+            installed.
     """
     encoder = ENCODERS.get(name.removeprefix(PREFIX))
     if encoder is None:

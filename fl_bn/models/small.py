@@ -1,6 +1,6 @@
-"""Small networks with BatchNorm after every hidden layer: quick enough to train on a CPU.
+"""Small networks with BatchNorm after every hidden layer, which train quickly on a CPU.
 
-Layers before a BatchNorm have no bias of their own, as the BatchNorm's shift would make it redundant.
+Layers before a BatchNorm have no bias, as the BatchNorm's shift would make it redundant.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from torch import nn
 
 
 def simple_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Simple-CNN of the HBN paper: three 3x3 convolutions 16-32-64, each halving the image; then 128, then ``classes``.
+    """Make Simple-CNN of the HBN paper.
 
-    Its first linear layer fits itself to the image: 1,024 inputs at the paper's 32 pixels.
+    It has three 3x3 convolutions 16-32-64, each halving the image, and a hidden layer of 128. The first
+    linear layer depends on the image size: it has 1,024 inputs at the paper's 32 pixels.
     """
     check_size("simple-cnn", image_size, 8)
     return nn.Sequential(
@@ -30,10 +31,11 @@ def simple_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def digits_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
-    """The FedBN paper's digits network in small: three 3x3 convolutions 16-32-64, each halving the image, and a hidden layer of 64,
-    BatchNorm after each; 40,858 parameters for ``digits``.
+    """Make a small version of the FedBN paper's digits network.
 
-    The BatchNorm after the linear layer sees one value per image and channel, so it feels label skew most.
+    It has three 3x3 convolutions 16-32-64, each halving the image, and a hidden layer of 64, with BatchNorm
+    after each: 40,858 parameters for ``digits``. The BatchNorm after the linear layer sees one value per
+    image and channel, so label skew affects it most.
     """
     check_size("digits-cnn-small", image_size, 8)
     return nn.Sequential(
@@ -49,14 +51,16 @@ def digits_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def alexnet_bn_small(classes: int, channels: int, image_size: int) -> nn.Module:
-    """The FedBN paper's AlexNet for images of some 64 pixels: five convolutions 32-64-128-96-96 (kernels 5, 5, 3, 3, 3; stride 2
-    first; pooling after the first, second and last) and hidden layers of 256 and 256, BatchNorm after each; 612,010 parameters at 64 pixels
-    of RGB.
+    """Make a small version of the FedBN paper's AlexNet, for images of some 64 pixels.
+
+    It has five convolutions 32-64-128-96-96 (kernels 5, 5, 3, 3, 3; stride 2 first; pooling after the first,
+    second and last) and hidden layers of 256 and 256, with BatchNorm after each: 612,010 parameters at 64
+    pixels of RGB.
     """
     check_size("alexnet-bn-small", image_size, 32)
-    left = image_size
+    side = image_size
     for after in (lambda n: (n + 1) // 2, _pooled, _pooled, _pooled):
-        left = after(left)
+        side = after(side)
     return nn.Sequential(
         OrderedDict(
             block1=_alexnet(channels, 32, 5, stride=2, pool=True),
@@ -65,7 +69,7 @@ def alexnet_bn_small(classes: int, channels: int, image_size: int) -> nn.Module:
             block4=_alexnet(128, 96, 3),
             block5=_alexnet(96, 96, 3, pool=True),
             flatten=nn.Flatten(),
-            block6=_linear(96 * left**2, 256),
+            block6=_linear(96 * side**2, 256),
             block7=_linear(256, 256),
             head=nn.Linear(256, classes),
         )
@@ -73,7 +77,7 @@ def alexnet_bn_small(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Two hidden layers of 64, then ``classes``."""
+    """Make a network with two hidden layers of 64."""
     check_size("mlp", image_size, 1)
     return nn.Sequential(
         OrderedDict(
@@ -109,6 +113,10 @@ def _linear(before: int, after: int) -> nn.Sequential:
 
 
 def check_size(name: str, image_size: int, least: int) -> None:
-    """Raises ValueError for images of fewer pixels than ``least`` a side."""
+    """Refuse images of fewer than ``least`` pixels a side.
+
+    Raises:
+        ValueError: with the model's name and the sizes.
+    """
     if image_size < least:
         raise ValueError(f"model {name!r} needs images of at least {least} pixels, but got image_size={image_size}")

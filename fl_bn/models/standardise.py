@@ -1,4 +1,7 @@
-"""Standardised inputs: by published constants of a data set, since a mean of the clients' own data would have to leave them."""
+"""Standardised inputs, by the published constants of a data set.
+
+A mean of the clients' own data would have to leave the clients.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,18 @@ STANDARDS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 def standardised(model: nn.Module, name: str, channels: int) -> nn.Module:
-    """``model``, which from now on subtracts the mean of ``name`` from its inputs (B, C, *) in -1..1 and divides by the deviation.
+    """Let ``model``, in place, standardise its inputs (B, C, *), which are in -1..1.
 
-    With ``none`` it takes them as they are. No tensor is added: the saved weights are those of a network that takes standardised inputs.
+    It subtracts the mean of the data set ``name`` and divides by its deviation. No tensor is added, so the
+    saved weights fit a network that takes standardised inputs.
+
+    Args:
+        model: the network.
+        name: one of ``STANDARDS``, or ``none`` for no change.
+        channels: of the images.
+
+    Returns:
+        ``model``.
 
     Raises:
         ValueError: the constants are for another number of channels.
@@ -28,7 +40,7 @@ def standardised(model: nn.Module, name: str, channels: int) -> nn.Module:
         return model
     mean, deviation = STANDARDS[name]
     if len(mean) != channels:
-        raise ValueError(f"standardise={name!r} has constants for {len(mean)} channels, but the images have {channels}")
+        raise ValueError(f"standardise={name!r} has constants for {len(mean)} channels, but the images have {channels}: set it to 'none'")
     model.register_forward_pre_hook(partial(_standardise, mean, deviation))
     return model
 

@@ -1,6 +1,7 @@
-"""torchvision's classifiers for small images: their own stem leaves 1 pixel of CIFAR-10's 32.
+"""torchvision's classifiers for small images. With its own stem, 1 pixel remains of CIFAR-10's 32.
 
-The stems that are usual for CIFAR and Tiny-ImageNet (HBN and FixBN train ResNet-18, MobileNetV2 and VGG on these).
+These are the usual stems for CIFAR and Tiny-ImageNet. HBN and FixBN train ResNet-18, MobileNetV2 and VGG on
+these data.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ _MOBILENET = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96
 
 
 def small_stem(name: str, classes: int, channels: int, image_size: int) -> nn.Module:
-    """torchvision's ``name``, freshly initialised, for small images of any number of channels.
+    """Make torchvision's ``name``, freshly initialised, for small images of any number of channels.
 
-    ResNets: the first convolution is 3x3 with stride 1, and no pooling follows. MobileNetV2: stride 1 in the first convolution and in the
-    second stage. VGG: 512 features per image, averaged over what is left of it, and one linear layer instead of three.
+    ResNets: the first convolution is 3x3 with stride 1, and no pooling follows. MobileNetV2: the first
+    convolution and the second stage have stride 1. VGG: the last 512 features are averaged over the image,
+    and one linear layer replaces three.
 
     Raises:
-        ValueError: for another network, or images that VGG's five poolings leave nothing of.
+        ValueError: the network is another one, or images are too small for VGG's five poolings.
     """
     need(f"model {name!r}", "torchvision")
     from torchvision import models

@@ -1,4 +1,4 @@
-"""Initial weights from a file: pre-trained, or those of an earlier run."""
+"""Initial weights from a file: pre-trained weights, or those of an earlier run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from fl_bn.derived import load_tensors, plain_names
 from fl_bn.models.head import head_of
 from fl_bn.roles import Role, roles
 
-SHOWN = 5  # names in an error
+MOST_NAMES = 5  # names in an error
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Load the tensors of a state_dict in ``path`` (.pt, .pth or .safetensors) into ``model``: all of them, by name.
+    """Load the tensors of a state_dict into ``model``, all of them, by name.
 
-    Three things may differ: a head of another shape (pre-training had other classes) stays fresh, counters may be missing, and names may
-    have the prefixes ``module.`` (DataParallel, DistributedDataParallel) and ``_orig_mod.`` (``torch.compile``), or lack them. A ``.pt``
-    is read without running any code from it.
+    Three differences are allowed. A head of another shape (for the classes of pre-training) keeps its fresh
+    weights. Counters may be missing. Names may have, or lack, the prefixes ``module.`` (DataParallel,
+    DistributedDataParallel) and ``_orig_mod.`` (``torch.compile``).
+
+    Args:
+        model: changed in place.
+        path: a .pt, .pth or .safetensors file. No code in it is run.
 
     Raises:
         ValueError: there is no such file, it is no state_dict, or its names or shapes are not the model's.
@@ -35,7 +39,7 @@ def load_weights(model: nn.Module, path: str) -> None:
     missing = [name for name in own if name not in tensors and role[name] is not Role.COUNTER]
     extra = [name for name in tensors if name not in own]
     if missing or extra:
-        found = [
+        differences = [
             f"{len(names)} {what} ({_few(names)})" for names, what in ((missing, "are missing"), (extra, "are not the model's")) if names
         ]
         without = missing and not extra and all(role[name] is Role.STATISTIC for name in missing)
@@ -45,21 +49,21 @@ def load_weights(model: nn.Module, path: str) -> None:
             if without
             else "it is a file of another network"
         )
-        raise ValueError(f"weights {path}: of {len(own)} tensors by name, {' and '.join(found)}: {why}")
+        raise ValueError(f"weights {path}: of {len(own)} tensors by name, {' and '.join(differences)}: {why}")
     wrong = [name for name in tensors if tensors[name].shape != own[name].shape]
     if others := [name for name in wrong if name not in of_head]:
         shapes = [f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in others]
         raise ValueError(f"weights {path}: {len(others)} tensors have another shape ({_few(shapes)}); only the head's may differ")
-    kept = of_head if wrong else set()  # a head is one thing: an old bias beside a fresh weight would be neither
+    kept = of_head if wrong else set()  # all of the head or nothing: an old bias does not fit a fresh weight
     load_tensors(model, own | {name: tensor for name, tensor in tensors.items() if name not in kept}, strict=True)
 
 
 def _named_as(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` by ``model``'s own names, where theirs differ in the prefixes of wrappers alone."""
+    """Rename ``tensors`` to ``model``'s own names, if the names differ only in the prefixes of wrappers."""
     names = plain_names(model)
     own = {plain: name for name, plain in names.items()}
-    found = {name: name if name in names else own.get(_without_prefixes(name), name) for name in tensors}
-    return tensors if len({*found.values()}) < len(found) else {found[name]: tensor for name, tensor in tensors.items()}
+    new = {name: name if name in names else own.get(_without_prefixes(name), name) for name in tensors}
+    return tensors if len({*new.values()}) < len(new) else {new[name]: tensor for name, tensor in tensors.items()}
 
 
 def _without_prefixes(name: str) -> str:
@@ -77,12 +81,12 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         content = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
-        raise ValueError(f"weights {path}: it cannot be read as tensors alone: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"weights {path}: expected a file of tensors, but could not read it: {str(error).splitlines()[0]}") from error
     if not isinstance(content, Mapping) or not content or not all(isinstance(tensor, Tensor) for tensor in content.values()):
-        came = f"a dict of {_few([str(key) for key in content])}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
-        raise ValueError(f"weights {path}: expected a state_dict, tensors by name, but it holds {came}")
+        kind = f"a dict of {_few([str(key) for key in content])}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        raise ValueError(f"weights {path}: expected a state_dict, tensors by name, but it holds {kind}")
     return dict(content)
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    return ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")

@@ -1,7 +1,8 @@
-"""Local objectives, one file per paper: what a client minimises, or how it corrects its gradients. ``OBJECTIVES`` has them by name.
+"""Local objectives, one file per paper: the loss that a client minimises, or the way it corrects its gradients.
 
-A method (``fl_bn.methods``) decides how normalisation is federated, an objective how a client trains: any composes with any, but for the
-few that ``training.composition`` refuses.
+``OBJECTIVES`` maps a name of the run config to an objective. A method (``fl_bn.methods``) decides how
+normalisation is federated, an objective how a client trains. They combine freely, except for the few pairs
+that ``training.composition`` refuses.
 """
 
 from fl_bn.objectives.fedprox import FedProx

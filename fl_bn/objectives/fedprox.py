@@ -1,6 +1,7 @@
-"""FedProx: a client's weights are held near those it received.
+"""FedProx: a client's weights are pulled towards the weights that it received.
 
-Federated Optimization in Heterogeneous Networks, Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, MLSys 2020, Algorithm 2, equation 2.
+Federated Optimization in Heterogeneous Networks, Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, MLSys 2020,
+Algorithm 2, equation 2.
 
 Symbols: w^t -> anchors, mu -> mu.
 """
@@ -19,7 +20,7 @@ from fl_bn.options import option
 
 
 def proximal_term(weights: Sequence[Tensor], anchors: Sequence[Tensor], mu: float) -> Tensor:
-    """``mu / 2 * sum ||w - w^t||^2``, a number."""
+    """Compute ``mu / 2 * sum ||w - w^t||^2``, a scalar."""
     return mu / 2 * torch.stack([(w - a).square().sum() for w, a in zip(weights, anchors, strict=True)]).sum()
 
 
@@ -36,15 +37,17 @@ class _Proximal(Round):
 
 @dataclass(frozen=True)
 class FedProx(Objective):
-    """``mu`` is over the shared weights that are trained; what stays at home has no anchor."""
+    """FedProx's proximal term, over the shared weights that are trained. Local weights have no anchor."""
 
     mu: float = option(0.01, "strength of mu/2 ||w - w_t||^2; 0: off", ">= 0", symbol="mu")
     name: ClassVar[str] = "fedprox"
     anchored: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
+        """Begin a round whose anchors are the received weights."""
         return _Proximal(start, self.mu)
 
     @property
     def on(self) -> bool:
+        """Return whether ``mu`` is above 0."""
         return self.mu > 0

@@ -1,10 +1,11 @@
 """FedSAM: each local step follows the gradient at the worst point near the weights.
 
-Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, Liu, Tang, Lu, ICML 2022, Algorithm 1; the same as
-Improving Generalization in Federated Learning by Seeking Flat Minima, Caldarola, Caputo, Ciccone, ECCV 2022.
+Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, Liu, Tang, Lu, ICML 2022,
+Algorithm 1. The same algorithm is Improving Generalization in Federated Learning by Seeking Flat Minima,
+Caldarola, Caputo, Ciccone, ECCV 2022.
 
-A BatchNorm layer tracks, and a client reports, the statistics of the first of the two passes, at the weights themselves. Both passes
-draw the same dropout.
+A step makes two passes. BatchNorm layers track, and clients report, the statistics of the first pass, at the
+weights themselves. Both passes draw the same dropout.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ class _Sharpness(Round):
 
 @dataclass(frozen=True)
 class FedSAM(Objective):
-    """``rho``: radius of the ascent step, in the Euclidean norm over all trained parameters."""
+    """FedSAM's ascent step before each gradient, in the Euclidean norm over all trained parameters."""
 
     rho: float = option(0.05, "radius of the ascent step; 0: off", ">= 0", symbol="rho")
     name: ClassVar[str] = "fedsam"
     repeats: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
+        """Begin a round with two passes per step."""
         return _Sharpness(list(start.trained.values()), self.rho)
 
     @property
     def on(self) -> bool:
+        """Return whether ``rho`` is above 0."""
         return self.rho > 0

@@ -1,10 +1,11 @@
-"""MOON: a client's representations are drawn to those of the received model and away from those of its own previous one.
+"""MOON: a client's representations are pulled towards the received model's, away from its previous model's.
 
 Model-Contrastive Federated Learning, Li, He, Song, CVPR 2021, Algorithm 1, equation 3.
 
-The representation is the input of the network's head (``models.head``): with the projection of the paper, ``with_projection``, its
-output. The received and the previous model, the one this client had after its round before, are in evaluation mode, as in the
-authors' code; in a client's first round there is no previous model and no term (there two equal models would make a constant).
+The representation is the input of the network's head (``models.head``). With the paper's projection
+(``with_projection``), it is the projection's output. The previous model is the client's own after its last
+round. The received and the previous model are in evaluation mode, as in the authors' code. In a client's
+first round there is no previous model and no term. (Two equal models would make a constant there.)
 
 Symbols: z -> z, z_glob -> z_global, z_prev -> z_previous, tau -> temperature, mu -> mu.
 """
@@ -26,19 +27,32 @@ from fl_bn.options import option
 
 
 def contrastive_term(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
-    """Equation 3 for representations (B, d), the mean over the batch: ``-log(e^g / (e^g + e^p))``, cosine similarities over temperature."""
+    """Compute equation 3, ``-log(e^g / (e^g + e^p))``, with cosine similarities divided by the temperature.
+
+    Args:
+        z: representations of the trained model, (B, d).
+        z_global: those of the received model, (B, d). Their similarity to ``z`` is g.
+        z_previous: those of the client's previous model, (B, d). Their similarity to ``z`` is p.
+        temperature: above 0.
+
+    Returns:
+        The mean over the batch, a scalar.
+    """
     to_global = F.cosine_similarity(z, z_global, dim=1) / temperature
     to_previous = F.cosine_similarity(z, z_previous, dim=1) / temperature
     return F.softplus(to_previous - to_global).mean()
 
 
 class _Representation:
-    """What the head of ``model`` was last given, (B, d) float32 or more; of a convolution, the mean over all pixels."""
+    """The last input (B, d) of the head of ``model``, in float32 or more.
+
+    For a convolution it is the mean over all pixels.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         head = head_of(model)
         if head is None:
-            raise ValueError("moon compares what the last linear layer or convolution is given, but the model has neither")
+            raise ValueError("moon compares the inputs of the last linear layer or convolution, but the model has neither")
         self.last: Tensor | None = None
         self._handle = head[1].register_forward_pre_hook(self._keep)
 
@@ -47,16 +61,18 @@ class _Representation:
         self.last = x if x.dim() == 2 else x.flatten(2).mean(2) if not isinstance(module, nn.Linear) else x.flatten(1)
 
     def take(self) -> Tensor:
+        """Return the representation of the last forward pass and forget it."""
         assert self.last is not None
         last, self.last = self.last, None
         return last
 
     def close(self) -> None:
+        """Remove the hook from the head."""
         self._handle.remove()
 
 
 class _Fixed:
-    """A model that is only asked for representations."""
+    """A frozen copy of a model, for its representations."""
 
     def __init__(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         self.model = copied(model).eval().requires_grad_(False)
@@ -95,7 +111,7 @@ class _Contrast(Round):
 
 @dataclass(frozen=True)
 class Moon(Objective):
-    """MOON's contrastive term beside the loss."""
+    """MOON's contrastive term, added to the loss."""
 
     mu: float = option(1.0, "weight of the contrastive term; 0: off", ">= 0", symbol="mu")
     temperature: float = option(0.5, "of the contrastive term's softmax", ">= 1e-6", symbol="tau")
@@ -103,8 +119,10 @@ class Moon(Objective):
     anchored: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
+        """Begin a round that compares representations, unless it is the client's first."""
         return _Contrast(start, self.mu, self.temperature)
 
     @property
     def on(self) -> bool:
+        """Return whether ``mu`` is above 0."""
         return self.mu > 0

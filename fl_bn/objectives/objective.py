@@ -1,4 +1,4 @@
-"""What a local objective is: a value in the settings, and the round of one client that it begins."""
+"""Local objective: a value in the settings, which begins a client's round."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from torch import Tensor, nn
 
 from fl_bn.options import Options
 
-Named = Mapping[str, Tensor]
+Tensors = Mapping[str, Tensor]
 
 CONTROL = "control"  # section of the tensors that SCAFFOLD's server sends down and its clients send up
 
 
 @dataclass(frozen=True)
 class Step:
-    """One batch. ``forward`` computes its loss; ``again``, after it, once more: the same dropout, and nothing of it is recorded, neither
-    in running statistics nor in what the client reports."""
+    """One batch of a client.
+
+    Attributes:
+        x: the inputs.
+        forward: computes the loss.
+        again: after ``forward``, computes the loss once more with the same dropout. Nothing is recorded,
+            neither in running statistics nor in the client's report.
+    """
 
     x: Tensor
     forward: Callable[[], Tensor]
@@ -27,58 +33,78 @@ class Step:
 
 @dataclass(frozen=True)
 class Start:
-    """What a client's round begins with.
+    """State at the beginning of a client's round.
 
-    ``model`` holds the received weights; ``trained``: the parameters that the round changes, by name; ``shared``: those of them that the
-    server knows. ``kept``: what this objective kept at home after the client's round before, empty in its first. ``received``: of
-    section ``control``. ``counted``: what it sent after the round that ``kept`` is of has reached the server. ``full_gradient()``: of the
-    loss at the model as it is, the mean over all of the client's samples, by name; changes nothing.
+    Attributes:
+        model: holds the received weights.
+        trained: the parameters that the round changes, by name.
+        shared: names of the trained parameters that the server knows.
+        kept: tensors that this objective kept at the client after its last round. Empty in its first.
+        received: tensors of the section ``control``.
+        counted: the server received the tensors that the client sent at the end of that last round.
+        full_gradient: computes the gradient of the loss at the present model, the mean over all of the
+            client's samples, by name. It changes nothing.
     """
 
     model: nn.Module
     trained: Mapping[str, nn.Parameter]
     shared: frozenset[str]
-    kept: Named = field(default_factory=dict)
-    received: Named = field(default_factory=dict)
+    kept: Tensors = field(default_factory=dict)
+    received: Tensors = field(default_factory=dict)
     counted: bool = True
     full_gradient: Callable[[], dict[str, Tensor]] = dict
 
     def anchors(self) -> dict[str, Tensor]:
-        """Copies of the shared parameters that this round trains, as received."""
+        """Copy the shared parameters that this round trains, as received."""
         return {name: p.detach().clone() for name, p in self.trained.items() if name in self.shared}
 
 
 @dataclass(frozen=True)
 class Finish:
-    """What is left of a round: tensors ``kept`` at home for the client's next, and tensors ``sent`` in section ``control``."""
+    """Result of a client's round, beside the model.
 
-    kept: Named = field(default_factory=dict)
-    sent: Named = field(default_factory=dict)
+    Attributes:
+        kept: tensors for the client's next round, which stay at the client.
+        sent: tensors of the section ``control``.
+    """
+
+    kept: Tensors = field(default_factory=dict)
+    sent: Tensors = field(default_factory=dict)
 
 
 class Round:
-    """A client's round under the plain objective: the loss and nothing else."""
+    """A client's round under the plain objective, the loss alone."""
 
     def gradient(self, step: Step) -> Tensor:
-        """Add the objective's gradient of one batch to every parameter's ``grad``; the loss alone is returned."""
+        """Add the objective's gradient of one batch to every parameter's ``grad``.
+
+        Returns:
+            The loss alone, a scalar.
+        """
         loss = step.forward()
         loss.backward()
         return loss
 
     def finish(self, steps: int, learning_rate: float) -> Finish:
-        """After the round's last step."""
+        """Return the tensors to keep and to send, after the round's last step."""
         return Finish()
 
     def close(self) -> None:
-        """Leave nothing on the model: no more steps come, as all are done or one raised."""
+        """Remove hooks from the model. It is called after the last step, or after an error."""
 
 
 @dataclass(frozen=True)
 class Objective(Options):
-    """What a client minimises, or how it corrects its gradients; its fields are its options. This one: the loss alone (local SGD).
+    """Base of the objectives, and the plain one: the loss alone (local SGD).
 
-    ``travels``: a control variate per shared parameter travels both ways. ``repeats``: each batch is computed twice. ``anchored``: it
-    needs a server that knows the weights. ``corrects``: the gradient of a step is no longer that of a loss on its batch.
+    The fields of an objective are its options.
+
+    Attributes:
+        name: in the run config.
+        travels: one control variate per shared parameter is sent both ways.
+        repeats: each batch is computed twice.
+        anchored: the server must know the weights.
+        corrects: the gradient of a step is not the gradient of any loss on its batch.
     """
 
     name: ClassVar[str] = "none"
@@ -88,11 +114,15 @@ class Objective(Options):
     corrects: ClassVar[bool] = False
 
     def begin(self, start: Start) -> Round:
+        """Begin a client's round."""
         return Round()
 
     @property
     def on(self) -> bool:
-        """False where its strength is 0: then it is the plain objective, and nothing of it is computed, kept or sent."""
+        """Return whether the objective has any effect.
+
+        With a strength of 0 it is the plain objective: it computes, keeps and sends nothing.
+        """
         return False
 
 

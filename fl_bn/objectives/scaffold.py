@@ -1,12 +1,15 @@
 """SCAFFOLD: control variates correct the drift of the clients.
 
-SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, ICML 2020, Algorithm 1.
+SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, Karimireddy, Kale, Mohri, Reddi, Stich,
+Suresh, ICML 2020, Algorithm 1.
 
-Each client has a control variate c_i that stays at home; the server's c travels down, and the change of c_i up, as section ``control``.
-A change that was lost on its way is in the next one, so that c stays the mean of all c_i.
-There is one number per number of the shared weights and affine parameters: statistics have no gradient, so nothing corrects them.
+Each client has a control variate c_i that never leaves it. The server sends c, and the clients send the
+change of c_i, as section ``control``. If a message is lost, its change is part of the next one, so c stays
+the mean of all c_i. A control variate has one number per number of the shared weights and affine parameters.
+Statistics have no gradient, so they are not corrected.
 
-Symbols: x -> anchors, y_i -> the trained parameters, c -> received, c_i -> own, K -> steps, eta_l -> learning_rate.
+Symbols: x -> anchors, y_i -> the trained parameters, c -> received, c_i -> own, K -> steps, eta_l ->
+learning_rate.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor
 from fl_bn import options
 from fl_bn.objectives.objective import Finish, Objective, Round, Start, Step
 
-OWN, KNOWN = "", "known/"  # prefixes of what is kept: c_i, and the c_i that the server's c has counted
+OWN, KNOWN = "", "known/"  # prefixes of the kept tensors: c_i, and the c_i that is part of the server's c
 
 
 class _Controlled(Round):
@@ -51,7 +54,7 @@ class _Controlled(Round):
         return Finish({**self.kept, **keep}, {name: new[name] - known for name, known in self.known.items()})
 
     def _own(self, name: str, steps: int, learning_rate: float) -> Tensor:
-        """c_i+, line 12 of Algorithm 1."""
+        """Compute c_i+, line 12 of Algorithm 1."""
         if self.at_start is not None:
             return self.at_start[name]
         moved = (self.anchors[name] - self.trained[name].detach()) / (steps * learning_rate)
@@ -60,8 +63,12 @@ class _Controlled(Round):
 
 @dataclass(frozen=True)
 class Scaffold(Objective):
-    """``option``: of line 12: 1, a client's control variate is its gradient at the received model over all of its data, in
-    training mode; 2, the mean gradient of its local steps. ``strength`` is 1 in the paper."""
+    """SCAFFOLD's control variates.
+
+    ``option`` is that of line 12 of Algorithm 1. With 1, a client's control variate is its gradient at the
+    received model over all of its data, in training mode. With 2, it is the mean gradient of its local steps.
+    ``strength`` is 1 in the paper.
+    """
 
     option: int = options.option(2, "control variate: 1, the gradient at the received model; 2, the mean one of the local steps", "1 or 2")
     strength: float = options.option(1.0, "of the correction; 0: off", ">= 0")
@@ -71,8 +78,10 @@ class Scaffold(Objective):
     corrects: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
+        """Begin a round with corrected gradients."""
         return _Controlled(start, self.option, self.strength)
 
     @property
     def on(self) -> bool:
+        """Return whether ``strength`` is above 0."""
         return self.strength > 0

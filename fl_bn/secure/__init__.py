@@ -1,1 +1,1 @@
-"""Secure aggregation in plain torch: how sums are made additive, what they cost in privacy, and their settings."""
+"""Secure aggregation in plain torch: statistics as additive sums, their cost in privacy, and settings."""

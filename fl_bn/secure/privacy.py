@@ -1,16 +1,20 @@
-"""Client-level differential privacy with a release of the updates and one of the statistics, each with a clip of its own.
+"""Client-level differential privacy with two releases, of the updates and of the statistics, each with its own clip.
 
-A client's update and its statistics (standardised deviations, see ``additive``) are two vectors; each is scaled down to an L2 norm of at
-most its clip C, and gets Gaussian noise, so that the secure sum over the cohort has noise of standard deviation ``noise * C`` or more.
-One clip for both would either drown the statistics, whose norm is that of a few hundred numbers of order 1, or leave the update unclipped.
+A client's update and its statistics (standardised deviations, see ``additive``) are two vectors. Each is
+scaled down to an L2 norm of at most its clip C, and gets Gaussian noise, so that the secure sum over the
+cohort has noise of standard deviation ``noise * C`` or more. The norm of the statistics is that of a few
+hundred numbers of order 1. One clip for both would either drown the statistics in noise, or leave the update
+unclipped.
 
-Accounting is that of zero-concentrated DP: Concentrated Differential Privacy, Bun and Steinke, TCC 2016. A Gaussian release of noise
-multiplier z costs ``rho = 1 / (2 z^2)`` (proposition 1.6; two data sets are neighbours if one client's vector is replaced by 0); releases
-add up (lemma 1.7); ``rho`` implies ``(rho + 2 sqrt(rho ln(1 / delta)), delta)`` (proposition 1.3). That a cohort is sampled is not used:
+Accounting is that of zero-concentrated DP: Concentrated Differential Privacy, Bun and Steinke, TCC 2016. A
+Gaussian release of noise multiplier z costs ``rho = 1 / (2 z^2)`` (proposition 1.6). Two data sets are
+neighbours if one client's vector is replaced by 0. Releases add up (lemma 1.7). ``rho`` implies ``(rho + 2
+sqrt(rho ln(1 / delta)), delta)`` (proposition 1.3). Sampling of the cohort is not used to reduce the cost, so
 the figure is an upper bound.
 
-The noise is drawn from the operating system's entropy, never from the run's seed, which every client and the server know: who knows the
-noise subtracts it. A run with privacy is therefore not reproducible. A generator is an argument for tests alone.
+The noise is drawn from the operating system's entropy, never from the run's seed, which every client and the
+server know. A party that knows the noise can subtract it. So a run with privacy is not reproducible. Only
+tests pass a generator.
 """
 
 from __future__ import annotations
@@ -70,12 +74,16 @@ class Privacy(Options):
 
 
 def norm(vector: Mapping[str, Tensor]) -> float:
-    """L2 norm of all tensors together."""
+    """Return the L2 norm of all tensors together."""
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in vector.values()))
 
 
 def clipped(vector: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:
-    """``vector`` (float64), scaled down as a whole where its L2 norm exceeds ``clip``."""
+    """Scale ``vector`` down as a whole if its L2 norm exceeds ``clip``.
+
+    Returns:
+        The tensors in float64.
+    """
     length = norm(vector)
     factor = 1.0 if length <= clip else clip / length
     return {name: tensor.double() * factor for name, tensor in vector.items()}
@@ -84,79 +92,109 @@ def clipped(vector: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:
 def noisy(
     vector: Mapping[str, Tensor], clip: float, noise: float, contributors: int, rng: np.random.Generator | None = None
 ) -> dict[str, Tensor]:
-    """``vector`` plus one client's share of the noise: standard deviation ``noise * clip / sqrt(contributors)`` per number.
+    """Add one client's share of the noise to ``vector``.
 
-    ``contributors``: the fewest clients whose sum is ever revealed. The sum of so many has the noise promised, that of more has more.
-    ``rng``: for tests; by default the operating system's entropy.
+    Args:
+        vector: tensors by name.
+        clip: largest L2 norm of the vector.
+        noise: the noise multiplier.
+        contributors: the fewest clients whose sum is ever revealed. Their sum has the promised noise, a
+            larger sum has more.
+        rng: for tests. None: the operating system's entropy.
+
+    Returns:
+        The tensors in float64, with noise of standard deviation ``noise * clip / sqrt(contributors)`` per
+        number.
+
+    Raises:
+        ValueError: ``contributors`` is below 1.
     """
     if contributors < 1:
-        raise ValueError(f"noise is shared by at least 1 client, but got {contributors}")
+        raise ValueError(f"contributors must be at least 1 client, which adds all the noise, but got {contributors}")
     rng = np.random.default_rng(secrets.randbits(256)) if rng is None else rng
     deviation = noise * clip / math.sqrt(contributors)
     return {name: t.double() + torch.from_numpy(np.asarray(rng.normal(0.0, deviation, tuple(t.shape)))) for name, t in vector.items()}
 
 
 def rho(releases: int, noise: float) -> float:
-    """Zero-concentrated DP of ``releases`` Gaussian releases, each of noise multiplier ``noise``."""
+    """Return the zero-concentrated DP of ``releases`` Gaussian releases of noise multiplier ``noise``."""
     return releases / (2 * noise**2)
 
 
 def epsilon(releases: int, noise: float, delta: float) -> float:
-    """Of ``(epsilon, delta)``-DP at client level after ``releases``; an upper bound."""
+    """Return the epsilon of ``(epsilon, delta)``-DP at client level after ``releases``. It is an upper bound."""
     cost = rho(releases, noise)
     return cost + 2 * math.sqrt(cost * math.log(1 / delta))
 
 
 class Journal:
-    """The releases of one run in a file: one line per spend, durable before ``add`` returns."""
+    """The releases of one run in a file, one line per spend."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def add(self, releases: int) -> None:
-        """Raises OSError where it cannot be kept."""
+        """Add a line, which is durable when the call returns.
+
+        Raises:
+            OSError: the line cannot be written.
+        """
         append(self.path, json.dumps({"releases": releases}).encode())
 
     def total(self) -> int:
-        """All releases that were ever added. A line that a crash cut short counts ``MOST``."""
+        """Return the number of all releases that were ever added. A line that a crash cut short counts ``MOST``."""
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
         return sum(map(_released, filter(None, lines)))
 
 
 def _released(line: bytes) -> int:
     try:
-        found = json.loads(line)["releases"]
+        releases = json.loads(line)["releases"]
     except (ValueError, KeyError, TypeError):
         return MOST
-    return found if type(found) is int and found >= 0 else MOST
+    return releases if type(releases) is int and releases >= 0 else MOST
 
 
 class Accountant:
-    """Counts the releases of one run. A training round makes one of the updates, and one of the statistics where the method reports any;
-    a statistics-only exchange makes one."""
+    """Counts the releases of one run.
+
+    A training round has one release of the updates, and one of the statistics if the method reports any. A
+    statistics-only exchange has one.
+
+    Attributes:
+        privacy: the settings.
+        releases: their number so far.
+    """
 
     def __init__(self, privacy: Privacy, releases: int = 0) -> None:
         self.privacy, self.releases = privacy, releases
         self._journal: Journal | None = None
 
     def keep_in(self, journal: Journal) -> None:
-        """Go on from what ``journal`` has, and enter every spend there."""
+        """Continue from the total of ``journal``, and record every spend there."""
         self.releases += journal.total()
         self._journal = journal
 
     def spend(self, releases: int) -> None:
-        """To be called before what it pays for. Raises OSError where the journal cannot keep it: then nothing may be released."""
+        """Record releases, before they are made.
+
+        Raises:
+            OSError: the journal cannot be written. Then nothing may be released.
+        """
         if self._journal is not None:
             self._journal.add(releases)
         self.releases += releases
 
     def at_least(self, releases: int) -> None:
-        """A checkpoint knows of so many; the journal knows of more, where the run went on after it."""
+        """Raise the number of releases to ``releases``, the number in a checkpoint.
+
+        The journal may have more, if the run went on after the checkpoint.
+        """
         if releases > self.releases:
             self.spend(releases - self.releases)
 
     def statement(self) -> str:
-        """One line for the log and the summary."""
+        """Describe the cost so far in one line, for the log and the summary."""
         p = self.privacy
         return (
             f"privacy: epsilon {epsilon(self.releases, p.noise, p.delta):.3g} at delta {p.delta:g} per client after {self.releases} "

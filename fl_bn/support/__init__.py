@@ -1,1 +1,1 @@
-"""Small tools that know nothing of federated learning: files, locks, names, imports, texts from outside."""
+"""Small tools without any federated learning: files, locks, names, imports, texts from other machines."""

@@ -1,4 +1,7 @@
-"""Names of clients and of Flower's nodes for logs, errors and records: the names of their sites, or numbers where sites have none."""
+"""Names of clients and of Flower's nodes for logs, errors and records.
+
+A client is called by the name of its site, or by its number if sites have no names.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,31 @@ SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a site's name, which becomes
 
 @dataclass(frozen=True)
 class ClientNames:
-    """``names`` of the sites and Flower's ``nodes``, both by client index; empty where nobody has named them, as in a simulation."""
+    """Names of clients and nodes. Both are empty in a simulation.
+
+    Attributes:
+        names: of the sites, by client index.
+        nodes: Flower's node ids, by client index.
+    """
 
     names: tuple[str, ...] = ()
     nodes: tuple[int, ...] = ()
 
     def site(self, index: int) -> str:
-        """The name alone; empty where it has none."""
+        """Return the site's name alone; empty if it has none."""
         return self.names[index] if 0 <= index < len(self.names) else ""
 
     def client(self, index: int) -> str:
-        """
+        """Name a client.
+
         >>> ClientNames().client(2), ClientNames(("east", "west")).client(1)
         ('client 2', 'site west')
         """
         return f"site {name}" if (name := self.site(index)) else f"client {index}"
 
     def clients(self, indices: Iterable[int]) -> str:
-        """
+        """Name several clients.
+
         >>> ClientNames().clients([0, 2]), ClientNames(("east", "west")).clients([0, 1])
         ('clients 0, 2', 'sites east, west')
         """
@@ -40,7 +50,8 @@ class ClientNames:
         return f"{what} {', '.join(self.site(index) if named else str(index) for index in some)}"
 
     def node(self, node: int) -> str:
-        """
+        """Name a node of Flower.
+
         >>> ClientNames(("east", "west"), (17, 4)).node(4), ClientNames().node(4)
         ('site west', 'node 4')
         """

@@ -1,4 +1,4 @@
-"""The commit that this package comes from. It is known without git, too: in images, and at the sites of a deployment."""
+"""The commit of this package, which is known without git, too: in images, and at the sites of a deployment."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import tomllib
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]  # fl_bn
-COMMIT = "commit.toml"  # a file of the package that says it
+COMMIT = "commit.toml"  # a file of the package that holds it
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of the source tree in ``folder``, with ``+`` if it was changed; empty outside a checkout."""
+    """Return the commit of the source tree in ``folder``, with ``+`` if it was changed; empty outside a checkout."""
     git = ["git", "-C", str(folder)]
     try:
         commit = subprocess.run(
@@ -24,6 +24,10 @@ def commit_of(folder: Path) -> str:
 
 
 def commit() -> str:
-    """The commit of this package: as the file ``COMMIT`` says, which lies in images and travels with runs; else the checkout's."""
-    told = PACKAGE / COMMIT
-    return str(tomllib.loads(told.read_text()).get("commit", "")) if told.exists() else commit_of(PACKAGE)
+    """Return the commit of this package.
+
+    It is in the file ``COMMIT``, which is part of images and travels with runs. Without that file, it is the
+    checkout's.
+    """
+    file = PACKAGE / COMMIT
+    return str(tomllib.loads(file.read_text()).get("commit", "")) if file.exists() else commit_of(PACKAGE)

@@ -1,4 +1,4 @@
-"""What one check found: of a data set's files, or of a machine that is to take part."""
+"""Finding of one check: of a data set's files, or of a machine that is to take part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """``warn``: it may go well as it is; ``fail``: it will not. ``do``: what to do, in both cases. Raises ValueError without it."""
+    """Result of one check.
+
+    Attributes:
+        status: ``ok``; ``warn``, a possible problem; or ``fail``, a certain one.
+        check: name of the check.
+        text: the result in words.
+        do: what to do about a warning or a failure; empty for ``ok``.
+
+    Raises:
+        ValueError: ``do`` is missing, or given for ``ok``.
+    """
 
     status: Status
     check: str
@@ -19,9 +29,9 @@ class Finding:
 
     def __post_init__(self) -> None:
         if bool(self.do) == (self.status == "ok"):
-            raise ValueError(f"{self.check}: a warning or a failure says what to do, and nothing else does, but got {self}")
+            raise ValueError(f"{self.check}: expected what to do with a warning or a failure, and with no other status, but got {self}")
 
     def __str__(self) -> str:
-        """One line, whatever the text holds."""
-        told = " -> ".join(filter(None, (self.text, self.do)))
-        return f"{self.status:<4}  {self.check}: {' '.join(told.split())}"
+        """Describe the finding in one line, whatever the text holds."""
+        message = " -> ".join(filter(None, (self.text, self.do)))
+        return f"{self.status:<4}  {self.check}: {' '.join(message.split())}"

@@ -1,4 +1,4 @@
-"""Configs as Flower's command lines take them; without torch, since whoever starts a process should not wait for it."""
+"""Configs in the form of Flower's command lines. No torch is imported, so that processes start quickly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ SERVER = "FL_BN_SERVER"  # in the environment of a deployed ServerApp: the serve
 
 
 def flower_config(values: Mapping[str, Scalar]) -> str:
-    """``key=value`` pairs as Flower's --node-config and --run-config read them. Raises ValueError for a text that they cannot carry."""
+    """Write ``key=value`` pairs for Flower's --node-config and --run-config.
+
+    Raises:
+        ValueError: Flower's form cannot hold a text.
+    """
     return " ".join(f"{name}={_scalar(name, value)}" for name, value in values.items())
 
 
@@ -20,5 +24,5 @@ def _scalar(name: str, value: Scalar) -> str:
         return repr(value)
     single = '"' in value or "\\" in value
     if not value.isprintable() or (single and "'" in value):
-        raise ValueError(f"{name}: Flower's configs cannot carry line breaks, nor both kinds of quotes, but got {value!r}")
+        raise ValueError(f"{name}: a value in Flower's configs must have no line break and at most one kind of quotes, but got {value!r}")
     return f"'{value}'" if single else f'"{value}"'

@@ -1,4 +1,4 @@
-"""Imports of torch and Flower, quick."""
+"""Fast imports of torch and Flower."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Collect no garbage while modules are loaded, and never look at them again, not at the end either.
+    """Collect no garbage while modules are imported, and exclude their objects from collection for good.
 
-    Loading torch and Flower makes a quarter of a million objects that live as long as the process. The collector would look at all of
-    them time and again, and once more when Python ends: together almost a second (benchmarks/README.md, "Throughput").
+    Importing torch and Flower makes a quarter of a million objects that live as long as the process. The
+    collector would scan all of them many times, and once more when Python ends: together almost a second
+    (benchmarks/README.md, "Throughput").
     """
     was = gc.isenabled()
     gc.disable()

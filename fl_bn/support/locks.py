@@ -1,4 +1,4 @@
-"""Files that one process holds against others, as long as it lives."""
+"""Files that one process locks against others, as long as it lives."""
 
 from __future__ import annotations
 
@@ -19,26 +19,32 @@ class Unsupported(RuntimeError):
 
 
 def hold(file: IO[str], *, shared: bool = False) -> None:
-    """Hold ``file`` until it is closed, or this process ends; with others that hold it ``shared``, too.
+    """Lock ``file`` until it is closed, or this process ends.
+
+    Args:
+        file: an open file.
+        shared: allow other processes that also lock it ``shared``.
 
     Raises:
-        BlockingIOError: another process holds it.
+        BlockingIOError: another process has locked it.
         OSError: its file system has no locks.
-        Unsupported: the operating system has none of this kind.
+        Unsupported: the operating system has no locks of this kind.
     """
     if fcntl is None:
-        raise Unsupported("this command needs Linux or macOS, whose file locks it uses (fcntl): on Windows, use it in WSL")
+        raise Unsupported("this command needs the file locks of Linux or macOS (fcntl), which Windows lacks: use it in WSL")
     fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
 
 def take(path: Path, lockless: Callable[[], None] = lambda: None) -> IO[str]:
-    """Hold the file at ``path``, made where there is none, until ``release``, or until this process ends.
+    """Lock the file at ``path``, which is created if missing, until ``release`` or the end of this process.
 
-    ``lockless`` is called where the file system has no locks: the file is then held against nobody.
+    Args:
+        path: the file.
+        lockless: called if the file system has no locks. No other process is then kept out.
 
     Raises:
-        BlockingIOError: another process holds it.
-        Unsupported: as ``hold``.
+        BlockingIOError: another process has locked it.
+        Unsupported: the operating system has no locks of this kind.
     """
     while True:
         lock = path.open("w")
@@ -53,10 +59,10 @@ def take(path: Path, lockless: Callable[[], None] = lambda: None) -> IO[str]:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
                 return lock
-        lock.close()  # whoever held it removed it between our opening and our locking: that file holds nobody back any more
+        lock.close()  # another process removed the file between our opening and our locking: a lock on it keeps no process out
 
 
 def release(lock: IO[str], path: Path) -> None:
-    """Give up the file at ``path`` that ``take`` returned, and remove it."""
+    """Unlock the file at ``path`` that ``take`` returned, and remove it."""
     path.unlink(missing_ok=True)
     lock.close()

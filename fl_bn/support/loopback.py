@@ -1,4 +1,7 @@
-"""Connections of this machine with itself. gRPC sends them, too, through the proxy that a variable names: it excepts no host by itself."""
+"""Connections of this machine with itself.
+
+gRPC sends them, too, through the proxy that an environment variable names, and by default excludes no host.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ HERE = ("127.0.0.0/8", "::1", "localhost")  # as gRPC understands them
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine alone, so that nobody outside can listen."""
+    """Return whether ``host`` is this machine alone, so that no other machine can listen."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -18,16 +21,19 @@ def is_loopback(host: str) -> bool:
 
 
 def direct(address: str) -> list[tuple[str, int]]:
-    """A gRPC channel's options, by which one to HOST:PORT of this machine goes through no proxy."""
+    """Return the options of a gRPC channel to HOST:PORT, by which a channel to this machine uses no proxy."""
     return [("grpc.enable_http_proxy", 0)] if is_loopback(address.rpartition(":")[0].strip("[]")) else []
 
 
 def excepted(variables: Mapping[str, str]) -> list[str]:
-    """The hosts that gRPC reaches without a proxy, as the environment's ``variables`` say."""
+    """Return the hosts that gRPC reaches without a proxy, from the environment's ``variables``."""
     listed = next((variables[name] for name in EXCEPTIONS if name in variables), "")
     return [host.strip() for host in listed.split(",") if host.strip()]
 
 
 def with_exceptions(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variable that excepts this machine, too, in programs that are not ours. Only gRPC reads it, so nothing changes for others."""
+    """Return the variable that excludes this machine, too, for programs that are not ours.
+
+    Only gRPC reads it, so nothing changes for other software.
+    """
     return {EXCEPTIONS[0]: ",".join(dict.fromkeys([*excepted(variables), *HERE]))}

@@ -1,42 +1,54 @@
-"""Names that people type: one sentence says what was expected, what came, and which known name is nearest."""
+"""Errors for names that people type. One sentence has the expected names, the given one, and the nearest known one."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
 
-LONG = 200  # characters of a value that an error repeats
+LONG = 200  # most characters of a value in an error
 
 
 def short(value: object) -> str:
-    """``repr(value)``, cut after ``LONG`` characters."""
+    """Return ``repr(value)``, cut after ``LONG`` characters."""
     text = repr(value)
     return text if len(text) <= LONG else f"{text[:LONG]}..."
 
 
 def nearest(name: object, known: Collection[str]) -> str:
-    """``: did you mean 'fedbn'?``, or nothing where no known name is near."""
+    """Return ``: did you mean 'fedbn'?``, or nothing if no known name is near."""
     near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) and name not in known else []
     return f": did you mean {near[0]!r}?" if near else ""
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """The parts of a list separated by commas; none of an empty one."""
+    """Split a list at its commas. An empty text has no parts."""
     return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
 
 
 def unknown(what: str, name: object, known: Collection[str], where: str = "") -> str:
-    """Says that there is no such key, line or table: with the nearest name, or with all where none is near."""
+    """Write an error for an unknown key, line or table: with the nearest name, or with all if none is near."""
     near = nearest(name, known)
     return f"unknown {what} {short(name)}{where}" + (near or f" (known: {', '.join(known)})")
 
 
 def expected(what: str, name: object, known: Collection[str], others: str = "", hidden: Collection[str] = ()) -> str:
-    """Says that a name is none of ``known``; ``others``: what else could have been given, in words; ``hidden``: names of it."""
+    """Write an error for a name that is not among ``known``.
+
+    Args:
+        what: the thing that the name should name.
+        name: the given name.
+        known: the accepted names.
+        others: other accepted values, in words.
+        hidden: names of these, which are only suggested if they are near.
+    """
     return f"{what} must be one of {', '.join(known)}{others}, but got {short(name)}{nearest(name, [*known, *hidden])}"
 
 
 def check_name(what: str, name: object, known: Collection[str]) -> None:
-    """Raises ValueError where ``name`` is none of ``known``."""
+    """Refuse a name that is not among ``known``.
+
+    Raises:
+        ValueError: with the known names.
+    """
     if not isinstance(name, str) or name not in known:
         raise ValueError(expected(what, name, known))

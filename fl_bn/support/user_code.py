@@ -1,8 +1,10 @@
-"""Functions of one's own, "package.module:function", and whose modules a run config may name; modules of installed packages that add names.
+"""Functions of a user, named as "package.module:function", and the modules that a run config may name.
 
-A run config travels from whoever submits a run to every machine that takes part, and no signature covers it. It may therefore name
-functions of the app's own modules, whose code a site has already accepted, and of modules that the machine's owner allows. Every other
-name (``os:system``) is refused before anything is imported.
+A run config travels from its author to every machine that takes part, without a signature. So it may only
+name functions of the app's own modules, whose code a site has already accepted, and of modules that the
+machine's owner allows. Every other name (``os:system``) is refused before anything is imported.
+
+Installed packages may add names, too: ``import_extensions``.
 """
 
 from __future__ import annotations
@@ -24,21 +26,23 @@ from typing import Any
 
 GROUP = "fl_bn"  # of entry points
 VARIABLE = "FL_BN_ALLOW_MODULES"  # for machines, and programs, without a node config
-OWN = "*"  # allows every module that is neither Python's, nor an installed package's
-OURS = "fl_bn"  # none of its functions is meant to be named
+OWN = "*"  # allows every module outside of Python's own and of installed packages
+OURS = "fl_bn"  # its functions may never be named
 _STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 class Refused(ValueError):
-    """A module that a run config may not name here."""
+    """A run config names a module that it may not name here."""
 
 
 @dataclass(frozen=True)
 class Modules:
-    """The modules of which a run config may name functions.
+    """The modules whose functions a run config may name.
 
-    ``app``: the app's folder; modules that lie in it are its own. ``names``: modules that the machine's owner allows, with all below them.
+    Attributes:
+        app: the app's folder. Modules in it are its own.
+        names: modules that the machine's owner allows, with all below them.
     """
 
     app: Path | None = None
@@ -46,21 +50,28 @@ class Modules:
 
     @classmethod
     def of(cls, app: Path | None, allowed: str = "") -> Modules:
-        """``allowed``: names separated by commas, as in a node config; those in ``FL_BN_ALLOW_MODULES`` count, too.
+        """Collect the allowed modules of this machine.
 
-        ``app`` counts where it is a Flower app's folder. A folder of installed packages is none.
+        Args:
+            app: a folder, which counts if it is a Flower app's. A folder of installed packages does not.
+            allowed: names separated by commas, as in a node config. Those in ``FL_BN_ALLOW_MODULES`` count,
+                too.
         """
         texts = (allowed, os.environ.get(VARIABLE, ""))
         names = tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
         return cls(app.resolve() if app is not None and _is_app(app) else None, names)
 
     def check(self, module: str) -> None:
-        """Raises Refused unless a run config may name functions of ``module``. Imports nothing."""
+        """Refuse a module whose functions a run config may not name. Nothing is imported.
+
+        Raises:
+            Refused: with the reason and what to do.
+        """
         top = module.partition(".")[0]
         if any(f"{module}.".startswith(f"{name}.") for name in self.names if name != OWN):
             return
         if top == OURS:
-            raise Refused(f"{module} is part of fl-bn, whose functions are not meant for it; {_ADVICE}")
+            raise Refused(f"{module} is part of fl-bn, whose functions a run config may not name; {_ADVICE}")
         places = _places(top)
         if not places:
             raise Refused(f"there is no module {top!r}; install its package, or put its folder on PYTHONPATH")
@@ -72,7 +83,10 @@ class Modules:
         raise Refused(f"{module} is {whose}; {_ADVICE}")
 
     def _holds(self, module: str) -> bool:
-        """Whether the app has a file for ``module``: where other folders continue a package without __init__, the first file counts."""
+        """Return whether the app has a file for ``module``.
+
+        Other folders may continue a package without __init__, so the first file counts.
+        """
         assert self.app is not None
         base = self.app.joinpath(*module.split("."))
         return base.with_suffix(".py").is_file() or (base / "__init__.py").is_file()
@@ -85,14 +99,17 @@ _ADVICE = (
 
 
 def function(what: str, name: str, modules: Modules | None = None) -> Callable[..., Any]:
-    """The function ``name``, "package.module:function". ``what`` it is stands in errors.
+    """Import a function by its name.
 
-    ``modules``: where it may come from; None: from anywhere.
+    Args:
+        what: the thing that it makes, for the message.
+        name: "package.module:function".
+        modules: modules that may hold it. None: any.
 
     Raises:
-        Refused: ``modules`` do not allow its module, or the one that it was defined in.
-        ValueError: the name is none, or there is no such function.
-        Exception: whatever importing its module raises.
+        Refused: ``modules`` do not allow its module, or the one that defines it.
+        ValueError: the name has another form, or there is no such function.
+        Exception: importing its module raised it.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not all(part.isidentifier() for part in [*module_name.split("."), function_name]):
@@ -107,29 +124,30 @@ def function(what: str, name: str, modules: Modules | None = None) -> Callable[.
         raise ValueError(
             f"{what} {name!r}: there is no module {error.name!r}; install its package, or put its folder on PYTHONPATH"
         ) from error
-    found = getattr(module, function_name, None)
-    if not callable(found):
-        public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+    value = getattr(module, function_name, None)
+    if not callable(value):
+        public = [key for key, member in vars(module).items() if inspect.isfunction(member) and not key.startswith("_")]
         raise ValueError(
             f"{what} {name!r}: expected a function {function_name!r} in {module_name}, which has {', '.join(public) or 'no functions'}"
         )
     if modules is not None:  # a module also holds what it imported: ``from os import system``
-        _check(modules, what, name, str(getattr(found, "__module__", None)))
-    return found  # type: ignore[no-any-return]
+        _check(modules, what, name, str(getattr(value, "__module__", None)))
+    return value  # type: ignore[no-any-return]
 
 
 @cache
 def import_extensions() -> None:
-    """Import the modules that installed packages name in the entry-point group ``fl_bn``: each enters what it adds, as in
-    ``METHODS["mine"] = mine``.
+    """Import the modules that installed packages list in the entry-point group ``fl_bn``.
+
+    Each registers its additions, as in ``METHODS["mine"] = mine``.
 
     Raises:
-        ValueError: one cannot be imported.
+        ValueError: a module cannot be imported.
     """
     for point in entry_points(group=GROUP):
         try:
             point.load()
-        except Exception as error:  # another's code
+        except Exception as error:  # another package's code may raise anything
             whose = f"the installed package {point.dist.name}" if point.dist else "an installed package"
             raise ValueError(f"{whose} adds {point.value} to fl-bn, which fails with {type(error).__name__}: {error}") from error
 
@@ -158,7 +176,7 @@ def _spec(top: str) -> ModuleSpec | None:
 
 
 def _places(top: str) -> list[Path]:
-    """The folders in which the module or package ``top`` lies; empty: there is none."""
+    """Return the folders of the module or package ``top``; empty if there is none."""
     spec = _spec(top)
     if spec is None:
         return []

@@ -1,4 +1,4 @@
-"""What another side sent and this one refuses: the error, and its texts cut so that they neither fill a log nor break its lines."""
+"""Errors about messages of another side, and excerpts of its texts that neither fill a log nor break its lines."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import copyreg
 import re
 from typing import Any
 
-SHOWN = 80  # characters of what came that an error repeats
-REASON = 500  # characters of another side's error that a log and a record repeat
+SHOWN = 80  # most characters of a received text in an error
+REASON = 500  # most characters of another side's error in a log and a record
 END = "'>"
-RAISED = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'")  # as Flower reports what a ClientApp raised: <class 'a.B'>:<'message'>
+RAISED = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'")  # Flower's report of an error in a ClientApp: <class 'a.B'>:<'message'>
 
 
 class WireError(ValueError):
-    """A message is not what this side expects; names the section and the tensor, or the record and the field."""
+    """A message differs from what this side expects.
+
+    Attributes:
+        section: the section, or the record.
+        tensor: the tensor, or the field.
+        problem: the difference in words.
+    """
 
     def __init__(self, section: str, tensor: str, problem: str) -> None:
         self.section, self.tensor, self.problem = shown(section), shown(tensor), problem
@@ -24,22 +30,29 @@ class WireError(ValueError):
 
 
 class Absent(WireError):
-    """A client that could not take part, and says so."""
+    """A client reports that it could not take part."""
 
 
 def check_samples(samples: int) -> None:
-    """Raises Absent where a client says that it trained on none."""
+    """Refuse a report of a client that trained on no samples.
+
+    Raises:
+        Absent: ``samples`` is 0.
+    """
     if samples == 0:
-        raise Absent("metrics", "samples", "0: the client trained on nothing this round")
+        raise Absent("metrics", "samples", "0: the client trained on no samples in this round")
 
 
 def shown(text: str, most: int = SHOWN) -> str:
-    """``text`` for a log: what another side sent neither fills it nor breaks its lines."""
+    """Shorten a received text for a log, so that it neither fills the log nor breaks its lines."""
     return text if len(text) <= most and text.isprintable() else f"{text[:most]!r}{' ...' if len(text) > most else ''}"
 
 
 def reason(text: str | None) -> str:
-    """Another side's error on one line, cut to ``REASON`` characters; of what a ClientApp raised, the class's own name and its message."""
+    """Shorten another side's error to one line of ``REASON`` characters.
+
+    For an error that a ClientApp raised, the line has the class's own name and its message.
+    """
     text = (text or "")[: 4 * REASON]
     if raised := RAISED.match(text):
         text = f"{raised[1]}: {text[raised.end() :].removesuffix(END)}"
@@ -48,7 +61,10 @@ def reason(text: str | None) -> str:
 
 
 def said(value: object) -> str:
-    """``value`` for an error message: at most ``SHOWN`` characters, and nothing large is formatted to find them."""
+    """Describe a received value for an error message, in at most ``SHOWN`` characters.
+
+    Large values are not formatted for it.
+    """
     if isinstance(value, str | bytes):
         return f"{value[:SHOWN]!r}" + (f" ... ({len(value)} long)" if len(value) > SHOWN else "")
     if isinstance(value, list | tuple):

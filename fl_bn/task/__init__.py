@@ -1,9 +1,11 @@
-"""Tasks, one file per kind: what a batch holds, what a network's output costs, and which metrics are measured.
+"""Tasks, one file per kind: how to read a batch, the loss of an output, and the metrics.
 
-A task's metrics are computed from sums: those of two sets of data add up to those of their union (torchmetrics' merge rule). So an
-evaluation in batches, at clients, by domain, or under secure aggregation gives what one pass over all data gives.
+A task's metrics are computed from sums. The sums of two sets of data add up to those of their union
+(torchmetrics' merge rule). So an evaluation in batches, at clients, by domain, or under secure aggregation
+gives the result of one pass over all data.
 
-A task of one's own is a class of about ten lines. Its network has one output per sample, its labels are grades:
+A task of your own is a class of about ten lines. In this one, the network has one output per sample, and
+labels are grades:
 
 >>> import torch
 >>> from torch.nn import functional as F

@@ -1,4 +1,7 @@
-"""One of C classes, per sample or per pixel. Legend: B samples of a batch, C classes, H height, W width."""
+"""Tasks with one of C classes, per sample or per pixel.
+
+Legend: B samples of a batch, C classes, H height, W width.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,26 @@ from torch.nn import functional as F
 from fl_bn.task.targets import LABELS, MASKS
 from fl_bn.task.task import SHARE, Range, Task
 
-IGNORE = 255  # what a mask says of a pixel that counts neither in the loss nor in the score
+IGNORE = 255  # a mask's value for a pixel without a label: it counts neither in the loss nor in the metrics
 MEAN_IOU, CLASS = "mean-iou", "accuracy-class-"
 
 
 class Classification(Task):
-    """One of C classes per sample: scores (B, C), labels int64 (B,). Cross-entropy; accuracy, of all and of each class.
+    """Task with one of C classes per sample.
+
+    Outputs are scores (B, C), targets int64 labels (B,). The loss is cross-entropy. The metrics are the
+    accuracy over all samples, ``accuracy``, and that over each class, ``accuracy-class-0`` and so on.
 
     >>> from fl_bn import Classification
     >>> state = Classification().state()
     >>> state.update(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
     >>> state["accuracy"], state["accuracy-class-0"]
     (0.5, 0.5)
+
+    Attributes:
+        target_key: key of the targets, if batches are dicts. Empty: see ``Task.read``.
+        input_keys: keys of the inputs, if batches are dicts. Empty: see ``Task.read``.
+        output_key: key or index of the scores in a network's output. None: see ``Task.output``.
     """
 
     name, metric = "classification", "accuracy"
@@ -32,12 +43,15 @@ class Classification(Task):
     takes = (LABELS,)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Compute the mean cross-entropy of scores (B, C) and labels (B,)."""
         return F.cross_entropy(output, targets)
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
+        """Count the confusion matrix (C, C) of one batch."""
         return {"confusion": confusion_counts(output, targets)}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Compute the accuracy over all samples and over each class. A class without samples has NaN."""
         confusion = sums["confusion"]
         labels = int(confusion.sum())
         accuracy = int(confusion.trace()) / labels if labels else math.nan
@@ -45,47 +59,63 @@ class Classification(Task):
         return {"accuracy": accuracy} | {f"{CLASS}{index}": value for index, value in enumerate(per_class.tolist())}
 
     def samples_behind(self, targets: Tensor) -> dict[str, int]:
+        """Count the samples of each class."""
         return {f"{CLASS}{index}": n for index, n in enumerate(torch.bincount(targets.flatten()).tolist())}
 
 
 class Segmentation(Classification):
-    """One of C classes per pixel: scores (B, C, H, W), masks int64 (B, H, W) with ``IGNORE`` where a pixel has no label.
+    """Task with one of C classes per pixel: loss and metrics of ``Classification``, over labelled pixels.
 
-    Over labelled pixels: the metrics of ``Classification``, and ``mean-iou``, the mean over classes that occur (torchmetrics' macro
-    JaccardIndex).
+    Outputs are scores (B, C, H, W), targets int64 masks (B, H, W), with 255 for a pixel without a label.
+    ``mean-iou`` is a further metric, the mean over classes that occur (torchmetrics' macro JaccardIndex).
 
     >>> from fl_bn import Segmentation
     >>> state = Segmentation().state()
     >>> state.update(torch.eye(2)[None, :, None], torch.tensor([[[0, 255]]]))
     >>> state["mean-iou"]
     1.0
+
+    Attributes:
+        target_key: key of the masks, if batches are dicts. Empty: see ``Task.read``.
+        input_keys: keys of the inputs, if batches are dicts. Empty: see ``Task.read``.
+        output_key: key or index of the scores in a network's output. None: see ``Task.output``.
     """
 
     name = "segmentation"
     takes = (MASKS,)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Mean over labelled pixels; 0 where there is none (torch's is NaN then)."""
+        """Compute the mean cross-entropy over labelled pixels, or 0 without any (torch's would be NaN)."""
         return F.cross_entropy(output, targets, ignore_index=IGNORE, reduction="sum") / (targets != IGNORE).sum().clamp(min=1)
 
     def count(self, targets: Tensor) -> int:
+        """Count the labelled pixels."""
         return int((targets != IGNORE).sum())
 
     def samples_behind(self, targets: Tensor) -> dict[str, int]:
-        """Images that have a class."""
+        """Count the images in which each class occurs."""
         images = torch.zeros(IGNORE + 1, dtype=torch.int64)
         for mask in targets:
             images += mask.flatten().bincount(minlength=IGNORE + 1) > 0
         return {f"{CLASS}{index}": n for index, n in enumerate(images[:IGNORE].tolist())}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Compute the accuracies over pixels, and the mean intersection over union."""
         hits = sums["confusion"].diagonal().double()
         union = sums["confusion"].sum(0) + sums["confusion"].sum(1) - hits
         return super().metrics(sums) | {MEAN_IOU: float((hits / union)[union > 0].mean())}
 
 
 def confusion_counts(output: Tensor, targets: Tensor) -> Tensor:
-    """Int64 (C, C), rows: labels, of scores (B, C) and labels (B,), or of scores (B, C, H, W) and masks (B, H, W)."""
+    """Count how often each class is predicted for each label.
+
+    Args:
+        output: scores (B, C), or (B, C, H, W).
+        targets: labels (B,), or masks (B, H, W).
+
+    Returns:
+        Int64 (C, C): labels in rows, predictions in columns.
+    """
     classes, predicted = output.shape[1], output.argmax(1)
     if targets.ndim > 1:
         labelled = targets != IGNORE

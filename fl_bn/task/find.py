@@ -1,4 +1,4 @@
-"""Tasks by name: ``TASKS``, and one's own as "package.module:function"."""
+"""Tasks by name: those of ``TASKS``, and a task of your own as "package.module:function"."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Seg
 
 
 def find_task(name: str, kind: str | None = None, modules: Modules | None = None) -> Task:
-    """The task ``name``: one of ``TASKS``, one's own as "package.module:function", or "auto" for classes per sample or pixel.
+    """Return the task of a name.
 
-    A function, or class, of one's own is called without arguments. ``kind``: of the data's targets (``kind_of``); None: unknown, where
-    "auto" is classification, whose metrics' names segmentation shares. ``modules``: where one's own may come from; None: from anywhere.
+    Args:
+        name: one of ``TASKS``, a function or class of your own as "package.module:function", which is called
+            without arguments, or "auto" for one class per sample or pixel.
+        kind: kind of the data's targets (``kind_of``). None: unknown. "auto" is then classification, because
+            segmentation has the same names of metrics.
+        modules: modules that may hold a task of your own. None: any.
 
     Raises:
         ValueError: there is no such task, or it does not learn from targets of this kind.
@@ -27,7 +31,7 @@ def find_task(name: str, kind: str | None = None, modules: Modules | None = None
         if kind in (None, LABELS, MASKS):
             return Segmentation() if kind == MASKS else Classification()
         wanted = Regression.name if kind == VALUES else MultiLabel.name
-        raise ValueError(f"the data have {kind}: if that is meant, set task='{wanted}'; task='auto' is for classes per sample or pixel")
+        raise ValueError(f"the data have {kind}, but task='auto' needs one class per sample or pixel: set task='{wanted}' for them")
     if name in TASKS:
         task: Task = TASKS[name]()
     elif ":" in name:
@@ -35,7 +39,7 @@ def find_task(name: str, kind: str | None = None, modules: Modules | None = None
             task = function("your own task", name, modules)()
         except ValueError:
             raise
-        except Exception as error:  # a stranger's module: anything may happen in it
+        except Exception as error:  # a user's module may raise anything
             raise ValueError(f"task {name!r} raised {type(error).__name__}: {error}") from error
         if not isinstance(task, Task):
             raise ValueError(f"task {name!r} must return a Task (fl_bn.task), but returned {type(task).__name__}")

@@ -13,9 +13,15 @@ if TYPE_CHECKING:
 
 
 class MetricState:
-    """The sums behind a task's metrics over some data, and the loss. ``update`` adds a batch, ``+`` and ``union`` other data.
+    """Sums from which a task's metrics over some data are computed, and the loss.
 
-    ``total`` is the sum of the losses of ``count`` samples (labelled pixels of masks).
+    ``update`` adds a batch. ``+`` and ``union`` add other data.
+
+    Attributes:
+        task: the task.
+        total: sum of the losses of ``count`` samples.
+        count: number of samples, or of labelled pixels for masks.
+        sums: the task's sums, by name.
     """
 
     def __init__(self, task: Task, total: float = 0.0, count: int = 0, sums: Mapping[str, Tensor] | None = None) -> None:
@@ -23,7 +29,12 @@ class MetricState:
 
     @torch.no_grad()
     def update(self, output: Any, targets: Any) -> None:
-        """Add one batch. ``output``: what ``task.output`` made of the network's."""
+        """Add one batch.
+
+        Args:
+            output: the prediction, as ``task.output`` returns it.
+            targets: the targets of the batch.
+        """
         count = self.task.count(targets)
         self.total += float(self.task.loss(output, targets)) * count
         self.count += count
@@ -34,17 +45,21 @@ class MetricState:
 
     @property
     def loss(self) -> float:
-        """Mean over the samples; 0 where none is labelled."""
+        """Return the mean loss over the samples, or 0 if no sample has a label."""
         return self.total / max(self.count, 1)
 
     def result(self) -> dict[str, float]:
-        """``loss`` and the task's metrics by name. Raises ValueError where no batch was added."""
+        """Return ``loss`` and the task's metrics, by name.
+
+        Raises:
+            ValueError: no batch was added.
+        """
         if not self.sums:
-            raise ValueError(f"task {self.task.name}: no batch was evaluated, so there is nothing to compute metrics from")
+            raise ValueError(f"task {self.task.name}: metrics need at least one batch, but none was added: call update(output, targets)")
         return {"loss": self.loss, **self.task.metrics({name: value.cpu() for name, value in self.sums.items()})}
 
     def __getitem__(self, name: str) -> float:
-        """One of ``result``."""
+        """Return one entry of ``result``."""
         return self.result()[name]
 
     def __add__(self, other: MetricState) -> MetricState:
@@ -52,10 +67,12 @@ class MetricState:
 
     @classmethod
     def union(cls, parts: Iterable[MetricState]) -> Self:
-        """The state of all parts' data together: the parts' mean losses weigh by their counts, sums are added.
+        """Return the state of all parts' data together.
+
+        The sums are added. The parts' mean losses are weighted by their counts.
 
         Raises:
-            ValueError: there is no part, or they are of several tasks.
+            ValueError: there is no part, or the parts are of several tasks.
         """
         parts = list(parts)
         if len({part.task for part in parts}) != 1:
@@ -68,12 +85,16 @@ class MetricState:
         return cls(parts[0].task, total, count, sums)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it as tensors on the CPU, which may travel and be added up: ``total`` float64, ``count`` int64, and the sums."""
+        """Return the whole state as tensors on the CPU, which can be sent and added up.
+
+        Returns:
+            ``total`` (float64), ``count`` (int64), and ``sums/NAME`` for every sum.
+        """
         numbers = {"total": torch.tensor(self.total, dtype=torch.float64), "count": torch.tensor(self.count)}
         return numbers | {f"sums/{name}": value.cpu() for name, value in self.sums.items()}
 
     @classmethod
     def from_tensors(cls, task: Task, tensors: Mapping[str, Tensor]) -> Self:
-        """The inverse of ``tensors``."""
+        """Restore a state from ``tensors``."""
         sums = {name.removeprefix("sums/"): value for name, value in tensors.items() if name.startswith("sums/")}
         return cls(task, float(tensors["total"]), int(tensors["count"]), sums)

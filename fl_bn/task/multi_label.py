@@ -1,4 +1,7 @@
-"""A set of labels per sample. Legend: B samples of a batch, K labels."""
+"""Task with a set of labels per sample.
+
+Legend: B samples of a batch, K labels.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +17,48 @@ from fl_bn.task.task import SHARE, Range, Task
 
 
 class MultiLabel(Task):
-    """Any of K labels per sample: logits (B, K), targets 0 or 1 (B, K). Binary cross-entropy; mean average precision, F1.
+    """Task with any of K labels per sample: logits (B, K), targets 0 or 1 (B, K), binary cross-entropy.
 
-    ``mean-average-precision``: scikit-learn's, of logits rounded to ``BINS`` bins. ``f1-micro``, ``f1-macro``: above probability 1/2.
+    The metrics are ``mean-average-precision`` (scikit-learn's, for logits rounded to ``BINS`` bins), and
+    ``f1-micro`` and ``f1-macro`` of labels with a probability above 1/2.
 
     >>> from fl_bn import MultiLabel
     >>> state = MultiLabel().state()
     >>> state.update(torch.tensor([[3.0, -1.0], [1.0, 2.0]]), torch.tensor([[1, 0], [0, 1]]))
     >>> state["mean-average-precision"], state["f1-micro"]
     (1.0, 0.8)
+
+    Attributes:
+        target_key: key of the targets, if batches are dicts. Empty: see ``Task.read``.
+        input_keys: keys of the inputs, if batches are dicts. Empty: see ``Task.read``.
+        output_key: key or index of the logits in a network's output. None: see ``Task.output``.
     """
 
     name, metric = "multi-label", "mean-average-precision"
     ranges: ClassVar[Mapping[str, Range]] = {"mean-average-precision": SHARE, "f1-micro": SHARE, "f1-macro": SHARE}
     takes = (LABEL_SETS,)
-    # The exact average precision needs the order of all scores, which no sum of fixed size has: logits are counted in equal bins between
-    # -16 and 16, each 1/32 wide. Labels count that occur; for F1, in targets or predictions.
+    # The exact average precision needs the order of all scores, which no sum of fixed size holds. So logits are counted in equal bins
+    # between -16 and 16, each 1/32 wide. Labels that never occur are left out; for F1, labels in neither targets nor predictions.
     BINS: ClassVar[int] = 1024
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Compute the mean binary cross-entropy of logits (B, K) and targets (B, K)."""
         output, targets = alike(self.name, output, targets)
         return F.binary_cross_entropy_with_logits(output, targets.to(output.dtype))
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
+        """Count hits, misses and false alarms per label, and the labels' logits in bins."""
         output, y = alike(self.name, output, targets)
         y, labels = y.long(), output.shape[1]
-        said = (output > 0).long()
+        predicted = (output > 0).long()
         binned = ((output.double() + 16) * (self.BINS / 32)).nan_to_num().long().clamp(0, self.BINS - 1)
         place = (torch.arange(labels, device=y.device) * 2 + y) * self.BINS + binned
         scores = torch.bincount(place.flatten(), minlength=labels * 2 * self.BINS).view(labels, 2, self.BINS)
-        hits, missed, too_many = said * y, (1 - said) * y, said * (1 - y)
+        hits, missed, too_many = predicted * y, (1 - predicted) * y, predicted * (1 - y)
         return {"counts": torch.stack([hits.sum(0), missed.sum(0), too_many.sum(0)]), "scores": scores}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Compute the mean average precision and both F1 scores."""
         hits, missed, too_many = sums["counts"].double()
         either = 2 * hits + missed + too_many
         f1 = (2 * hits / either)[either > 0]

@@ -1,4 +1,7 @@
-"""Values per sample. Legend: B samples of a batch, D values."""
+"""Task with values per sample.
+
+Legend: B samples of a batch, D values.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,21 @@ from fl_bn.task.task import Range, Task
 
 
 class Regression(Task):
-    """D values per sample: outputs and targets (B, D), or (B,) and (B, 1) of one value. Mean squared error; R2, MSE and MAE.
+    """Task with D values per sample: outputs and targets (B, D), or (B,) for one value, mean squared error.
 
-    ``r2``: the mean over values that vary (scikit-learn's and torchmetrics' uniform average); good to ``1e-16 (mean / sd)^2``.
+    The metrics are ``r2``, ``mse`` and ``mae``. ``r2`` is the mean over values that vary (scikit-learn's
+    uniform average). Its rounding error is about ``1e-16 (mean / sd)^2``.
 
     >>> from fl_bn import Regression
     >>> state = Regression().state()
     >>> state.update(torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 3.0]))
     >>> state["r2"], state["mae"]
     (0.5, 0.5)
+
+    Attributes:
+        target_key: key of the targets, if batches are dicts. Empty: see ``Task.read``.
+        input_keys: keys of the inputs, if batches are dicts. Empty: see ``Task.read``.
+        output_key: key or index of the values in a network's output. None: see ``Task.output``.
     """
 
     name, metric = "regression", "r2"
@@ -31,17 +40,20 @@ class Regression(Task):
     takes = (VALUES,)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Compute the mean squared error of outputs and targets, (B, D) or (B,)."""
         output, targets = alike(self.name, output, targets)
         dtype = torch.promote_types(output.dtype, targets.dtype)  # values are not rounded to the bfloat16 of mixed precision
         return F.mse_loss(output.to(dtype), targets.to(dtype))
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
+        """Sum errors, targets and their squares, per value, in float64."""
         output, y = (t.double().reshape(len(t), -1) for t in alike(self.name, output, targets))
         error = output - y
         sums = {"squared-error": error.square(), "absolute-error": error.abs(), "targets": y, "squared-targets": y.square()}
         return {"samples": len(y), **{name: value.sum(0) for name, value in sums.items()}}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Compute R2, the mean squared error and the mean absolute error."""
         n, squares = sums["samples"], sums["squared-targets"]
         spread = squares - sums["targets"].square() / n
         varies = spread > 8 * torch.finfo(torch.float64).eps * squares

@@ -1,4 +1,4 @@
-"""What a batch is made of: the kinds of targets, and tensors in tuples, lists and dicts."""
+"""Kinds of targets, and tensors in the tuples, lists and dicts of a batch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,35 @@ LABELS, MASKS, VALUES, LABEL_SETS = "one label per sample", "masks", "values", "
 
 
 def kind_of(targets: Tensor) -> str:
-    """``LABELS`` int64 (N,), ``LABEL_SETS`` int64 (N, K), ``MASKS`` int64 (N, H, W), or ``VALUES`` of floats (N,) or (N, D)."""
+    """Return the kind of targets.
+
+    Returns:
+        ``LABELS`` for int64 (N,), ``LABEL_SETS`` for int64 (N, K), ``MASKS`` for int64 (N, H, W), ``VALUES``
+        for floats (N,) or (N, D).
+    """
     return VALUES if targets.is_floating_point() else {1: LABELS, 2: LABEL_SETS}.get(targets.ndim, MASKS)
 
 
 def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in one shape: (B, 1) fits (B,), and nothing else is broadcast."""
+    """Reshape (B, 1) to (B,) if the other tensor is (B,). No other shapes are broadcast.
+
+    Args:
+        task: the task's name, for the message.
+        output: the prediction.
+        targets: the targets.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
     if output.shape == targets.shape:
         return output, targets
     if output.numel() == targets.numel() == len(targets):
         return output.reshape(-1), targets.reshape(-1)
-    raise ValueError(f"task {task}: outputs {tuple(output.shape)} do not fit targets {tuple(targets.shape)}")
+    raise ValueError(f"task {task}: outputs {tuple(output.shape)} do not fit targets {tuple(targets.shape)}: give both one shape")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A tensor, or a tuple, list or dict of tensors, on ``device``."""
+    """Copy a tensor, or a tuple, list or dict of tensors, to ``device``."""
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
@@ -35,7 +49,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """A tensor, or those in a tuple, list or dict, in order."""
+    """Yield a tensor, or the tensors in a tuple, list or dict, in order."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping | tuple | list):

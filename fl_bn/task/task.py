@@ -1,4 +1,4 @@
-"""What a task is: a loss, metrics of sums that add, and how a batch and a network's answer are read."""
+"""Task: a loss, metrics computed from sums, and rules for reading batches and the outputs of a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _OUTPUT_KEYS = ("logits", "out")  # of transformers' and torchvision's networks
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What a network is trained for: a loss, and metrics computed from sums. One of your own takes ten lines: docs/how-to/task.md.
+    """Purpose of a network: a loss, and metrics computed from sums.
+
+    A task of your own takes ten lines: docs/how-to/task.md.
 
     >>> from fl_bn import Classification, Task
     >>> task: Task = Classification(target_key="digit", output_key="scores")  # batches and networks may be dicts
@@ -32,78 +34,120 @@ class Task(ABC):
     >>> state.update(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
     >>> state["accuracy"]
     0.5
+
+    Attributes:
+        name: in the run config and in messages.
+        metric: name of the metric in tables and pictures.
+        higher_is_better: whether a higher value of ``metric`` is better.
+        ranges: least and greatest value of every metric. A name that ends in "-" stands for a series,
+            numbered from 0. Without an entry, the range of ``metric`` is ``ANY``. Clients send no other
+            metrics.
+        takes: kinds of targets that the task learns from (``kind_of``). Empty: any.
+        target_key: key of the targets, if batches are dicts. Empty: see ``read``.
+        input_keys: keys of the inputs, if batches are dicts. Empty: see ``read``.
+        output_key: key or index of the prediction in a network's output. None: see ``output``.
     """
 
     name: ClassVar[str]
-    metric: ClassVar[str]  # the one that tables and pictures show
+    metric: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
-    # Least and most of every metric; a name that ends in "-" stands for a series of them, numbered from 0. Where ``metric`` is not among
-    # them, its range is ``ANY``. A metric that is neither does not travel from a client.
     ranges: ClassVar[Mapping[str, Range]] = {}
-    takes: ClassVar[tuple[str, ...]] = ()  # the kinds of targets that the task learns from (``kind_of``); empty: any
+    takes: ClassVar[tuple[str, ...]] = ()
 
-    target_key: str = ""  # of batches that are dicts; ``read`` says what happens without
+    target_key: str = ""
     input_keys: tuple[str, ...] = ()
-    output_key: str | int | None = None  # the prediction in a network's output; ``output`` says what happens without
+    output_key: str | int | None = None
 
     def __init_subclass__(cls) -> None:
         names = [*getattr(cls, "ranges", {}), *([cls.metric] if hasattr(cls, "metric") else [])]
         for name in names:
             if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*-?", name) or name == "loss":
                 raise ValueError(
-                    f"task {cls.__name__}: a metric needs a name of small letters, digits and hyphens (and 'loss' is always there), "
-                    f"but got {name!r}"
+                    f"task {cls.__name__}: a metric needs a name of small letters, digits and hyphens, other than 'loss', but got {name!r}"
                 )
 
     @abstractmethod
     def loss(self, output: Any, targets: Any) -> Tensor:
-        """Mean over the batch, a scalar. ``output``: what ``self.output`` made of the network's."""
+        """Compute the mean loss over a batch, a scalar.
+
+        Args:
+            output: the prediction, as ``self.output`` returns it.
+            targets: the targets of the batch.
+        """
 
     @abstractmethod
     def sums(self, output: Any, targets: Any) -> Mapping[str, Tensor | float]:
-        """Sums over the batch from which ``metrics`` computes; over several batches they are added up, in float64 or int64."""
+        """Compute sums over a batch, from which ``metrics`` computes.
+
+        The sums of several batches are added up, in float64 or int64.
+
+        Args:
+            output: the prediction, as ``self.output`` returns it.
+            targets: the targets of the batch.
+
+        Returns:
+            Tensors or numbers by name, of the same shapes for every batch.
+        """
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Metrics by name, of ``sums`` over any data; NaN where there is nothing to compute from."""
+        """Compute the metrics from sums over any data.
+
+        Args:
+            sums: the sums by name, on the CPU.
+
+        Returns:
+            Metrics by name. NaN if there is nothing to compute a metric from.
+        """
 
     def samples_behind(self, targets: Any) -> dict[str, int]:
-        """How many samples of ``targets`` each metric summarises, of those that do not summarise all: per-class ones, say.
+        """Count the samples behind each metric that does not summarise all of ``targets``: per-class ones, say.
 
-        A client withholds a number that summarises fewer than its site's ``min-samples``.
+        A client withholds a number that summarises fewer samples than its site's ``min-samples``.
         """
         return {}
 
     def count(self, targets: Any) -> int:
-        """How much a batch weighs in the mean loss: its number of samples."""
+        """Return the weight of a batch in the mean loss: its number of samples."""
         return len(targets)
 
     def read(self, batch: Any) -> tuple[Any, Any]:
-        """Inputs and targets of a batch: a pair, or a dict as many data sets give it.
+        """Split a batch into inputs and targets.
 
-        Of a dict, the targets are entry ``target_key`` or, without one, the only entry called label, labels, y, target, targets or mask.
-        The inputs are the entries ``input_keys``, or all others: one alone as it is, several as a dict, which ``forward`` gives to the
-        network as keyword arguments.
+        The targets of a dict are its entry ``target_key``. Without one, they are the only entry called label,
+        labels, y, target, targets or mask. The inputs are the entries ``input_keys``, or all others. A single
+        input is returned as it is, several as a dict, which ``forward`` passes to the network as keyword
+        arguments.
+
+        Args:
+            batch: a pair of inputs and targets, or a dict.
 
         Raises:
-            ValueError: it is none of these.
+            ValueError: the batch has another form, or its entries are ambiguous.
         """
         if isinstance(batch, Mapping):
-            found = [self.target_key] if self.target_key else [key for key in _TARGET_KEYS if key in batch]
-            keys = list(self.input_keys) or [key for key in batch if key not in found]
-            if len(found) != 1 or not keys or any(key not in batch for key in [*found, *keys]):
+            targets = [self.target_key] if self.target_key else [key for key in _TARGET_KEYS if key in batch]
+            inputs = list(self.input_keys) or [key for key in batch if key not in targets]
+            if len(targets) != 1 or not inputs or any(key not in batch for key in [*targets, *inputs]):
                 raise ValueError(
                     f"task {self.name}: which of {', '.join(map(str, batch))} are inputs and targets? Name them: "
                     f"{type(self).__name__}(target_key=..., input_keys=(...,))"
                 )
-            return batch[keys[0]] if len(keys) == 1 else {key: batch[key] for key in keys}, batch[found[0]]
+            return batch[inputs[0]] if len(inputs) == 1 else {key: batch[key] for key in inputs}, batch[targets[0]]
         if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
             return batch[0], batch[1]
-        shown = f"{type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, Sequence) else ''}"
-        raise ValueError(f"task {self.name}: a batch must be (inputs, targets) or a dict, but is a {shown}; override read(batch)")
+        kind = f"{type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, Sequence) else ''}"
+        raise ValueError(f"task {self.name}: a batch must be (inputs, targets) or a dict, but is a {kind}; override read(batch)")
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
-        """The network's answer: a dict of inputs becomes keyword arguments, a tuple or list positional ones.
+        """Call the network on the inputs of a batch.
+
+        Args:
+            model: the network.
+            inputs: a dict is passed as keyword arguments, a tuple or list as positional ones.
+
+        Returns:
+            The network's output.
 
         Raises:
             ValueError: the network takes other arguments than the entries of a dict.
@@ -116,19 +160,23 @@ class Task(ABC):
                     raise
                 raise ValueError(
                     f"task {self.name}: the inputs of a batch are {', '.join(map(str, inputs))}, but {type(model).__name__}.forward takes "
-                    f"{takes}. Name the entries that are its inputs: {type(self).__name__}(input_keys=('{next(iter(inputs))}',)); one "
-                    "alone is given by position"
+                    f"{takes}. Name the entries that are its inputs: {type(self).__name__}(input_keys=('{next(iter(inputs))}',)). A "
+                    "single entry is passed by position"
                 ) from error
         return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
     def output(self, raw: Any) -> Any:
-        """The prediction in a network's answer, which ``loss`` and ``sums`` get.
+        """Select the prediction in a network's output, for ``loss`` and ``sums``.
 
-        That is entry ``output_key`` of a tuple or dict. Without one: a tuple's first, or of a dict the only one, or that called logits or
-        out. A task whose loss needs more than the prediction overrides this.
+        It is the entry ``output_key`` of a tuple or dict. Without one, it is the first entry of a tuple, the
+        only entry of a dict, or that called logits or out. A task whose loss needs more than the prediction
+        overrides this.
+
+        Args:
+            raw: the network's output.
 
         Raises:
-            ValueError: a dict has none of these.
+            ValueError: no entry of a dict is known to be the prediction.
         """
         if isinstance(raw, Mapping):
             keys = list(raw) if len(raw) == 1 else [key for key in _OUTPUT_KEYS if key in raw]
@@ -142,36 +190,40 @@ class Task(ABC):
         return raw[int(self.output_key or 0)] if isinstance(raw, tuple | list) else raw
 
     def predict(self, model: nn.Module, inputs: Any) -> Any:
-        """``output(forward(model, inputs))``."""
+        """Return ``output(forward(model, inputs))``."""
         return self.output(self.forward(model, inputs))
 
     def state(self) -> MetricState:
-        """Empty sums."""
+        """Return a state without data."""
         return MetricState(self)
 
     @classmethod
     def declared(cls) -> dict[str, Range]:
-        """The range of every metric that the task may give, ``metric`` first."""
+        """Return the range of every metric that the task may compute, ``metric`` first."""
         return {cls.metric: cls.ranges.get(cls.metric, ANY), **cls.ranges}
 
     @classmethod
     def scale(cls, metric: str = "") -> float:
-        """100 for a metric between 0 and 1, which tables and pictures show in percent, else 1. Empty: of ``cls.metric``."""
+        """Return 100 for a metric between 0 and 1, which tables and pictures show in percent, else 1.
+
+        Args:
+            metric: its name. Empty: ``cls.metric``.
+        """
         return 100.0 if cls.declared().get(metric or cls.metric) == SHARE else 1.0
 
     @classmethod
     def shown(cls, value: float) -> str:
-        """A value of ``metric`` for a log: 51.2%, or 0.3456."""
+        """Format a value of ``metric`` for a log: 51.2%, or 0.3456."""
         return f"{value:.1%}" if cls.scale() == 100 else f"{value:.4g}"
 
     @classmethod
     def worst(cls) -> str:
-        """What the worst client's value of ``metric`` is: ``min``, or ``max`` where lower is better."""
+        """Return how the worst client's value of ``metric`` is found: ``min``, or ``max`` if lower is better."""
         return "min" if cls.higher_is_better else "max"
 
 
 def _other_arguments(model: nn.Module, inputs: Mapping[Any, Any]) -> str:
-    """Return what the network's ``forward`` takes, where it cannot be called with ``inputs`` as keyword arguments; else nothing."""
+    """Return the arguments of the network's ``forward``, if ``inputs`` cannot be its keyword arguments; else nothing."""
     try:
         takes = inspect.signature(model.forward)
     except (TypeError, ValueError):  # a forward in C has none

@@ -64,8 +64,8 @@ def test_sites_agree_on_labels_only_by_a_shared_classes_txt(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cat\n", r"dog: class 'dog' is not in .*classes\.txt, which names cat"),
-        ("cat\ndog\ncat\n", r"classes\.txt: a class name may stand there once, but cat does more often"),
+        ("cat\n", r"dog: class 'dog' is not in .*classes\.txt, which has cat"),
+        ("cat\ndog\ncat\n", r"classes\.txt: expected every class name once, but cat occurs more often"),
         ("\n", r"classes\.txt: .* but the file is empty"),
     ],
 )

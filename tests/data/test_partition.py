@@ -233,7 +233,7 @@ def test_masks_are_counted_by_pixel_and_divided_without_their_labels() -> None:
         ({"kind": "classes", "parameter": 1.5}, "whole number, but got 1.5"),
         ({"kind": "classes", "parameter": float("nan")}, "whole number, but got nan"),
         ({"kind": "classes", "parameter": 0}, "between 1 and 10"),
-        ({"kind": "classes", "parameter": 11}, "the classes there are, but got 11"),
+        ({"kind": "classes", "parameter": 11}, "the number of classes, but got 11"),
         ({"kind": "classes", "parameter": 2, "clients": 500}, "clients without a sample (client "),
         ({"kind": "dirichlet", "parameter": 0}, "positive and finite, but got 0"),
         ({"kind": "dirichlet", "parameter": float("nan")}, "positive and finite, but got nan"),
@@ -248,10 +248,10 @@ def test_masks_are_counted_by_pixel_and_divided_without_their_labels() -> None:
         ({"kind": "natural"}, "needs data with domains"),
         (
             {"kind": "natural", "domains": np.arange(600) % 4},
-            "one client for each of the 4 groups in the data, but got 5 clients; set clients=4",
+            "one client for each of the 4 groups in the data, but got 5 clients: set clients=4",
         ),
         ({"sizes": "similar"}, "sizes must be one of natural, equal, but got 'similar'"),
-        ({"kind": "dirichlet", "labels": np.zeros((600, 2, 3), dtype=int)}, "needs one label per sample, but these have masks (2, 3)"),
+        ({"kind": "dirichlet", "labels": np.zeros((600, 2, 3), dtype=int)}, "needs one label per sample, but these data have masks (2, 3)"),
         ({"kind": "domain", "domains": np.arange(600) % 6}, "at least 6 clients, one for each domain, but got 5"),
     ],
 )

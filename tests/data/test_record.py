@@ -36,7 +36,7 @@ def test_a_good_record_knows_its_shape() -> None:
     [
         ({"x_train": torch.zeros(4, 3, 8, 8)}, "x_train must be uint8 (N, C, H, W), but got torch.float32"),
         ({"x_test": torch.zeros(2, 8, 8, dtype=torch.uint8)}, "x_test must be uint8 (N, C, H, W)"),
-        ({"x_test": torch.zeros(0, 3, 8, 8, dtype=torch.uint8), "y_test": torch.zeros(0).long()}, "has no samples"),
+        ({"x_test": torch.zeros(0, 3, 8, 8, dtype=torch.uint8), "y_test": torch.zeros(0).long()}, "must have at least one sample"),
         ({"x_train": torch.zeros(4, 3, 8, 6, dtype=torch.uint8)}, "those of x_train are 8 high and 6 wide"),
         (
             {"x_test": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)},

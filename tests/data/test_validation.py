@@ -63,7 +63,7 @@ def test_samples_of_nobody_stay_nobodys() -> None:
 def test_a_client_keeps_two_samples() -> None:
     found = hold_out(numbered(), [np.arange(2), np.arange(2, 5), np.arange(5, 40)], 0.9, 0)
     assert [len(part) for part in found.parts] == [2, 2, 3]
-    with pytest.raises(ValueError, match="validation-share=0.9 holds out no sample: the largest client has 2"):
+    with pytest.raises(ValueError, match="validation-share=0.9 holds out no sample, as the largest client has 2"):
         hold_out(numbered(), [np.arange(2), np.arange(2, 4)], 0.9, 0)
 
 

@@ -146,7 +146,7 @@ def test_configs_come_back_as_they_were(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", ["both \" and '", "\\ and '", "two\nlines"])
 def test_configs_refuse_what_they_would_change(value: str) -> None:
-    with pytest.raises(ValueError, match="key: Flower's configs cannot carry"):
+    with pytest.raises(ValueError, match="key: a value in Flower's configs must have no line break"):
         flower_config({"key": value})
 
 

@@ -72,7 +72,7 @@ def test_a_client_that_drew_no_batch_is_left_out_and_a_round_of_such_clients_fai
     record, _ = round_of(*([] if client in empty else [made(client)] for client in range(3)), method=method)
     assert record.aggregated == (len(empty) == 1)
     assert {c.client: c.refused for c in record.clients if c.refused} == dict.fromkeys(
-        empty, "metrics/samples: 0: the client trained on nothing this round"
+        empty, "metrics/samples: 0: the client trained on no samples in this round"
     )
     record, _ = round_of(*([made(client)] for client in range(3)), method=method)
     assert len(record.accepted) == 3  # control

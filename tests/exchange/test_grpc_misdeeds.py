@@ -92,14 +92,14 @@ MISDEEDS = {
     "another call": sends(changed(call=7), r"expected block.bn \(mean\), but it sent block.bn \(mean, call 8\)", told=True),
     "empty request": refused(b"", "expected a join, a layer's values or a leave, but got an empty request"),
     "unknown fields": refused(b"\x78\x01", "expected a join, a layer's values or a leave, but got an empty request"),
-    "second join": refused(JOIN, "it has joined already"),
+    "second join": refused(JOIN, "expected it to join once, but it joined again"),
     "not joined": refused(encode_request(local_of(2, KEYS[0])), r"expected it to join first, but it sent 1 \(moments\)", joins=False),
     "batch": refused(
         encode_request(Join(LARGEST_COUNT + 1)), "expected a batch of 0 to 9007199254740992 samples, but got 9007199254740993", joins=False
     ),
-    "garbage": refused(b"\xff" * 99, "expected a request of exchange.proto, but got 99 bytes that are none"),
-    "garbage at once": refused(b"\xff" * 99, "expected a request of exchange.proto, but got 99 bytes that are none", joins=False),
-    "a name that is no text": refused(b"\x12\x03\x0a\x01\xff", "expected a request of exchange.proto, but got 5 bytes that are none"),
+    "garbage": refused(b"\xff" * 99, "expected a request of exchange.proto, but got 99 bytes of another form"),
+    "garbage at once": refused(b"\xff" * 99, "expected a request of exchange.proto, but got 99 bytes of another form", joins=False),
+    "a name that is no text": refused(b"\x12\x03\x0a\x01\xff", "expected a request of exchange.proto, but got 5 bytes of another form"),
     "oversized": sends(bytes(16 << 20), BROKE),
     "oversized at once": sends(bytes(16 << 20), BROKE, joins=False),
     "oversized by a byte": sends(bytes(LARGEST + FRAME + 1), BROKE),

@@ -245,7 +245,8 @@ def test_who_left_may_ask_for_nothing_more(moment: str) -> None:
     if moment == "after joining":
         cohort.session.leave(0)
     waits = [cohort.send(client) for client in (1,)]
-    assert reason(cohort.submit(0, Join(1) if moment == "before joining" else GOOD)) == "refused: a request after it left"
+    late = reason(cohort.submit(0, Join(1) if moment == "before joining" else GOOD))
+    assert late == "refused: expected no request after it left, but got one"
     waits.append(cohort.send(2))
     assert [answer(outcome).values.tolist() for outcome in waits] == [[1.0, 1.0]] * 2
     assert list(cohort.session.dropped) == [0]

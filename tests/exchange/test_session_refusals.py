@@ -42,11 +42,11 @@ class Case(NamedTuple):
 
 
 REFUSED = {
-    "a second join": Case(False, (Join(3), Join(3)), "a second request before the first was answered"),
-    "a request while one is unanswered": Case(True, (GOOD, GOOD), "a second request before the first was answered"),
+    "a second join": Case(False, (Join(3), Join(3)), "expected no request before the first was answered"),
+    "a request while one is unanswered": Case(True, (GOOD, GOOD), "expected no request before the first was answered"),
     "values before joining": Case(False, (GOOD,), r"expected it to join first, but it sent stem.bn \(mean\)"),
-    "joining twice": Case(True, (Join(3),), "it has joined already"),
-    "sitting out after joining": Case(True, (Join(0),), "it has joined already"),
+    "joining twice": Case(True, (Join(3),), "expected it to join once, but it joined again"),
+    "sitting out after joining": Case(True, (Join(0),), "expected it to join once, but it joined again"),
     "a negative batch": Case(False, (Join(-1),), "expected a batch of 0 to 9007199254740992 samples, but got -1"),
     "a huge batch": Case(False, (Join(LARGEST_COUNT + 1),), "expected a batch of .*, but got 9007199254740993"),
     "an unknown layer": Case(

@@ -189,7 +189,7 @@ def test_a_spoilt_message_is_refused_or_read_as_a_whole_vector(data: st.DataObje
 
 @pytest.mark.parametrize("garbage", [b"\xff", b"\x12\x05abc", b"\x12\x04\x0a\x02\xff\xfe"], ids=["a tag", "cut off", "no UTF-8"])
 def test_bytes_that_are_no_message_are_refused(garbage: bytes) -> None:
-    with pytest.raises(Refused, match=rf"expected a request of exchange.proto, but got {len(garbage)} bytes that are none"):
+    with pytest.raises(Refused, match=rf"expected a request of exchange.proto, but got {len(garbage)} bytes of another form"):
         decode_request(garbage, LAYERS)
 
 

@@ -254,7 +254,7 @@ def test_every_text_survives_its_file(text: str) -> None:
 def test_every_method_can_be_configured_and_frozen(name: str) -> None:
     assert config(method=name).build_method().name == name
     if name == "static-bn":  # has no statistics in training
-        with pytest.raises(ConfigError, match="static-bn knows no statistics in training"):
+        with pytest.raises(ConfigError, match="static-bn has no shared statistics in training"):
             config(method=name, freeze_after=2)
         return
     frozen = config(method=name, freeze_after=2).build_method()

@@ -72,7 +72,7 @@ def start(folder: Path, **changes: str | int | float | bool) -> Path | None:
         ({"model": f"{HERE}:asserts"}, "fails on a batch of shape .2, 1, 4, 4.: AssertionError: Wrong image height!.* Choose another"),
         ({"model": f"{HERE}:two_answers"}, "task='auto' finds no prediction in the output of model=.*: .* outputs a, b is the prediction"),
         ({"model": f"{HERE}:too_few"}, r"scores \(2, 4, ...\) .* one for each class, but model=.* returns \(2, 3\)"),
-        ({"model": f"{HERE}:half_width"}, "is torch.bfloat16, which NumPy, and so a message, does not have: keep the network in float32"),
+        ({"model": f"{HERE}:half_width"}, "is torch.bfloat16, a dtype that NumPy lacks, so messages cannot hold it: keep the network in float32"),
         ({"model": f"{HERE}:text"}, "must return a torch.nn.Module, but returned str"),
         ({"output": "/etc/passwd/x"}, "output='/etc/passwd/x': the run's folder cannot be made there: .*Not a directory"),
         ({"partition": "classes", "partition_parameter": 9.0}, "classes per client must be between 1 and 4"),

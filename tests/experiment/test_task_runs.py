@@ -189,12 +189,12 @@ def test_a_network_that_answers_in_a_dict(package: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"dataset": "{}:values"}, "the data have values: if that is meant, set task='regression'"),
+        ({"dataset": "{}:values"}, "set task='regression' for them"),
         ({"dataset": "{}:tags"}, "set task='multi-label'"),
         ({"dataset": "{}:data", "task": "regression"}, "learns from values, but the data have one label per sample"),
         ({"dataset": "{}:values", "task": "classification"}, "learns from one label per sample, but the data have values"),
-        ({"dataset": "{}:values", "task": "regression", "partition": "classes"}, "needs one label per sample, but these have values"),
-        ({"dataset": "{}:tags", "task": "multi-label", "partition": "dirichlet"}, "but these have sets of labels"),
+        ({"dataset": "{}:values", "task": "regression", "partition": "classes"}, "needs one label per sample, but these data have values"),
+        ({"dataset": "{}:tags", "task": "multi-label", "partition": "dirichlet"}, "but these data have sets of labels"),
         ({"dataset": "{}:values", "task": "regression", "byzantine": 1, "attack": "label-flip"}, "swaps classes, but the data have values"),
         ({"dataset": "{}:data", "task": "{}:no_task"}, "must return a Task .fl_bn.task., but returned str"),
         ({"dataset": "{}:data", "task": "{}:Grades"}, "fails on a batch of 2 samples, for which model='mlp' returns .2, 5."),

@@ -65,7 +65,7 @@ def test_a_client_too_small_for_a_batch_sits_out(carrier: str, tiny_clients: Cli
     for record in with_it.records:
         assert record.aggregated
         assert [c.client for c in record.accepted] == [0, 2]
-        assert "the client trained on nothing this round" in record.clients[1].refused
+        assert "the client trained on no samples in this round" in record.clients[1].refused
         assert [c.exchanges for c in record.clients] == [4, 0, 4]
 
 

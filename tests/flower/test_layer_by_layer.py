@@ -229,7 +229,7 @@ def test_too_many_clients_for_one_process_make_passes(
 ) -> None:
     monkeypatch.setattr(f"fl_bn.exchange.local.{limit}", value)
     assert messages(calibrated("auto", clients, network("chain", torch.float32))) == 4
-    assert f"are too many to be in one process at once. {BY_PASSES}" in log.text
+    assert f"are too many for one process at once. {BY_PASSES}" in log.text
 
 
 # before evaluations, and in plain torch

@@ -107,5 +107,5 @@ def test_the_servers_model_stays_at_the_start(clients: list[Samples]) -> None:
 
 
 def test_nobody_can_attack_what_is_not_shared() -> None:
-    with pytest.raises(ValueError, match="single shares nothing, so nobody can attack it"):
+    with pytest.raises(ValueError, match="single shares no tensors"):
         attacked(METHODS["single"](), "sign-flip", 1)

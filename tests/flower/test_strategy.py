@@ -96,7 +96,7 @@ def test_a_client_with_one_sample_trains_where_no_layer_needs_its_batch(method: 
 def test_a_client_with_one_sample_sits_out_by_name(method: str, tiny_clients: Clients, log: pytest.LogCaptureFixture) -> None:
     ran = run(METHODS[method](), tiny_clients((3, 1, 5)), 1)
     assert "client 1 sits round 1 out: batch statistics need at least 2 samples, but this client has 1" in log.text
-    assert "round 1: client 1's reply is not used: metrics/samples: 0: the client trained on nothing this round" in log.text
+    assert "round 1: client 1's reply is not used: metrics/samples: 0: the client trained on no samples in this round" in log.text
     assert [c.client for c in ran.records[0].accepted] == [0, 2]
     assert ran.records[0].aggregated
 

@@ -145,7 +145,7 @@ def test_a_fixed_mixture_does_not_learn_and_stays_at_home(tiny_clients: Clients)
     ("options", "reason"),
     [
         ({"separate": False}, "set evaluate_clients to 'cohort'"),
-        ({"separate": False, "evaluate_clients": "cohort", "stat_samples": 64}, "hbn's stat_samples is for statistics that are measured"),
+        ({"separate": False, "evaluate_clients": "cohort", "stat_samples": 64}, "hbn's stat_samples needs a statistics pass"),
         ({"separate": False, "evaluate_clients": "cohort", "measured": "normalisers"}, "hbn's measured is for statistics"),
         ({"separate": False, "evaluate_clients": "cohort", "evaluate": "exact"}, "hbn's evaluate is for statistics"),
         ({"mixing": "shared", "measured": "normalisers"}, "would never change"),

@@ -52,7 +52,7 @@ def test_nothing_to_count_is_nan() -> None:
     assert math.isnan(empty["accuracy"])
     assert math.isnan(empty["mean-iou"])
     assert empty.loss == 0
-    with pytest.raises(ValueError, match="no batch was evaluated"):
+    with pytest.raises(ValueError, match="none was added"):
         PIXELS.state().result()
 
 

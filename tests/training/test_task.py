@@ -269,7 +269,7 @@ def test_kinds_of_targets_and_the_tasks_that_take_them() -> None:
     assert find_task("auto") == CLASSIFICATION
     assert find_task("regression", kind_of(torch.zeros(2))) == Regression()
     for targets, wanted in ((torch.zeros(2, 3), "regression"), (zeros.view(2, 1), "multi-label")):
-        with pytest.raises(ValueError, match=f"if that is meant, set task='{wanted}'"):
+        with pytest.raises(ValueError, match=f"set task='{wanted}' for them"):
             find_task("auto", kind_of(targets))
     with pytest.raises(ValueError, match="task 'regression' learns from values, but the data have one label per sample"):
         find_task("regression", kind_of(zeros))

@@ -1,1 +1,1 @@
-"""The exchange over one gRPC stream per client: the service that the ServerApp's process hosts, and its client."""
+"""The exchange over one gRPC stream per client: the service in the ServerApp's process, and its client."""

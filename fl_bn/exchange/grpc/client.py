@@ -1,4 +1,4 @@
-"""The client of the service: one stream for one round, from join to close."""
+"""Client of the service: one stream for one round, from join to close."""
 
 from __future__ import annotations
 
@@ -20,10 +20,18 @@ MOST = 2.0**31 - 1  # of a number that gRPC counts in: milliseconds, seconds
 
 
 class GrpcExchange:
-    """Joins the round at ``address`` when made, with ``batch`` samples.
+    """A client's exchange over gRPC. It joins the round when it is made.
 
-    ``authority``: PEM of the certificate authority, plaintext if empty. ``timeout`` (s) bounds the whole stream; a server that no longer
-    answers pings is given up after ``patience`` (s).
+    Args:
+        address: HOST:PORT of the service.
+        token: from the train message.
+        batch: size of the client's batch.
+        authority: PEM of the certificate authority. Empty: plaintext.
+        timeout: of the whole stream, in seconds.
+        patience: seconds after which a server that does not answer pings is given up.
+
+    Raises:
+        ExchangeFailed: the service cannot be reached, or refuses the client.
     """
 
     def __init__(
@@ -55,9 +63,15 @@ class GrpcExchange:
             raise
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
+        """Average ``local`` (d,) over the cohort, and wait until all clients have sent theirs.
+
+        Raises:
+            ExchangeFailed: the round's exchange cannot go on.
+        """
         return checked(self._ask(Local(key, local.detach().cpu(), count), local.dtype), key, local)
 
     def close(self, error: str = "") -> None:
+        """Leave the round, and wait until the server has seen it. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -70,7 +84,7 @@ class GrpcExchange:
             for _ in () if error else self._answers:  # until the server has seen us leave
                 pass
         except grpc.RpcError:
-            pass  # given up by the others, after our last exchange
+            pass  # the others gave up after our last exchange
         finally:
             self._channel.close()
 
@@ -89,5 +103,5 @@ class GrpcExchange:
             return decode_answer(answer, dtype)
         except ValueError as error:
             raise ExchangeFailed(
-                f"the exchange at {self._address} answered with {len(answer.values)} bytes, which are no {dtype}"
+                f"the exchange at {self._address} answered with {len(answer.values)} bytes, which are no multiple of {dtype}"
             ) from error

@@ -1,6 +1,7 @@
 """The service: an asyncio gRPC server in a thread of the ServerApp's process.
 
-asyncio, since it was measured faster than a thread per stream (5 clients: 1.0 against 1.3 ms), and a stream that waits costs no thread.
+asyncio was measured faster than a thread per stream (5 clients: 1.0 against 1.3 ms), and a waiting stream
+needs no thread.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ from fl_bn.exchange.settings import Certificates
 T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"].full_name
 TOKEN = "fl-bn-token"
-TICK = 0.1  # seconds between looks at the clock
+TICK = 0.1  # seconds between checks of the clock
 FRAME = 4096  # bytes of a message around its values, at most
 
 
 class Ticket(NamedTuple):
-    """The client that a token admits, and the session that it admits it to."""
+    """Right of a client to join a session, by its token.
+
+    Attributes:
+        session: the session.
+        client: the client.
+    """
 
     session: Session
     client: int
@@ -38,9 +44,13 @@ class Ticket(NamedTuple):
 
 @dataclass(eq=False)
 class Stream:
-    """An admitted client's stream, kept for the round, since its token is used up.
+    """An admitted client's stream. It is kept for the round, because its token is used up.
 
-    ``busy``: its own handler is about to answer or end it.
+    Attributes:
+        ticket: of the client.
+        context: of gRPC.
+        busy: its own handler is about to answer or end it.
+        ended: its handler has ended.
     """
 
     ticket: Ticket
@@ -50,10 +60,13 @@ class Stream:
 
 
 class ExchangeService:
-    """Listens on ``host``:``port`` (0: any free one) from ``start`` to ``stop``, for any number of sessions.
+    """A gRPC server for any number of sessions, from ``start`` to ``stop``.
 
-    ``largest``: bytes of the longest vector of any layer; longer messages are cut off by gRPC before they are read. Without
-    ``certificates`` everything is in plaintext.
+    Args:
+        host: address to listen on.
+        port: 0 for any free one.
+        largest: bytes of the longest vector of any layer. gRPC refuses longer messages before they are read.
+        certificates: None for plaintext.
     """
 
     def __init__(self, host: str, port: int, largest: int, certificates: Certificates | None = None) -> None:
@@ -69,7 +82,11 @@ class ExchangeService:
         self._server: grpc.aio.Server | None = None
 
     def start(self) -> Self:
-        """Raises OSError where the address cannot be bound."""
+        """Start to listen.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
         self._thread.start()
         try:
             self._wait(self._start())
@@ -79,7 +96,7 @@ class ExchangeService:
         return self
 
     def stop(self) -> None:
-        """End every session and stream, close the socket, end the thread."""
+        """End every session and stream, close the socket, and end the thread."""
         for session in self._sessions():
             session.fail("the exchange service was stopped")
         if self._server is not None:
@@ -91,14 +108,18 @@ class ExchangeService:
         self._loop.close()
 
     def open(self, session: Session) -> dict[int, str]:
-        """Admit the clients of ``session``: an unguessable token for each, for one stream."""
+        """Admit the clients of ``session``.
+
+        Returns:
+            An unguessable token per client, each for one stream.
+        """
         self._strangers = 0
         tokens = {client: secrets.token_hex(32) for client in sorted(session.active)}
         self._tickets.update({token: Ticket(session, client) for client, token in tokens.items()})
         return tokens
 
     def close(self, session: Session) -> None:
-        """Fail who still waits in ``session``, and forget its tokens."""
+        """Close ``session``: clients that still wait get an error. Its tokens are forgotten."""
         session.close()
         for token in [token for token, ticket in list(self._tickets.items()) if ticket.session is session]:
             del self._tickets[token]
@@ -106,12 +127,12 @@ class ExchangeService:
                 self._streams.pop(token, None)
 
     async def _average(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
-        """One client's stream. Ends with an error where the client is refused or late, or the round is given up."""
+        """Serve one client's stream. It ends with an error if the client is refused or late, or the round is given up."""
         token = str(dict(context.invocation_metadata() or ()).get(TOKEN, ""))
         ticket = self._tickets.get(token)
         if ticket is None:
             self._strangers += 1
-            if self._strangers <= 10 or self._strangers % 100 == 0:  # nobody fills the log by knocking
+            if self._strangers <= 10 or self._strangers % 100 == 0:  # many attempts must not fill the log
                 why = "unknown token" if token else "no token"
                 LOGGER.warning("exchange: refused a stranger from %s: %s (number %d)", context.peer(), why, self._strangers)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "expected the token of this round's train message")
@@ -141,7 +162,7 @@ class ExchangeService:
             ticket.session.leave(ticket.client, reason)
 
     async def _answer(self, ticket: Ticket, data: bytes) -> Answer | ExchangeFailed | None:
-        """None once the client leaves."""
+        """Answer one request; None if the client leaves."""
         session, client = ticket
         try:
             request = decode_request(data, session.layers)
@@ -185,9 +206,9 @@ class ExchangeService:
             ) from error
         await server.start()
         self._server = server
-        self._watch = asyncio.create_task(self._look_at_the_clock())
+        self._watch = asyncio.create_task(self._check_deadlines())
 
-    async def _look_at_the_clock(self) -> None:
+    async def _check_deadlines(self) -> None:
         while True:
             await asyncio.sleep(TICK)
             for session in self._sessions():

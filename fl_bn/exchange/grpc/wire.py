@@ -1,4 +1,4 @@
-"""Requests and answers as protobuf messages and back; what cannot be read is refused by name."""
+"""Requests and answers as protobuf messages and back. An unreadable message is refused by name."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ DTYPES = {torch.float32: "<f4", torch.float64: "<f8"}
 
 
 def encode_request(request: Request) -> pb.Request:
+    """Write a client's request as a message."""
     if isinstance(request, Join):
         return pb.Request(join=pb.Join(batch=request.batch))
     key = request.key
@@ -33,11 +34,22 @@ def encode_request(request: Request) -> pb.Request:
 
 
 def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
-    """None for a leave. Raises Refused for a message that is neither that, nor a join, nor a known layer's values."""
+    """Read a client's request.
+
+    Args:
+        data: the message.
+        layers: the layers that may be exchanged, by name.
+
+    Returns:
+        The request, or None if the client leaves.
+
+    Raises:
+        Refused: the message is no join, no leave, and no known layer's values.
+    """
     try:
         message = pb.Request.FromString(data)
     except DecodeError as error:
-        raise Refused(f"expected a request of exchange.proto, but got {len(data)} bytes that are none") from error
+        raise Refused(f"expected a request of exchange.proto, but got {len(data)} bytes of another form") from error
     kind = message.WhichOneof("kind")
     if kind == "leave":
         return None
@@ -59,11 +71,12 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
 
 @lru_cache(maxsize=8)
 def encode_answer(answer: Answer) -> pb.Answer:
-    """The same answer goes to all clients of a cohort: made once."""
+    """Write an answer as a message, once for all clients of a cohort."""
     return pb.Answer(values=_bytes(answer.values), count=answer.count, batch=answer.batch)
 
 
 def decode_answer(message: pb.Answer, dtype: torch.dtype) -> Answer:
+    """Read an answer with values of ``dtype``."""
     return Answer(_tensor(message.values, dtype), message.count, message.batch)
 
 
