@@ -13,7 +13,7 @@ from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import average, combine, running_statistics
 from fl_bn.federation.local import Samples, statistics_pass, torch_seed
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.methods import LayerReports, Method, Phase, Report
+from fl_bn.methods import LayerReports, Method, Phase, StatisticsReport
 from fl_bn.moments import Moments, Running
 from fl_bn.roles import Role, batch_norms, roles
 from tests.local import Result, train
@@ -67,7 +67,7 @@ class Federation:
         results = []
         for i, (model, samples) in enumerate(zip(models, self.clients, strict=True)):
             drawn = [np.arange(len(samples))] if batches is None else batches[i]
-            measured = self.measure(model, i, number) if self.method.reports(phase) is Report.PASS else {}
+            measured = self.measure(model, i, number) if self.method.reports(phase) is StatisticsReport.PASS else {}
             with torch_seed(1000 * number + i, torch.device("cpu")):
                 result = train(model, samples, drawn, settings, rate, self.method, phase)
             self.kept[i] = {k: model.state_dict()[k].clone() for k in self.kept[i]}
@@ -76,7 +76,7 @@ class Federation:
         shares = [float(result.samples) for result in results] if weights is None else weights
         states = [model.state_dict() for model in models]
         shared = running_statistics(self.server) if self.method.shares(Role.STATISTIC) else {}
-        if self.method.reports(phase) is not Report.NOTHING:
+        if self.method.reports(phase) is not StatisticsReport.NOTHING:
             self.store(combine(self.rule, shared, reports, [r.steps for r in results], batch_norms(self.server)))
         self.server.load_state_dict(average([{k: s[k] for k in self.sent} for s in states], shares), strict=False)
         return results
@@ -85,7 +85,7 @@ class Federation:
         return statistics_pass(model, self.clients[i], self.method.statistics_pass, seeded(0, i, number))
 
     def _report(self, model: nn.Module, result: Result, phase: Phase) -> dict[str, Moments]:
-        if self.method.reports(phase) is not Report.RUNNING:
+        if self.method.reports(phase) is not StatisticsReport.RUNNING:
             return result.moments
         return {k: Moments(result.samples, s.mean.double(), s.var.double()) for k, s in running_statistics(model).items()}
 

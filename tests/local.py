@@ -17,7 +17,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.sources import IndexBatches, alone, full_gradient
 from fl_bn.federation.values import ClientState
-from fl_bn.methods import Method, Phase, Report
+from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.moments import Moments
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -60,7 +60,7 @@ def train(
     with round.open(full_gradient(round, samples, task)):
         trained = train_round(round, batches, task, optimizer)
     moments = round.report()
-    if method.reports(phase) is Report.PASS:  # which is not made here
+    if method.reports(phase) is StatisticsReport.PASS:  # which is not made here
         round.moments = {"no pass": Moments(0, torch.zeros(1), torch.zeros(1))}
     reply, keeps = round.reply(int(batches.seen.sum()), trained.loss)
     gradients = keeps.get("momentum") or reply.sections.get("gradients", {})

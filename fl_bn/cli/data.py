@@ -42,10 +42,10 @@ def check_set(
     Prints one line per finding: ok, warn or fail, and what to do. The exit code is 1 after a failure, 2 for an unknown
     name, else 0.
     """
-    from fl_bn.data.check import check
+    from fl_bn.data.check import check_files
 
     try:
-        findings = check(name, path)
+        findings = check_files(name, path)
     except ValueError as error:
         typer.echo(f"{typer.style('ValueError', fg=typer.colors.RED)}: {error}", err=True)
         raise typer.Exit(2) from error

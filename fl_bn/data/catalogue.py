@@ -12,7 +12,7 @@ How = Literal["included", "downloaded", "by hand"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """Description of one data set.
 
     Attributes:
@@ -40,8 +40,8 @@ class Entry:
     note: str = ""
 
 
-CATALOGUE: dict[str, Entry] = {
-    "digits": Entry(
+CATALOGUE: dict[str, CatalogueEntry] = {
+    "digits": CatalogueEntry(
         "8x8 handwritten digits blended into two photographs",
         "comes with scikit-learn (BSD); CC BY photographs",
         "Alpaydin and Kaynak 1998; the blend: Ganin et al. 2016",
@@ -51,7 +51,7 @@ CATALOGUE: dict[str, Entry] = {
         size="3, 20, 20",
         note="Domains: the photographs, china and flower.",
     ),
-    "digits-plain": Entry(
+    "digits-plain": CatalogueEntry(
         "the same digits, white on black",
         "comes with scikit-learn (BSD)",
         "Alpaydin and Kaynak 1998",
@@ -60,7 +60,7 @@ CATALOGUE: dict[str, Entry] = {
         split="1,437 + 360",
         size="3, 20, 20",
     ),
-    "cifar10": Entry(
+    "cifar10": CatalogueEntry(
         "CIFAR-10",
         "academic use",
         "Krizhevsky 2009",
@@ -71,7 +71,7 @@ CATALOGUE: dict[str, Entry] = {
         "50,000 + 10,000",
         "3, 32, 32",
     ),
-    "cifar100": Entry(
+    "cifar100": CatalogueEntry(
         "CIFAR-100",
         "academic use",
         "Krizhevsky 2009",
@@ -82,7 +82,7 @@ CATALOGUE: dict[str, Entry] = {
         "50,000 + 10,000",
         "3, 32, 32",
     ),
-    "mnist": Entry(
+    "mnist": CatalogueEntry(
         "MNIST",
         "CC BY-SA 3.0",
         "LeCun et al. 1998",
@@ -94,7 +94,7 @@ CATALOGUE: dict[str, Entry] = {
         "60,000 + 10,000",
         "1, 28, 28",
     ),
-    "svhn": Entry(
+    "svhn": CatalogueEntry(
         "Street View House Numbers, cropped digits",
         "non-commercial use",
         "Netzer et al. 2011",
@@ -105,7 +105,7 @@ CATALOGUE: dict[str, Entry] = {
         "73,257 + 26,032",
         "3, 32, 32",
     ),
-    "usps": Entry(
+    "usps": CatalogueEntry(
         "USPS digits",
         "research use",
         "Hull 1994",
@@ -116,7 +116,7 @@ CATALOGUE: dict[str, Entry] = {
         "7,291 + 2,007",
         "1, 16, 16",
     ),
-    "mnist-m": Entry(
+    "mnist-m": CatalogueEntry(
         "MNIST digits blended into photographs",
         "non-commercial research (BSDS500's photographs)",
         "Ganin et al. 2016",
@@ -129,7 +129,7 @@ CATALOGUE: dict[str, Entry] = {
         "3, 32, 32",
         "Pickles (keras_mnistm.pkl) are not read: opening one runs what is in it. Save its arrays with np.savez.",
     ),
-    "synth-digits": Entry(
+    "synth-digits": CatalogueEntry(
         "SynthDigits: digits rendered of Windows fonts",
         "research use",
         "Ganin and Lempitsky 2015",
@@ -140,7 +140,7 @@ CATALOGUE: dict[str, Entry] = {
         "479,400 + 9,553",
         "3, 32, 32",
     ),
-    "digits-five": Entry(
+    "digits-five": CatalogueEntry(
         "the five-domain digits of FedBN: SVHN, USPS, SynthDigits, MNIST-M, MNIST",
         "those of the five",
         "Li et al. 2021 (FedBN); each set's own",
@@ -157,7 +157,7 @@ CATALOGUE: dict[str, Entry] = {
         "The first that is there is taken; SVHN, USPS and MNIST are downloaded if nothing is. A stand-in is named: the domain is called "
         "chars74k-street-for-SVHN. The paper's 743 samples per client: samples-per-domain=743.",
     ),
-    "digits-five-pooled": Entry(
+    "digits-five-pooled": CatalogueEntry(
         "the same five domains, each set's samples pooled and divided anew, as FedBN has them",
         "those of the five",
         "Li et al. 2021 (FedBN); each set's own",
@@ -169,7 +169,7 @@ CATALOGUE: dict[str, Entry] = {
         "3, 28, 28",
         "The paper's 7,438 training samples of the smallest domain, USPS, are four fifths of all that it has.",
     ),
-    "office-caltech10": Entry(
+    "office-caltech10": CatalogueEntry(
         "Office-Caltech10: ten office objects from four sources",
         "research use",
         "Gong et al. 2012",
@@ -183,7 +183,7 @@ CATALOGUE: dict[str, Entry] = {
         "Images are stretched to a square, as in FedBN. The paper's 62 samples per client: samples-per-domain=62. The lists that FedBN "
         "publishes are pickles and are not read.",
     ),
-    "domainnet": Entry(
+    "domainnet": CatalogueEntry(
         "DomainNet, the ten classes of FedBN, six domains",
         "non-commercial research",
         "Peng et al. 2019; the classes: Li et al. 2021",
@@ -197,7 +197,7 @@ CATALOGUE: dict[str, Entry] = {
         "3, 256, 256",
         "Images are stretched to a square, as in FedBN. The paper's 105 samples per client: samples-per-domain=105.",
     ),
-    "pacs": Entry(
+    "pacs": CatalogueEntry(
         "PACS: seven classes as art painting, cartoon, photo and sketch",
         "research use",
         "Li et al. 2017",
@@ -209,7 +209,7 @@ CATALOGUE: dict[str, Entry] = {
         "as the lists say (9 : 1); without them 4 : 1 at random",
         "3, 227, 227",
     ),
-    "tiny-imagenet": Entry(
+    "tiny-imagenet": CatalogueEntry(
         "Tiny-ImageNet, 200 classes",
         "non-commercial research (ImageNet's)",
         "Le and Yang 2015",
@@ -220,7 +220,7 @@ CATALOGUE: dict[str, Entry] = {
         "100,000 + 10,000 (val; the labels of test are not published)",
         "3, 64, 64",
     ),
-    "imagenet": Entry(
+    "imagenet": CatalogueEntry(
         "ImageNet, ILSVRC 2012, 1,000 classes",
         "non-commercial research, after registration",
         "Russakovsky et al. 2015",
@@ -233,7 +233,7 @@ CATALOGUE: dict[str, Entry] = {
         "All of it is held in memory: 187 GiB at 224 pixels, 15 GiB at 64 (image-size=64), in every process. A warning says how much "
         "before anything is read. Fewer class folders make a smaller set.",
     ),
-    "cityscapes": Entry(
+    "cityscapes": CatalogueEntry(
         "Cityscapes: street scenes with a class per pixel; a domain is a city",
         "non-commercial research, after registration",
         "Cordts et al. 2016",
@@ -246,7 +246,7 @@ CATALOGUE: dict[str, Entry] = {
         "image-size is the height, the width is twice that. Images and masks take 75 GiB at full size, 4.7 GiB at image-size=256. The test "
         "cities are none that are trained on.",
     ),
-    "abide": Entry(
+    "abide": CatalogueEntry(
         "ABIDE I: connectomes of 110 brain regions, autism or not; a domain is a site",
         "non-commercial research (CC BY-NC-SA 3.0)",
         "Di Martino et al. 2014; Craddock et al. 2013",
@@ -268,7 +268,7 @@ def page() -> str:
     return "\n\n".join(_section(name, entry) for name, entry in CATALOGUE.items())
 
 
-def _section(name: str, entry: Entry) -> str:
+def _section(name: str, entry: CatalogueEntry) -> str:
     lines = [f"### `{name}`", "", f"{entry.title}. {entry.citation}. Terms: {entry.terms}."]
     got = {
         "included": "Nothing to do: it is installed.",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fl_bn.data.catalogue import CATALOGUE, Entry
+from fl_bn.data.catalogue import CATALOGUE, CatalogueEntry
 from fl_bn.data.connectomes import read_sites
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.digits_five import SIZE, sources
@@ -29,7 +29,7 @@ from fl_bn.support.names import expected
 FEATURES = 5995  # of ABIDE's 110 regions
 
 
-def check(name: str, path: str = "") -> list[Finding]:
+def check_files(name: str, path: str = "") -> list[Finding]:
     """Check the files of data set ``name`` below ``path``.
 
     Args:
@@ -87,7 +87,7 @@ def _contents(data: Dataset) -> str:
 
 
 def _counts(name: str, samples: int) -> Iterator[Finding]:
-    entry = CATALOGUE.get(name, Entry("", "", "", "by hand"))
+    entry = CATALOGUE.get(name, CatalogueEntry("", "", "", "by hand"))
     if entry.samples and samples not in entry.samples:
         expected = " or ".join(f"{count:,}" for count in entry.samples)
         yield Finding(

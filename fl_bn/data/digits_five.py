@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_bn.data.folder import read_picture
-from fl_bn.data.listing import find_root, gather, lines_of
+from fl_bn.data.listing import find_root, lines_of, read_all
 from fl_bn.data.npz import load_npz
 from fl_bn.data.public import ROOT, load_public
 from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
@@ -72,7 +72,7 @@ def _numbered_images(name: str, folder: Path, listing: Path, image_size: int) ->
             raise ValueError(f"{file}: images must share one size, {tuple(shape)}, but this one is {tuple(image.shape[-2:])}")
         return image.expand(-1, 3, -1, -1)[0]
 
-    return resize(gather(files, (3, *shape), torch.uint8, read), image_size), torch.tensor(labels)
+    return resize(read_all(files, (3, *shape), torch.uint8, read), image_size), torch.tensor(labels)
 
 
 def load_synth_digits(path: str, image_size: int) -> Dataset:

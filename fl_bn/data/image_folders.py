@@ -30,7 +30,7 @@ PACS_CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "perso
 
 
 @dataclass(frozen=True)
-class Layout:
+class FolderLayout:
     """Layout of a set on the disk.
 
     Attributes:
@@ -142,14 +142,14 @@ def _folders(
 
 
 # FedBN resizes Office-Caltech10 and DomainNet to 256 x 256 whatever their proportions: hence "stretch".
-LAYOUTS: dict[str, Layout] = {
-    "office-caltech10": Layout(
+LAYOUTS: dict[str, FolderLayout] = {
+    "office-caltech10": FolderLayout(
         _folders("office-caltech10", OFFICE_DOMAINS, OFFICE_CLASSES, None, "office_caltech_10"), size=256, how="stretch"
     ),
-    "domainnet": Layout(
+    "domainnet": FolderLayout(
         _folders("domainnet", DOMAINNET_DOMAINS, DOMAINNET_CLASSES, ("{}_train.txt", "{}_test.txt"), "DomainNet"), size=256, how="stretch"
     ),
-    "pacs": Layout(_folders("pacs", PACS_DOMAINS, PACS_CLASSES, ("{}_train_kfold.txt", "{}_crossval_kfold.txt"), "PACS"), size=227),
-    "tiny-imagenet": Layout(tiny_imagenet, size=64),
-    "imagenet": Layout(imagenet, size=224),
+    "pacs": FolderLayout(_folders("pacs", PACS_DOMAINS, PACS_CLASSES, ("{}_train_kfold.txt", "{}_crossval_kfold.txt"), "PACS"), size=227),
+    "tiny-imagenet": FolderLayout(tiny_imagenet, size=64),
+    "imagenet": FolderLayout(imagenet, size=224),
 }

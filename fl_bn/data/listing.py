@@ -191,7 +191,7 @@ def read_listing(listing: Listing, image_size: int, how: Fit) -> Dataset:
         picture = read_picture(image.file)
         return fit(picture, 3, image_size)[0] if how == "crop" else stretch(picture, image_size, image_size)
 
-    splits = [gather(images, shape, torch.uint8, read) for images in (listing.train, listing.test)]
+    splits = [read_all(images, shape, torch.uint8, read) for images in (listing.train, listing.test)]
     labels = [torch.tensor([image.label for image in images]) for images in (listing.train, listing.test)]
     domains = [torch.tensor([image.domain for image in images]) for images in (listing.train, listing.test)]
     return Dataset(
@@ -217,7 +217,7 @@ def warn_if_large(name: str, size: int, hint: str) -> None:
         )
 
 
-def gather(items: Sequence[Item], shape: Sequence[int], dtype: torch.dtype, read: Callable[[Item], Tensor]) -> Tensor:
+def read_all(items: Sequence[Item], shape: Sequence[int], dtype: torch.dtype, read: Callable[[Item], Tensor]) -> Tensor:
     """Read all items, in as many threads as torch has.
 
     Args:

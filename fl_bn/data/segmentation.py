@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.data.folder import read_picture, visible
-from fl_bn.data.listing import find_root, gather, stretch, warn_if_large
+from fl_bn.data.listing import find_root, read_all, stretch, warn_if_large
 from fl_bn.data.record import DataNotFound, Dataset
 from fl_bn.task import IGNORE
 
@@ -128,8 +128,8 @@ def load_cityscapes(path: str, image_size: int) -> Segmentation:
     shape = (height, 2 * height)
     # An int64 mask takes 8 bytes per pixel, an image 3.
     warn_if_large("cityscapes", (len(train) + len(test)) * prod(shape) * (3 + 8), "image-size, the height, makes it smaller")
-    x = [gather(pairs, (3, *shape), torch.uint8, lambda pair: _scene(pair.image, height)) for pairs in (train, test)]
-    y = [gather(pairs, shape, torch.int64, lambda pair: read_mask(pair.mask, height)) for pairs in (train, test)]
+    x = [read_all(pairs, (3, *shape), torch.uint8, lambda pair: _scene(pair.image, height)) for pairs in (train, test)]
+    y = [read_all(pairs, shape, torch.int64, lambda pair: read_mask(pair.mask, height)) for pairs in (train, test)]
     domains = [torch.tensor([pair.domain for pair in pairs]) for pairs in (train, test)]
     return Segmentation("cityscapes", x[0], y[0], x[1], y[1], len(CITYSCAPES_CLASSES), domains[0], domains[1], cities)
 

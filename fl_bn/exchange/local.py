@@ -42,7 +42,7 @@ def admit(session: Session) -> dict[int, str]:
     return tokens
 
 
-def ended(token: str, error: str) -> None:
+def end_task(token: str, error: str) -> None:
     """Record that the task of ``token``'s client has ended, so that no other client waits for it.
 
     Args:

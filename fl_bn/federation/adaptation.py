@@ -201,7 +201,7 @@ def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
     Raises:
         NotAdaptable: A layer gets fewer than two values per channel.
     """
-    by_layer = statistics_pass(model, _unlabelled(x), StatisticsPass.asked(INPUTS), seeded(0))
+    by_layer = statistics_pass(model, _unlabelled(x), StatisticsPass.for_exchange(INPUTS), seeded(0))
     if few := [name for name, moments in by_layer.items() if moments.count < 2]:
         raise NotAdaptable(
             f"{few[0]}: a variance needs at least 2 values per channel, but {len(x)} sample gives 1: adapt with more samples"

@@ -31,7 +31,7 @@ class Bar(Callback):
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
         """Note the metric for the round's line."""
         if (metric := self.task.metric) in record.evaluation:
-            self._metric = f"  {metric} {self.task.shown(record.evaluation[metric])}"
+            self._metric = f"  {metric} {self.task.format_metric(record.evaluation[metric])}"
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
         """Move the bar, and show the round's numbers."""

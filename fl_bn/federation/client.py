@@ -40,7 +40,7 @@ from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.layers import freeze_statistics, moving_average, observe, pooled
-from fl_bn.methods import Method, Phase, Report, StatisticsPass
+from fl_bn.methods import Method, Phase, StatisticsPass, StatisticsReport
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.modes import frozen_affine, train_mode
 from fl_bn.moments import Moments, Running
@@ -182,7 +182,7 @@ class LocalRound:
     @property
     def observes(self) -> bool:
         """Tell whether the moments of training batches are reported."""
-        return self.method.reports(self.phase) in (Report.BATCHES, Report.FIRST, Report.MOVING)
+        return self.method.reports(self.phase) in (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
 
     def set_modes(self, model: nn.Module) -> None:
         """Put ``model`` into training mode, except for the parts that its owner holds in evaluation mode; frozen layers are frozen."""
@@ -208,7 +208,7 @@ class LocalRound:
                     "in the training loop may set them"
                 )
         seen = max((len(parts) for parts in self.passes.observed.values()), default=0)
-        wanted = min(self.steps, 1) if self.method.reports(self.phase) is Report.FIRST else self.steps
+        wanted = min(self.steps, 1) if self.method.reports(self.phase) is StatisticsReport.FIRST else self.steps
         if self.observes and self.passes.observed and seen < wanted:
             raise ValueError(
                 f"{self.method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} in {self.steps} steps: "
@@ -267,7 +267,7 @@ class LocalRound:
             self._batch = int(self.batch)
         self.steps += 1
         self.passes.next_step()
-        if self.method.reports(self.phase) is Report.FIRST:
+        if self.method.reports(self.phase) is StatisticsReport.FIRST:
             self._observing.close()
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
@@ -343,7 +343,7 @@ class LocalRound:
     def asked(self) -> StatisticsPass:
         """The pass that this round asks for."""
         own = self.method.statistics_pass
-        return own if self.trains else StatisticsPass.asked(self.instruction.measured, own.samples)
+        return own if self.trains else StatisticsPass.for_exchange(self.instruction.measured, own.samples)
 
     def load_momentum(self, optimizer: Optimizer) -> None:
         """Let ``optimizer`` go on from the buffers of the round before: those that the server sent, else those that were kept."""
@@ -367,7 +367,7 @@ class LocalRound:
         """Return the moments that were measured or observed so far, by BatchNorm layer."""
         if self.moments is not None:
             return self.moments
-        if self.method.reports(self.phase) is not Report.MOVING:
+        if self.method.reports(self.phase) is not StatisticsReport.MOVING:
             return pooled(self.passes.observed)
         layers = batch_norms(self.model)
         return {name: moving_average(layers[name], batches) for name, batches in self.passes.observed.items() if batches}
@@ -393,7 +393,7 @@ class LocalRound:
         samples, client, reports = index(samples), index(client), self.method.reports(self.phase)
         if not self.trains:
             return self._reply(client, {"moments": complete_moments(self, self.moments or {})}, samples, {}), self.kept
-        if reports is Report.FIRST and self.batch > samples:
+        if reports is StatisticsReport.FIRST and self.batch > samples:
             raise ValueError(
                 f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this "
                 "round trained on, and leave out passes that are no training (in evaluation mode, say)"
@@ -402,11 +402,11 @@ class LocalRound:
         finish = self._objective.finish(self.steps, self._learning_rate())
         if gradients:
             step_at_home(self, gradients)
-        if reports is Report.PASS and self.moments is None:
+        if reports is StatisticsReport.PASS and self.moments is None:
             raise ValueError(f"{self.method.name} reports moments of a pass before training: call round.measure(batches) first")
         numbers: dict[str, float] = {**(metrics or {}), "loss": float(loss), "steps": self.steps, "waited": self.waited}
         numbers |= home_drift(self, self._before) if tells_drift else {}
-        numbers |= {"batch": int(self.batch)} if reports is Report.FIRST else {}
+        numbers |= {"batch": int(self.batch)} if reports is StatisticsReport.FIRST else {}
         kept = state_to_keep(self, gradients, finish, client)
         if kept.sections:
             numbers["kept"] = self.kept.round

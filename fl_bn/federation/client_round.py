@@ -21,7 +21,7 @@ from fl_bn.federation.clipping import clip, norm_in_round
 from fl_bn.federation.momentum import restart
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import ClientState, Reply
-from fl_bn.methods import Report
+from fl_bn.methods import StatisticsReport
 from fl_bn.models.head import head_of
 from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task, to_device
@@ -169,7 +169,7 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
         engine.measure(members)
         return [engine.reply(member, (), ()) for member in members]
     batches = [source.batches(round) for round, source in members]  # before the statistics pass, which one sample may break
-    if first.method.reports(first.phase) is Report.PASS:
+    if first.method.reports(first.phase) is StatisticsReport.PASS:
         engine.measure(members)
     trained = engine.train(members, batches)
     return [engine.reply(*one) for one in zip(members, batches, trained, strict=True)]

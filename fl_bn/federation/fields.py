@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from fl_bn.support.wire import WireError, said, shown
+from fl_bn.support.wire import WireError, excerpt, printable
 
 LARGEST = 2**53  # whole numbers are exact in float64 up to here
 NAME = 300  # characters of a layer's name
@@ -182,7 +182,7 @@ class Form:
             Undeclared: The form does not have it.
         """
         if (one := self._find(name)) is None:
-            raise Undeclared(f"{self.record}/{shown(name)} is no field of this message: declare it in fl_bn/flower/wire/messages.py")
+            raise Undeclared(f"{self.record}/{printable(name)} is no field of this message: declare it in fl_bn/flower/wire/messages.py")
         return one
 
     def read(self, record: Mapping[str, Any] | None) -> Values:
@@ -202,7 +202,7 @@ class Form:
         for name, value in record.items():
             if (one := self._find(name)) is not None:
                 if not one.fits(value):
-                    raise WireError(self.record, name, f"expected {one.wanted}, but got {said(value)}")
+                    raise WireError(self.record, name, f"expected {one.wanted}, but got {excerpt(value)}")
                 values[name] = one.turn(value)
             elif self.others:
                 values[name] = value

@@ -8,7 +8,7 @@ from collections import defaultdict
 from torch import nn
 
 from fl_bn.kinds import kind_of
-from fl_bn.methods import Method, Refresh, Report
+from fl_bn.methods import Method, Refresh, StatisticsReport
 from fl_bn.roles import Role, batch_norms, tracks_statistics, unknown_norms
 
 LOGGER = logging.getLogger("flwr")
@@ -50,7 +50,7 @@ def without_subject(method: Method) -> bool:
     Other methods (those that keep BatchNorm at the clients, or replace it by another normaliser) are federated averaging
     there, with a warning.
     """
-    return method.report is not Report.NOTHING or method.refresh is not Refresh.NOTHING
+    return method.report is not StatisticsReport.NOTHING or method.refresh is not Refresh.NOTHING
 
 
 def check_layers(model: nn.Module, method: Method) -> None:

@@ -157,7 +157,7 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
     layers, dtype, made = batch_norms(model), inputs_like(model).dtype, list[Pass]()
     for number in count(1):
         before = running_statistics(model)
-        reports = [_as_sent(statistics_pass(model, samples, StatisticsPass.asked(INPUTS), seeded(0)), dtype) for samples in clients]
+        reports = [_as_sent(statistics_pass(model, samples, StatisticsPass.for_exchange(INPUTS), seeded(0)), dtype) for samples in clients]
         _store(model, combine(replace_by_pooled, before, reports, [1] * len(reports), layers))
         left = unreached(list(layers), number) if not passes or passes >= len(layers) else ()
         after = running_statistics(model)

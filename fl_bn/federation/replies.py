@@ -25,7 +25,7 @@ from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.rounds import unbounded
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.values import Reply, RoundReplies
-from fl_bn.support.wire import Absent, WireError, check_samples, reason, said, shown
+from fl_bn.support.wire import Absent, WireError, check_samples, excerpt, printable, reason
 
 LOGGER = logging.getLogger("flwr")
 REPLIED = Form("metrics", {"samples": whole(), "measured": whole(default=None)})  # samples 0: the client sat out
@@ -80,17 +80,18 @@ class Expected:
             WireError: Something is not as expected; the first such thing is named.
         """
         if type(reply.round) is not int or reply.round != self.round:
-            raise WireError("reply", "round", f"expected {self.round}, but got {said(reply.round)}")
+            raise WireError("reply", "round", f"expected {self.round}, but got {excerpt(reply.round)}")
         if reply.signature != self.signature:
             hint = "different model, method or version of fl-bn on the two sides"
-            raise WireError("reply", "signature", f"expected {self.signature!r}, but got {said(reply.signature)} ({hint})")
+            raise WireError("reply", "signature", f"expected {self.signature!r}, but got {excerpt(reply.signature)} ({hint})")
         if not isinstance(reply.metrics, Mapping) or not all(type(name) is str for name in reply.metrics):
             raise WireError("metrics", "", f"expected numbers by name, but got a {type(reply.metrics).__name__}")
         values = self.numbers(reply.client, {**reply.metrics, "samples": reply.samples})
         if type(reply.weight) is not int or not 1 <= reply.weight <= reply.samples:
-            raise WireError("metrics", "weight", f"expected a whole number 1..{reply.samples}, its samples, but got {said(reply.weight)}")
+            problem = f"expected a whole number 1..{reply.samples}, its samples, but got {excerpt(reply.weight)}"
+            raise WireError("metrics", "weight", problem)
         if reply.folded is not False:
-            raise WireError("reply", "folded", f"expected False, since only the server adds replies up, but got {said(reply.folded)}")
+            raise WireError("reply", "folded", f"expected False, since only the server adds replies up, but got {excerpt(reply.folded)}")
         return replace(self.reply(reply.client, values, arrays_of(reply.sections)), weight=reply.weight)
 
     def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:
@@ -164,10 +165,10 @@ def arrays_of(sections: Any) -> Payload:
     payload: dict[str, dict[str, np.ndarray]] = {}
     for section, tensors in sections.items():
         if type(section) is not str or not isinstance(tensors, Mapping):
-            raise WireError("reply", shown(str(section)), f"expected a section of tensors by name, but got a {type(tensors).__name__}")
+            raise WireError("reply", printable(str(section)), f"expected a section of tensors by name, but got a {type(tensors).__name__}")
         for name, tensor in tensors.items():
             if type(name) is not str or not isinstance(tensor, Tensor):
-                raise WireError(section, shown(str(name)), f"expected a tensor, but got a {type(tensor).__name__}")
+                raise WireError(section, printable(str(name)), f"expected a tensor, but got a {type(tensor).__name__}")
             if tensor.layout is not strided or tensor.is_meta or tensor.is_quantized:
                 kind = "without values" if tensor.is_meta else f"of layout {tensor.layout}"
                 raise WireError(section, name, f"expected a dense tensor with values, but got one {kind}, {tensor.dtype}")
@@ -220,5 +221,5 @@ def _stranger(reply: Reply, clients: int) -> str | None:
         return f"expected what round.reply(...) returns first, but got a {type(reply).__name__}"
     if type(reply.client) is not int or not 0 <= reply.client < clients:
         known = f"expected one of client 0..{clients - 1}, as many as the server was told of"
-        return f"{known}, but it calls itself client {said(reply.client)}"
+        return f"{known}, but it calls itself client {excerpt(reply.client)}"
     return None

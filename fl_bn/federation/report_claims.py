@@ -11,25 +11,25 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from fl_bn.federation.payload import tensor_name
 from fl_bn.federation.values import Reply
-from fl_bn.methods import Report
+from fl_bn.methods import StatisticsReport
 from fl_bn.support.stated_sizes import FAR, most_believed
 
 MOMENTS = "moments"
 
 
-def behind(reply: Reply, report: Report) -> tuple[int, str]:
+def behind(reply: Reply, report: StatisticsReport) -> tuple[int, str]:
     """Return the number of samples or steps behind the moments of ``reply``, and the word for one of them.
 
     A reply without that number counts with all its samples.
     """
     metrics = reply.metrics
-    if report is Report.BATCHES:
+    if report is StatisticsReport.BATCHES:
         return max(reply.steps, 1), "step"
-    number = metrics.get("batch" if report is Report.FIRST else "measured", reply.samples)
+    number = metrics.get("batch" if report is StatisticsReport.FIRST else "measured", reply.samples)
     return max(int(number), 1), "sample"
 
 
-def far_claims(parts: Sequence[Reply], report: Report, steps_are_known: bool = True) -> dict[int, str]:
+def far_claims(parts: Sequence[Reply], report: StatisticsReport, steps_are_known: bool = True) -> dict[int, str]:
     """Find the clients that claim too much.
 
     Args:
@@ -54,10 +54,10 @@ def far_claims(parts: Sequence[Reply], report: Report, steps_are_known: bool = T
                     f"{MOMENTS}/{tensor_name(layer, 'count')}: expected at most {limit:.3g} activations per {unit}, which is {FAR:g} times "
                     f"the median client's, but got {number:.3g} ({count} of {of} {unit}s)",
                 )
-    return (reasons if steps_are_known or report is not Report.BATCHES else _many_steps(parts)) | reasons
+    return (reasons if steps_are_known or report is not StatisticsReport.BATCHES else _many_steps(parts)) | reasons
 
 
-def _per_unit(part: Reply, report: Report) -> dict[str, float]:
+def _per_unit(part: Reply, report: StatisticsReport) -> dict[str, float]:
     """Return layer -> activations per sample, or per step."""
     of, _ = behind(part, report)
     names = {name: name.rpartition(".") for name in part.sections.get(MOMENTS, {})}

@@ -17,10 +17,10 @@ from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
 from fl_bn.federation.blocks import dtype_name, extremes
 from fl_bn.federation.payload import Payload, tensor_name
-from fl_bn.methods import MOMENTS, Method, Phase, Report
+from fl_bn.methods import MOMENTS, Method, Phase, StatisticsReport
 from fl_bn.moments import bounds
 from fl_bn.roles import DOWN_ONLY, Role, batch_norms, roles
-from fl_bn.support.wire import WireError, said, shown
+from fl_bn.support.wire import WireError, excerpt, printable
 
 FLOATS = ("float32", "float64")
 SMALL = 1 << 14  # most values of a tensor that is checked together with others
@@ -106,7 +106,7 @@ class Schema:
         largest: dict[str, float] = {}
         for section, specs in [*self.sections.items(), *((k, specs) for k, specs in self.optional.items() if k in payload)]:
             if section not in payload:
-                raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {said(sorted(payload))}")
+                raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {excerpt(sorted(payload))}")
             arrays = payload[section]
             for name in specs:
                 if name not in arrays:
@@ -162,7 +162,7 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
             here = _form(ours[name].shape, ours[name].dtype, dtypes) if name in ours else "nothing"
             there = _form(theirs[name].shape, dtype_name(theirs[name].dtype), dtypes) if name in theirs else "nothing"
             if here != there:
-                return f"{shown(name)} is {here} here, and {there} there"
+                return f"{printable(name)} is {here} here, and {there} there"
     return f"all tensors that travel agree, so a role, an integer buffer or the method differs. {COMPARE}"
 
 
@@ -208,7 +208,7 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
     report = method.reports(phase)
     sections: dict[str, dict[str, Spec]] = {}
     if phase is not Phase.MEASURE:
-        sections = _shared(model, method, report is Report.RUNNING, _reported, True)
+        sections = _shared(model, method, report is StatisticsReport.RUNNING, _reported, True)
         if update == "gradients":
             learnable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
             sections["gradients"] = {name: spec for name, spec in sections.pop("weights").items() if name in learnable}

@@ -30,7 +30,7 @@ from fl_bn.federation.report_claims import far_claims
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply, RoundReplies
-from fl_bn.methods import INPUTS, MOMENTS, Method, Phase, Report
+from fl_bn.methods import INPUTS, MOMENTS, Method, Phase, StatisticsReport
 from fl_bn.support.stated_sizes import FEWEST
 
 LOGGER = logging.getLogger("flwr")
@@ -209,7 +209,7 @@ class Server:
         phase, policy = Phase(self.record.phase), self.policy
         if self.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or self._keeps:
             return None
-        by_samples, compares = policy.client_weights == "samples", self.method.reports(phase) is not Report.NOTHING
+        by_samples, compares = policy.client_weights == "samples", self.method.reports(phase) is not StatisticsReport.NOTHING
         return StreamingAverage(
             {client: float(policy.planned(n)) if by_samples else 1.0 for client, n in samples.items()},
             lambda reply: float(reply.weight) if by_samples else 1.0,
@@ -225,7 +225,7 @@ class Server:
         claims = far_claims(parts, report, self.policy.asks_for_steps) if report in MOMENTS else {}
         if phase is Phase.MEASURE:
             return claims
-        far = far_statistics(parts, self.shared.statistics()) if report is Report.RUNNING else {}
+        far = far_statistics(parts, self.shared.statistics()) if report is StatisticsReport.RUNNING else {}
         return far_numbers(parts, [extra.section for extra in self.policy.auxiliary]) | far | claims
 
 

@@ -26,7 +26,7 @@ from fl_bn.federation.payload import Named, Sections, decode_moments, signature,
 from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
-from fl_bn.methods import INPUTS, Method, Phase, Refresh, Report, replace_by_pooled
+from fl_bn.methods import INPUTS, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
 from fl_bn.modes import held_layers
 from fl_bn.moments import Moments, Running, bounds
 from fl_bn.roles import Role, batch_norms, roles
@@ -309,9 +309,9 @@ class SharedModel:
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
         """Return the shared statistics after this round's reports, in float64; ``pace``: see ``LayerReports``."""
         shared, report = self.statistics(), self.method.reports(phase)
-        if report is Report.NOTHING:
+        if report is StatisticsReport.NOTHING:
             return shared
-        if report is Report.RUNNING:
+        if report is StatisticsReport.RUNNING:
             reports = [self._running(part.sections.get("statistics", {}), part.weight) for part in parts]
         else:
             reports = [decode_moments(part.sections["moments"]) for part in parts]

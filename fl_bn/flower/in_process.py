@@ -24,7 +24,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fl_bn.exchange.local import Turns, ended
+from fl_bn.exchange.local import Turns, end_task
 from fl_bn.federation.engines.rendezvous import VmapRendezvous
 from fl_bn.federation.engines.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback
 from fl_bn.federation.engines.workers import Workers
@@ -135,7 +135,7 @@ class InProcessGrid(Grid):
 
     def _answer_in_turn(self, message: Message) -> Message:
         answer = self._answer(message)
-        ended(_exchange_token(message), answer.error.reason or "error" if answer.has_error() else "")
+        end_task(_exchange_token(message), answer.error.reason or "error" if answer.has_error() else "")
         return answer
 
     def _answer(self, message: Message) -> Message:

@@ -188,7 +188,7 @@ class LocalClient:
 
     def asked(self, config: Mapping[str, Any]) -> StatisticsPass:
         """Return the pass that the message of a statistics-only exchange asks for."""
-        return StatisticsPass.asked(str(config.get("measured", INPUTS)), self.method.statistics_pass.samples)
+        return StatisticsPass.for_exchange(str(config.get("measured", INPUTS)), self.method.statistics_pass.samples)
 
     def meet(self, config: Mapping[str, Any]) -> None:
         """Join the exchange and leave it again: the server wants to know whether all of a cohort can be there at once."""

@@ -19,7 +19,7 @@ from fl_bn.flower.own.seats import seat_of_newcomer, seated
 from fl_bn.flower.wire.messages import HELLO
 from fl_bn.flower.wire.messaging import PASSING, send_and_receive
 from fl_bn.flower.wire.versions import client_differs, greeting
-from fl_bn.support.wire import WireError, reason, shown
+from fl_bn.support.wire import WireError, printable, reason
 
 
 class RunFailed(Exception):
@@ -269,7 +269,7 @@ class Population:
         elif said["signature"] != self.signature:
             self._refuse(
                 node,
-                f"{self.called.client(index)} has another model, method or version of fl-bn ({shown(said['signature'])}, here "
+                f"{self.called.client(index)} has another model, method or version of fl-bn ({printable(said['signature'])}, here "
                 f"{self.signature}; a strategy takes the model as it is, a client convert(model, method)). {COMPARE}",
             )
         elif self.rounds.nodes and self.rounds.nodes[index] != node:

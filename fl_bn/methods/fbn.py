@@ -20,7 +20,7 @@ from functools import partial
 from typing import ClassVar
 
 from fl_bn.layers import FederatedBatchNorm
-from fl_bn.methods.method import LayerReports, Method, Report
+from fl_bn.methods.method import LayerReports, Method, StatisticsReport
 from fl_bn.methods.tracking import follow, tracking
 from fl_bn.moments import Running, ema, pool
 from fl_bn.options import Options, option, takes
@@ -32,7 +32,7 @@ At a scale of 1, a step of the same rate changes the network's outputs a tenth a
 it diverges with one class per client and several steps: docs/methods/fbn.md.
 """
 
-REPORTS = {"first": Report.FIRST, "pass": Report.PASS, "all": Report.BATCHES}
+REPORTS = {"first": StatisticsReport.FIRST, "pass": StatisticsReport.PASS, "all": StatisticsReport.BATCHES}
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class FBNOptions(Options):
     )
 
 
-def combine(reports: LayerReports, tracking: float, momentum: float | None, report: Report) -> Running:
+def combine(reports: LayerReports, tracking: float, momentum: float | None, report: StatisticsReport) -> Running:
     """Compute a layer's new shared statistics from the clients' moments."""
     pooled = pool(reports.parts, reports.average)
     if momentum is None:
         return follow(reports.shared, pooled, tracking * reports.pace, reports.scale)
-    batches = reports.steps if report is Report.BATCHES else 1
+    batches = reports.steps if report is StatisticsReport.BATCHES else 1
     return ema(reports.shared, pooled, 1 - (1 - momentum) ** batches)
 
 

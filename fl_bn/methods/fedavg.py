@@ -6,7 +6,7 @@ Clients normalise with their own batches. The server averages the running means 
 variances. Counters (``num_batches_tracked``) are not averaged.
 """
 
-from fl_bn.methods.method import LayerReports, Method, Report
+from fl_bn.methods.method import LayerReports, Method, StatisticsReport
 from fl_bn.moments import Running, plain_average
 
 
@@ -18,4 +18,4 @@ def combine(reports: LayerReports) -> Running:
 
 def fedavg() -> Method:
     """Make FedAvg with BatchNorm. It has no options."""
-    return Method("fedavg", report=Report.RUNNING, combine=combine)
+    return Method("fedavg", report=StatisticsReport.RUNNING, combine=combine)

@@ -36,7 +36,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_bn.exchange.call import Answer, Exchange, Key, Quantity
 from fl_bn.layers import _SharedNorm, eagerly, in_backward
 from fl_bn.methods.fedavg import combine
-from fl_bn.methods.method import Method, Phase, Report, freeze, freeze_after, frozen_rate
+from fl_bn.methods.method import Method, Phase, StatisticsReport, freeze, freeze_after, frozen_rate
 from fl_bn.moments import channel_moments
 from fl_bn.options import Options, option, takes
 
@@ -325,7 +325,7 @@ def fedtan(options: FedTANOptions) -> Method:
 
 def _exchanging(options: FedTANOptions, share_gradients: bool) -> Method:
     layer, restarts = partial(_layer, schedule=options.schedule, share_gradients=share_gradients), options.momentum == "restarted"
-    return Method("fedtan", layer=layer, report=Report.RUNNING, combine=combine, phase=_exchange_phase, restarts=restarts)
+    return Method("fedtan", layer=layer, report=StatisticsReport.RUNNING, combine=combine, phase=_exchange_phase, restarts=restarts)
 
 
 @takes(FedTAN2Options)

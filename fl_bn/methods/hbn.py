@@ -33,8 +33,8 @@ from fl_bn.methods.method import (
     LayerReports,
     Method,
     Refresh,
-    Report,
     StatisticsPass,
+    StatisticsReport,
     replace_by_averaged,
     replace_by_pooled,
 )
@@ -134,7 +134,7 @@ def hbn(options: HBNOptions) -> Method:
         "hbn",
         layer=partial(HybridBatchNorm.from_batch_norm, fixed=MIXING[options.mixing]),
         local=frozenset({Role.MIXING}),
-        report=Report.PASS if options.separate else Report.MOVING,
+        report=StatisticsReport.PASS if options.separate else StatisticsReport.MOVING,
         combine=partial(combine, tracking=weight, lam=options.lam, merge=options.merge),
         refresh=Refresh(evaluate) if options.separate else Refresh.REPORTED,
         refreshed_by=options.evaluate_clients,

@@ -34,7 +34,7 @@ class Phase(Enum):
     EXCHANGE = "exchange"
 
 
-class Report(Enum):
+class StatisticsReport(Enum):
     """Kind of statistics that a client reports.
 
     Attributes:
@@ -54,7 +54,7 @@ class Report(Enum):
     MOVING = "moving averages over the training batches"
 
 
-MOMENTS = (Report.BATCHES, Report.FIRST, Report.PASS, Report.MOVING)
+MOMENTS = (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.PASS, StatisticsReport.MOVING)
 
 
 class Refresh(Enum):
@@ -102,7 +102,7 @@ class StatisticsPass:
         check_name("measured", self.measured, MEASURED)
 
     @classmethod
-    def asked(cls, measured: str, samples: int = 0) -> StatisticsPass:
+    def for_exchange(cls, measured: str, samples: int = 0) -> StatisticsPass:
         """Return the pass of a statistics-only exchange.
 
         Args:
@@ -205,7 +205,7 @@ class Method:
     layer: Callable[[_BatchNorm], nn.Module] | None = None
     prepare: Callable[[nn.Module], nn.Module] | None = None
     local: frozenset[Role] = frozenset()
-    report: Report = Report.NOTHING
+    report: StatisticsReport = StatisticsReport.NOTHING
     combine: Callable[[LayerReports], Running] = keep
     phase: Callable[[int, int], Phase] = always_train
     refresh: Refresh = Refresh.NOTHING
@@ -213,7 +213,7 @@ class Method:
     renew: Callable[[LayerReports], Running] = replace_by_pooled
     calibrate: bool = False
     constant: bool = False
-    statistics_pass: StatisticsPass = StatisticsPass.asked(INPUTS)
+    statistics_pass: StatisticsPass = StatisticsPass.for_exchange(INPUTS)
     needs_running: bool = False
     frozen: frozenset[Role] = frozenset({Role.STATISTIC})
     frozen_rate: float = 1.0
@@ -239,11 +239,11 @@ class Method:
         """Return whether clients receive the server's tensors of this role but never send them."""
         return role in DOWN_ONLY and not self.keeps(role)
 
-    def reports(self, phase: Phase) -> Report:
+    def reports(self, phase: Phase) -> StatisticsReport:
         """Return the kind of statistics that a client reports in this phase."""
         if self.freezes_statistics(phase):
-            return Report.NOTHING
-        return Report.PASS if phase is Phase.MEASURE else self.report
+            return StatisticsReport.NOTHING
+        return StatisticsReport.PASS if phase is Phase.MEASURE else self.report
 
     def measures_cohort(self, round: int) -> bool:
         """Return whether only the cohort takes part in a statistics-only exchange after ``round``.
@@ -351,7 +351,7 @@ def freeze(
         raise ValueError(f"only the statistics, the affine parameters or both can freeze, but got {set(what)}")
     if after is not None and after < 0:
         raise ValueError(f"freeze after must be a round >= 0, but got {after}")
-    if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is Report.NOTHING:
+    if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is StatisticsReport.NOTHING:
         raise ValueError(f"{method.name} has no shared statistics in training, so it cannot freeze them: leave out freeze after")
     return replace(
         method,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fl_bn.derived import copied
 from fl_bn.exchange.call import Layer
-from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, ended
+from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
 from fl_bn.exchange.session import Session
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.roles import batch_norms, inputs_like
@@ -63,7 +63,7 @@ def gradient_deviations(model: nn.Module, batches: Sequence[Batch], task: Task =
             exchange = LocalExchange(tokens[client], len(batches[client][1]))
             return _gradient(model, batches[client], task, exchange)
         except BaseException as error:
-            ended(tokens[client], repr(error))
+            end_task(tokens[client], repr(error))
             raise
 
     try:

@@ -67,7 +67,7 @@ def _of_recalibration(
     lines = [f"# Re-calibration under {config.method} on {config.dataset}, seed {config.seed}", ""]
     if error is not None:
         lines += [f"**The run failed** after {len(passes)} passes: {type(error).__name__}: {error}", ""]
-    evaluated = [task.shown(r.evaluation[task.metric]) for r in records if task.metric in r.evaluation]
+    evaluated = [task.format_metric(r.evaluation[task.metric]) for r in records if task.metric in r.evaluation]
     if evaluated:
         lines.append(f"- {task.metric} before: **{evaluated[0]}**" + (f", after: **{evaluated[-1]}**" if len(evaluated) > 1 else ""))
     lines += [f"- {line}" for line in passes_in_words(passes, config.clients)]
@@ -120,7 +120,7 @@ def _validation(config: RunConfig) -> list[str]:
 
 def _metric(evaluated: Sequence[RoundRecord], task: Task) -> list[str]:
     def value(record: RoundRecord, suffix: str = "") -> str:
-        return task.shown(record.evaluation[f"{task.metric}{suffix}"])
+        return task.format_metric(record.evaluation[f"{task.metric}{suffix}"])
 
     last, worst = evaluated[-1], task.worst()
     best = (max if task.higher_is_better else min)(evaluated, key=lambda r: r.evaluation[task.metric])

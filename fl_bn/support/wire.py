@@ -22,7 +22,7 @@ class WireError(ValueError):
     """
 
     def __init__(self, section: str, tensor: str, problem: str) -> None:
-        self.section, self.tensor, self.problem = shown(section), shown(tensor), problem
+        self.section, self.tensor, self.problem = printable(section), printable(tensor), problem
         super().__init__(f"{self.section}/{self.tensor}: {problem}" if tensor else f"{self.section}: {problem}")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -43,7 +43,7 @@ def check_samples(samples: int) -> None:
         raise Absent("metrics", "samples", "0: the client trained on no samples in this round")
 
 
-def shown(text: str, most: int = SHOWN) -> str:
+def printable(text: str, most: int = SHOWN) -> str:
     """Shorten a received text for a log, so that it neither fills the log nor breaks its lines."""
     return text if len(text) <= most and text.isprintable() else f"{text[:most]!r}{' ...' if len(text) > most else ''}"
 
@@ -60,7 +60,7 @@ def reason(text: str | None) -> str:
     return line if len(line) <= REASON else f"{line[:REASON]} ..."
 
 
-def said(value: object) -> str:
+def excerpt(value: object) -> str:
     """Describe a received value for an error message, in at most ``SHOWN`` characters.
 
     Large values are not formatted for it.
@@ -68,7 +68,7 @@ def said(value: object) -> str:
     if isinstance(value, str | bytes):
         return f"{value[:SHOWN]!r}" + (f" ... ({len(value)} long)" if len(value) > SHOWN else "")
     if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {len(value)}" if len(value) > 8 else f"[{', '.join(map(said, value))}]"
+        return f"a {type(value).__name__} of {len(value)}" if len(value) > 8 else f"[{', '.join(map(excerpt, value))}]"
     if isinstance(value, int) and abs(value) > 2**200:
         return f"a whole number of {value.bit_length()} bits"
-    return shown(repr(value))
+    return printable(repr(value))

@@ -212,7 +212,7 @@ class Task(ABC):
         return 100.0 if cls.declared().get(metric or cls.metric) == SHARE else 1.0
 
     @classmethod
-    def shown(cls, value: float) -> str:
+    def format_metric(cls, value: float) -> str:
         """Format a value of ``metric`` for a log: 51.2%, or 0.3456."""
         return f"{value:.1%}" if cls.scale() == 100 else f"{value:.4g}"
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.data import data
 from fl_bn.data.catalogue import CATALOGUE, page
-from fl_bn.data.check import Finding, check
+from fl_bn.data.check import Finding, check_files
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.image_folders import LAYOUTS, PACS_CLASSES, PACS_DOMAINS
 from fl_bn.data.shift import SHIFTS
@@ -50,7 +50,7 @@ def test_the_page_is_the_catalogues() -> None:
 
 @pytest.mark.parametrize("name", [name for name, entry in CATALOGUE.items() if entry.how != "included"])
 def test_missing_files_fail_and_say_where_they_go(name: str, tmp_path: Path) -> None:
-    findings = check(name, str(tmp_path))
+    findings = check_files(name, str(tmp_path))
     assert [finding.status for finding in findings] == ["fail"]
     assert CATALOGUE[name].tree.split()[0].partition("{")[0] in findings[0].do
     assert str(tmp_path) in findings[0].do
@@ -59,12 +59,12 @@ def test_missing_files_fail_and_say_where_they_go(name: str, tmp_path: Path) -> 
 
 
 def test_included_sets_and_unknown_names() -> None:
-    findings = check("digits")
+    findings = check_files("digits")
     assert [finding.status for finding in findings] == ["ok"]
     assert findings[0].text == "1,437 + 360 samples (3, 20, 20) of 10 classes, domains china, flower"
     with pytest.raises(ValueError, match="dataset must be one of digits, .* but got 'imagenet-21k'"):
-        check("imagenet-21k")
-    assert statuses(check("no_such_package.data:f")) == {"fail"}
+        check_files("imagenet-21k")
+    assert statuses(check_files("no_such_package.data:f")) == {"fail"}
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def pacs(tmp_path: Path) -> Path:
 
 
 def test_a_subset_is_a_warning_with_the_expected_number(pacs: Path) -> None:
-    findings = check("pacs", str(pacs))
+    findings = check_files("pacs", str(pacs))
     assert findings[0].text == "28 + 28 images of 7 classes, domains art_painting, cartoon, photo, sketch"
     warned = [finding for finding in findings if finding.status == "warn"]
     assert [finding.text for finding in warned] == ["56 samples, but the published set has 9,991"]
@@ -90,7 +90,7 @@ def test_a_subset_is_a_warning_with_the_expected_number(pacs: Path) -> None:
 def test_a_damaged_sample_fails_and_others_are_not_read(pacs: Path) -> None:
     for file in (pacs / "sketch" / "dog").iterdir():
         file.write_bytes(b"no image")
-    findings = check("pacs", str(pacs))
+    findings = check_files("pacs", str(pacs))
     assert findings[-1].status == "fail"
     assert "sketch" in findings[-1].text
     assert "expected an image" in findings[-1].text
@@ -103,21 +103,21 @@ def test_mnist_in_place_and_packed(tmp_path: Path) -> None:
         for kind, array in (("images-idx3", np.zeros((3, 28, 28), dtype=np.uint8)), ("labels-idx1", np.zeros(3, dtype=np.uint8))):
             header = bytes([0, 0, 8, array.ndim]) + b"".join(length.to_bytes(4, "big") for length in array.shape)
             (raw / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())
-    findings = check("mnist", str(tmp_path))
+    findings = check_files("mnist", str(tmp_path))
     assert [finding.status for finding in findings] == ["ok", "warn"]
     assert findings[1].text == "6 samples, but the published set has 70,000"
     for file in list(raw.iterdir()):
         file.rename(file.with_name(f"{file.name}.gz"))
-    assert "are not unpacked" in check("mnist", str(tmp_path))[0].text
+    assert "are not unpacked" in check_files("mnist", str(tmp_path))[0].text
     next(raw.glob("t10k-labels*")).unlink()
-    assert statuses(check("mnist", str(tmp_path))) == {"fail"}
+    assert statuses(check_files("mnist", str(tmp_path))) == {"fail"}
 
 
 def test_stand_ins_and_downloads_of_digits_five_are_warnings(tmp_path: Path) -> None:
     x, y = np.zeros((3, 8, 8, 3), dtype=np.uint8), np.arange(3)
     for name in ("digits_chars74k_street", "digits_usps", "digits_chars74k_font", "mnist_m"):
         np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    findings = {finding.check: finding for finding in check("digits-five", str(tmp_path))}
+    findings = {finding.check: finding for finding in check_files("digits-five", str(tmp_path))}
     assert {what: finding.status for what, finding in findings.items()} == {
         "chars74k-street-for-SVHN": "warn",
         "USPS": "ok",
@@ -132,10 +132,10 @@ def test_stand_ins_and_downloads_of_digits_five_are_warnings(tmp_path: Path) -> 
 def test_abide_counts_subjects_and_features(tmp_path: Path) -> None:
     for site, features in (("NYU", 5995), ("USM", 5995)):
         np.savez(tmp_path / f"{site}.npz", x=np.zeros((10, features)), y=np.arange(10) % 2)
-    findings = check("abide", str(tmp_path))
+    findings = check_files("abide", str(tmp_path))
     assert [str(finding) for finding in findings][0] == "ok    files: NYU: 10 subjects, 5 with autism, vectors of 5,995 numbers"
     np.savez(tmp_path / "NYU.npz", x=np.zeros((10, 10)), y=np.arange(10) % 2)
-    assert check("abide", str(tmp_path))[0].status == "warn"
+    assert check_files("abide", str(tmp_path))[0].status == "warn"
 
 
 def test_cityscapes(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_cityscapes(tmp_path: Path) -> None:
         for kind, suffix, mode in (("leftImg8bit", "leftImg8bit", "RGB"), ("gtFine", "gtFine_labelIds", "L")):
             (tmp_path / kind / part / city).mkdir(parents=True)
             Image.new(mode, (16, 8), (7,) * len(mode)).save(tmp_path / kind / part / city / f"{city}_0_0_{suffix}.png")
-    texts = [str(finding) for finding in check("cityscapes", str(tmp_path))]
+    texts = [str(finding) for finding in check_files("cityscapes", str(tmp_path))]
     assert texts[0] == "ok    files: 1 + 1 images with masks, domains aachen, lindau"
     assert "8 x 16, 100% of the pixels labelled" in texts[2]
 

@@ -30,7 +30,7 @@ from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Reply
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
-from fl_bn.methods import Method, Phase, Report
+from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import batch_norms
 from tests.in_process import run
@@ -133,7 +133,7 @@ def own_loop(
             mine = convert(fresh() if fresh else model, method)
             connect = partial(LocalExchange, tokens[i]) if tokens else None
             with local_round(mine, method, asked, kept[i], objective=objective, connect=connect) as round:
-                if method.reports(asked.phase) is Report.PASS:
+                if method.reports(asked.phase) is StatisticsReport.PASS:
                     round.measure(loaders[i])
                 batches = epoch(loaders[i], i, asked.round)
                 loss = my_loop(mine, batches, asked.learning_rate) if objective is PLAIN else corrected_loop(round, batches)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fl_bn.exchange.call import Key, Layer, Quantity
-from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, ended
+from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
 from fl_bn.exchange.session import Session
 
 LAYERS = {"bn": Layer(2, torch.float64)}
@@ -34,7 +34,7 @@ class Round:
                 result: list[float] | str = tasks[client]()
             except Exception as error:
                 result = f"{type(error).__name__}: {error}"
-            ended(self.tokens[client], result if isinstance(result, str) else "")
+            end_task(self.tokens[client], result if isinstance(result, str) else "")
             return result
 
         try:

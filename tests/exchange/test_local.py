@@ -9,7 +9,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fl_bn.exchange.call import ExchangeFailed, Key, Quantity
-from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, ended
+from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
 from fl_bn.exchange.session import POLICIES, Session
 from fl_bn.flower.in_process import InProcessGrid
 from tests.exchange.in_turns import LAYERS, MOMENTS, Broken, Round, Task, breaking
@@ -191,7 +191,7 @@ def test_a_token_that_is_not_admitted_is_refused(kind: str) -> None:
         return [1.0]
 
     assert round.run([task]) == [[1.0]]
-    ended(token, "does nothing")
+    end_task(token, "does nothing")
     assert (over.session.dropped, over.session.failure) == ({}, "")
     dismiss(over.tokens)  # as does this
 

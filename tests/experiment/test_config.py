@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_bn.federation.rounds import AS_METHOD
-from fl_bn.methods import METHODS, Refresh, Report
+from fl_bn.methods import METHODS, Refresh, StatisticsReport
 from fl_bn.methods.fbn import FBNOptions
 from fl_bn.options import kebab
 from fl_bn.run.config import FEDTAN, ConfigError, RunConfig
@@ -269,10 +269,10 @@ def test_options_reach_the_method_and_the_rounds() -> None:
     assert config(method="hbn", fraction=0.5).build_method().combine.keywords == {"tracking": 0.01, "lam": None, "merge": "unbiased"}  # type: ignore[attr-defined]
     assert config(method="hbn", hbn_lam=0.3).build_method().combine.keywords["lam"] == 0.3  # type: ignore[attr-defined]
     for values, expected in (
-        ({}, (FBNOptions.tracking, None, Report.FIRST)),
-        ({"fbn_momentum": 0.3}, (FBNOptions.tracking, 0.3, Report.FIRST)),
-        ({"tracking": 0.2, "fbn_report": "all"}, (0.2, None, Report.BATCHES)),
-        ({"fbn_report": "pass"}, (FBNOptions.tracking, None, Report.PASS)),
+        ({}, (FBNOptions.tracking, None, StatisticsReport.FIRST)),
+        ({"fbn_momentum": 0.3}, (FBNOptions.tracking, 0.3, StatisticsReport.FIRST)),
+        ({"tracking": 0.2, "fbn_report": "all"}, (0.2, None, StatisticsReport.BATCHES)),
+        ({"fbn_report": "pass"}, (FBNOptions.tracking, None, StatisticsReport.PASS)),
     ):
         made = config(method="fbn", **values).build_method()
         assert made.combine.keywords == dict(zip(("tracking", "momentum", "report"), expected, strict=True))  # type: ignore[attr-defined]

@@ -5,11 +5,11 @@ from functools import partial
 from typing import ClassVar
 
 from fl_bn.layers import FederatedBatchNorm
-from fl_bn.methods import METHODS, LayerReports, Method, Report
+from fl_bn.methods import METHODS, LayerReports, Method, StatisticsReport
 from fl_bn.moments import Running, ema, pool
 from fl_bn.options import Options, option, takes
 
-REPORTS = {"first": Report.FIRST, "pass": Report.PASS}
+REPORTS = {"first": StatisticsReport.FIRST, "pass": StatisticsReport.PASS}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import Rounds
 from fl_bn.flower.strategies import FBNStrategy, RobustFBNStrategy
-from fl_bn.methods import METHODS, Method, Report, attacked
+from fl_bn.methods import METHODS, Method, StatisticsReport, attacked
 from fl_bn.methods.fbn import FBNOptions
 from fl_bn.methods.hbn import hbn
 from fl_bn.robust.attacks import ATTACKS, Attack
@@ -191,7 +191,7 @@ def test_robust_fbn_is_fbn_with_the_rules(clients: list[Samples]) -> None:
     assert (robust.method.name, robust.defence) == ("fbn", Defence(F, "nnm+median", "nnm+median"))
     mixed = RobustFBNStrategy(seeded_network("cnn"), rounds, f=2, statistics_rule="nnm+trimmed-mean", update_rule="krum", momentum=0.5)
     assert mixed.defence == Defence(2, "nnm+trimmed-mean", "krum")
-    expected = {"tracking": FBNOptions.tracking, "momentum": 0.5, "report": Report.FIRST}
+    expected = {"tracking": FBNOptions.tracking, "momentum": 0.5, "report": StatisticsReport.FIRST}
     assert mixed.method.combine.keywords == expected  # type: ignore[attr-defined]
     as_rounds = {"calibrate": rounds.calibrate, "unit_scale": rounds.unit_scale, "rate": rounds.rate}
     by_hand: Run = run(METHODS["fbn"](), clients, 2, policy=as_rounds, defence=both(F, "nnm+median"))

@@ -18,7 +18,7 @@ from fl_bn.flower.app.client_state import NOTHING, MemoryState
 from fl_bn.flower.wire import messages
 from fl_bn.flower.wire.fields import Form
 from fl_bn.support import durable
-from fl_bn.support.wire import WireError, said, shown
+from fl_bn.support.wire import WireError, excerpt, printable
 from fl_bn.task import CLASSIFICATION, TASKS, Regression
 from tests.hostile.recorded import SCENARIOS, recorded
 
@@ -168,10 +168,10 @@ def test_a_metric_out_of_its_range_is_refused_and_one_that_the_task_does_not_dec
 
 
 def test_what_came_is_shown_in_a_few_characters_on_one_line() -> None:
-    assert shown("a\nb\x1b[31m") == r"'a\nb\x1b[31m'"
-    assert len(shown("x" * 10**7)) < 100
-    assert said(10**5000) == "a whole number of 16610 bits"
-    assert said([0] * 10**6) == "a list of 1000000"
+    assert printable("a\nb\x1b[31m") == r"'a\nb\x1b[31m'"
+    assert len(printable("x" * 10**7)) < 100
+    assert excerpt(10**5000) == "a whole number of 16610 bits"
+    assert excerpt([0] * 10**6) == "a list of 1000000"
     assert str(WireError("a\nb", "c" * 1000, "bad")).count("\n") == 0
 
 

@@ -19,7 +19,7 @@ from fl_bn.exchange import local
 from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.federation.values import NOTHING, ClientState, Reply
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
-from fl_bn.methods import Method, Phase, Report
+from fl_bn.methods import Method, Phase, StatisticsReport
 from tests.doors.doors import session_of
 
 RATE = 0.1
@@ -52,7 +52,7 @@ def door_2(model: nn.Module, method: Method, clients: Sequence[Batch], loop: Loo
         def client(i: int, asked: Any = asked, tokens: dict[int, str] = tokens) -> Reply:
             (x, y), connect = clients[i], partial(LocalExchange, tokens[i]) if tokens else None
             with local_round(convert(model, method), method, asked, kept[i], connect=connect) as round:
-                if method.reports(asked.phase) is Report.PASS:
+                if method.reports(asked.phase) is StatisticsReport.PASS:
                     round.measure([(x, y)])
                 loop(round, x, y)
             reply, kept[i] = round.reply(len(y), client=i)

@@ -121,7 +121,7 @@ def seen_in_training(model: nn.Module, samples: Samples, order: np.ndarray, piec
 def test_the_hybrid_report_is_its_transcription(tiny_clients: Clients) -> None:
     (samples,) = tiny_clients((14,))
     model = mixed_network()
-    found = statistics_pass(model, samples, StatisticsPass.asked(NORMALISERS), np.random.default_rng(5), batch_size=4)
+    found = statistics_pass(model, samples, StatisticsPass.for_exchange(NORMALISERS), np.random.default_rng(5), batch_size=4)
     order = np.arange(14)
     np.random.default_rng(5).shuffle(order)
     inputs = seen_in_training(model, samples, order, round(14 / 4))
@@ -149,7 +149,7 @@ def test_what_is_evaluated_is_the_clients_reports_pooled(tiny_clients: Clients) 
         shared = {k: torch.from_numpy(a.numpy().copy()) for record in sent.content.array_records.values() for k, a in record.items()}
         model.load_state_dict(shared | kept, strict=False)
         generator = np.random.default_rng(np.random.SeedSequence((0, i, 2, 2, 1)))
-        parts.append(statistics_pass(model, samples, StatisticsPass.asked(NORMALISERS), generator, batch_size=4))
+        parts.append(statistics_pass(model, samples, StatisticsPass.for_exchange(NORMALISERS), generator, batch_size=4))
     for name in running_statistics(model):
         merged = pool([part[name] for part in parts])
         assert np.abs(ran.trajectory[2][f"{name}.running_mean"] - merged.mean.numpy()).max() < EXACT
@@ -159,14 +159,14 @@ def test_what_is_evaluated_is_the_clients_reports_pooled(tiny_clients: Clients) 
 
 def test_a_client_of_one_sample_is_not_asked_for_what_needs_two(tiny_clients: Clients) -> None:
     (alone,) = tiny_clients((1,))
-    assert statistics_pass(mixed_network(), alone, StatisticsPass.asked(NORMALISERS), np.random.default_rng(0)) == {}
+    assert statistics_pass(mixed_network(), alone, StatisticsPass.for_exchange(NORMALISERS), np.random.default_rng(0)) == {}
 
 
 def test_no_state_of_the_client_changes(tiny_clients: Clients) -> None:
     (samples,) = tiny_clients((9,))
     model = mixed_network().train()
     before, state = {k: t.clone() for k, t in model.state_dict().items()}, torch.get_rng_state()
-    statistics_pass(model, samples, StatisticsPass.asked(NORMALISERS), np.random.default_rng(0), batch_size=3)
+    statistics_pass(model, samples, StatisticsPass.for_exchange(NORMALISERS), np.random.default_rng(0), batch_size=3)
     assert all(torch.equal(before[k], t) for k, t in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())

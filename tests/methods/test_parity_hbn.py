@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fl_bn.federation.aggregation import combine, running_statistics
 from fl_bn.federation.local import Samples, statistics_pass
-from fl_bn.methods import METHODS, Method, Report, StatisticsPass
+from fl_bn.methods import METHODS, Method, StatisticsPass, StatisticsReport
 from fl_bn.moments import Running
 from fl_bn.roles import Role, batch_norms
 from tests.federation import Federation, union
@@ -96,7 +96,7 @@ def test_as_many_passes_as_layers_reach_the_statistics_of_the_union(name: str, t
     want = of_union_throughout("plain", clients)
     assert len(want) == depth
     layers = METHODS[name]().layer
-    method = Method(name, layer=layers, report=Report.PASS, combine=METHODS["hbn"](lam=1.0).combine)
+    method = Method(name, layer=layers, report=StatisticsReport.PASS, combine=METHODS["hbn"](lam=1.0).combine)
     enough = off(after_passes("plain", method, clients, depth), want)
     assert max(enough.values()) < EXACT, enough
     first, second = off(after_passes("plain", method, clients, depth - 1), want).values()

@@ -15,7 +15,7 @@ import pytest
 from experiments.catalogue import FOLDER
 from experiments.kept import own_config
 from fl_bn.flower.population import round_half_up
-from fl_bn.methods import Phase, Refresh, Report
+from fl_bn.methods import Phase, Refresh, StatisticsReport
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import read
 
@@ -232,7 +232,7 @@ def test_what_the_keys_make_is_the_paper_s(name: str) -> None:
             assert rate == pytest.approx(config.learning_rate * 0.998 ** (config.rounds - 1))
         if config.method == "hbn":
             assert method.measures_cohort(1)
-            ways = {Report.PASS: Refresh.HYBRID, Report.MOVING: Refresh.REPORTED}
+            ways = {StatisticsReport.PASS: Refresh.HYBRID, StatisticsReport.MOVING: Refresh.REPORTED}
             assert method.refresh is ways[method.report]
 
 

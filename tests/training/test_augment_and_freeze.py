@@ -14,7 +14,7 @@ from fl_bn.data.augment import augmenter
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.methods import METHODS, Phase, Report
+from fl_bn.methods import METHODS, Phase, StatisticsReport
 from fl_bn.methods.fixbn import FROZEN
 from fl_bn.models import build
 from fl_bn.roles import Role, roles
@@ -70,7 +70,7 @@ def test_what_freezes_stays_bit_for_bit_and_the_rest_moves(what: str) -> None:
         if kind is not Role.COUNTER:
             assert torch.equal(before[name], after[name]) != moves, name
     reports = METHODS["fixbn"](freeze_what=what).reports(Phase.FROZEN)
-    assert reports is (Report.RUNNING if what == "affine" else Report.NOTHING)
+    assert reports is (StatisticsReport.RUNNING if what == "affine" else StatisticsReport.NOTHING)
 
 
 def test_before_the_freeze_nothing_is_frozen() -> None:

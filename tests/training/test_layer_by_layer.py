@@ -64,7 +64,7 @@ def by_passes(model: nn.Module, inputs: Callable[[], Any]) -> dict[str, Moments]
     """One layer more per pass."""
     found: dict[str, Moments] = {}
     for _ in batch_norms(model):
-        found = measured(model, inputs(), StatisticsPass.asked(INPUTS))
+        found = measured(model, inputs(), StatisticsPass.for_exchange(INPUTS))
         for name, moments in found.items():
             layer = batch_norms(model)[name]
             layer.running_mean.copy_(moments.mean)  # type: ignore[union-attr]
@@ -84,7 +84,7 @@ def test_it_finds_the_bits_of_as_many_passes_as_layers(name: str, memory: int) -
     inputs, exchange = batches(), Alone()
     found = walk(network(name), inputs, memory, exchange)
     assert same(found, by_passes(network(name), inputs))
-    assert not same(found, measured(network(name), inputs(), StatisticsPass.asked(INPUTS)))  # control: one pass
+    assert not same(found, measured(network(name), inputs(), StatisticsPass.for_exchange(INPUTS)))  # control: one pass
     assert not same(found, by_passes(network(name), batches((4, 3))))  # control: a batch is missing
     assert [key for key, _, _ in exchange.asked] == [Key(layer, Quantity.STATISTICS) for layer in found]
     assert len(found) == LAYERS[name]

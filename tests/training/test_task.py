@@ -195,7 +195,8 @@ def test_every_task_can_be_trained(task: Task, rng: np.random.Generator) -> None
 def test_the_worst_client_of_a_metric_that_should_be_low_has_the_highest() -> None:
     found = over_clients(Own(), [{"mean-absolute-error": 1.0, "loss": 1.0}, {"mean-absolute-error": 3.0, "loss": 2.0}])
     assert found == {"mean-absolute-error": 2.0, "mean-absolute-error-std": 1.0, "mean-absolute-error-max": 3.0, "loss": 1.5}
-    assert (Own().shown(0.51234), CLASSIFICATION.shown(0.51234), REGRESSION.shown(-12.3456)) == ("0.5123", "51.2%", "-12.35")
+    texts = Own().format_metric(0.51234), CLASSIFICATION.format_metric(0.51234), REGRESSION.format_metric(-12.3456)
+    assert texts == ("0.5123", "51.2%", "-12.35")
 
 
 def test_batches_of_any_loader_are_read(rng: np.random.Generator) -> None:

@@ -33,7 +33,7 @@ from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import combine, running_statistics
 from fl_bn.federation.settings import seeded
 from fl_bn.layers import observe, pooled
-from fl_bn.methods import METHODS, Method, Report
+from fl_bn.methods import METHODS, Method, StatisticsReport
 from fl_bn.moments import Moments
 from fl_bn.roles import batch_norms
 from fl_bn.run.palette import COLOURS, STYLE
@@ -136,7 +136,7 @@ def _federated_round(shared: nn.Module, method: Method, batches: Tensor) -> None
         with observe(model) as observed:
             model(own)
         after = {name: Moments(len(own), running.mean, running.var) for name, running in running_statistics(model).items()}
-        reports.append(after if method.report is Report.RUNNING else pooled(observed))
+        reports.append(after if method.report is StatisticsReport.RUNNING else pooled(observed))
     layers = batch_norms(shared)
     new = combine(method.combine, running_statistics(shared), reports, [1] * len(reports), layers)
     for name, layer in layers.items():

@@ -231,9 +231,9 @@ def _in_turns(session: Session, clients: Sequence[int], work: Callable[[int, Cal
         try:
             reply = work(client, partial(LocalExchange, tokens[client]))
         except BaseException as error:
-            turns.ended(tokens[client], repr(error))
+            turns.end_task(tokens[client], repr(error))
             raise
-        turns.ended(tokens[client], "")
+        turns.end_task(tokens[client], "")
         return reply
 
     try:

@@ -36,7 +36,7 @@ from fl_bn.federation.momentum import SECTIONS, buffers_of, restart
 from fl_bn.federation.one_sample import Trainable
 from fl_bn.federation.sources import IndexBatches
 from fl_bn.layers import observe, pooled
-from fl_bn.methods import Phase, Report
+from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.methods.fedtan import OneProgram, exchanging
 from fl_bn.models.head import head_of
 from fl_bn.moments import Moments
@@ -311,7 +311,7 @@ class _Training:
     def _observing(self) -> Iterator[dict[str, list[Moments]]]:
         """Observe the template where the method reports moments of this step's batches."""
         reports = self.first.method.reports(self.first.phase)
-        if reports in (Report.BATCHES, Report.MOVING) or (reports is Report.FIRST and self.number == 0):
+        if reports in (StatisticsReport.BATCHES, StatisticsReport.MOVING) or (reports is StatisticsReport.FIRST and self.number == 0):
             with observe(self.stack.template, counts=lambda layer, x: layer.training) as observed:
                 yield observed
         else:

@@ -30,11 +30,11 @@ from fl_bn.federation.values import Reply
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.replies import Decoded, decode
-from fl_bn.methods import NORMALISERS, Method, Phase, Refresh, Report
+from fl_bn.methods import NORMALISERS, Method, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.roles import batch_norms
 from fl_bn.support.client_names import UNNAMED, ClientNames
-from fl_bn.support.wire import shown
+from fl_bn.support.wire import printable
 
 FEW = 8
 """Fewer samples than that behind one statistic are warned of.
@@ -149,7 +149,7 @@ class DisclosureReport:
             else:
                 what, behind = self._said(section, phase, samples, steps)
             behind = min(behind, values) if values else behind
-            yield Disclosure(client.index, shown(section), what, *_size(reply, [section]), behind, values)
+            yield Disclosure(client.index, printable(section), what, *_size(reply, [section]), behind, values)
         if len(sections) > MOST_SECTIONS:
             rest = list(sections)[MOST_SECTIONS:]
             yield Disclosure(client.index, "others", f"{len(rest)} sections that nobody asked for", *_size(reply, rest))
@@ -158,18 +158,18 @@ class DisclosureReport:
             yield Disclosure(client.index, "drift", f"of statistics that stay at home: {', '.join(drifts)}", 0, 8 * len(drifts))
         numbers = sorted(name for name, value in metrics.items() if isinstance(value, int | float) and name not in DRIFT)
         if numbers and sections:
-            told = ", ".join(map(shown, numbers[:MOST_SECTIONS])) + (" ..." if len(numbers) > MOST_SECTIONS else "")
+            told = ", ".join(map(printable, numbers[:MOST_SECTIONS])) + (" ..." if len(numbers) > MOST_SECTIONS else "")
             yield Disclosure(client.index, "metrics", f"numbers: {told}", 0, 8 * len(numbers))
 
     def _said_of_moments(self, phase: Phase, round: int, client: Client, metrics: Mapping[str, Any]) -> tuple[str, int]:
         """What the moments of a reply of ``round`` are, in words, and how many samples are behind them."""
         samples, steps, batch = (_whole(metrics.get(name)) for name in ("samples", "steps", "batch"))
         report = self._method.reports(phase)
-        if report is Report.FIRST:
+        if report is StatisticsReport.FIRST:
             return "moments of the first batch", batch
-        if report is Report.BATCHES:
+        if report is StatisticsReport.BATCHES:
             return f"moments of {_batches(steps)}, pooled", samples
-        if report is Report.MOVING:
+        if report is StatisticsReport.MOVING:
             said = f"moving averages over {_batches(steps)}"
             return (f"{said}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (said, samples)
         subset = min(self._method.statistics_pass.samples or client.samples, client.samples)
@@ -195,7 +195,7 @@ class DisclosureReport:
             return (f"{said}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (said, samples)
         if section == "steps":
             return "the optimiser's step counts", 0
-        name = OTHERS.get(section, f"section {shown(section)}")
+        name = OTHERS.get(section, f"section {printable(section)}")
         if steps == 1:
             return (name if section == "gradients" else f"{name} after 1 batch, whose gradient can be computed back"), samples
         return f"{name} after {batches}" if steps else name, 0
@@ -207,7 +207,7 @@ def _of_evaluation(reply: Decoded, client: int) -> Iterable[Disclosure]:
     numbers = [name for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
         series = sorted({f"{stem}*" if (stem := name.rstrip("0123456789")) != name else name for name in numbers})
-        told = ", ".join(map(shown, series[:MOST_SECTIONS])) + (" ..." if len(series) > MOST_SECTIONS else "")
+        told = ", ".join(map(printable, series[:MOST_SECTIONS])) + (" ..." if len(series) > MOST_SECTIONS else "")
         samples = _whole(metrics.get("fewest")) or _whole(metrics.get("samples")) or _whole(metrics.get("num-examples"))
         yield Disclosure(client, EVALUATION, f"numbers on test data: {told}", 0, 8 * len(numbers), samples)
 

@@ -66,9 +66,9 @@ def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, call
     else:
         parts = [f"[round {record.round}/{rounds}] {came}", f"loss {record.loss:.4f}"]
     if metric in found:
-        parts.append(f"{metric} {task.shown(found[metric])}")
+        parts.append(f"{metric} {task.format_metric(found[metric])}")
     if f"{metric}-{worst}" in found:
-        parts.append(f"{worst} {task.shown(found[f'{metric}-{worst}'])}")
+        parts.append(f"{worst} {task.format_metric(found[f'{metric}-{worst}'])}")
     if record.clients and not record.aggregated:
         parts.append("nothing changed")
     if record.far:
@@ -79,9 +79,10 @@ def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, call
 def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method, model: nn.Module, called: ClientNames = UNNAMED) -> str:
     """A round in one long line: training, then normalisation."""
     found, metric, worst = record.evaluation, task.metric, task.worst()
-    shown = f", {metric} {task.shown(found[metric])}" if metric in found else ""
+    shown = f", {metric} {task.format_metric(found[metric])}" if metric in found else ""
     if f"{metric}-std" in found:
-        shown += f" (std {task.shown(found[f'{metric}-std'])}, {worst} {task.shown(found[f'{metric}-{worst}'])} over clients)"
+        spread, extreme = (task.format_metric(found[f"{metric}-{suffix}"]) for suffix in ("std", worst))
+        shown += f" (std {spread}, {worst} {extreme} over clients)"
     if record.phase == Phase.MEASURE.value and not record.clients:
         return f"[pass {record.round}] the statistics as they came{shown}"
     training = f"[pass {record.round}] {len(record.accepted)}/{len(record.clients)} clients{shown}"

@@ -18,7 +18,7 @@ from fl_bn.federation.payload import Payload
 from fl_bn.federation.values import Reply
 from fl_bn.flower.wire.codec import Header, from_records, to_record
 from fl_bn.flower.wire.messages import REQUESTED
-from fl_bn.support.wire import WireError, reason, said
+from fl_bn.support.wire import WireError, excerpt, reason
 
 TRANSCRIPT = "transcript"
 REQUEST = "exchange"
@@ -80,7 +80,7 @@ def read_request(reply: Message, header: Header) -> tuple[int, Local] | None:
     metrics = REQUESTED.of_metrics(reply.content)
     names = list(payload[REQUEST])
     if len(names) != 1 or (found := NAMED.fullmatch(names[0])) is None:
-        raise WireError(REQUEST, "", f"expected one vector 'quantity/call/layer', but got {said(names)}")
+        raise WireError(REQUEST, "", f"expected one vector 'quantity/call/layer', but got {excerpt(names)}")
     try:
         values = torch.from_numpy(np.array(payload[REQUEST][names[0]]))
     except (ValueError, TypeError) as error:

@@ -44,7 +44,7 @@ from fl_bn.flower.wire.fields import Form
 from fl_bn.flower.wire.gate import Gate, admit_own
 from fl_bn.flower.wire.messages import TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
 from fl_bn.flower.wire.versions import here
-from fl_bn.methods import Method, Phase, Report
+from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
@@ -153,7 +153,7 @@ def training(
     converted = convert(model, method)
     request = _read(message, context, converted, method, TO_TRAIN)
     instruction, store = request.instruction, _store(context, request, converted, method)
-    if method.reports(instruction.phase) is Report.PASS and batches is None:
+    if method.reports(instruction.phase) is StatisticsReport.PASS and batches is None:
         raise ValueError(f"{method.name} measures the training data before training: give training(..., batches=trainloader)")
     kept, joins = request.kept(store), request.connect(ExchangeAddresses.of(context.node_config))
     repeatable = ExitStack()
@@ -162,7 +162,7 @@ def training(
         repeatable.enter_context(_repeatable(seed, converted, request.config["exchange"] == "replay"))
     try:
         with repeatable, local_round(converted, method, instruction, kept, objective=objective, connect=joins) as local:
-            if batches is not None and method.reports(instruction.phase) is Report.PASS:
+            if batches is not None and method.reports(instruction.phase) is StatisticsReport.PASS:
                 local.measure(batches, task)
             yield OwnRound(message, request, local, store)
     except Unanswered as pending:

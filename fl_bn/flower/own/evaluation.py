@@ -19,7 +19,7 @@ from fl_bn.flower.population import Client
 from fl_bn.flower.wire.messages import OWN_METRICS
 from fl_bn.flower.wire.replies import Decoded, Reading, read_replies
 from fl_bn.support.client_names import UNNAMED, ClientNames
-from fl_bn.support.wire import WireError, said, shown
+from fl_bn.support.wire import WireError, excerpt, printable
 
 Ranges = Mapping[str, tuple[float, float]]
 RANGES: Ranges = MappingProxyType({"accuracy": (0.0, 1.0)})
@@ -60,7 +60,7 @@ def evaluation_of_own_app(
             refused[part.client] = f"metrics/{lacking[0]}: missing, but more than half of the clients send it"
     say(refused)
     if few := sorted(senders.keys() - set(names)):
-        log(logging.WARNING, "not averaged, since no more than half of the clients send them: %s", ", ".join(map(shown, few[:5])))
+        log(logging.WARNING, "not averaged, since no more than half of the clients send them: %s", ", ".join(map(printable, few[:5])))
     counted = [part for part in parts if part.client not in refused]
     weights = [1] * len(counted) if alike else _weights(counted, called)
     total = sum(weights)
@@ -84,7 +84,7 @@ def _read(ranges: Ranges, reply: Decoded, client: Client) -> Reply:
         wanted = number(*ranges.get(name, (-math.inf, math.inf)))
         if not wanted.fits(value):
             hint = f" (another range: the strategy's ranges={{{name!r}: (0, 100)}})" if name in ranges else ""
-            raise WireError("metrics", name, f"expected {wanted.wanted}, but got {said(value)}{hint}")
+            raise WireError("metrics", name, f"expected {wanted.wanted}, but got {excerpt(value)}{hint}")
         numbers[name] = float(value)
     return Reply(client.index, {}, examples, examples, numbers)
 

@@ -66,11 +66,11 @@ from fl_bn.flower.wire.messages import (
     WEIGHED,
     WEIGHTS,
 )
-from fl_bn.methods import NORMALISERS, Phase, Report
+from fl_bn.methods import NORMALISERS, Phase, StatisticsReport
 from fl_bn.secure.additive import beyond
 from fl_bn.secure.privacy import clipped, noisy
 from fl_bn.secure.settings import LEAST, MODULUS
-from fl_bn.support.wire import said
+from fl_bn.support.wire import excerpt
 
 ROUNDING = 100  # purpose of a seeded generator, beside those in client.py
 
@@ -150,7 +150,7 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
         batches = settings.draw(n, rng, least)
     except ClientTooSmall:
         return Plan(0, 0, 0)
-    behind = {Report.PASS: min(client.method.statistics_pass.samples or n, n), Report.FIRST: len(batches[0])}
+    behind = {StatisticsReport.PASS: min(client.method.statistics_pass.samples or n, n), StatisticsReport.FIRST: len(batches[0])}
     passes = behind.get(client.method.report, sum(map(len, batches)))
     return Plan(len(np.unique(np.concatenate(batches))), passes, len(batches))
 
@@ -172,7 +172,7 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
     if clients < LEAST or not LEAST <= shares <= clients:
         raise Insecure(f"SecAgg+ needs at least {LEAST} clients and shares, but got {shares} shares among {clients} clients")
     if len(cohort := set(configs["cohort"])) != clients or len(configs["cohort"]) != clients or node not in cohort:
-        raise Insecure(f"expected the {clients} nodes of the cohort, this client's among them, but got {said(configs['cohort'])}")
+        raise Insecure(f"expected the {clients} nodes of the cohort, this client's among them, but got {excerpt(configs['cohort'])}")
     if not shares < 2 * threshold <= 2 * shares:
         raise Insecure(
             f"the threshold must be more than half of the {shares} shares, or two minorities unmask a client, but got {threshold}"
@@ -187,7 +187,7 @@ def _check_order(stage: str, context: Context) -> None:
     last = _state(context).current_stage
     order = Stage.all()
     if stage not in order or (stage != Stage.SETUP and order.index(stage) != (order.index(last) + 1) % len(order)):
-        raise Insecure(f"expected SecAgg+'s stage after {last!r}, or a new start, but the server asks for {said(stage)}")
+        raise Insecure(f"expected SecAgg+'s stage after {last!r}, or a new start, but the server asks for {excerpt(stage)}")
 
 
 def _state(context: Context) -> Any:
@@ -199,9 +199,9 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
     keys = {name: pair for name, pair in configs.items() if name != Key.STAGE}
     nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]
     if len(nodes) != len(keys) or len(nodes) != state.share_num or node not in nodes:
-        raise Insecure(f"expected the keys of {state.share_num} clients, this one among them, but got those of {said(list(keys))}")
+        raise Insecure(f"expected the keys of {state.share_num} clients, this one among them, but got those of {excerpt(list(keys))}")
     if others := set(nodes) - set(state.cohort):
-        raise Insecure(f"expected keys of clients of the cohort, but got those of nodes {said(sorted(others))}")
+        raise Insecure(f"expected keys of clients of the cohort, but got those of nodes {excerpt(sorted(others))}")
     pems = [pem for pair in keys.values() for pem in (pair if type(pair) is list and len(pair) == 2 else [None])]
     if any(type(pem) is not bytes or len(pem) > KEY for pem in pems) or len(set(pems)) != len(pems):
         raise Insecure("expected two keys of each client, all of them different")
@@ -217,7 +217,7 @@ def check_collect(configs: Mapping[str, Any], state: Any, node: int) -> list[int
     """
     sources, ciphertexts, wanted = configs["srcs"], configs["ctxts"], set(state.public_keys_dict) - {node}
     if len(sources) != len(wanted) or set(sources) != wanted or len(ciphertexts) != len(sources):
-        raise Insecure(f"expected the shares of each of nodes {sorted(wanted)} once, but got those of {said(sources)}")
+        raise Insecure(f"expected the shares of each of nodes {sorted(wanted)} once, but got those of {excerpt(sources)}")
     pairs = zip(sources, ciphertexts, strict=True)
     return [source for source, sealed in pairs if not _readable(sealed, state.ss2_dict[source], source, node)]
 
@@ -244,7 +244,8 @@ def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
     if node not in active:
         raise Insecure("the server counts this client, which sent its masked vector, among the lost")
     if (asked := {*active, *dead}) != (held := set(state.rd_seed_share_dict)):
-        raise Insecure(f"expected to be asked for the shares of nodes {said(sorted(held))}, but was for those of {said(sorted(asked))}")
+        others = f"but was for those of {excerpt(sorted(asked))}"
+        raise Insecure(f"expected to be asked for the shares of nodes {excerpt(sorted(held))}, {others}")
     if len(active) < state.threshold:
         raise Insecure(f"only {len(active)} clients are in the sum, but fewer than {state.threshold} hide nobody")
 

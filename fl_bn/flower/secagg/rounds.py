@@ -32,12 +32,12 @@ from fl_bn.flower.secagg.workflow import Sum, SumFailed, Summand, secure_sum
 from fl_bn.flower.wire.codec import from_records, header_of, tensors_of, to_record
 from fl_bn.flower.wire.messages import EVALUATION, SUM_OF
 from fl_bn.flower.wire.messaging import copy_of
-from fl_bn.methods import LayerReports, Method, Phase, Refresh, Report, replace_by_pooled
+from fl_bn.methods import LayerReports, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
 from fl_bn.moments import Moments, Running
 from fl_bn.secure.additive import lost
 from fl_bn.secure.privacy import Accountant
 from fl_bn.secure.settings import LEAST, SecureAggregation
-from fl_bn.support.wire import WireError, said
+from fl_bn.support.wire import WireError, excerpt
 from fl_bn.task import Task
 
 Note = Callable[[Sequence[Reply], bool], None]
@@ -130,7 +130,7 @@ class SecureRounds:
         try:
             messages = list(messages)
             total, average = self._sum(grid, messages, cohort, timeout, phase)
-            reports = bool(shared.statistics()) and shared.method.reports(phase) is not Report.NOTHING
+            reports = bool(shared.statistics()) and shared.method.reports(phase) is not StatisticsReport.NOTHING
             reference = references(shared.sections().get("statistics", {})) if reports else {}
             moments = self._moments(total, average, reference)
         except (SumFailed, WireError) as error:
@@ -223,7 +223,7 @@ class SecureRounds:
             statistics_by_passes="moments" in shapes,
             layers={name.rpartition(".")[0] for name in shapes.get("moments", {})},
             most_steps=self.rounds.most_steps if trains else unbounded,
-            once=shared.method.report in (Report.FIRST, Report.PASS),
+            once=shared.method.report in (StatisticsReport.FIRST, StatisticsReport.PASS),
             whole=self._unmasked(shapes),
             called=self.rounds.called,
         )
@@ -249,11 +249,11 @@ class SecureRounds:
         counted = {tuple(sorted(part.activations.items())) for part in total.parts}
         if len(counted) != 1:
             expected = "expected the same activations per sample at every client (inputs of one size)"
-            raise WireError("moments", "count", f"{expected}, but got {said(sorted(counted))}")
+            raise WireError("moments", "count", f"{expected}, but got {excerpt(sorted(counted))}")
         passes = sum(part.plan.passes for part in total.parts)
         counts = {layer: n * passes for layer, n in counted.pop()}
         if (most := max(counts.values(), default=0)) > LARGEST_COUNT:
-            raise WireError("moments", "count", f"expected at most {LARGEST_COUNT} activations in all, but got {said(most)}")
+            raise WireError("moments", "count", f"expected at most {LARGEST_COUNT} activations in all, but got {excerpt(most)}")
         samples = sum(part.plan.samples for part in total.parts)
         moments, negative = moments_of(average, reference, samples, counts, self.settings.clipping_range)
         if negative:
@@ -284,7 +284,7 @@ class SecureRounds:
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
         """The shared statistics after the round: the method's own rule of one report, by everyone."""
         shared, method = self.shared.statistics(), self.shared.method
-        new, by_passes = dict(shared), method.report is not Report.RUNNING
+        new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING
         weights = [float(part.plan.passes if by_passes else part.plan.samples) for part in total.parts]
         steps = sum(w * part.plan.steps for w, part in zip(weights, total.parts, strict=True)) / max(sum(weights), 1.0)
         for name, m in moments.items():

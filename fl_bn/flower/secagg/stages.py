@@ -47,7 +47,7 @@ from fl_bn.flower.wire.messages import (
 from fl_bn.flower.wire.messaging import send_and_receive
 from fl_bn.secure.settings import MODULUS
 from fl_bn.support.client_names import UNNAMED, ClientNames
-from fl_bn.support.wire import WireError, reason, said
+from fl_bn.support.wire import WireError, excerpt, reason
 
 CURVE = "secp384r1"  # of Flower's keys
 
@@ -155,7 +155,7 @@ class Stages:
             self.plans[node] = self._plan(PLAN.of_metrics(content), node)
             self.told[node] = from_config(records_of(content, ConfigRecord).get(TOLD.record), TOLD)
             if beyond := [round for round in self.told[node] if not 1 <= round <= self.header.round]:
-                raise WireError(TOLD.record, ROUNDS_TOLD, f"expected rounds 1..{self.header.round}, but got {said(beyond)}")
+                raise WireError(TOLD.record, ROUNDS_TOLD, f"expected rounds 1..{self.header.round}, but got {excerpt(beyond)}")
             return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(keys))})
         if stage == Stage.SHARE_KEYS:
             shares, others = SHARES_OUT.of_configs(content), {int(key) for key in asked if key != Key.STAGE} - {node}
@@ -170,7 +170,8 @@ class Stages:
         back = SHARES_BACK.of_configs(content)
         _same_nodes("nids", back["nids"], {*asked[Key.ACTIVE_NODE_ID_LIST], *asked[Key.DEAD_NODE_ID_LIST]})
         if len(back["shares"]) != len(back["nids"]) or any(len(share) < 20 or len(share) % 16 != 4 for share in back["shares"]):
-            raise WireError(RECORD_KEY_CONFIGS, "shares", f"expected {len(back['nids'])} of 4 + 16 n bytes, but got {said(back['shares'])}")
+            problem = f"expected {len(back['nids'])} of 4 + 16 n bytes, but got {excerpt(back['shares'])}"
+            raise WireError(RECORD_KEY_CONFIGS, "shares", problem)
         return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(back))})
 
     def _plan(self, told: Mapping[str, Any], node: int) -> Plan:
@@ -190,7 +191,7 @@ class Stages:
         if (plan := self._plan(told, node)) != self.plans[node]:
             raise WireError("fitres.metrics", "samples", f"expected {self.plans[node]}, as the client said at the start, but got {plan}")
         if told["activations"].keys() != self.layers:
-            problem = f"expected a number for each of {len(self.layers)} layers, but got {said(list(told['activations']))}"
+            problem = f"expected a number for each of {len(self.layers)} layers, but got {excerpt(list(told['activations']))}"
             raise WireError("fitres.metrics", "activations", problem)
         masked = MASKED.of_configs(content)["masked_params"]
         _check_masked(masked, self.size)
@@ -203,9 +204,9 @@ class Stages:
 
     def _complain(self, node: int, about: Sequence[int], asked: Mapping[str, Any]) -> RecordDict:
         if not about or not set(about) <= set(asked[Key.SOURCE_LIST]):
-            raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"expected some of the nodes whose shares it got, but got {said(about)}")
+            raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"expected some of the nodes whose shares it got, but got {excerpt(about)}")
         self.complaints |= {frozenset((node, other)) for other in about}
-        raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"it cannot read the shares of nodes {said(sorted(about))}")
+        raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"it cannot read the shares of nodes {excerpt(sorted(about))}")
 
     def _at_odds(self, stage: str, checked: Mapping[int, RecordDict]) -> dict[int, str]:
         """Replies that are right each, but do not go together, by node, with the reason."""
@@ -272,7 +273,7 @@ class Stages:
 
 def _same_nodes(name: str, came: Sequence[int], wanted: set[int]) -> None:
     if len(came) != len(wanted) or set(came) != wanted:
-        raise WireError(RECORD_KEY_CONFIGS, name, f"expected each of {said(sorted(wanted))} once, but got {said(came)}")
+        raise WireError(RECORD_KEY_CONFIGS, name, f"expected each of {excerpt(sorted(wanted))} once, but got {excerpt(came)}")
 
 
 def _check_key(name: str, pem: bytes) -> None:
@@ -287,7 +288,7 @@ def _check_key(name: str, pem: bytes) -> None:
 def _check_masked(arrays: Sequence[bytes], size: int) -> None:
     shapes = [(1,), (size,)]
     if len(arrays) != 2 or any(len(one) > 8 * math.prod(shape) + LONGEST_HEAD for one, shape in zip(arrays, shapes, strict=True)):
-        problem = f"expected int64 vectors of shapes {shapes}, but got {said(list(map(len, arrays)))} bytes"
+        problem = f"expected int64 vectors of shapes {shapes}, but got {excerpt(list(map(len, arrays)))} bytes"
         raise WireError(RECORD_KEY_CONFIGS, "masked_params", problem)
     vectors = [array_from(one, RECORD_KEY_CONFIGS, "masked_params") for one in arrays]
     if [v.shape for v in vectors] != shapes or any(

@@ -24,7 +24,7 @@ from torch import Tensor
 from fl_bn.federation.values import ClientState
 from fl_bn.flower.wire.fields import Form
 from fl_bn.flower.wire.messages import ROUNDS_TOLD, TOLD_IN
-from fl_bn.support.wire import WireError, said
+from fl_bn.support.wire import WireError, excerpt
 
 _now: ContextVar[bytes] = ContextVar("what is told in this round", default=b"")
 SECTION, SIZE = "told", 32  # of what a client keeps; bytes of a hash
@@ -117,5 +117,5 @@ def problem(kept: ClientState, together: History, most_unknown: int | None = Non
             return f"the others were told something else in round {round} than this client, so their parts of the sum may hide nothing"
     unknown = sorted(together.keys() - own.keys())
     if most_unknown is not None and len(unknown) > most_unknown:
-        return f"this site has max-unknown-rounds = {most_unknown}, but the others keep what came of rounds {said(unknown)} without it"
+        return f"this site has max-unknown-rounds = {most_unknown}, but the others keep what came of rounds {excerpt(unknown)} without it"
     return ""

@@ -27,7 +27,7 @@ from fl_bn.flower.compat import fill
 from fl_bn.flower.wire.fields import records_of
 from fl_bn.flower.wire.messages import HEADER
 from fl_bn.methods import Phase
-from fl_bn.support.wire import WireError, reason, said
+from fl_bn.support.wire import WireError, excerpt, reason
 
 FORMAT = "fl-bn/1"
 NUMPY = "numpy.ndarray"  # Flower's name for how it serialises arrays
@@ -145,7 +145,7 @@ def arrays_in(record: ArrayRecord, section: str) -> dict[str, np.ndarray]:
 def header_of(content: RecordDict) -> Header:
     """Raises WireError where there is none, or one of its fields is missing or not what it should be."""
     if "header" not in records_of(content, ConfigRecord):
-        raise WireError("header", "", f"expected a record 'header' of {FORMAT}, but got records {said(sorted(content))}")
+        raise WireError("header", "", f"expected a record 'header' of {FORMAT}, but got records {excerpt(sorted(content))}")
     return header_from(HEADER.of_configs(content))
 
 
@@ -168,7 +168,7 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
         shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])
         count, rest = math.prod(shape), len(data) - begin
         if count * dtype.itemsize != rest:
-            raise ValueError(f"{rest} bytes, where shape {said(shape)} of {dtype} has others")
+            raise ValueError(f"{rest} bytes, where shape {excerpt(shape)} of {dtype} has others")
         if count == 0:
             return np.empty(shape, dtype)
         return np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if fortran else "C")
@@ -188,7 +188,7 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     if dtype not in DTYPES:
         raise ValueError(f"numbers of type {dtype}, where one of {', '.join(sorted(map(str, DTYPES)))} is expected")
     if len(shape) > 16 or not all(type(size) is int and size >= 0 for size in shape):  # True is an int, too
-        raise ValueError(f"a shape of {len(shape)} dimensions, {said(shape)}")
+        raise ValueError(f"a shape of {len(shape)} dimensions, {excerpt(shape)}")
     return shape, fortran, dtype, stream.tell()
 
 
@@ -197,7 +197,7 @@ def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
     if isinstance(array, LazyArray):
         return array.array
     if array.stype != NUMPY:
-        raise WireError(section, name, f"expected a NumPy array, but its bytes are {said(array.stype)}")
+        raise WireError(section, name, f"expected a NumPy array, but its bytes are {excerpt(array.stype)}")
     return array_from(array.data, section, name)
 
 

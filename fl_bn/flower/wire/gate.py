@@ -33,7 +33,7 @@ from fl_bn.flower.wire.messages import EVALUATION, EXCHANGE, LIMITS, RECORD_KEY_
 from fl_bn.flower.wire.versions import OtherVersion, check_server
 from fl_bn.methods import Phase
 from fl_bn.support.durable import append
-from fl_bn.support.wire import WireError, said, shown
+from fl_bn.support.wire import WireError, excerpt, printable
 
 Handler = Callable[[Message, Context], Message]
 COUNTS = ("samples", "num-examples", "fewest")  # under which an evaluation says how many samples are behind its numbers
@@ -145,7 +145,7 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
     check_server(message)
     name, limits = message.metadata.message_type, Limits.of(context)
     if name not in kinds:
-        raise Refused(f"this client's gate does not know {shown(name)} messages, so none is answered: declare the kind (Gate, KINDS)")
+        raise Refused(f"this client's gate does not know {printable(name)} messages, so none is answered: declare the kind (Gate, KINDS)")
     kind = SUM if RECORD_KEY_CONFIGS in message.content else kinds[name]
     if kind is SUM and name != "train":  # which Flower's mod lets pass, so that the vector would leave unmasked
         raise Insecure(f"SecAgg+ serves train messages alone, but this is a {name} message: its vector would not be masked")
@@ -223,7 +223,7 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
 def _exchange(message: Message) -> str:
     """The layer-wise exchange that a message leads to, in words; empty: none."""
     if (carrier := _config(message.content, EXCHANGE.record).get("exchange")) is not None:
-        return f"a layer-wise exchange ({said(carrier)})"
+        return f"a layer-wise exchange ({excerpt(carrier)})"
     return "a round with a layer-wise exchange" if _config(message.content, "header").get("phase") == Phase.EXCHANGE.value else ""
 
 
@@ -240,9 +240,10 @@ def _check(reply: Message, name: str, kind: Kind, limits: Limits) -> None:
     """Raises Refused for a reply to the message ``name`` that may not leave."""
     arrays = records_of(reply.content, ArrayRecord)
     if others := {*reply.content} - kind.records - {*arrays}:
-        raise Refused(f"a reply to {name} may hold {', '.join(sorted(kind.records)) or 'nothing'}, but this one has {said(sorted(others))}")
+        allowed = ", ".join(sorted(kind.records)) or "nothing"
+        raise Refused(f"a reply to {name} may hold {allowed}, but this one has {excerpt(sorted(others))}")
     if not kind.arrays and any(arrays.values()):
-        raise Refused(f"a reply to {name} may hold no arrays, but this one has {said(sorted(arrays))}")
+        raise Refused(f"a reply to {name} may hold no arrays, but this one has {excerpt(sorted(arrays))}")
     if limits.secure and kind is not SUM and _tells_labels(reply):
         raise Insecure(f"{REQUIRED} is on, so this client does not tell how many samples of each label it has")
     if name == "evaluate" and limits.min_samples:

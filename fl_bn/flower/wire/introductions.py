@@ -19,7 +19,7 @@ from fl_bn.flower.population import Introductions, RunFailed
 from fl_bn.flower.wire.messages import HELLO
 from fl_bn.flower.wire.messaging import send_and_receive
 from fl_bn.flower.wire.versions import client_differs, greeting
-from fl_bn.support.wire import WireError, reason, shown
+from fl_bn.support.wire import WireError, printable, reason
 
 PATIENCE = 120.0  # seconds for an answer of a node elsewhere, and for those who are missing when enough are there
 POLL = 1.0
@@ -109,7 +109,7 @@ def _number(node: int, reply: Message, signature: str) -> int:
         raise RunFailed(f"client {said['client']} cannot take part: {other}")
     if said["signature"] != signature:
         raise RunFailed(
-            f"client {said['client']} has another model, method or version of fl-bn (signature {shown(said['signature'])}, here "
+            f"client {said['client']} has another model, method or version of fl-bn (signature {printable(said['signature'])}, here "
             f"{signature}): name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy). "
             f"{COMPARE}"
         )

@@ -17,7 +17,7 @@ from fl_bn.flower.compat import answering, simulates
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.log import log
 from fl_bn.support.client_names import UNNAMED, ClientNames
-from fl_bn.support.wire import reason, said
+from fl_bn.support.wire import excerpt, reason
 
 PASSING = {3, 4, 5, 8}  # Flower's error codes for a message, a node or a process of it that is gone: it may come back
 UNREADABLE = 0  # Flower's error code for what has no code of its own
@@ -89,11 +89,11 @@ def _checked(reply: Message, identity: str, message: Message) -> Message:
     if reply.has_error() == reply.has_content():
         return _instead(message, "its reply has neither content nor an error")
     if m.reply_to_message_id != identity:
-        return _instead(message, f"its reply says that it answers message {said(m.reply_to_message_id)}, which this is not")
+        return _instead(message, f"its reply says that it answers message {excerpt(m.reply_to_message_id)}, which this is not")
     if reply.has_error():  # Flower's own does not say of which node it is
         return _instead(message, reply.error.reason or "", reply.error.code)
     if m.src_node_id != message.metadata.dst_node_id:
-        return _instead(message, f"its reply says that it is node {said(m.src_node_id)}'s")
+        return _instead(message, f"its reply says that it is node {excerpt(m.src_node_id)}'s")
     return reply
 
 

@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.flower.wire.messages import TO_GREET
 from fl_bn.support.extras import version_of
-from fl_bn.support.wire import shown
+from fl_bn.support.wire import printable
 
 ADVICE = 'install the server\'s version at every site (docs, "Upgrade the server and its sites")'
 
@@ -37,11 +37,12 @@ def check_server(message: Message) -> None:
     """At the client: refuse a server of another version. Raises OtherVersion, which becomes the reply."""
     theirs = str(TO_GREET.of_configs(message.content)["version"]) if "config" in message.content else ""
     if theirs not in ("", here()):
-        raise OtherVersion(f"this site has fl-bn {here()}, and the server {shown(theirs)}: {ADVICE}")
+        raise OtherVersion(f"this site has fl-bn {here()}, and the server {printable(theirs)}: {ADVICE}")
 
 
 def client_differs(theirs: str) -> str:
     """At the server: why a client of the version ``theirs`` cannot take part; empty where it can."""
     if theirs == here():
         return ""
-    return f"it has {f'fl-bn {shown(theirs)}' if theirs else 'an earlier fl-bn, which names no version'}, and the server {here()}: {ADVICE}"
+    version = f"fl-bn {printable(theirs)}" if theirs else "an earlier fl-bn, which names no version"
+    return f"it has {version}, and the server {here()}: {ADVICE}"
