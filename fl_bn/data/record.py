@@ -225,8 +225,7 @@ def how_to_bytes(x: NDArray[np.generic]) -> str:
     """Explain how images (N, ...) of another dtype become uint8, from their values.
 
     >>> how_to_bytes(np.array([0.0, 0.5, 1.0]))
-    "its values lie in 0..1: save np.rint(x * 255).astype('uint8') (astype alone would make nearly every pixel
-    0)"
+    "its values lie in 0..1: save np.rint(x * 255).astype('uint8') (astype alone would make nearly every pixel 0)"
     """
     numbers = x.astype(np.float64) if np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x) else np.full(1, np.nan)
     low, high = (float(numbers.min()), float(numbers.max())) if numbers.size else (np.nan, np.nan)

@@ -1,4 +1,4 @@
-"""Call back displays, files and trackers as a run goes on."""
+"""Callbacks, which are called during a run. Displays, files and trackers follow the rounds by them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from fl_bn.federation.record import RoundRecord
 
 
 class Callback:
-    """Derive from this class, and write the methods that you need; each does nothing by default.
-
-    ``rounds`` is the planned number of rounds. An error that a method raises ends the run.
+    """Base class of callbacks, whose methods do nothing. An error in a method ends the run.
 
     >>> from fl_bn import Callback
     >>> class Loss(Callback):
@@ -20,16 +18,27 @@ class Callback:
     """
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Handle an evaluated round, before its ``on_round``; ``record.evaluation`` has the metrics by name."""
+        """Handle an evaluation, before ``on_round`` of the same round.
+
+        Args:
+            record: its ``evaluation`` has the metrics by name.
+            rounds: of the whole run.
+        """
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Handle a finished round, also a failed one."""
+        """Handle the end of a round, also of a failed one.
+
+        Args:
+            record: of the round.
+            rounds: of the whole run.
+        """
 
     def on_end(self, error: BaseException | None) -> None:
         """Handle the end of the run, once.
 
         Args:
-            error: The error that ended the run early (``KeyboardInterrupt`` for Ctrl-C); None after the last round.
+            error: the error that ended the run early, ``KeyboardInterrupt`` for Ctrl-C. None: the run is
+                complete.
         """
 
 
