@@ -13,10 +13,19 @@ from hypothesis import settings
 
 from fl_bn.federation.local import Samples
 from fl_bn.flower.compat import identify
+from tests import listed
 from tests.federation import random_samples
 
 settings.register_profile("fl-bn", deadline=None, derandomize=True)  # the first torch call alone takes longer than the default deadline
 settings.load_profile("fl-bn")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--case", action="append", default=[], metavar="TEXT", help="of a test over a list, the cases with TEXT in their name")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    listed.CHOSEN[:] = config.getoption("--case")
 
 
 def pytest_report_header() -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.documentation.pages import ROOT, SITE, name, prose
 from tests.documentation.reading import WORD, ease, sentences, syllables
+from tests.listed import listed
 
 LIMIT = 25
 
@@ -16,7 +17,7 @@ def too_long(page: Path) -> list[str]:
     return [sentence for sentence in sentences(prose(page)) if len(WORD.findall(sentence)) > LIMIT]
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *SITE], ids=name)
+@listed("page", [ROOT / "README.md", *SITE], ids=name)
 def test_no_long_sentence(page: Path) -> None:
     assert too_long(page) == []
 

@@ -23,6 +23,7 @@ from fl_bn.federation.payload import Payload
 from fl_bn.flower.layerwise.transcript import attach, detach, read_request, request_payload
 from fl_bn.flower.wire.codec import Header, flatten, from_records, to_records, unflatten
 from fl_bn.support.wire import WireError
+from tests.listed import listed
 
 HEADER = Header("fedtan", "exchange", 3, "0123")
 KEYS = [Key("stem.bn", Quantity.MOMENTS), Key("", Quantity.MEAN, 1), Key("a/b.c", Quantity.GRADIENTS, 2)]
@@ -295,7 +296,7 @@ REFUSED: dict[str, tuple[Callable[[], Message], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@listed("kind", REFUSED)
 def test_a_reply_that_is_no_request_is_refused_by_name(kind: str) -> None:
     make, says = REFUSED[kind]
     assert read_request(reply({"exchange": GOOD}, batch=1, count=3), HEADER) is not None  # control

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.run.config import ConfigError, RunConfig
 from tests.experiment.small_data import small_config, small_npz
+from tests.listed import listed
 
 HERE = "tests.experiment.test_preflight"
 
@@ -65,7 +66,7 @@ def start(folder: Path, **changes: str | int | float | bool) -> Path | None:
     return run_in_process(RunConfig.from_mapping(values).to_mapping())
 
 
-@pytest.mark.parametrize(
+@listed(
     ("changes", "said"),
     [
         ({"method": "in"}, "model='mlp' under method='in' fails on a batch of shape .2, 1, 4, 4.: ValueError: instance normalisation of"),

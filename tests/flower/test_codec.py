@@ -18,6 +18,7 @@ from fl_bn.federation.payload import Payload, count_tensors, decode_moments, enc
 from fl_bn.flower.wire.codec import FORMAT, Header, flatten, from_records, to_records, unflatten
 from fl_bn.moments import Moments
 from fl_bn.support.wire import WireError
+from tests.listed import listed
 
 HEADER = Header("fbn", "train", 3, "0123")
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
@@ -62,7 +63,7 @@ def test_the_layout_carries_the_order() -> None:
     assert layout != other
 
 
-@pytest.mark.parametrize("layout", ["", "{", "3", "null", '["weights"]', '[["weights"]]', '[["weights", 3]]', '[["weights", ["a"]]]'])
+@listed("layout", ["", "{", "3", "null", '["weights"]', '[["weights"]]', '[["weights", 3]]', '[["weights", ["a"]]]'])
 def test_a_layout_that_does_not_fit_is_refused(layout: str) -> None:
     with pytest.raises(WireError, match="layout"):
         unflatten([np.zeros(1), np.zeros(1)], layout)
@@ -92,8 +93,8 @@ def test_each_field_of_the_header_is_checked(field: str, other: str | int) -> No
     assert ("different model, method or version" in str(caught.value)) == (field in ("signature", "format"))
 
 
-@pytest.mark.parametrize("field", ["method", "phase", "round", "signature", "format", "payload"])
-@pytest.mark.parametrize("wrong", [None, 2.5, b"x", True])
+@listed("field", ["method", "phase", "round", "signature", "format", "payload"])
+@listed("wrong", [None, 2.5, b"x", True])
 def test_a_header_of_the_wrong_type_cannot_be_read(field: str, wrong: object) -> None:
     content = to_records({}, HEADER)
     values = {k: v for k, v in dataclasses.asdict(HEADER).items() if k != field}
@@ -138,7 +139,7 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("kind", UNREADABLE)
+@listed("kind", UNREADABLE)
 def test_bytes_that_are_no_array_are_refused_by_name(kind: str) -> None:
     array = Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=UNREADABLE[kind])
     content = to_records({}, HEADER)

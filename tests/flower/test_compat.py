@@ -23,6 +23,7 @@ from fl_bn.flower.wire.codec import NUMPY
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn_site.commands import SUPERLINK, check_flower
 from tests.integration.runs import TINY
+from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENTS = {  # and the simulation's pool of actors
@@ -38,7 +39,7 @@ pinned = pytest.mark.pinned("the SuperLink and the simulation that fl-bn repairs
 NEW = ("TaskIdentity",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pinned) if n in DEPLOYMENTS else n for n in compat.PLACES if n not in NEW])
+@listed("name", [pytest.param(n, marks=pinned) if n in DEPLOYMENTS else n for n in compat.PLACES if n not in NEW])
 def test_what_has_moved_is_found(name: str) -> None:
     assert getattr(compat, name) is compat.find(name)
 

@@ -21,6 +21,7 @@ from fl_bn.support import durable
 from fl_bn.support.wire import WireError, said, shown
 from fl_bn.task import CLASSIFICATION, TASKS, Regression
 from tests.hostile.recorded import SCENARIOS, recorded
+from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
 FORMS = {name: value for name, value in vars(messages).items() if isinstance(value, Form)}
@@ -107,7 +108,7 @@ def undeclared(asked: str, is_reply: bool, content: RecordDict) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@listed("name", SCENARIOS)
 def test_every_field_of_every_honest_message_is_declared(name: str) -> None:
     for asked, instruction, reply in recorded(name).exchanges:
         assert undeclared(asked, False, instruction) == []
@@ -148,7 +149,7 @@ def refusal(form: Form, came: dict[str, object]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", FORMS)
+@listed("name", FORMS)
 def test_whatever_comes_is_a_value_or_a_sentence(name: str) -> None:
     form = FORMS[name]
     said = [sentence for field in form.fields for bad in BAD if (sentence := refusal(form, {field: bad}))]

@@ -20,6 +20,7 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import made, read
 from tests.integration.runs import TINY, tiny
+from tests.listed import listed
 
 EXPECTED = {
     "000": "T1 T2 T3 T4 T5 TH TI F1 F2 F2c F3 F3-TinyImageNet FD FE FG FH FI FJ FK FL FM S33",
@@ -44,7 +45,7 @@ def test_every_table_and_figure_has_its_file() -> None:
     assert all("small" in experiment.variants for experiment in ALL)
 
 
-@pytest.mark.parametrize("name", [experiment.name for experiment in SWEEPS])
+@listed("name", [experiment.name for experiment in SWEEPS])
 def test_every_variant_is_a_sweep(name: str, tmp_path: Path) -> None:
     (experiment,) = find([name])
     full = cells(name, "", tmp_path)

@@ -16,6 +16,7 @@ from fl_bn.methods import Phase
 from fl_bn.run.config import RunConfig
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import read
+from tests.listed import listed
 from tests.sweeps.fedbn_settings import FEDBN_PAPER
 from tests.sweeps.fixbn_settings import CIFAR, FIXBN_PAPER
 from tests.sweeps.paper_setting import DEFAULTS, At, Keys, Setting
@@ -51,7 +52,7 @@ def test_every_file_of_both_papers_is_here() -> None:
     assert names == PAPERS.keys() | PROGRAMS
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@listed("name", PAPERS)
 def test_the_paper_s_variant_is_the_paper_key_by_key(name: str) -> None:
     setting, cells = PAPERS[name], paper(name)
     found = {cell.config.name: wrong for cell in cells if (wrong := differing(cell.config.to_mapping(), expected(setting, cell.axes)))}

@@ -18,6 +18,7 @@ from fl_bn.flower.population import round_half_up
 from fl_bn.methods import Phase, Refresh, Report
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import read
+from tests.listed import listed
 
 Keys = dict[str, Any]
 
@@ -198,7 +199,7 @@ def wrong(cell: Cell, wanted: Keys) -> dict[str, tuple[Any, Any]]:
     return found | unknown
 
 
-@pytest.mark.parametrize("name", FILES)
+@listed("name", FILES)
 def test_every_cell_has_the_paper_s_keys(name: str) -> None:
     expected, number = EXPECTED[name]
     found = cells(name)
@@ -212,7 +213,7 @@ def test_a_changed_key_is_found(key: str, value: float) -> None:
     assert all(set(wrong(cell, table_6(cell.axes))) == {key} for cell in cells("002-T6", **{key: value}))
 
 
-@pytest.mark.parametrize("name", FILES)
+@listed("name", FILES)
 def test_what_the_keys_make_is_the_paper_s(name: str) -> None:
     for cell in cells(name):
         config, method = cell.config, cell.config.build_method()
@@ -236,7 +237,7 @@ def test_what_the_keys_make_is_the_paper_s(name: str) -> None:
             assert method.refresh is ways[method.report]
 
 
-@pytest.mark.parametrize("name", FILES)
+@listed("name", FILES)
 def test_the_authors_recipe_differs_where_it_says(name: str) -> None:
     paper, authors = ({cell.config.name: cell.config for cell in cells(name, variant)} for variant in ("paper", "authors"))
     assert paper.keys() == authors.keys()

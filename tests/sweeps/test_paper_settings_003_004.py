@@ -21,6 +21,7 @@ from fl_bn.run.config import RunConfig
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import read
 from fl_bn.sweep.run import check
+from tests.listed import listed
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "definitions"
 Keys = dict[str, Any]
@@ -299,7 +300,7 @@ def counting(config: Keys) -> Keys:
     return {key: value for key, value in config.items() if key not in ignored and key != "seed"}
 
 
-@pytest.mark.parametrize("name", FILES)
+@listed("name", FILES)
 def test_every_key_is_the_papers(name: str) -> None:
     cells, want = paper(name), expected(name)
     found = {tuple(str(label) for axis, label in cell.axes.items() if axis != "seed"): cell for cell in cells}
@@ -344,7 +345,7 @@ def test_the_rates_of_fedtan() -> None:
     assert rates["M = 4,000, momentum"] == pytest.approx([0.5] * 3 + [0.01] * 2 + [0.001] * 2 + [0.0001] * 2)
 
 
-@pytest.mark.parametrize("name", FILES)
+@listed("name", FILES)
 def test_our_defaults_are_off(name: str) -> None:
     """Tracking, calibration, unit scale, centred gradients and clipping."""
     for cell in paper(name):
