@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+Ids = Callable[[Any], object] | Sequence[str] | None
 CHOSEN: list[str] = []
 """What ``pytest --case TEXT`` asks for: of every list the cases with TEXT in their name, and no others."""
 
 
-def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Callable[[Any], object] | Sequence[str] | None = None) -> Callable[..., Any]:
+def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) -> Callable[..., Any]:
     """Return a decorator with the arguments of ``pytest.mark.parametrize``, which makes one test of all cases.
 
     Two of them over one test try every pair. Each case gets a random generator, a temporary folder and a log of its own.

@@ -28,8 +28,8 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from fl_bn.cli.main import app
 from fl_bn_site.app_host import parser as host_parser
 from fl_bn_site.supernode import own_options
-from tests.deployment.docker_federation import ROOT, SERVICES, SITES, base_image
 from tests.listed import listed
+from tools.deployment.docker_federation import ROOT, SERVICES, SITES, base_image
 
 Compose = dict[str, Any]
 ONCE = ("kit", "register", "run")

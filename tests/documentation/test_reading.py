@@ -1,4 +1,4 @@
-"""No sentence of README and site is long. How easy a page is to read: ``python -m tests.documentation.reading``."""
+"""No sentence of README and site is long. How easy a page is to read: ``python -m tools.documentation.reading``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.documentation.pages import ROOT, SITE, name, prose
-from tests.documentation.reading import WORD, ease, sentences, syllables
 from tests.listed import listed
+from tools.documentation.reading import WORD, ease, sentences, syllables
 
 LIMIT = 25
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("fl_bn", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+SOURCES = ("fl_bn", "fl_bn_site", "experiments", "tools", "tests", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 pytestmark = pytest.mark.slow
 
 
@@ -56,18 +56,19 @@ def python(installed: Path, folder: Path, *argv: str) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, timeout=280)
 
 
-def test_it_holds_one_package(wheel: Path) -> None:
+def test_it_holds_two_packages(wheel: Path) -> None:
+    """The library and the operator's part; this repository's own tools stay here."""
     names = zipfile.ZipFile(wheel).namelist()
-    assert tops(names) == {"fl_bn"}
+    assert tops(names) == {"fl_bn", "fl_bn_site"}
     assert {
         "fl_bn/py.typed",
-        "experiments/003-F1.toml",
         "fl_bn/advise/map.json",
         "fl_bn/templates/app/task.py",
         "fl_bn/apps/server.py",
+        "fl_bn_site/supervisor.py",
     } <= set(names)
     assert not [name for name in names if "__pycache__" in name]
-    assert tops([*names, "server_app/app.py"]) == {"fl_bn", "server_app"}  # control
+    assert tops([*names, "experiments/cli.py"]) == {"fl_bn", "fl_bn_site", "experiments"}  # control
 
 
 def test_what_runs_is_the_wheel(installed: Path, tmp_path: Path) -> None:
@@ -79,17 +80,9 @@ def test_what_runs_is_the_wheel(installed: Path, tmp_path: Path) -> None:
 
 def test_the_command_answers(installed: Path, tmp_path: Path) -> None:
     done = fl_bn(installed, tmp_path, "--help")
-    assert (done.returncode, "experiments" in done.stdout) == (0, True), done.stderr
-    assert fl_bn(installed, tmp_path, "nothing-of-the-kind").returncode == 2  # control
-
-
-def test_the_experiments_are_there_and_one_runs(installed: Path, tmp_path: Path) -> None:
-    done = fl_bn(installed, tmp_path, "experiments", "list")
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in ("000-T1", "003-F1", "004-F14"))
-    done = fl_bn(installed, tmp_path, "experiments", "run", "003-F1", "--variant", "small")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "runs/experiments/003-F1-small/report.html").is_file()
+    assert (done.returncode, "sweep" in done.stdout, "kit" in done.stdout) == (0, True, True), done.stderr
+    assert "experiments" not in done.stdout, "a tool of the repository"
+    assert fl_bn(installed, tmp_path, "experiments", "list").returncode == 2  # control
 
 
 def test_a_run_in_process_needs_no_checkout(installed: Path, tmp_path: Path) -> None:
