@@ -259,6 +259,7 @@ class Options:
             spec.check(f"{self.name}'s {field_name}", getattr(self, field_name))
 
 
+@functools.cache
 def own_options(kind: type) -> dict[str, Option]:
     """The options of a dataclass, by field."""
     return {spec.name: spec.metadata[OPTION] for spec in fields(kind) if OPTION in spec.metadata}
@@ -299,8 +300,13 @@ def keys_of(registry: Mapping[str, object]) -> dict[str, Key]:
     Raises:
         ValueError: two share a key, but not its default and its values.
     """
+    return dict(_keys_of(tuple(registry.items())))
+
+
+@functools.lru_cache(maxsize=64)  # every run config asks, and a sweep makes hundreds of these
+def _keys_of(registry: tuple[tuple[str, object], ...]) -> dict[str, Key]:
     takers: dict[str, dict[str, Option]] = {}
-    for name, constructor in registry.items():
+    for name, constructor in registry:
         for key, (_, spec) in options_by_key(constructor).items():
             takers.setdefault(key, {})[name] = spec
     made = {}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-Ids = Callable[[Any], object] | Sequence[str] | None
+Ids = Callable[[Any], object] | Iterable[str] | None
 CHOSEN: list[str] = []
 """What ``pytest --case TEXT`` asks for: of every list the cases with TEXT in their name, and no others."""
 
@@ -31,6 +31,7 @@ def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) ->
     parameters = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     several = not isinstance(names, str) or "," in names
     table = list(cases)
+    named = [called(case, ids) for case in table] if ids is None or callable(ids) else list(ids)
     assert table, "a list without a case tests nothing"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -40,8 +41,7 @@ def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) ->
         @functools.wraps(test)
         def whole(**fixtures: Any) -> None:
             wrong, tried = [], 0
-            for index, case in enumerate(table):
-                name = called(case, ids) if ids is None or callable(ids) else ids[index]
+            for index, (case, name) in enumerate(zip(table, named, strict=True)):
                 if any(part in name for part in CHOSEN) or not CHOSEN or hasattr(test, "listed"):
                     tried += 1
                     values = case.values if isinstance(case, type(pytest.param())) else case if several else (case,)

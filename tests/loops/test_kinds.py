@@ -17,7 +17,6 @@ from fl_bn.layers import Unconvertible, observe
 from fl_bn.methods import METHODS
 from tests.doors.doors import apart
 from tests.federation import random_samples
-from tests.listed import listed
 
 LAYERS = [name for name in METHODS if name not in ("fedwon", "in", "single")]
 X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -81,7 +80,7 @@ def test_timm_s_layers_keep_their_activation(name: str) -> None:
     assert apart([found], [trained(name, nn.BatchNorm2d(4))]) > 1e-6  # control: without the activation
 
 
-@listed("name", LAYERS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_registered_kinds(name: str) -> None:
     if METHODS[name]().layer is not None:
         with pytest.raises(Unconvertible, match=r"fl_bn\.register_batch_norm\(Activated, then=\['act'\]\)"):

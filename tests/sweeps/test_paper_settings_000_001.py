@@ -6,6 +6,7 @@ What no row of a table names must have the default: so a file cannot set a key t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ RUNS = {"000-T4": 5}  # FedTAN, section 6.1
 USUAL = {"000": 3, "001": 5}  # FedBN, 5.1 and 5.2: five trials; FixBN does not say
 
 
+@cache
 def paper(name: str) -> list[Cell]:
     return read(FOLDER / f"{name}.toml", "paper", "data").cells(Path("nowhere"))
 

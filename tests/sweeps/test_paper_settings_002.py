@@ -7,6 +7,7 @@ neither says.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,7 @@ EXPECTED: dict[str, tuple[Callable[[Mapping[str, Any]], Keys], int]] = {
 FILES = sorted(EXPECTED)
 
 
+@cache
 def cells(name: str, variant: str = "paper", **overrides: Any) -> list[Cell]:
     return read(FOLDER / f"{name}.toml", variant, overrides=overrides).cells(Path("none"))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,7 @@ FILES = FBN_FILES | FEDTAN_FILES
 SEEDS = {**dict.fromkeys(FBN_FILES, 3), **dict.fromkeys(FEDTAN_FILES, 5), "004-T3": 1, "004-T4": 1}  # 003: silent; l. 471: five
 
 
+@cache
 def paper(name: str) -> list[Cell]:
     return cells_of(read(FOLDER / f"{name}.toml", "paper", ANY_DATA))
 
