@@ -22,6 +22,7 @@ from fl_bn.support.wire import WireError, said, shown
 from fl_bn.task import CLASSIFICATION, TASKS, Regression
 from tests.hostile.recorded import SCENARIOS, recorded
 from tests.listed import listed
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 FORMS = {name: value for name, value in vars(messages).items() if isinstance(value, Form)}
@@ -155,8 +156,9 @@ def test_whatever_comes_is_a_value_or_a_sentence(name: str) -> None:
     said = [sentence for field in form.fields for bad in BAD if (sentence := refusal(form, {field: bad}))]
     assert len(said) > len(BAD) * len(form.fields) / 3
     assert all("expected" in sentence and len(sentence) < 500 for sentence in said)
-    with pytest.raises(WireError, match="at most 10000 fields"):
+    with refused(form.record) as caught:
         form.read({str(i): i for i in range(20_000)})
+    assert "20000" in caught.value.problem
 
 
 def test_a_metric_out_of_its_range_is_refused_and_one_that_the_task_does_not_declare_is_dropped() -> None:
@@ -203,5 +205,5 @@ def test_control_of_whole() -> None:
     form = Form("a", {"n": whole(1, 3)})
     assert form.read({"n": 3})["n"] == 3
     for bad in (0, 4, 1.0, True, "1"):
-        with pytest.raises(WireError, match="a/n: expected a whole number 1..3"):
+        with refused("a", "n"):
             form.read({"n": bad})

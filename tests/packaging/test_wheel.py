@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("fl_bn", "fl_bn_site", "experiments", "tools", "tests", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+FOLDERS = ("fl_bn", "fl_bn_site", "experiments", "tools", "tests", "server_app", "client_app")
+SOURCES = (*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE")
 pytestmark = pytest.mark.slow
 
 
