@@ -44,7 +44,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 from fl_bn.support.names import expected, names_of, nearest, short
 
@@ -362,12 +362,13 @@ class Options:
     prefix: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        for field_name, spec in own_options(type(self)).items():
+        for field_name, spec in own_options(cast(Any, type(self))).items():
             if getattr(self, field_name) is None and spec.unset is not None:
                 object.__setattr__(self, field_name, spec.default)
             spec.check(f"{self.name}'s {field_name}", getattr(self, field_name))
 
 
+@functools.cache
 def own_options(kind: type) -> dict[str, Option]:
     """The options of a dataclass, by field."""
     return {spec.name: spec.metadata[OPTION] for spec in fields(kind) if OPTION in spec.metadata}
@@ -425,8 +426,13 @@ def keys_of(registry: Mapping[str, object]) -> dict[str, Key]:
     Raises:
         ValueError: two share a key, but not its default and its values.
     """
+    return dict(_keys_of(tuple(registry.items())))
+
+
+@functools.lru_cache(maxsize=64)  # every run config asks, and a sweep makes hundreds of these
+def _keys_of(registry: tuple[tuple[str, object], ...]) -> dict[str, Key]:
     takers: dict[str, dict[str, Option]] = {}
-    for name, constructor in registry.items():
+    for name, constructor in registry:
         for key, (_, spec) in options_by_key(constructor).items():
             takers.setdefault(key, {})[name] = spec
     made = {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +15,30 @@ from hypothesis import settings
 
 from fl_bn.federation.local import Samples
 from fl_bn.flower.compat import identify
+from tests import listed
 from tests.federation import random_samples
 
 settings.register_profile("fl-bn", deadline=None, derandomize=True)  # the first torch call alone takes longer than the default deadline
 settings.load_profile("fl-bn")
+
+WHOLE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(ray|slow|docker)\b", re.MULTILINE)
+"""A file whose tests all have that mark."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--case", action="append", default=[], metavar="TEXT", help="of a test over a list, the cases with TEXT in their name")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    listed.CHOSEN[:] = config.getoption("--case")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave a file alone whose every test the marker expression leaves out: to import it alone can take ten seconds."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    marks = WHOLE.findall(collection_path.read_text())
+    return True if any(f"not {mark}" in config.getoption("markexpr") for mark in marks) else None
 
 
 def pytest_report_header() -> str:

@@ -17,6 +17,7 @@ from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.methods.static_bn import StaticBatchNorm
 from fl_bn.methods.unnormalised import ScaleShift
 from fl_bn.roles import UnknownTensor, batch_norms, roles
+from tests.listed import listed
 from tests.networks import SmallCNN, seeded_network
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(5))
@@ -29,7 +30,7 @@ def around(norm: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 1), norm)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@listed("name", METHODS)
 def test_the_model_given_is_not_touched(name: str) -> None:
     model = seeded_network("resnet")
     before, types = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
@@ -65,7 +66,7 @@ def test_evaluation_computes_the_same(name: str) -> None:
     assert torch.equal(converted(X), model(X))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@listed("name", METHODS)
 def test_track_running_stats_false(name: str) -> None:
     model = around(nn.BatchNorm2d(4, track_running_stats=False))
     if name in {"fixbn", "silobn", *SHARED}:
@@ -75,7 +76,7 @@ def test_track_running_stats_false(name: str) -> None:
         assert convert(model, METHODS[name]())(X).isfinite().all()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@listed("name", METHODS)
 def test_cumulative_average(name: str) -> None:
     model = around(nn.BatchNorm2d(4, momentum=None))
     if name in SHARED:
@@ -100,7 +101,7 @@ class Extended(nn.BatchNorm2d):
         self.register_buffer("extra", torch.zeros(channels))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@listed("name", METHODS)
 def test_subclasses_of_batch_norm(name: str) -> None:
     method = METHODS[name]()
     convert(around(Renamed(4)), method)
@@ -114,8 +115,8 @@ def test_subclasses_of_batch_norm(name: str) -> None:
             convert(around(Activated(4)), method)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(
+@listed("name", METHODS)
+@listed(
     ("norm", "reason"),
     [
         (lambda: nn.InstanceNorm2d(4, track_running_stats=True), "shared statistics of InstanceNorm"),
@@ -143,7 +144,7 @@ def test_groups_that_do_not_divide() -> None:
         convert(SmallCNN(), METHODS["gn"](groups=4))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@listed("name", METHODS)
 def test_requires_grad_dtype_and_momentum_are_preserved(name: str) -> None:
     model = around(nn.BatchNorm2d(4, eps=1e-2, momentum=0.3)).double()
     model[1].bias.requires_grad_(False)
@@ -155,7 +156,7 @@ def test_requires_grad_dtype_and_momentum_are_preserved(name: str) -> None:
     assert getattr(new, "momentum", 0.3) == 0.3
 
 
-@pytest.mark.parametrize("name", METHODS)
+@listed("name", METHODS)
 def test_without_affine_or_without_bias(name: str) -> None:
     plain = convert(around(nn.BatchNorm2d(4, affine=False)), METHODS[name]())
     assert plain[1].weight is None
@@ -169,7 +170,7 @@ def test_without_affine_or_without_bias(name: str) -> None:
     assert new(X).isfinite().all()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@listed("name", METHODS)
 def test_a_model_that_is_a_norm_layer_and_a_layer_used_twice(name: str) -> None:
     method = METHODS[name]()
     needs = {"fedfn": "the last linear layer or convolution, but the model has neither", "fedwon": "BatchNorm and no convolution"}
@@ -198,7 +199,7 @@ class Gated(nn.BatchNorm2d):
         self.gate = nn.Parameter(torch.ones(channels))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@listed("name", METHODS)
 def test_a_batch_norm_with_a_parameter_of_its_own_is_refused_with_the_layers_name(name: str) -> None:
     """Of every method; those that replace the layer raised torch's RuntimeError of a state_dict, or lost it without a word."""
     with pytest.raises((Unconvertible, UnknownTensor), match="'gate'"):
@@ -211,7 +212,7 @@ def tied() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 1), first, nn.ReLU(), nn.Conv2d(4, 4, 1), second, nn.Flatten(), nn.Linear(256, 2))
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("fixup", "fedfn", "fedwon")])
+@listed("name", [name for name in METHODS if name not in ("fixup", "fedfn", "fedwon")])
 def test_an_affine_that_two_layers_share_stays_one(name: str) -> None:
     """A step moves it by both layers' gradients; two copies would each move by their own."""
     model = tied()
@@ -240,8 +241,8 @@ def test_an_affine_that_is_not_learnt_stays_so() -> None:
     assert [p.requires_grad for p in (converted[1].weight, converted[1].bias)] == [False, True]
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("how", ["script", "trace", "a part"])
+@listed("name", METHODS)
+@listed("how", ["script", "trace", "a part"])
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_torchscript_is_refused(name: str, how: str) -> None:
     """Its BatchNorm is of no type that anyone could find: it was shared as if it were a weight."""

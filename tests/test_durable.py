@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fl_bn.support import durable
 from fl_bn.support.durable import BLANK, CHECKSUM, SUFFIX, UNFINISHED, Damaged, load_tensors, save_tensors, set_aside, write
+from tests.listed import listed
 
 OLD, NEW = b"old" * 100, b"new" * 5000
 
@@ -346,7 +347,7 @@ FORGED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", FORGED)
+@listed("case", FORGED)
 def test_files_of_others_are_damaged_whatever_is_in_them(case: str) -> None:
     assert not refused(forged(GOOD, b"abcd"))  # control: the forger knows how
     assert refused(forged(FORGED[case], b"abcd"))

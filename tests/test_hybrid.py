@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fl_bn.layers import HybridBatchNorm, normalisers, observe
 from fl_bn.moments import Moments
+from tests.listed import listed
 from tests.oracles import hbn_autograd
 
 SHAPES = [(5, 3), (4, 3, 6), (4, 3, 5, 2), (2, 3, 2, 3, 4), (2, 3, 1, 1)]
@@ -61,8 +62,8 @@ def layer_mixture(layer: HybridBatchNorm, x: Tensor) -> tuple[Tensor, Tensor]:
     return mixed.mean, mixed.var
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@listed("affine", [True, False])
+@listed("shape", SHAPES)
 def test_output_and_gradients_are_the_plain_formulas(rng: np.random.Generator, shape: tuple[int, ...], affine: bool) -> None:
     layer, x, upstream = hybrid(rng, affine=affine), data(rng, shape), data(rng, shape)
     want = results(lambda x: by_oracle(layer, x), layer, x, upstream)
@@ -107,8 +108,8 @@ def test_without_a_bias(rng: np.random.Generator) -> None:
     assert off(results(layer, layer, x, upstream), results(lambda x: by_oracle(layer, x), layer, x, upstream)) < 1e-12
 
 
-@pytest.mark.parametrize("logit", [-math.inf, -800.0, -90.0, 0.0, 90.0, math.inf])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@listed("logit", [-math.inf, -800.0, -90.0, 0.0, 90.0, math.inf])
+@listed("dtype", [torch.float64, torch.float32])
 def test_extreme_mixtures(rng: np.random.Generator, logit: float, dtype: torch.dtype) -> None:
     layer, x, upstream = hybrid(rng, dtype=dtype), data(rng, (4, 3, 5)).to(dtype), data(rng, (4, 3, 5)).to(dtype)
     nn.init.constant_(layer.mixing_logit, logit)

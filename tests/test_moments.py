@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fl_bn.moments import Moments, Running, channel_moments, ema, plain_average, pool
+from tests.listed import listed
 
 SHAPES = [(5, 3), (4, 3, 6), (2, 3, 4, 5), (2, 3, 2, 3, 4)]
 
@@ -85,8 +86,8 @@ def test_one_part_single_values_and_equal_means(rng: np.random.Generator) -> Non
     assert off(pool(mirrored), plain_average(mirrored)) < 1e-15
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
+@listed("shape", SHAPES)
+@listed(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
 def test_of_any_shape_and_dtype(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
     x = torch.from_numpy(rng.normal(2, 3, shape)).to(dtype)
     flat = x.double().movedim(1, -1).reshape(-1, 3).numpy()

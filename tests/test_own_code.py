@@ -21,6 +21,7 @@ from fl_bn.support.user_code import OWN, VARIABLE, Modules, Refused, function
 from fl_bn_site.commands import commands, node_config
 from fl_bn_site.folders import ServerFolder, SiteFolder
 from fl_bn_site.kit import KitPlan, create
+from tests.listed import listed
 
 NAMES = ("theirs", "packaged", "beside", "beside_too", "trap")
 DATA = """
@@ -80,7 +81,7 @@ def test_a_package_that_other_folders_continue_is_taken_from_the_app_alone(app: 
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(
+@listed(
     ("name", "reason"),
     [
         ("os:system", "os is Python's own; a run config may name functions of the app's own modules"),

@@ -12,6 +12,7 @@ import torch
 import fl_bn
 from fl_bn import task
 from fl_bn.federation import client, federation, server
+from tests.listed import listed
 
 NAMES = sorted(set(fl_bn.__all__) - {"__version__"})
 
@@ -27,7 +28,7 @@ def run(text: str, globs: dict[str, object], name: str) -> int:
     return tried
 
 
-@pytest.mark.parametrize("name", NAMES)
+@listed("name", NAMES)
 def test_a_short_docstring_with_an_example(name: str) -> None:
     text = inspect.cleandoc(getattr(fl_bn, name).__doc__)
     introduction = re.split(r"^(?:Args|Attributes|Returns|Raises):$", text, maxsplit=1, flags=re.MULTILINE)[0].strip()

@@ -7,9 +7,10 @@ import pickle
 import pytest
 
 from fl_bn.support.wire import REASON, Absent, WireError, check_samples, reason
+from tests.listed import listed
 
 
-@pytest.mark.parametrize(
+@listed(
     ("came", "said"),
     [
         ("<class 'fl_bn.flower.wire.versions.OtherVersion'>:<'this site has fl-bn 0.1.0'>", "OtherVersion: this site has fl-bn 0.1.0"),

@@ -13,6 +13,7 @@ from fl_bn.advise import regimes
 from fl_bn.cli.advise import advise
 from tests.advise.made_up import MAP
 from tests.experiment.small_data import small_config, small_npz
+from tests.listed import listed
 
 app = typer.Typer()
 app.command()(advise)
@@ -88,7 +89,7 @@ def test_a_pilot_goes_on_with_the_best(tmp_path: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in out.glob("**/rounds.jsonl")} == before  # nothing ran again
 
 
-@pytest.mark.parametrize(
+@listed(
     ("arguments", "sentence"),
     [
         (["digits", "--run-config", "dataset='digits'"], "the data are named twice, as 'digits' and with dataset='digits'"),

@@ -18,6 +18,7 @@ from fl_bn.data.check import Finding, check_files
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.image_folders import LAYOUTS, PACS_CLASSES, PACS_DOMAINS
 from fl_bn.data.shift import SHIFTS
+from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
 BY_HAND = [name for name, entry in CATALOGUE.items() if entry.how == "by hand"]
@@ -48,7 +49,7 @@ def test_the_page_is_the_catalogues() -> None:
     assert all(f"`{name}`" in text for name in SHIFTS)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in CATALOGUE.items() if entry.how != "included"])
+@listed("name", [name for name, entry in CATALOGUE.items() if entry.how != "included"])
 def test_missing_files_fail_and_say_where_they_go(name: str, tmp_path: Path) -> None:
     findings = check_files(name, str(tmp_path))
     assert [finding.status for finding in findings] == ["fail"]

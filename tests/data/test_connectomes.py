@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fl_bn.data.connectomes import SITES, WINDOW, connectome, held_out, read_series, windows
 from fl_bn.data.dataset import DataNotFound, load
+from tests.listed import listed
 
 REGIONS = 5
 
@@ -180,7 +181,7 @@ def test_csv(tmp_path: Path) -> None:
     assert sorted(data.y_test.tolist()) == [0, 1]
 
 
-@pytest.mark.parametrize(
+@listed(
     ("arrays", "message"),
     [
         ({"x": np.zeros((10, 6))}, "expected y and either series or x, but the file holds x"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fl_bn.data.dataset import DataNotFound, load
+from tests.listed import listed
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -60,7 +61,7 @@ def test_several_files_are_domains_of_one_shape(tmp_path: Path) -> None:
     assert load("npz", f"{grey},{colour}", image_size=10).x_test.shape == (4, 3, 10, 10)
 
 
-@pytest.mark.parametrize(
+@listed(
     ("changes", "message"),
     [
         ({"y_test": None}, "expected an array 'y_test', but the file holds x_train, y_train, x_test"),

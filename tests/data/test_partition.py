@@ -24,6 +24,7 @@ from fl_bn.data.partition import (
     partition,
     similarity,
 )
+from tests.listed import listed
 
 laws = settings(deadline=None, derandomize=True)
 BALANCED = np.repeat(np.arange(10), 60)[np.random.default_rng(0).permutation(600)]
@@ -223,7 +224,7 @@ def test_masks_are_counted_by_pixel_and_divided_without_their_labels() -> None:
         assert sorted(np.concatenate(partition(kind, masks, np.arange(3), 3, 0, seed=0))) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
+@listed(
     ("arguments", "message"),
     [
         ({"kind": "random"}, "one of iid, classes, table, dirichlet, similarity, domain, domain-dirichlet, natural, but got 'random'"),

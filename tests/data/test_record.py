@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.data.record import Dataset, images_to_tensor, resize, to_input
+from tests.listed import listed
 
 
 def small(**changes: object) -> Dataset:
@@ -31,7 +32,7 @@ def test_a_good_record_knows_its_shape() -> None:
         data.classes = 4  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
+@listed(
     ("changes", "message"),
     [
         ({"x_train": torch.zeros(4, 3, 8, 8)}, "x_train must be uint8 (N, C, H, W), but got torch.float32"),

@@ -16,6 +16,7 @@ from fl_bn.data import listing
 from fl_bn.data.dataset import DataNotFound, load, to_input
 from fl_bn.data.listing import LargeData
 from fl_bn.data.segmentation import CITYSCAPES_CLASSES, IGNORE, TRAIN_IDS, Segmentation
+from tests.listed import listed
 
 
 def masks(**changes: Any) -> Segmentation:
@@ -37,7 +38,7 @@ def test_images_may_be_wider_than_high() -> None:
     assert (replace(data, y_train=ignored).y_train == IGNORE).any()
 
 
-@pytest.mark.parametrize(
+@listed(
     ("changes", "message"),
     [
         ({"x_train": torch.zeros(3, 3, 4, 6)}, "x_train must be uint8 (N, C, H, W)"),

@@ -15,6 +15,7 @@ from fl_bn.data.dataset import Dataset, load, to_input
 from fl_bn.data.function import Measurements
 from fl_bn.data.segmentation import Segmentation
 from fl_bn.data.shift import SHIFTS, Limit, limited, shifted
+from tests.listed import listed
 
 NAMES = [name for name in SHIFTS if name != "none"]
 
@@ -48,7 +49,7 @@ def test_training_samples_are_divided_equally_and_test_samples_repeated(train: i
     assert len(found.x_train) == train
 
 
-@pytest.mark.parametrize("name", NAMES)
+@listed("name", NAMES)
 def test_the_same_arguments_give_the_same_images_and_others_do_not(name: str) -> None:
     data = made_up()
     one = shifted(data, ["none", name], 3)

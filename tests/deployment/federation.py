@@ -130,7 +130,7 @@ class Federation:
 
     def start(self, *parts: str) -> None:
         for part in parts:
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "FL_BN_ALLOW_MODULES": "tests.deployment"}  # ``moody``'s is not sent
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "FL_BN_ALLOW_MODULES": "tools.deployment"}  # ``moody``'s is not sent
             environment |= self.environment.get(part, {})
             with (self.kit / part / "start.out").open("ab") as output:
                 self._running[part] = subprocess.Popen(

@@ -28,7 +28,8 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from fl_bn.cli.main import app
 from fl_bn_site.app_host import parser as host_parser
 from fl_bn_site.supernode import own_options
-from tests.deployment.docker_federation import ROOT, SERVICES, SITES, base_image
+from tests.listed import listed
+from tools.deployment.docker_federation import ROOT, SERVICES, SITES, base_image
 
 Compose = dict[str, Any]
 ONCE = ("kit", "register", "run")
@@ -105,7 +106,7 @@ def services_of(kind: str) -> Iterator[tuple[str, Compose]]:
     return ((f"{kind}-{place}", read()["services"][f"{kind}-{place}"]) for place in (1, 2, 3))
 
 
-@pytest.mark.parametrize("name", read()["services"])
+@listed("name", read()["services"])
 def test_every_command_line_is_accepted_by_the_program_s_own_parser(name: str) -> None:
     service = read()["services"][name]
     parsed(argv(service))

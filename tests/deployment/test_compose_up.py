@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from fl_bn.flower import run_in_process
 from fl_bn.run.config import RunConfig
 from fl_bn.run.overrides import parse_overrides
-from tests.deployment.docker_federation import SERVICES, DockerFederation, command, no_docker
+from tools.deployment.docker_federation import SERVICES, DockerFederation, command, no_docker
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
 QUICK = "model='mlp' rounds=2 local-steps=2 evaluate-every=1 pictures=false"

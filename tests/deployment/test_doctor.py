@@ -16,8 +16,9 @@ from fl_bn.checks.run import diagnose as diagnose_here
 from fl_bn.cli.main import app
 from fl_bn.support.finding import Finding
 from fl_bn_site.doctor import diagnose
-from tests.deployment import doctor_report, tls_servers
+from tests.deployment import tls_servers
 from tests.deployment.broken import BROKEN, Setup, made
+from tools.deployment import doctor_report
 
 MACHINES = {"memory", "time service", "gpu", "state-dir", "state", "results", "proxy", *machine.PACKAGES}  # may warn on this machine
 

@@ -24,6 +24,7 @@ from fl_bn.support.loopback import EXCEPTIONS
 from fl_bn_site.checks import network
 from fl_bn_site.folders import ServerFolder
 from tests.deployment import tls_servers
+from tests.listed import listed
 
 
 def test_a_finding_says_what_to_do_unless_all_is_well() -> None:
@@ -288,7 +289,7 @@ def test_who_reaches_the_server(changes: dict[str, str], status: str, tmp_path: 
     assert network.exposure(ServerFolder.read(kit / "server")).status == status
 
 
-@pytest.mark.parametrize(
+@listed(
     ("samples", "size", "rounds", "status", "words"),
     [
         (0, 16, {"steps": 5}, "fail", "would have no training sample"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, read_folder, render
+from tests.listed import listed
 
 SERVER = render(ServerFolder, superlink="fl.example.org", exchange_host="x.example.org", sites=["A", "B"])
 SITE = render(SiteFolder, site="B", superlink="fl.example.org:9092")
@@ -78,7 +79,7 @@ def test_a_line_that_has_a_default_may_be_missing(tmp_path: Path) -> None:
     assert SiteFolder.read(folder(tmp_path, SiteFolder, text)) == SiteFolder.read(folder(tmp_path, SiteFolder, SITE))
 
 
-@pytest.mark.parametrize(
+@listed(
     ("kind", "old", "new", "said"),
     [
         (ServerFolder, "fleet =", "flet =", "unknown line 'flet': did you mean 'fleet'?"),
@@ -121,7 +122,7 @@ def test_addresses(address: str, parts: tuple[str, int]) -> None:
     assert host_port(address) == parts
 
 
-@pytest.mark.parametrize("address", ["h", "h:", ":1", "h:0", "h:65536", "::1:9092", "h:1:2", "h :1", "https://h:1"])
+@listed("address", ["h", "h:", ":1", "h:0", "h:65536", "::1:9092", "h:1:2", "h :1", "https://h:1"])
 def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(ValueError, match="must be HOST:PORT"):
         host_port(address)

@@ -8,8 +8,8 @@ from flwr.clientapp import ClientApp
 
 from fl_bn.flower import run_in_process
 from tests.deployment.federation import SMALL
-from tests.deployment.kill_drills import items_of, table
-from tests.deployment.outcomes import Outcome, gaps_of, offline, with_gaps
+from tools.deployment.kill_drills import items_of, table
+from tools.deployment.outcomes import Outcome, gaps_of, offline, with_gaps
 
 
 def test_a_client_that_was_away_is_told_from_one_whose_reply_was_not_used(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fl_bn_site.guides import kit_file
 from fl_bn_site.policy import NotAllowed, Policy, PolicyError
 from tests.hostile.bisecting import Bisecting
 from tests.hostile.test_gate import grid
+from tests.listed import listed
 
 RUN: dict[str, Any] = {"method": "hbn", "batch-size": 16, "hbn-stat-samples": 0, "dataset": "digits", "model": "mlp", "rounds": 3}
 
@@ -109,7 +110,7 @@ def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
         eight.check_reply(100, {"norm.count": 2})
 
 
-@pytest.mark.parametrize(
+@listed(
     ("text", "words"),
     [
         ("allow-method = []", "there is no line 'allow-method'"),

@@ -73,7 +73,7 @@ def check(words: list[str]) -> None:
 
 
 def _fl_bn(arguments: list[str]) -> None:
-    command: click.Command = typer.main.get_command(app)
+    command: click.Command = _program()
     context = click.Context(command, info_name="fl-bn")
     while isinstance(command, click.Group):
         if not arguments:
@@ -92,6 +92,11 @@ def _fl_bn(arguments: list[str]) -> None:
     except click.exceptions.Exit:
         return
     _run_config(str(parsed.params.get("run_config") or ""))
+
+
+@cache
+def _program() -> click.Command:
+    return typer.main.get_command(app)
 
 
 def _run_config(text: str) -> None:

@@ -17,6 +17,7 @@ from fl_bn.methods import METHODS
 from tests.documentation.commands import CHECKS, Incomplete, check, commands
 from tests.documentation.given import GIVEN
 from tests.documentation.pages import PAGES, ROOT, SITE, blocks, inline_code, name
+from tests.listed import listed
 
 LANGUAGES = {"python", "bash", "toml", "text"}
 SLOW = re.compile(r"^(from|import) (accelerate|lightning|monai|opacus)\b", re.MULTILINE)  # of the extra loops, which slow tests alone need
@@ -60,7 +61,7 @@ def test_python_runs(page: Path) -> None:
         after(names)
 
 
-@pytest.mark.parametrize("page", SHELL, ids=name)
+@listed("page", SHELL, ids=name)
 def test_commands_exist(page: Path) -> None:
     for block in blocks(page):
         if block.language == "bash":
@@ -73,7 +74,7 @@ def test_commands_exist(page: Path) -> None:
                         check(words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@listed("page", PAGES, ids=name)
 def test_commands_in_the_text_exist(page: Path) -> None:
     for code in inline_code(page):
         if code.startswith("fl-bn ") and " | " not in code:
@@ -81,7 +82,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
                 check(shlex.split(code))
 
 
-@pytest.mark.parametrize(
+@listed(
     ("text", "why"),
     [
         ("fl-bn rum", "there is no command"),
@@ -114,18 +115,18 @@ def test_a_command_goes_on_as_far_as_its_quotes() -> None:
     assert list(commands(text)) == [["fl-bn", "run", "--run-config", "rounds=1\n    seed=2"], ["fl-bn", "config"]]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.language == "toml" for block in blocks(page))], ids=name)
+@listed("page", [page for page in PAGES if any(block.language == "toml" for block in blocks(page))], ids=name)
 def test_toml_parses(page: Path) -> None:
     for block in blocks(page):
         if block.language == "toml":
             tomllib.loads(block.text)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *SITE], ids=name)
+@listed("page", [ROOT / "README.md", *SITE], ids=name)
 def test_every_block_says_its_language(page: Path) -> None:
     assert [block.line for block in blocks(page) if block.fenced and block.language not in LANGUAGES] == []
 
 
-@pytest.mark.parametrize("page", [page for page in [ROOT / "README.md", *SITE] if page.name != "data.md"], ids=name)
+@listed("page", [page for page in [ROOT / "README.md", *SITE] if page.name != "data.md"], ids=name)
 def test_commands_stand_in_fenced_blocks(page: Path) -> None:
     assert [block.line for block in blocks(page) if not block.fenced] == []

@@ -10,6 +10,7 @@ import pytest
 
 from fl_bn.methods import METHODS
 from tests.documentation.pages import LINK, PAGES, ROOT, SITE, anchors, links, name
+from tests.listed import listed
 
 SPREAD = re.compile(r"\d+\.\d \(\d+\.\d\)")
 RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.md"))
@@ -30,7 +31,7 @@ def broken(page: Path, link: str) -> bool:
     return bool(anchor) and file.suffix == ".md" and anchor not in anchors(file)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@listed("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     inside = [link for link in links(page) if not re.match(r"[a-z]+:", link)]
     assert [link for link in inside if broken(page, link)] == []
@@ -41,7 +42,7 @@ def test_a_link_that_leads_nowhere_is_found(link: str) -> None:
     assert broken(ROOT / "README.md", link)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *SITE], ids=name)
+@listed("page", [ROOT / "README.md", *SITE], ids=name)
 def test_numbers_are_those_of_the_results(page: Path) -> None:
     """A mean with its spread stands in the result that its line links to; or, where it links to none, in some result."""
     for line in page.read_text().splitlines():

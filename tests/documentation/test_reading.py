@@ -1,4 +1,4 @@
-"""No sentence of README and site is long. How easy a page is to read: ``python -m tests.documentation.reading``."""
+"""No sentence of README and site is long. How easy a page is to read: ``python -m tools.documentation.reading``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.documentation.pages import ROOT, SITE, name, prose
-from tests.documentation.reading import WORD, ease, sentences, syllables
+from tests.listed import listed
+from tools.documentation.reading import WORD, ease, sentences, syllables
 
 LIMIT = 25
 
@@ -16,7 +17,7 @@ def too_long(page: Path) -> list[str]:
     return [sentence for sentence in sentences(prose(page)) if len(WORD.findall(sentence)) > LIMIT]
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *SITE], ids=name)
+@listed("page", [ROOT / "README.md", *SITE], ids=name)
 def test_no_long_sentence(page: Path) -> None:
     assert too_long(page) == []
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.documentation.recordings import PAGE, of_page, recorded, replaced
+from tools.documentation.recordings import PAGE, of_page, recorded, replaced
 
 KEPT = of_page(PAGE.read_text())
 

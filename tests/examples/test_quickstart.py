@@ -19,6 +19,7 @@ from fl_bn.federation import client as client_round
 from fl_bn.flower import InProcessGrid
 from fl_bn.flower.population import RunFailed
 from fl_bn.roles import batch_norms
+from tests.listed import listed
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart_flower"
 METHODS = {"fixbn": "FixBN", "fedbn": "FedBN", "hbn": "HBN", "fbn": "FBN", "fedtan": "FedTAN"}
@@ -79,8 +80,8 @@ def test_every_method_runs_in_it(method: str, written: Any, capsys: pytest.Captu
     assert found[1]["eval_loss"] != found[3]["eval_loss"]
 
 
-@pytest.mark.parametrize(("file", "most"), [("client_app.py", 10), ("server_app.py", 5), ("task.py", 0)])
-@pytest.mark.parametrize("method", METHODS)
+@listed(("file", "most"), [("client_app.py", 10), ("server_app.py", 5), ("task.py", 0)])
+@listed("method", METHODS)
 def test_few_lines_change(file: str, most: int, method: str) -> None:
     before, after = source("before", file).splitlines(), source("after", file, method).splitlines()
     changed = [line for line in difflib.unified_diff(before, after, lineterm="", n=0) if line[0] == "+" and not line.startswith("+++")]

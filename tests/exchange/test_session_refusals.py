@@ -29,6 +29,7 @@ from tests.exchange.cohorts import (
     local,
     reason,
 )
+from tests.listed import listed
 
 # what is refused
 
@@ -166,7 +167,7 @@ ACCEPTED: dict[str, tuple[Request, ...]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ACCEPTED)
+@listed("kind", ACCEPTED)
 def test_what_is_just_right_is_answered(kind: str) -> None:
     """The control of the refusals: a client alone gets its own values back."""
     cohort = Cohort(clients=1)

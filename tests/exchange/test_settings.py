@@ -11,6 +11,7 @@ from fl_bn.exchange.session import POLICIES
 from fl_bn.exchange.settings import CARRIERS, Certificates, ExchangeSettings
 from fl_bn.support.loopback import is_loopback
 from tests.exchange.certificates import make_certificates
+from tests.listed import listed
 
 LOOPBACK = ["127.0.0.1", "127.0.0.53", "127.255.255.254", "::1", "localhost"]
 BEYOND = [
@@ -45,16 +46,16 @@ def certificates(tmp_path: Path) -> Certificates:
     return make_certificates(tmp_path)
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@listed("kind", WRONG)
 def test_what_makes_no_sense_is_refused_by_name(kind: str) -> None:
     changes, said = WRONG[kind]
     with pytest.raises(ValueError, match=said):
         ExchangeSettings(**changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("port", [0, 1, 65535])
+@listed("carrier", CARRIERS)
+@listed("policy", POLICIES)
+@listed("port", [0, 1, 65535])
 def test_what_makes_sense_is_not_refused(carrier: str, policy: str, port: int) -> None:
     settings = ExchangeSettings(carrier, policy, deadline=0.1, join_deadline=1e6, port=port)
     assert (settings.carrier, settings.policy, settings.port) == (carrier, policy, port)
@@ -67,8 +68,8 @@ def test_plaintext_is_fine_on_this_machine(host: str) -> None:
     assert ExchangeSettings(host=host, bind=host).listen_on == host
 
 
-@pytest.mark.parametrize("field", ["host", "bind"])
-@pytest.mark.parametrize("host", BEYOND)
+@listed("field", ["host", "bind"])
+@listed("host", BEYOND)
 def test_beyond_this_machine_plaintext_is_refused_unless_it_is_asked_for(host: str, field: str, certificates: Certificates) -> None:
     assert not is_loopback(host)
     with pytest.raises(ValueError, match=rf"in plaintext at {host}: give exchange-certificate, .* or set exchange-insecure=true"):

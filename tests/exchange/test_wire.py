@@ -19,6 +19,7 @@ from torch import Tensor
 from fl_bn.exchange.call import Answer, Join, Key, Layer, Local, Quantity, Refused, Request
 from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc.wire import CODES, decode_answer, decode_request, encode_answer, encode_request
+from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path("fl_bn/exchange/grpc")
@@ -133,15 +134,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@listed("kind", REFUSED)
 def test_what_is_neither_a_join_nor_a_known_layers_values_is_refused_by_name(kind: str) -> None:
     request, says = REFUSED[kind]
     with pytest.raises(Refused, match=says):
         decode_request(request.SerializeToString(), LAYERS)
 
 
-@pytest.mark.parametrize("quantity", Quantity)
-@pytest.mark.parametrize("layer", LAYERS)
+@listed("quantity", Quantity)
+@listed("layer", LAYERS)
 def test_the_same_message_of_the_right_length_is_not_refused(layer: str, quantity: Quantity) -> None:
     """The control of the refusals."""
     channels, dtype = LAYERS[layer]

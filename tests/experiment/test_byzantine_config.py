@@ -13,13 +13,14 @@ from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, Adversary
 from fl_bn.run.assembly import client_samples, dataset, partitions
 from fl_bn.run.config import ConfigError, RunConfig
 from tests.experiment.small_data import CLASSES, small_config
+from tests.listed import listed
 
 
 def config(**values: object) -> RunConfig:
     return RunConfig.from_mapping({kebab(key): value for key, value in values.items()})
 
 
-@pytest.mark.parametrize(
+@listed(
     ("values", "message"),
     [
         ({"clients": 3, "byzantine": 3}, "byzantine must leave an honest client of clients=3, but got 3"),

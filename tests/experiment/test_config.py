@@ -20,6 +20,7 @@ from fl_bn.run.config import FEDTAN, ConfigError, RunConfig
 from fl_bn.run.keys import SECTIONS, table
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.run_directory import to_toml
+from tests.listed import listed
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 KEYS = RunConfig.keys()
@@ -79,7 +80,7 @@ def test_the_simulation_of_pyproject_has_as_many_supernodes_as_the_run_clients()
     assert {value["options"]["num-supernodes"] for value in simulated} == {RunConfig().clients}
 
 
-@pytest.mark.parametrize("name", KEYS)
+@listed("name", KEYS)
 def test_every_key_has_a_meaning_and_says_what_it_takes(name: str) -> None:
     key = KEYS[name]
     assert key.help
@@ -99,7 +100,7 @@ def test_the_page_has_a_table_per_section_and_a_key_in_each() -> None:
     assert "freeze-what" in rows[0], "options stand with what they belong to"
 
 
-@pytest.mark.parametrize("name", KEYS)
+@listed("name", KEYS)
 def test_every_key_refuses_the_wrong_type_by_name(name: str) -> None:
     kind = type(KEYS[name].default)
     for wrong in ("3", 3, 3.5, True, None, [1]):
@@ -109,7 +110,7 @@ def test_every_key_refuses_the_wrong_type_by_name(name: str) -> None:
                 RunConfig.from_mapping({name: wrong})
 
 
-@pytest.mark.parametrize("name", KEYS)
+@listed("name", KEYS)
 def test_every_key_refuses_what_is_out_of_range_by_name(name: str) -> None:
     kind = type(KEYS[name].default)
     chosen = [value for value in ("nonsense",) if kind is str and name not in FREE | {"name"}]
@@ -126,7 +127,7 @@ def test_an_unknown_key_is_named_with_the_nearest() -> None:
         RunConfig.from_mapping({"xyzzy": 1})
 
 
-@pytest.mark.parametrize("name", KEYS)
+@listed("name", KEYS)
 def test_no_key_takes_what_cannot_be_written_or_sent(name: str) -> None:
     kind = type(KEYS[name].default)
     said = "a finite number|a whole number of at most 63 bits|a text without control characters"
@@ -156,7 +157,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         config(rounds=3.0)
 
 
-@pytest.mark.parametrize(
+@listed(
     ("values", "message"),
     [
         ({"local_epochs": 2, "local_steps": 9}, "give either local epochs or local steps, but got epochs=2 and steps=9"),
@@ -250,7 +251,7 @@ def test_every_text_survives_its_file(text: str) -> None:
     assert tomllib.loads(to_toml(made)) == made
 
 
-@pytest.mark.parametrize("name", METHODS)
+@listed("name", METHODS)
 def test_every_method_can_be_configured_and_frozen(name: str) -> None:
     assert config(method=name).build_method().name == name
     if name == "static-bn":  # has no statistics in training
@@ -337,7 +338,7 @@ def test_overrides_are_read_as_by_flwr_run_but_nothing_is_passed_over(tmp_path: 
             parse_overrides(text)
 
 
-@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000, "1e999999999999999", '"a\nb"', "0x", "2020-01-01T", "{a=1", "\x00"])
+@listed("value", ["9" * 5000, "[" * 5000, "1e999999999999999", '"a\nb"', "0x", "2020-01-01T", "{a=1", "\x00"])
 def test_no_text_is_read_with_a_traceback(value: str) -> None:
     """tomllib itself raises other errors than its own for numbers of thousands of digits and lists within lists."""
     with pytest.raises(ConfigError, match="cannot read|rounds must be of type int"):

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from fl_bn.cli.main import app
 from fl_bn.run.config import ConfigError, RunConfig
 from tests.experiment.resuming import small_run, stopped
+from tests.listed import listed
 
 
 @pytest.mark.parametrize("key", ["threads", "workers"])
@@ -22,7 +23,7 @@ def test_a_count_of_threads_or_processes_has_an_end(key: str) -> None:
     assert RunConfig.from_mapping({key: 1024}).to_mapping()[key] == 1024
 
 
-@pytest.mark.parametrize("name", ["a\u202egnp.exe", "a\u2066b", "a\u200bb", "a\u0085b", "a\x1b[2J", "a\nb", "a\u2028b", "\ufeffa"])
+@listed("name", ["a\u202egnp.exe", "a\u2066b", "a\u200bb", "a\u0085b", "a\x1b[2J", "a\nb", "a\u2028b", "\ufeffa"])
 def test_a_name_has_printable_characters_only(name: str) -> None:
     """Right-to-left overrides, characters of no width, controls."""
     with pytest.raises(ConfigError, match="name must be a plain file name of printable|name must be a text without control") as refused:

@@ -31,6 +31,7 @@ from fl_bn.run.config import REGISTRIES, ConfigError, RunConfig
 from fl_bn.run.keys import defaults, table
 from tests.extension.package import installed
 from tests.integration.runs import TINY
+from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
 EVERYONE = [(key, name) for key, registry in REGISTRIES.items() for name in registry]
@@ -59,7 +60,7 @@ def made(config: RunConfig) -> dict[str, Any]:
     return {"method": config.build_method(), "objective": config.build_objective(), "server-optimizer": config.build_server_optimizer()}
 
 
-@pytest.mark.parametrize(("key", "name"), EVERYONE)
+@listed(("key", "name"), EVERYONE)
 def test_a_run_config_without_options_makes_what_the_constructor_makes_without_arguments(key: str, name: str) -> None:
     alone = {"momentum": 0.0} if name == "scaffold" else {}
     config = RunConfig.from_mapping({key: name, **alone})
@@ -67,7 +68,7 @@ def test_a_run_config_without_options_makes_what_the_constructor_makes_without_a
     assert comparable(made(config)[key]) == comparable(alone_made.bounded() if key == "method" else alone_made)  # a run clips
 
 
-@pytest.mark.parametrize(("key", "name"), EVERYONE)
+@listed(("key", "name"), EVERYONE)
 def test_the_signature_is_the_options_class(key: str, name: str) -> None:
     constructor = REGISTRIES[key][name]
     said = {field: option.default for field, option in options_by_key(constructor).values()}
@@ -75,7 +76,7 @@ def test_the_signature_is_the_options_class(key: str, name: str) -> None:
     assert {field: taken[field].default for field in taken} == said
 
 
-@pytest.mark.parametrize(("key", "name"), EVERYONE)
+@listed(("key", "name"), EVERYONE)
 def test_a_value_in_the_run_config_reaches_what_is_made_and_one_out_of_range_reaches_nothing(key: str, name: str) -> None:
     for of, (field, declared) in options_by_key(REGISTRIES[key][name]).items():
         found = RunConfig.keys()[of]
@@ -175,7 +176,7 @@ def test_what_is_no_range(text: str) -> None:
         range_of(text)
 
 
-@pytest.mark.parametrize(
+@listed(
     ("values", "told"),
     [
         ({"method": "fedbm"}, "method must be one of .*, but got 'fedbm': did you mean 'fedbn'?"),

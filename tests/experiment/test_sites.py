@@ -27,6 +27,7 @@ from server_app.app import app as server_app
 from tests.experiment.resuming import network, small_run
 from tests.experiment.small_data import small_npz
 from tests.integration.runs import table
+from tests.listed import listed
 
 CLASSES, SIDE = 3, 4
 build_client = partial(built, folder=Path(__file__).parents[2])  # as client_app/ does it
@@ -259,8 +260,8 @@ def test_a_device_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
         device(config, {"device": "cuda:2"})
 
 
-@pytest.mark.parametrize("key", ["partition-id", "num-partitions"])
-@pytest.mark.parametrize("value", ["x", "", "0x1", "9" * 5000, None, float("inf"), float("nan"), [1]])
+@listed("key", ["partition-id", "num-partitions"])
+@listed("value", ["x", "", "0x1", "9" * 5000, None, float("inf"), float("nan"), [1]])
 def test_a_node_config_that_counts_nothing_is_refused_by_key(key: str, value: object) -> None:
     node = {"partition-id": 0, "num-partitions": 3, key: value}
     with pytest.raises(ConfigError, match=f"{key} in this client's node config must be a whole number, but got"):

@@ -24,6 +24,7 @@ from fl_bn.sweep.compare import Variant, comparison
 from fl_bn.sweep.file import Sweep, parse
 from tests.experiment.resuming import Values, small_run, stopped
 from tests.experiment.small_data import small_config
+from tests.listed import listed
 
 SITES = {"dataset": "sites", "classes": 2, "channels": 1, "image-size": 4}
 SECURE = {"secure-aggregation": True}
@@ -108,7 +109,7 @@ def named(case: tuple[Any, ...]) -> str:
     return f"{case[0]}-{'-'.join(map(str, case[2].values()))}"
 
 
-@pytest.mark.parametrize(("key", "value", "ignored", "used"), CASES, ids=map(named, CASES))
+@listed(("key", "value", "ignored", "used"), CASES, ids=map(named, CASES))
 def test_a_key_is_refused_where_the_run_ignores_it_and_only_there(
     key: str, value: Any, ignored: dict[str, Any], used: dict[str, Any]
 ) -> None:
@@ -159,7 +160,7 @@ def test_of_several_conditions_the_one_that_is_not_met_is_named() -> None:
         RunConfig.from_mapping({"dp-clip": 2.0})
 
 
-@pytest.mark.parametrize("method", METHODS)
+@listed("method", METHODS)
 def test_a_default_is_never_refused(method: str) -> None:
     """Flower passes every key of pyproject.toml to a run."""
     everything = {key: spec.default for key, spec in RunConfig.keys().items()}

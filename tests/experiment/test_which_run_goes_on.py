@@ -54,7 +54,8 @@ def test_whatever_decides_a_number_must_be_as_it_was_and_the_rest_may_be_otherwi
             with pytest.raises(ConfigError) as told:
                 run_to_resume(config)
             expected = (
-                f"resume='run' has another run config: {name} was {tomllib.loads(f'x = {other}')['x']!r}, and is {config.to_mapping()[name]!r}."
+                f"resume='run' has another run config: {name} was {tomllib.loads(f'x = {other}')['x']!r}, "
+                f"and is {config.to_mapping()[name]!r}."
             )
             assert str(told.value).startswith(expected)
 
@@ -95,7 +96,8 @@ def test_a_run_goes_on_under_other_conditions_with_the_same_results(values: Valu
 )
 def test_another_config_is_refused_with_the_keys_that_differ(change: dict[str, object], told: str, values: Values) -> None:
     before = sorted(file.name for file in stopped(values, 3).iterdir())
-    for resume, name in (("run", "resume='run' has another run config: "), ("latest", "the newest unfinished run, run, has another run config: ")):
+    other = "has another run config: "
+    for resume, name in (("run", f"resume='run' {other}"), ("latest", f"the newest unfinished run, run, {other}")):
         assert f"{name}{told}" in refused(values, resume=resume, **change)  # type: ignore[arg-type]
     assert sorted(file.name for file in Path(str(values["output"]), "run").iterdir()) == before
     run(values, resume="run")  # control
@@ -132,7 +134,7 @@ def test_latest_is_the_newest_unfinished_run_with_this_config(tmp_path: Path) ->
     assert run_to_resume(config).name == "old"  # mine is finished now
     assert run_to_resume(RunConfig.from_mapping({**config.to_mapping(), "seed": 1})).name == "another"
     assert run_to_resume(RunConfig.from_mapping({**config.to_mapping(), "name": "old"})).name == "old"
-    with pytest.raises(ConfigError, match="resume='latest': the newest unfinished run, another, has another run config: seed was 1, and is 2"):
+    with pytest.raises(ConfigError, match="the newest unfinished run, another, has another run config: seed was 1, and is 2"):
         run_to_resume(RunConfig.from_mapping({**config.to_mapping(), "seed": 2}))
 
 

@@ -18,6 +18,8 @@ from fl_bn.federation.payload import Payload, count_tensors, decode_moments, enc
 from fl_bn.flower.wire.codec import FORMAT, Header, flatten, from_records, to_records, unflatten
 from fl_bn.moments import Moments
 from fl_bn.support.wire import WireError
+from tests.listed import listed
+from tests.refusals import refused
 
 HEADER = Header("fbn", "train", 3, "0123")
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
@@ -62,9 +64,9 @@ def test_the_layout_carries_the_order() -> None:
     assert layout != other
 
 
-@pytest.mark.parametrize("layout", ["", "{", "3", "null", '["weights"]', '[["weights"]]', '[["weights", 3]]', '[["weights", ["a"]]]'])
+@listed("layout", ["", "{", "3", "null", '["weights"]', '[["weights"]]', '[["weights", 3]]', '[["weights", ["a"]]]'])
 def test_a_layout_that_does_not_fit_is_refused(layout: str) -> None:
-    with pytest.raises(WireError, match="layout"):
+    with refused("layout"):
         unflatten([np.zeros(1), np.zeros(1)], layout)
 
 
@@ -86,19 +88,19 @@ def test_received_tensors_own_their_memory() -> None:
 )
 def test_each_field_of_the_header_is_checked(field: str, other: str | int) -> None:
     HEADER.check(HEADER)
-    with pytest.raises(WireError, match=f"header/{field}: expected .*, but got {other!r}") as caught:
+    with refused("header", field) as caught:
         HEADER.check(dataclasses.replace(HEADER, **{field: other}))
-    assert (caught.value.section, caught.value.tensor) == ("header", field)
+    assert repr(other) in caught.value.problem
     assert ("different model, method or version" in str(caught.value)) == (field in ("signature", "format"))
 
 
-@pytest.mark.parametrize("field", ["method", "phase", "round", "signature", "format", "payload"])
-@pytest.mark.parametrize("wrong", [None, 2.5, b"x", True])
+@listed("field", ["method", "phase", "round", "signature", "format", "payload"])
+@listed("wrong", [None, 2.5, b"x", True])
 def test_a_header_of_the_wrong_type_cannot_be_read(field: str, wrong: object) -> None:
     content = to_records({}, HEADER)
     values = {k: v for k, v in dataclasses.asdict(HEADER).items() if k != field}
     content["header"] = ConfigRecord(values if wrong is None else values | {field: wrong})
-    with pytest.raises(WireError, match=f"header/{field}: expected (a whole number|a text|one of) .*, but (got|it is missing)"):
+    with refused("header", field):
         from_records(content)
 
 
@@ -138,12 +140,12 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("kind", UNREADABLE)
+@listed("kind", UNREADABLE)
 def test_bytes_that_are_no_array_are_refused_by_name(kind: str) -> None:
     array = Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=UNREADABLE[kind])
     content = to_records({}, HEADER)
     content["weights"] = ArrayRecord({"head.bias": array})
-    with pytest.raises(WireError, match="weights/head.bias: expected a NumPy array, but its bytes"):
+    with refused("weights", "head.bias"):
         from_records(content)
     content["weights"] = ArrayRecord({"head.bias": Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=GOOD)})
     assert from_records(content)[0]["weights"]["head.bias"].tolist() == [1, 1, 1]  # control
@@ -152,7 +154,7 @@ def test_bytes_that_are_no_array_are_refused_by_name(kind: str) -> None:
 def test_an_array_in_another_serialisation_is_refused() -> None:
     content = to_records({}, HEADER)
     content["weights"] = ArrayRecord({"w": Array(dtype="float32", shape=(3,), stype="pickle", data=GOOD)})
-    with pytest.raises(WireError, match="weights/w: expected a NumPy array, but its bytes are 'pickle'"):
+    with refused("weights", "w"):
         from_records(content)
 
 
@@ -178,6 +180,6 @@ def test_a_dtype_that_numpy_lacks_is_refused_by_name() -> None:
     with pytest.raises(WireError, match=r"^tensor/head.weight: expected a dtype that NumPy has, but got torch.bfloat16: keep the model"):
         to_numpy({"head.bias": torch.zeros(2), "head.weight": torch.zeros(2, dtype=torch.bfloat16)})
     moments = {"norm": Moments(3, torch.zeros(2), torch.ones(2))}
-    with pytest.raises(WireError, match=r"^tensor/norm.mean: expected a dtype"):
+    with refused("tensor", "norm.mean"):
         to_numpy(encode_moments(moments, torch.bfloat16))
     assert to_numpy({"x": torch.ones(2, dtype=torch.float16)})["x"].dtype == np.float16  # control

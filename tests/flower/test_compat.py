@@ -23,6 +23,7 @@ from fl_bn.flower.wire.codec import NUMPY
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn_site.commands import SUPERLINK, check_flower
 from tests.integration.runs import TINY
+from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENTS = {  # and the simulation's pool of actors
@@ -38,7 +39,7 @@ pinned = pytest.mark.pinned("the SuperLink and the simulation that fl-bn repairs
 NEW = ("TaskIdentity",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pinned) if n in DEPLOYMENTS else n for n in compat.PLACES if n not in NEW])
+@listed("name", [pytest.param(n, marks=pinned) if n in DEPLOYMENTS else n for n in compat.PLACES if n not in NEW])
 def test_what_has_moved_is_found(name: str) -> None:
     assert getattr(compat, name) is compat.find(name)
 
@@ -118,22 +119,22 @@ theirs = [name for name in sys.modules if "secure_aggregation" in name]
 for name in theirs:
     del sys.modules[name]
 from fl_bn.flower import run_in_process
-run_in_process(json.loads(sys.argv[1]))
-ours = {f"fl_bn.flower.secagg.{name}" for name in ("workflow", "client", "rounds", "stages", "masks")}
-found = [name for name in sys.modules if "secure_aggregation" in name or name in ours]
-print(json.dumps([theirs, found]))
+found = []
+for secure in (False, True):
+    run_in_process({**json.loads(sys.argv[1]), "name": f"run-{secure}", "secure-aggregation": secure})
+    ours = {name for name in sys.modules if name.startswith("fl_bn.flower.secagg.")} - {"fl_bn.flower.secagg.told"}  # for every client
+    found.append([name for name in sys.modules if "secure_aggregation" in name or name in ours])
+print(json.dumps([theirs, *found]))
 """
 
 
-@pytest.mark.parametrize("secure", [False, True])
-def test_a_plain_run_loads_nothing_of_secure_aggregation(secure: bool, tmp_path: Path) -> None:
-    config = {**TINY, "rounds": 1, "output": str(tmp_path), "secure-aggregation": secure}
+def test_a_plain_run_loads_nothing_of_secure_aggregation(tmp_path: Path) -> None:
+    config = {**TINY, "rounds": 1, "output": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", RUN, json.dumps(config)], cwd=ROOT, capture_output=True, text=True, check=True)
-    theirs, found = json.loads(done.stdout.splitlines()[-1])
+    theirs, plain, secure = json.loads(done.stdout.splitlines()[-1])
     assert theirs  # control: these would be found
-    assert bool(found) == secure
-    if secure:
-        assert {"fl_bn.flower.secagg.masks", "fl_bn.flower.secagg.client", "fl_bn.flower.secagg.rounds"} <= set(found)
+    assert plain == []
+    assert {"fl_bn.flower.secagg.masks", "fl_bn.flower.secagg.client", "fl_bn.flower.secagg.rounds"} <= set(secure)
 
 
 # What Flower's own did before: apps by name, and a grid's run

@@ -16,6 +16,7 @@ from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import people
 from tests.in_process import run
+from tests.listed import listed
 
 HEADER = Header("fbn", "train", 1, "signature")
 CONFIG = {"learning-rate": 0.1, "secagg-update-weight": 6, "dp-clip": 1.0, "counted": 3, "version": "1", "other": [1, 2]}
@@ -54,7 +55,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@listed("case", OTHERS)
 def test_whatever_is_told_otherwise_changes_it(case: str) -> None:
     assert digest(**OTHERS[case]) != digest()
 

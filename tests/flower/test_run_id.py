@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_bn.flower.wire.run_id import RunId
+from tests.listed import listed
 
 HOSTILE = {
     "outside": "../x/state-00000000",
@@ -35,7 +36,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+@listed("case", HOSTILE)
 def test_a_name_that_is_none_is_refused(case: str) -> None:
     with pytest.raises(ValueError, match="expected a run NAME/state-XXXXXXXX, but the server calls it"):
         RunId.of({"run": HOSTILE[case]})
@@ -71,7 +72,7 @@ def test_every_name_of_a_run_makes_one_that_clients_take(name: str) -> None:
     assert not folder.startswith(".")
 
 
-@pytest.mark.parametrize(
+@listed(
     "name", ["fedbn", "20250101-120000-fedbn-digits-seed0", "a (2)", "my run, 3+4=7 @home", "münchen", "ärzte", "Ω", "0"]
 )
 def test_a_plain_name_stays_as_it_is(name: str) -> None:

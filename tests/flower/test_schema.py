@@ -15,6 +15,7 @@ from fl_bn.federation.schema import Schema
 from fl_bn.methods import METHODS, Phase
 from fl_bn.roles import Role
 from fl_bn.support.wire import WireError
+from tests.listed import listed
 from tests.networks import NETWORKS, seeded_network
 
 
@@ -26,9 +27,9 @@ def reply(method: str, phase: Phase = Phase.TRAIN, update: str = "weights", netw
     return schema.reply(convert(seeded_network(network), METHODS[method]()), METHODS[method](), phase, update)
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("phase", [Phase.TRAIN, Phase.FROZEN, Phase.MEASURE])
-@pytest.mark.parametrize("name", METHODS)
+@listed("network", NETWORKS)
+@listed("phase", [Phase.TRAIN, Phase.FROZEN, Phase.MEASURE])
+@listed("name", METHODS)
 def test_what_fits_passes_and_what_stays_home_is_in_no_schema(name: str, phase: Phase, network: str) -> None:
     method = METHODS[name]()
     model = convert(seeded_network(network), method)
@@ -40,7 +41,7 @@ def test_what_fits_passes_and_what_stays_home_is_in_no_schema(name: str, phase: 
         assert not any(k.endswith(("num_batches_tracked", "mixing_logit")) for k in asked)
 
 
-@pytest.mark.parametrize(
+@listed(
     ("name", "phase", "expected"),
     [
         ("fedavg", Phase.TRAIN, ["weights", "statistics"]),
@@ -89,7 +90,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@listed("kind", WRONG)
 def test_what_does_not_fit_is_named(kind: str) -> None:
     specs = reply("fbn")
     payload = example(specs)

@@ -20,6 +20,7 @@ from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from tests.flower.secure_runs import strategy
 from tests.in_process import WatchedGrid, client_app, run
+from tests.listed import listed
 
 Clients = Callable[..., list[Samples]]
 SETUP = {
@@ -34,7 +35,7 @@ SETUP = {
 }
 
 
-@pytest.mark.parametrize(
+@listed(
     "change",
     [
         {"sample_num": 2, "share_num": 2, "threshold": 2, "cohort": [1, 2]},

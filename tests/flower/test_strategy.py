@@ -19,6 +19,7 @@ from fl_bn.methods import METHODS, freeze
 from fl_bn.secure.settings import SecureAggregation
 from tests.in_process import FULL_BATCH, WatchedGrid, a_tenth, arrays_of, client_app, identical, run
 from tests.kept import Kept
+from tests.listed import listed
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
@@ -159,7 +160,7 @@ def test_the_named_strategies_bind_their_method() -> None:
     assert HBNStrategy(seeded_network("cnn"), rounds, stat_samples=5).method.statistics_pass.samples == 5
 
 
-@pytest.mark.parametrize(
+@listed(
     ("wrong", "message"),
     [
         ({"clients": 0}, "the round policy's clients must be 1..100000, but got 0"),

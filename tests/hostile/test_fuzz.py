@@ -14,15 +14,15 @@ from fl_bn.federation import report_claims, schema, server
 from fl_bn.flower import InProcessGrid, RunFailed
 from fl_bn.flower.secagg import client as secure_client
 from fl_bn.flower.secagg import stages as secure_stages
-from tests.hostile.claim_lies import boast
-from tests.hostile.exchange_lies import lie_to_session
-from tests.hostile.fuzz import fuzz, run_machine, sequences, table
 from tests.hostile.liars import LIAR, lied, sets
-from tests.hostile.lies import lie_to_server, rendezvous
 from tests.hostile.outcomes import BROKEN, REFUSED, Outcome, honest, judged, listening
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
-from tests.hostile.secure_lies import two_faced, two_faced_before
-from tests.hostile.secure_machine import Clients
+from tools.hostile.claim_lies import boast
+from tools.hostile.exchange_lies import lie_to_session
+from tools.hostile.fuzz import fuzz, run_machine, sequences, table
+from tools.hostile.lies import lie_to_server, rendezvous
+from tools.hostile.secure_lies import two_faced, two_faced_before
+from tools.hostile.secure_machine import Clients
 
 MEMORY = 300.0  # MB: the largest mutated payload has some 4, and the liar is in this process, too
 
@@ -48,7 +48,7 @@ def test_mutated_messages_and_sequences_of_calls() -> None:
 @pytest.mark.pinned
 @pytest.mark.timeout(600)
 def test_some_thousand() -> None:
-    """The command makes 100,000 and 10,000: ``python -m tests.hostile.fuzz``."""
+    """The command makes 100,000 and 10,000: ``python -m tools.hostile.fuzz``."""
     check(1500, 2000, seed=17)
 
 

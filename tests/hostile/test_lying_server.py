@@ -20,6 +20,7 @@ from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import people, what
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
+from tests.listed import listed
 
 VICTIM = 2  # node; the others are 1, 3, 4, 5
 Change = Callable[[dict, "Spy"], dict]  # type: ignore[type-arg]
@@ -131,7 +132,7 @@ STAGES: dict[str, tuple[str, Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", STAGES)
+@listed("case", STAGES)
 def test_a_client_refuses_what_departs_from_the_protocol(case: str) -> None:
     stage, change, says = STAGES[case]
     spy = Spy(stage, change)

@@ -9,9 +9,9 @@ from flwr.app import Message
 
 from tests.hostile.liars import LIAR, what
 from tests.hostile.outcomes import Said, listening
-from tests.hostile.protobuf import Field, fields_of, opened, put_together
 from tests.hostile.recorded import CLIENTS, Liar, PlayingGrid, Served, recorded, served
 from tests.hostile.transport import ByteGrid
+from tools.hostile.protobuf import Field, fields_of, opened, put_together
 
 pytestmark = pytest.mark.pinned
 

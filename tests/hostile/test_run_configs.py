@@ -13,7 +13,7 @@ import pytest
 from fl_bn.flower import RunFailed
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import ConfigError
-from tests.hostile.run_configs import BAD, GOOD, Case, base, cases, parsed, ran, some_config
+from tools.hostile.run_configs import BAD, GOOD, Case, base, cases, parsed, ran, some_config
 
 
 def bad(found: list[Case]) -> list[Case]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 from fl_bn import Federation, kinds, register_batch_norm
@@ -25,6 +24,14 @@ X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "_BY_TYPE", {})
+
+
+def timm_s(**options: Any) -> nn.Module:
+    """Return timm's BatchNorm with an activation; timm takes seconds to import, which collecting these tests should not cost."""
+    from timm.layers import BatchNormAct2d
+
+    layer: nn.Module = BatchNormAct2d(4, **options)
+    return layer
 
 
 def network(norm: nn.Module) -> nn.Module:
@@ -74,7 +81,7 @@ def of_foreign(layer: Any) -> nn.BatchNorm2d:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_timm_s_layers_keep_their_activation(name: str) -> None:
-    found = trained(name, BatchNormAct2d(4, act_layer=nn.SiLU))
+    found = trained(name, timm_s(act_layer=nn.SiLU))
     want = trained(name, nn.Sequential(nn.BatchNorm2d(4), nn.SiLU()))
     assert apart([found], [want]) == 0
     assert apart([found], [trained(name, nn.BatchNorm2d(4))]) > 1e-6  # control: without the activation
@@ -104,7 +111,7 @@ def test_what_is_registered_must_be_there() -> None:
 def test_copies_and_pickles(name: str) -> None:
     """Classes are made at run time, so pickle and deepcopy need to know of what; a copy is observed by nobody."""
     register_batch_norm(Foreign, then=["act"], convert=of_foreign)
-    for norm in (nn.BatchNorm2d(4), BatchNormAct2d(4), Foreign(4)):
+    for norm in (nn.BatchNorm2d(4), timm_s(), Foreign(4)):
         model = convert(network(norm), METHODS[name]()).eval()
         with observe(model) as observed:
             copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(pickle.loads(pickle.dumps(model)))]

@@ -12,6 +12,7 @@ from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.methods import METHODS
 from fl_bn.run.config import ConfigError, RunConfig
 from tests.in_process import identical
+from tests.listed import listed
 from tests.methods.composition import FEDTAN, NETWORKS, REFUSED, Cell, Made, everything, keys, made, pairwise
 
 STATISTICS = ("running_mean", "running_var")
@@ -64,7 +65,7 @@ def test_the_pairwise_cells_have_all_pairs() -> None:
     assert len(pairwise()) == len(METHODS) * 6
 
 
-@pytest.mark.parametrize(("method", "objective"), REFUSED)
+@listed(("method", "objective"), REFUSED)
 def test_what_makes_no_sense_together_is_refused(method: str, objective: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[method, objective]):
         RunConfig.from_mapping(keys(method, objective))
@@ -101,7 +102,7 @@ def test_an_objective_of_strength_0_is_none_bit_for_bit(method: str, network: st
         assert method != "fedavg" or not same(made(method, "none", server, network, rounds=3), plain), server
 
 
-@pytest.mark.parametrize(
+@listed(
     ("method", "values", "reason"),
     [
         ("fedavg", {"objective": "scaffold", "momentum": 0.9}, "momentum to 0"),

@@ -22,6 +22,7 @@ from fl_bn.flower import FixBN, InProcessGrid, answer, training
 from fl_bn.methods import METHODS, Method, Phase, freeze
 from fl_bn.run.config import RunConfig
 from tests.in_process import run
+from tests.listed import listed
 
 ROUNDS = 8
 BASE = 0.05
@@ -49,8 +50,8 @@ def rates(method: Method, schedule: Schedule, rounds: int = ROUNDS) -> list[floa
     return [method.learning_rate(schedule, round, rounds) for round in range(1, rounds + 1)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", FREEZING)
+@listed("schedule", SCHEDULES)
+@listed("name", FREEZING)
 def test_no_frozen_round_is_faster_than_the_share(name: str, schedule: str) -> None:
     (method, share), planned = FREEZING[name], [SCHEDULES[schedule](round, ROUNDS) for round in range(1, ROUNDS + 1)]
     found, half = rates(method, SCHEDULES[schedule]), ROUNDS // 2
@@ -67,7 +68,7 @@ def test_what_the_schedule_dropped_is_not_dropped_again() -> None:
     assert rates(METHODS["fixbn"](), SCHEDULES["step, gentle"])[4] == pytest.approx(0.1 * BASE)  # control: a drop that is too small
 
 
-@pytest.mark.parametrize(
+@listed(
     "method",
     [
         METHODS["fixbn"](frozen_rate=1.0),
@@ -77,7 +78,7 @@ def test_what_the_schedule_dropped_is_not_dropped_again() -> None:
         METHODS["fedavg"](),
     ],
 )
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@listed("schedule", SCHEDULES)
 def test_where_the_schedule_alone_decides(method: Method, schedule: str) -> None:
     assert rates(method, SCHEDULES[schedule]) == [SCHEDULES[schedule](round, ROUNDS) for round in range(1, ROUNDS + 1)]
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fl_bn.models import MODELS, build
+from tests.listed import listed
 
 OWN_DESIGNS = ("simple-cnn", "digits-cnn-small", "alexnet-bn-small", "mlp", "resnet20")  # the papers' are in test_papers
 
@@ -87,7 +88,7 @@ def test_unknown_names_list_the_known_ones(name: str) -> None:
         build(name, classes=10)
 
 
-@pytest.mark.parametrize(
+@listed(
     ("name", "image_size"),
     [
         ("simple-cnn", 7),

@@ -15,6 +15,7 @@ from fl_bn.methods import METHODS
 from fl_bn.roles import Role, inputs_like, roles
 from tests.doors.doors import ALL, apart, through, wide
 from tests.federation import random_samples
+from tests.listed import listed
 
 CLIENTS = wide([random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate((8, 9, 7))])
 FEDAVG = methods.fedavg()
@@ -68,14 +69,14 @@ def test_the_tensor_that_inputs_are_like() -> None:
     assert evaluate(nn.Flatten(), Samples(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64))).result()["loss"] > 0
 
 
-@pytest.mark.parametrize(
+@listed(
     ("extra", "reason"),
     [
         (torch.ones(2, dtype=torch.complex64), r"^extra is torch\.complex64, but only real .*: store torch\.view_as_real"),
         (torch.ones(2, dtype=torch.bfloat16), r"^extra is torch\.bfloat16, a dtype that NumPy lacks, .*: keep the network"),
     ],
 )
-@pytest.mark.parametrize("method", ["fedavg", "fedbn", "hbn", "fbn", "fedtan", "gn"])
+@listed("method", ["fedavg", "fedbn", "hbn", "fbn", "fedtan", "gn"])
 def test_what_cannot_travel_is_refused_by_name_before_round_1(method: str, extra: Tensor, reason: str) -> None:
     with pytest.raises(Unconvertible, match=reason):
         Federation(First(extra), METHODS[method](), [[(CLIENTS[0].x, CLIENTS[0].y)]], progress=False)

@@ -16,7 +16,8 @@ import pytest
 from tests.test_architecture import PROJECT, distributions
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("fl_bn", "fl_bn_site", "experiments", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+FOLDERS = ("fl_bn", "fl_bn_site", "experiments", "tools", "tests", "server_app", "client_app")
+SOURCES = (*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE")
 SWEEP = """
 [run]
 rounds = 1

@@ -8,6 +8,7 @@ import pytest
 
 from fl_bn.report.settings import Heat, Settings, read_settings
 from fl_bn.run.config import ConfigError
+from tests.listed import listed
 from tests.report.made_up import sweep
 
 
@@ -64,7 +65,7 @@ def test_everything_said(tmp_path: Path) -> None:
     assert found.text == text
 
 
-@pytest.mark.parametrize(
+@listed(
     ("text", "message"),
     [
         ("[report", "is no TOML"),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_bn.robust import centered_clipping, geometric_median, krum, mean, rule_named
+from tests.listed import listed
 from tests.robust.cases import MIXED, SIMPLE, SIZES, TOLERANCE, Cohort, close, cohorts, few, narrow_blocks, some
 
 SELECTING = [name for name in MIXED if name != "nnm+mean"]
@@ -117,7 +118,7 @@ def test_infinities_of_both_signs_do_not_cancel(rng: np.random.Generator) -> Non
         assert rule_named("median")(rows, 1).report.rejected == (2,)
 
 
-@pytest.mark.parametrize("name", ROBUST)
+@listed("name", ROBUST)
 def test_float32_rows_whose_sum_overflows_are_rows(name: str, rng: np.random.Generator) -> None:
     rows = rng.normal(size=(9, 40)).astype(np.float32)
     rows[4] = 3e38
@@ -136,7 +137,7 @@ def test_float64_rows_whose_square_overflows_leave(name: str, rng: np.random.Gen
     assert rule_named("median")(rows, 2).report.rejected == ()  # which squares nothing
 
 
-@pytest.mark.parametrize("name", ["mean", *ROBUST, "nnm+mean", "bucketing+median"])
+@listed("name", ["mean", *ROBUST, "nnm+mean", "bucketing+median"])
 def test_more_such_rows_than_declared_leave_too(name: str, rng: np.random.Generator) -> None:
     rows = rng.normal(size=(9, 4))
     rows[[0, 2, 3, 5, 6, 8], 1] = np.nan
@@ -146,8 +147,8 @@ def test_more_such_rows_than_declared_leave_too(name: str, rng: np.random.Genera
     np.testing.assert_array_equal(got.value, rule_named(name)(rows[[1, 4, 7]], 0).value)
 
 
-@pytest.mark.parametrize("name", ["mean", *ROBUST, "nnm+mean", "bucketing+median"])
-@pytest.mark.parametrize("left", [1, 2])
+@listed("name", ["mean", *ROBUST, "nnm+mean", "bucketing+median"])
+@listed("left", [1, 2])
 def test_even_if_hardly_any_row_is_left(name: str, left: int, rng: np.random.Generator) -> None:
     rows = rng.normal(size=(9, 4))
     rows[left:, 1] = np.nan

@@ -28,6 +28,7 @@ from fl_bn.robust.attacks import (
     sign_flip,
     z_max,
 )
+from tests.listed import listed
 
 HONEST = np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [2.0, 2.0, 5.0], [6.0, 2.0, -1.0]])
 MEAN = np.array([3.0, 2.0, 2.0])
@@ -47,8 +48,8 @@ def distance_to(target: np.ndarray) -> Damage:
 # The formulas
 
 
-@pytest.mark.parametrize("f", [1, 3])
-@pytest.mark.parametrize(
+@listed("f", [1, 3])
+@listed(
     ("attack", "row"),
     [
         (sign_flip, [-3, -2, -2]),
@@ -212,9 +213,9 @@ def test_damage_that_is_no_number_is_not_looked_for(bad: float) -> None:
 # Who attacks what
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("f", [1, 4])
-@pytest.mark.parametrize("strength", [0.0, 2.0])
+@listed("name", NAMED)
+@listed("f", [1, 4])
+@listed("strength", [0.0, 2.0])
 def test_every_name_gives_f_rows_and_leaves_the_honest_ones(name: str, f: int, strength: float) -> None:
     honest = ROWS.copy()
     rows = Adversary(name, f, strength=strength).rows(honest, f, distance_to(ROWS.mean(0)))
@@ -223,7 +224,7 @@ def test_every_name_gives_f_rows_and_leaves_the_honest_ones(name: str, f: int, s
     assert np.array_equal(honest, ROWS)
 
 
-@pytest.mark.parametrize(
+@listed(
     ("name", "strength", "same"),
     [
         ("sign-flip", 0.0, sign_flip),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_bn.robust import centered_clipping, geometric_median, krum, mean, median, multi_krum, nnm, trimmed_mean
+from tests.listed import listed
 from tests.robust.cases import Cohort, close, cohorts, some
 
 COORDINATE = [median, trimmed_mean]
@@ -68,8 +69,8 @@ def test_one_row_too_many_drives_the_median_out(f: int, rng: np.random.Generator
     assert (np.abs(median(rows, f).value) < 5).all()
 
 
-@pytest.mark.parametrize("f", [1, 2, 5])
-@pytest.mark.parametrize("n", [11, 12, 20])
+@listed("f", [1, 2, 5])
+@listed("n", [11, 12, 20])
 def test_one_row_too_many_drives_the_trimmed_mean_out(f: int, n: int, rng: np.random.Generator) -> None:
     rows = rng.normal(size=(n, 3))
     rows[: f + 1] = 1e6
@@ -91,8 +92,8 @@ def test_too_many_equal_rows_drive_krum_out(rule: type, f: int, rng: np.random.G
     assert (np.abs(rule(rows, f).value) < 5).all()
 
 
-@pytest.mark.parametrize("rule", [geometric_median, centered_clipping, partial(nnm, then=median)])
-@pytest.mark.parametrize("f", [1, 2, 4])
+@listed("rule", [geometric_median, centered_clipping, partial(nnm, then=median)])
+@listed("f", [1, 2, 4])
 def test_one_row_too_many_drives_the_others_out(rule: type, f: int, rng: np.random.Generator) -> None:
     rows = rng.normal(size=(2 * f + 1, 3))
     rows[: f + 1] = 1e6

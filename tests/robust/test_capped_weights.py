@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_bn.robust import capped
+from tests.listed import listed
 from tests.robust.cases import some
 
 claims = st.one_of(st.sampled_from([0.0, 1.0, 1.0, 5e-324, 1e-300, 1e300, 1.7e308]), st.floats(0, 1e6))
@@ -61,7 +62,7 @@ def test_harmless_weights_remain_and_no_more_than_needed_is_cut(case: tuple[list
         assert (share[below] <= cut).all()
 
 
-@pytest.mark.parametrize(
+@listed(
     ("weights", "f", "want"),
     [
         ([1, 1, 1, 1], 1, [1, 1, 1, 1]),

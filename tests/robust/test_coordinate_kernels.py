@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fl_bn.robust import RULES, median, trimmed_mean
 from fl_bn.robust import coordinate as kernels
+from tests.listed import listed
 from tests.robust.cases import cohorts, few, some, torch_kernels
 
 COUNTS = [*range(1, 41), 100, 128, 129, 254, 255, 256, 257, 300]
@@ -37,7 +38,7 @@ def middle(x: np.ndarray, trim: int) -> np.ndarray:
     return kept
 
 
-@pytest.mark.parametrize("n", COUNTS)
+@listed("n", COUNTS)
 def test_the_median_is_numpys(n: int) -> None:
     for dtype in DTYPES:
         x = columns(n, dtype)
@@ -46,7 +47,7 @@ def test_the_median_is_numpys(n: int) -> None:
         np.testing.assert_array_equal(got, np.median(x, axis=0))
 
 
-@pytest.mark.parametrize("n", COUNTS)
+@listed("n", COUNTS)
 def test_the_trimmed_mean_is_that_of_the_sorted(n: int) -> None:
     for dtype in DTYPES:
         x = columns(n, dtype)
@@ -63,8 +64,8 @@ def rounding(x: np.ndarray, trim: int) -> np.ndarray:
     return lost
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 16, 17, 18, 24, 25, 40])
-@pytest.mark.parametrize("dtype", DTYPES)
+@listed("n", [1, 2, 3, 8, 9, 16, 17, 18, 24, 25, 40])
+@listed("dtype", DTYPES)
 def test_the_kernels_of_torch_agree(n: int, dtype: str) -> None:
     x = columns(n, dtype)
     np.testing.assert_array_equal(kernels.median(torch.from_numpy(x.copy())).numpy(), kernels.median(x.copy()))

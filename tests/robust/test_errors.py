@@ -11,20 +11,21 @@ import pytest
 import torch
 
 from fl_bn.robust import PREAGGREGATIONS, RULES, bucketing, centered_clipping, krum, mean, median, multi_krum, nnm, rule_named, trimmed_mean
+from tests.listed import listed
 
 WEIGHTED = ["mean", "median", "trimmed-mean", "geometric-median", "centered-clipping"]
 
 
-@pytest.mark.parametrize("f", [1, 2, 4])
-@pytest.mark.parametrize("name", ["median", "trimmed-mean", "geometric-median", "centered-clipping", "nnm+mean", "nnm+median"])
+@listed("f", [1, 2, 4])
+@listed("name", ["median", "trimmed-mean", "geometric-median", "centered-clipping", "nnm+mean", "nnm+median"])
 def test_f_must_be_below_half(name: str, f: int) -> None:
     with pytest.raises(ValueError, match=rf"withstands f={f} Byzantine rows among at least {2 * f + 1}, but got n={2 * f}"):
         rule_named(name)(np.zeros((2 * f, 3)), f)
     rule_named(name)(np.zeros((2 * f + 1, 3)), f)
 
 
-@pytest.mark.parametrize("f", [0, 1, 3])
-@pytest.mark.parametrize("name", ["krum", "multi-krum", "nnm+krum", "nnm+multi-krum"])
+@listed("f", [0, 1, 3])
+@listed("name", ["krum", "multi-krum", "nnm+krum", "nnm+multi-krum"])
 def test_krum_needs_three_rows_more_than_twice_f(name: str, f: int) -> None:
     with pytest.raises(ValueError, match=rf"f={f} Byzantine rows among at least {2 * f + 3}, but got n={2 * f + 2}"):
         rule_named(name)(np.zeros((2 * f + 2, 3)), f)
@@ -54,7 +55,7 @@ def test_which_rule_it_was() -> None:
     mean(np.zeros((1, 3)), 5)  # no bound: no defence
 
 
-@pytest.mark.parametrize("name", [*RULES, "nnm+median", "bucketing+median"])
+@listed("name", [*RULES, "nnm+median", "bucketing+median"])
 def test_f_is_a_whole_number(name: str) -> None:
     for f in (-1, True, False, 1.0, 0.5, np.float64(1), np.bool_(True)):
         with pytest.raises(ValueError, match=rf"f must be a whole number >= 0, but got {re.escape(repr(f))}"):
@@ -67,7 +68,7 @@ def test_numpys_whole_numbers_are_some(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(rule_named(name)(x, np.int64(2)).value, rule_named(name)(x, 2).value)
 
 
-@pytest.mark.parametrize(
+@listed(
     ("rows", "message"),
     [
         ([np.zeros(3), np.zeros(3), np.zeros(4)], r"^row 2 has shape \(4,\), but row 0 has \(3,\)"),
@@ -92,7 +93,7 @@ def test_rows_must_be_alike(rows: Any, message: str) -> None:
             rule_named(name)(rows, 0)
 
 
-@pytest.mark.parametrize(
+@listed(
     ("weights", "message"),
     [
         ([1.0] * 4, r"one weight per row \(5\), but got shape \(4,\)"),
@@ -118,13 +119,13 @@ def test_weights_that_do_not_fit_are_not_mended_by_rows_that_leave() -> None:
         median(x, 1, weights=[1, 1, np.nan, 1, 1])
 
 
-@pytest.mark.parametrize("name", [*RULES, "nnm+median", "bucketing+median"])
+@listed("name", [*RULES, "nnm+median", "bucketing+median"])
 def test_no_finite_row_is_nothing_to_aggregate(name: str) -> None:
     with pytest.raises(ValueError, match="all 5 rows hold numbers that are not finite"):
         rule_named(name)(np.full((5, 2), np.nan), 1)
 
 
-@pytest.mark.parametrize(
+@listed(
     "name", ["", "medain", "nnm", "nnm+", "+median", "median+nnm", "nnm+bucketing", "NNM+median", "nnm + median", "krum+median"]
 )
 def test_unknown_names(name: str) -> None:

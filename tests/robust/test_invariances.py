@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fl_bn.robust import RULES, bucketing, centered_clipping, mean, median, multi_krum, nnm, rule_named, trimmed_mean
 from fl_bn.robust.gram import gram
 from fl_bn.robust.table import Table
+from tests.listed import listed
 from tests.robust.cases import MIXED, NAMES, SIMPLE, Cohort, apart, close, cohorts, few, same_report, some
 
 TIED = ("nnm+krum", "nnm+centered-clipping", "bucketing+nnm+krum")  # equal mixes, and pairs of them equally good: any may be chosen
@@ -174,8 +175,8 @@ def test_one_row_is_its_own_aggregate(name: str) -> None:
         np.testing.assert_array_equal(rule(x, 0).value, x[0])
 
 
-@pytest.mark.parametrize("name", [*SIMPLE, *MIXED])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@listed("name", [*SIMPLE, *MIXED])
+@listed("dtype", ["float32", "float64"])
 def test_equal_rows_give_that_row(name: str, dtype: str) -> None:
     x = np.tile(np.array([0.1, -3e3, 0.0], dtype), (5, 1))
     np.testing.assert_allclose(rule_named(name)(x, 1).value, x[0], rtol=1e-6 if dtype == "float32" else 1e-14)

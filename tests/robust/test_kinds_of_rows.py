@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.robust import centered_clipping, geometric_median, mean, median, rule_named, trimmed_mean
+from tests.listed import listed
 from tests.robust.cases import NAMES, close, narrow_blocks, same_report, torch_kernels
 
 SHAPES = {"scalar": (), "none": (0,), "odd": (3, 2, 1), "wide": (150,), "matrix": (7, 11), "end": (2, 0, 3)}
@@ -71,8 +72,8 @@ def alike(value: Any, row: Any) -> bool:
     return isinstance(value, np.ndarray) and (value.dtype, value.shape) == (row.dtype, row.shape)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@listed("name", NAMES)
+@listed("dtype", ["float32", "float64"])
 def test_all_kinds_agree(name: str, dtype: str, rng: np.random.Generator) -> None:
     x, rule = numbers(rng, dtype), rule_named(name)
     want = rule(x.copy(), F)
@@ -84,8 +85,8 @@ def test_all_kinds_agree(name: str, dtype: str, rng: np.random.Generator) -> Non
         same_report(got.report, want.report)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@listed("name", NAMES)
+@listed("dtype", ["float32", "float64"])
 def test_blocks_may_cut_through_layers(name: str, dtype: str, rng: np.random.Generator) -> None:
     x, rule = numbers(rng, dtype), rule_named(name)
     want = rule(x.copy(), F)
@@ -95,9 +96,9 @@ def test_blocks_may_cut_through_layers(name: str, dtype: str, rng: np.random.Gen
         same_report(got.report, want.report, tolerance=1e-4 if dtype == "float32" else 1e-9)
 
 
-@pytest.mark.parametrize("blocks", [nullcontext, narrow_blocks])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@listed("blocks", [nullcontext, narrow_blocks])
+@listed("name", NAMES)
+@listed("dtype", ["float32", "float64"])
 def test_torch_computes_what_numpy_does(name: str, blocks: Any, dtype: str, rng: np.random.Generator) -> None:
     x, rule = numbers(rng, dtype), rule_named(name)
     want = rule(x.copy(), F)
@@ -110,8 +111,8 @@ def test_torch_computes_what_numpy_does(name: str, blocks: Any, dtype: str, rng:
     close(flat(got.value), flat(want.value), 1e-5 if dtype == "float32" else 1e-9)
 
 
-@pytest.mark.parametrize("name", ["median", "krum", "nnm+trimmed-mean", "geometric-median"])
-@pytest.mark.parametrize("offset", [0.0, 1e4, 1e6])
+@listed("name", ["median", "krum", "nnm+trimmed-mean", "geometric-median"])
+@listed("offset", [0.0, 1e4, 1e6])
 def test_torch_falls_back_as_numpy_does(name: str, offset: float, rng: np.random.Generator) -> None:
     x = (10 * numbers(rng) + offset).astype(np.float32)
     x[7, 3] = np.nan
@@ -122,8 +123,8 @@ def test_torch_falls_back_as_numpy_does(name: str, offset: float, rng: np.random
     assert got.report.rejected == want.report.rejected == (7,)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
+@listed("dtype", [torch.bfloat16, torch.float16])
+@listed("name", NAMES)
 def test_short_floats_are_computed_in_float32(name: str, dtype: torch.dtype, rng: np.random.Generator) -> None:
     """The value, rounded to their precision, is that of the same numbers in float32."""
     x = torch.from_numpy(numbers(rng)).to(dtype).float()
@@ -135,9 +136,9 @@ def test_short_floats_are_computed_in_float32(name: str, dtype: torch.dtype, rng
         assert np.isfinite(got.report.distances).all()
 
 
-@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("second", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["mean", "nnm+median", "krum"])
+@listed("first", [torch.bfloat16, torch.float32, torch.float64])
+@listed("second", [torch.bfloat16, torch.float32, torch.float64])
+@listed("name", ["mean", "nnm+median", "krum"])
 def test_layers_may_have_a_dtype_each(name: str, first: torch.dtype, second: torch.dtype, rng: np.random.Generator) -> None:
     """As in a network in bfloat16 whose batch normalisation counts in float32."""
     rows = [{"a": torch.from_numpy(a[:20]).to(first), "b": torch.from_numpy(a[20:]).to(second)} for a in numbers(rng)]
@@ -158,8 +159,8 @@ def test_rows_may_have_a_dtype_each(rng: np.random.Generator) -> None:
     close(mean([torch.from_numpy(x[0]), *x[1:]]).value, mean(x).value)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("dtype", "poison"), [("float32", np.nan), ("float64", 0.0)])
+@listed("name", NAMES)
+@listed(("dtype", "poison"), [("float32", np.nan), ("float64", 0.0)])
 def test_rows_are_only_read(name: str, poison: float, dtype: str, rng: np.random.Generator) -> None:
     x = numbers(rng, dtype)
     x[2, 5] = poison
@@ -190,7 +191,7 @@ def test_the_value_is_nobodys_memory(rng: np.random.Generator) -> None:
     assert not median(tensors, 1).value.requires_grad
 
 
-@pytest.mark.parametrize("name", NAMES)
+@listed("name", NAMES)
 def test_rows_without_columns_give_one(name: str) -> None:
     got = rule_named(name)([{"none": np.zeros((0, 3), np.float32)}] * N, F)
     assert got.value["none"].shape == (0, 3)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fl_bn.robust import Outcome, bucketing, krum, mean, median, multi_krum, nnm, rule_named, trimmed_mean
 from fl_bn.robust.view import FAR, View
+from tests.listed import listed
 from tests.robust.cases import NAMES, Cohort, close, cohorts, few, mixed_rows, some
 
 COORDINATE = [name for name in NAMES if name.rpartition("+")[2] in ("median", "trimmed-mean")]
@@ -49,7 +50,7 @@ def test_rules_by_coordinate_have_none(name: str, rng: np.random.Generator) -> N
     assert report.scores is None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@listed("name", NAMES)
 def test_of_rejected_rows(name: str, rng: np.random.Generator) -> None:
     x = rng.normal(size=(11, 4))
     x[[2, 7], [0, 3]] = np.nan, np.inf

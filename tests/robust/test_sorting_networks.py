@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fl_bn.robust.networks import Keep, batcher, selection
+from tests.listed import listed
 
 WIRES = range(1, 25)
 MANY = [25, 33, 50, 64, 100, 128]
@@ -35,7 +36,7 @@ def run(wires: np.ndarray, n: int, trim: int) -> np.ndarray:
     return wires
 
 
-@pytest.mark.parametrize("n", [*WIRES, *MANY])
+@listed("n", [*WIRES, *MANY])
 def test_batchers_network_sorts(n: int) -> None:
     wires = zeros_and_ones(n)
     want = np.sort(wires, axis=0)
@@ -61,7 +62,7 @@ def test_its_size_is_knuths(p: int) -> None:
     assert len(batcher(2**p)) == (p * p - p + 4) * 2 ** (p - 2) - 1
 
 
-@pytest.mark.parametrize("n", [*WIRES, *MANY])
+@listed("n", [*WIRES, *MANY])
 def test_the_middle_wires_hold_the_middle_order_statistics(n: int) -> None:
     numbers = np.random.default_rng(n).permuted(np.tile(np.arange(n), (300, 1)).T, axis=0)
     for cases in (zeros_and_ones(n), numbers):  # all different, in case the order of those in the middle matters
@@ -70,7 +71,7 @@ def test_the_middle_wires_hold_the_middle_order_statistics(n: int) -> None:
             np.testing.assert_array_equal(np.sort(run(cases, n, trim)[trim : n - trim], 0), in_order[trim : n - trim])
 
 
-@pytest.mark.parametrize("n", WIRES)
+@listed("n", WIRES)
 def test_pruning_leaves_out_what_nobody_reads(n: int) -> None:
     for trim in range((n + 1) // 2):
         assert len(selection(n, trim)) <= len(batcher(n))

@@ -12,6 +12,7 @@ import pytest
 from experiments.catalogue import FOLDER
 from experiments.claims import FILE, Comparison, Register, Side, parse_register, read_register
 from fl_bn.run.config import ConfigError
+from tests.listed import listed
 from tests.sweeps.evidence_runs import CLAIMS
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +90,7 @@ def test_near_is_the_papers_own_gap_and_a_margin() -> None:
     assert one.limit(1.0) is None
 
 
-@pytest.mark.parametrize(
+@listed(
     ("compare", "more", "message"),
     [
         ([PLACE], {}, "give the paper's own two numbers, or figure"),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from experiments import catalogue as sweep_experiments
 from experiments import cli as cli_experiments
-from experiments.catalogue import FOLDER, Log, find, perform_program, program_of
+from experiments.catalogue import FOLDER, Experiment, Log, find, perform_program, program_of
 from experiments.definitions.programs import recalibration_study
 from fl_bn.cli.main import app
 from fl_bn.data.dataset import DataNotFound
@@ -20,6 +20,7 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import made, read
 from tests.integration.runs import TINY, tiny
+from tests.listed import listed
 
 EXPECTED = {
     "000": "T1 T2 T3 T4 T5 TH TI F1 F2 F2c F3 F3-TinyImageNet FD FE FG FH FI FJ FK FL FM S33",
@@ -44,17 +45,16 @@ def test_every_table_and_figure_has_its_file() -> None:
     assert all("small" in experiment.variants for experiment in ALL)
 
 
-@pytest.mark.parametrize("name", [experiment.name for experiment in SWEEPS])
-def test_every_variant_is_a_sweep(name: str, tmp_path: Path) -> None:
-    (experiment,) = find([name])
-    full = cells(name, "", tmp_path)
+@listed("experiment", SWEEPS, ids=lambda experiment: experiment.name)
+def test_every_variant_is_a_sweep(experiment: Experiment, tmp_path: Path) -> None:
+    full = cells(experiment.name, "", tmp_path)
     assert len(full) > 2
-    for variant in experiment.variants:
-        assert cells(name, variant, tmp_path)
-    for cell in cells(name, "small", tmp_path):
+    of = {variant: cells(experiment.name, variant, tmp_path) for variant in experiment.variants}
+    assert [variant for variant, found in of.items() if not found] == []
+    for cell in of["small"]:
         assert cell.config.dataset in BUNDLED
         assert cell.config.rounds * cell.config.clients * cell.config.fraction <= 800
-    assert max(cell.config.rounds for cell in full) >= max(cell.config.rounds for cell in cells(name, "small", tmp_path))
+    assert max(cell.config.rounds for cell in full) >= max(cell.config.rounds for cell in of["small"])
 
 
 def test_programs_can_be_called() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fl_bn.run.config import ConfigError
 from fl_bn.sweep.file import Sweep, parse, read
+from tests.listed import listed
 
 TEXT = """
 title = "two methods"
@@ -91,7 +92,7 @@ def test_any_text_survives_being_written(axis: dict[str, dict[str, str]], title:
     assert tomllib.loads(made.to_toml()) == {"title": title, "run": {"rounds": 1}, "axes": {"a b": axis}}
 
 
-@pytest.mark.parametrize(
+@listed(
     ("change", "message"),
     [
         ({"rounds = 3": "round = 3"}, "unknown config key 'round': did you mean 'rounds'?"),

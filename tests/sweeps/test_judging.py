@@ -30,6 +30,7 @@ from experiments.judging import (
     reasons,
     verdict,
 )
+from tests.listed import listed
 from tests.sweeps.evidence_runs import ABOVE
 
 
@@ -51,7 +52,7 @@ def test_p_values_and_intervals_are_those_of_scipy() -> None:
     assert one.p != pytest.approx(ttest_rel(left, right[::-1]).pvalue, rel=1e-3)  # pairs matter
 
 
-@pytest.mark.parametrize(
+@listed(
     ("limit", "differences", "state"),
     [
         (None, (3.0, 3.1, 2.9), HELD),

@@ -6,6 +6,7 @@ What no row of a table names must have the default: so a file cannot set a key t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fl_bn.methods import Phase
 from fl_bn.run.config import RunConfig
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import read
+from tests.listed import listed
 from tests.sweeps.fedbn_settings import FEDBN_PAPER
 from tests.sweeps.fixbn_settings import CIFAR, FIXBN_PAPER
 from tests.sweeps.paper_setting import DEFAULTS, At, Keys, Setting
@@ -28,6 +30,7 @@ RUNS = {"000-T4": 5}  # FedTAN, section 6.1
 USUAL = {"000": 3, "001": 5}  # FedBN, 5.1 and 5.2: five trials; FixBN does not say
 
 
+@cache
 def paper(name: str) -> list[Cell]:
     return read(FOLDER / f"{name}.toml", "paper", "data").cells(Path("nowhere"))
 
@@ -51,7 +54,7 @@ def test_every_file_of_both_papers_is_here() -> None:
     assert names == PAPERS.keys() | PROGRAMS
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@listed("name", PAPERS)
 def test_the_paper_s_variant_is_the_paper_key_by_key(name: str) -> None:
     setting, cells = PAPERS[name], paper(name)
     found = {cell.config.name: wrong for cell in cells if (wrong := differing(cell.config.to_mapping(), expected(setting, cell.axes)))}

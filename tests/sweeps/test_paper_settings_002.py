@@ -7,6 +7,7 @@ neither says.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fl_bn.flower.population import round_half_up
 from fl_bn.methods import Phase, Refresh, StatisticsReport
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import read
+from tests.listed import listed
 
 Keys = dict[str, Any]
 
@@ -186,6 +188,7 @@ EXPECTED: dict[str, tuple[Callable[[Mapping[str, Any]], Keys], int]] = {
 FILES = sorted(EXPECTED)
 
 
+@cache
 def cells(name: str, variant: str = "paper", **overrides: Any) -> list[Cell]:
     return read(FOLDER / f"{name}.toml", variant, overrides=overrides).cells(Path("none"))
 
@@ -198,7 +201,7 @@ def wrong(cell: Cell, wanted: Keys) -> dict[str, tuple[Any, Any]]:
     return found | unknown
 
 
-@pytest.mark.parametrize("name", FILES)
+@listed("name", FILES)
 def test_every_cell_has_the_paper_s_keys(name: str) -> None:
     expected, number = EXPECTED[name]
     found = cells(name)
@@ -212,7 +215,7 @@ def test_a_changed_key_is_found(key: str, value: float) -> None:
     assert all(set(wrong(cell, table_6(cell.axes))) == {key} for cell in cells("002-T6", **{key: value}))
 
 
-@pytest.mark.parametrize("name", FILES)
+@listed("name", FILES)
 def test_what_the_keys_make_is_the_paper_s(name: str) -> None:
     for cell in cells(name):
         config, method = cell.config, cell.config.build_method()
@@ -236,7 +239,7 @@ def test_what_the_keys_make_is_the_paper_s(name: str) -> None:
             assert method.refresh is ways[method.report]
 
 
-@pytest.mark.parametrize("name", FILES)
+@listed("name", FILES)
 def test_the_authors_recipe_differs_where_it_says(name: str) -> None:
     paper, authors = ({cell.config.name: cell.config for cell in cells(name, variant)} for variant in ("paper", "authors"))
     assert paper.keys() == authors.keys()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fl_bn.run.config import RunConfig
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import read
 from fl_bn.sweep.run import check
+from tests.listed import listed
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "definitions"
 Keys = dict[str, Any]
@@ -271,6 +273,7 @@ FILES = FBN_FILES | FEDTAN_FILES
 SEEDS = {**dict.fromkeys(FBN_FILES, 3), **dict.fromkeys(FEDTAN_FILES, 5), "004-T3": 1, "004-T4": 1}  # 003: silent; l. 471: five
 
 
+@cache
 def paper(name: str) -> list[Cell]:
     return cells_of(read(FOLDER / f"{name}.toml", "paper", ANY_DATA))
 
@@ -299,7 +302,7 @@ def counting(config: Keys) -> Keys:
     return {key: value for key, value in config.items() if key not in ignored and key != "seed"}
 
 
-@pytest.mark.parametrize("name", FILES)
+@listed("name", FILES)
 def test_every_key_is_the_papers(name: str) -> None:
     cells, want = paper(name), expected(name)
     found = {tuple(str(label) for axis, label in cell.axes.items() if axis != "seed"): cell for cell in cells}
@@ -344,7 +347,7 @@ def test_the_rates_of_fedtan() -> None:
     assert rates["M = 4,000, momentum"] == pytest.approx([0.5] * 3 + [0.01] * 2 + [0.001] * 2 + [0.0001] * 2)
 
 
-@pytest.mark.parametrize("name", FILES)
+@listed("name", FILES)
 def test_our_defaults_are_off(name: str) -> None:
     """Tracking, calibration, unit scale, centred gradients and clipping."""
     for cell in paper(name):

@@ -15,6 +15,7 @@ from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.methods import LayerReports
 from fl_bn.moments import Moments, Running, weighted_mean
 from fl_bn.robust import RULES, Outcome, median, rule_named, trimmed_mean
+from tests.listed import listed
 
 NAMES = (*RULES, "nnm+median", "nnm+trimmed-mean", "nnm+krum", "bucketing+median")
 
@@ -30,8 +31,8 @@ def moments(count: int, value: float = 0.0) -> Moments:
 # How many replies
 
 
-@pytest.mark.parametrize("which", ["statistics", "updates"])
-@pytest.mark.parametrize(
+@listed("which", ["statistics", "updates"])
+@listed(
     ("rule", "f", "least"),
     [
         ("median", 3, 7),
@@ -164,9 +165,9 @@ def test_the_average_of_statistics_is_the_rules(rule: str, rng: np.random.Genera
     np.testing.assert_allclose(got, rule_named(rule)(values.numpy(), 2).value, rtol=1e-12)
 
 
-@pytest.mark.parametrize("rule", NAMES)
-@pytest.mark.parametrize("f", [0, 1, 3])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6])
+@listed("rule", NAMES)
+@listed("f", [0, 1, 3])
+@listed("rows", [1, 2, 3, 4, 5, 6])
 def test_a_layer_that_few_clients_ran_is_combined_all_the_same(rule: str, f: int, rows: int, rng: np.random.Generator) -> None:
     values = torch.from_numpy(rng.normal(size=(rows, 4)))
     got = Defence(f, rule).average(values, torch.ones(rows))
@@ -184,8 +185,8 @@ def test_of_fewer_rows_it_withstands_as_many_as_it_can() -> None:
 # Updates
 
 
-@pytest.mark.parametrize("rule", NAMES)
-@pytest.mark.parametrize("with_origin", [True, False])
+@listed("rule", NAMES)
+@listed("with_origin", [True, False])
 def test_updates_are_one_vector_of_differences_in_float64(rule: str, with_origin: bool, rng: np.random.Generator) -> None:
     parts, f = random_parts(rng, 9), 2
     origin = {name: torch.from_numpy(rng.normal(5, 1, t.shape)).float() for name, t in parts[0].items()} if with_origin else None

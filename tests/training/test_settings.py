@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fl_bn.federation.settings import LocalTraining, learning_rate, milestones_of, seeded
+from tests.listed import listed
 
 
 def test_learning_rate_schedules() -> None:
@@ -22,7 +23,7 @@ def test_learning_rate_schedules() -> None:
         learning_rate("linear", 1.0, 0.5, 1, 4)
 
 
-@pytest.mark.parametrize(
+@listed(
     ("options", "reason"),
     [
         ({"batch_size": 1, "steps": 1}, "local training's batch_size must be >= 2, but got 1"),

@@ -25,6 +25,7 @@ from fl_bn.federation.sources import SampleSource, drawn
 from fl_bn.methods import METHODS, NORMALISERS, Method, Phase, fbn, fedavg, fedavg_alg2, fedbn, fedtan, freeze, hbn
 from fl_bn.objectives import FedProx, FedSAM, Moon, Scaffold
 from tests.federation import random_samples
+from tests.listed import listed
 from tests.networks import Block, SmallCNN
 from tests.training.cohorts import STEPS, Cohort, as_one_program, off
 
@@ -82,7 +83,7 @@ def test_partial_participation(name: str) -> None:
     assert_equal(cohort, replace(cohort, clients=(4, 2, 7)))
 
 
-@pytest.mark.parametrize(
+@listed(
     "changed",
     [
         {"weight_decay": 0.0},
@@ -251,7 +252,7 @@ REFUSED: dict[str, tuple[Cohort, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@listed("case", REFUSED)
 def test_what_is_refused(case: str) -> None:
     """With the reason, and with every model as it was, so that the clients can train one by one."""
     cohort, reason = REFUSED[case]

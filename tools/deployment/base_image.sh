@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes, without an image registry, the image that the Dockerfile names in its FROM line, from Debian's packages.
 #
-#   sh tests/deployment/base_image.sh            # as root, with debootstrap, a Docker engine and a Debian mirror; once, 10 minutes
+#   sh tools/deployment/base_image.sh            # as root, with debootstrap, a Docker engine and a Debian mirror; once, 10 minutes
 #
 # The Dockerfile stays what a user with a registry builds. Two things differ in the stand-in: Python is Debian's 3.11, and the wheels that
 # constraints.txt names lie in /wheels with an /etc/pip.conf that points pip there, because a build container may have no way out to a package index.
@@ -41,4 +41,4 @@ printf '[global]\nno-index = true\nfind-links = /wheels\n' >"$rootfs/etc/pip.con
 echo "image ..."
 tar -C "$rootfs" --numeric-owner -c . | docker import \
     --change 'ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin' --change 'ENV LANG=C.UTF-8' --change 'CMD ["python3"]' \
-    --message "stand-in made by tests/deployment/base_image.sh" - "$tag"
+    --message "stand-in made by tools/deployment/base_image.sh" - "$tag"

@@ -15,11 +15,11 @@ from fl_bn.exchange.grpc.wire import decode_request, encode_request
 from fl_bn.exchange.session import Session
 from fl_bn.flower import RunFailed
 from fl_bn.support.stated_sizes import FAR
-from tests.hostile import protobuf
 from tests.hostile.liars import LIAR
-from tests.hostile.mutations import Rng, pick
 from tests.hostile.outcomes import BROKEN, HONEST, REFUSED, SAME, Outcome, honest, judged, listening
 from tests.hostile.recorded import CLIENTS, SCENARIOS, Liar, LivingGrid, app_of, served
+from tools.hostile import protobuf
+from tools.hostile.mutations import Rng, pick
 
 Heard = Callable[[Any], None]  # what takes an answer
 EDGES = [0.0, 1.0, -1.0, 1e6, 1e12, 4.6e18, 1e20, 1.6e38, 3e38, -3e38, 1e-45, float("nan"), float("inf")]

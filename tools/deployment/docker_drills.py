@@ -1,10 +1,10 @@
 """Kills and cuts in docker-compose.yml's federation while it trains: what happened, how long it took, and was anything lost.
 
-    python -m tests.deployment.docker_drills                                  # every drill twice, some 40 minutes on two cores
-    python -m tests.deployment.docker_drills --repetitions 1 --only cut       # one of them
-    python -m tests.deployment.docker_drills --output drills                  # drills.csv and drills.md
+    python -m tools.deployment.docker_drills                                  # every drill twice, some 40 minutes on two cores
+    python -m tools.deployment.docker_drills --repetitions 1 --only cut       # one of them
+    python -m tools.deployment.docker_drills --output drills                  # drills.csv and drills.md
 
-The measure is that of tests/deployment/drills.py: the final model, and what each site keeps, must be bit for bit those of a run in one
+The measure is that of tools/deployment/drills.py: the final model, and what each site keeps, must be bit for bit those of a run in one
 process in which exactly the same replies were missing; after a resume none may be missing. The image is built from this checkout first.
 """
 
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.support.flower_config import flower_config
-from tests.deployment.docker_federation import ROOT, SITES, DockerFailed, DockerFederation, command, no_docker
-from tests.deployment.outcomes import Case, Outcome, compare, compare_with_gaps
+from tools.deployment.docker_federation import ROOT, SITES, DockerFailed, DockerFederation, command, no_docker
+from tools.deployment.outcomes import Case, Outcome, compare, compare_with_gaps
 
 METHODS = ("fedbn", "hbn", "fedtan")
 COLUMNS = ("drill", "method", "moment", "what", "seconds", "missing", "lost")

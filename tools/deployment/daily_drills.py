@@ -18,10 +18,10 @@ from fl_bn_site.certificates import read_certificate
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.runs import list_runs
 from fl_bn_site.status import status
-from tests.deployment.drills import Running, drained, filled, rounds_done, starts
 from tests.deployment.federation import FL_BN, ROOT, Federation, wait_until
-from tests.deployment.outcomes import Case, Outcome, compare_all, compare_with_gaps
 from tests.deployment.tls_servers import reissue
+from tools.deployment.drills import Running, drained, filled, rounds_done, starts
+from tools.deployment.outcomes import Case, Outcome, compare_all, compare_with_gaps
 
 SKEW = 300  # seconds
 

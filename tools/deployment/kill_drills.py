@@ -4,8 +4,8 @@ What can be done again in the same run (a client that raises, a full disk, ...) 
 of its own, and its moments are drawn from --seed and, for those after it, the numbers that follow. What the record has already is not
 done again: the same command goes on where it was stopped.
 
-python -m tests.deployment.kill_drills --times 20 --jobs 3 --output kill-drills
-python -m tests.deployment.kill_drills --times 20 --only removed,expired --record deploy/drills.csv --page deploy/drills.md
+python -m tools.deployment.kill_drills --times 20 --jobs 3 --output kill-drills
+python -m tools.deployment.kill_drills --times 20 --only removed,expired --record deploy/drills.csv --page deploy/drills.md
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tests.deployment.daily_drills import DAILY
-from tests.deployment.drills import DRILLS, ONE_PER_RUN, perform
 from tests.deployment.federation import Federation
-from tests.deployment.outcomes import Outcome
+from tools.deployment.daily_drills import DAILY
+from tools.deployment.drills import DRILLS, ONE_PER_RUN, perform
+from tools.deployment.outcomes import Outcome
 
 COLUMNS = (
     "name", "drill", "repetition", "times", "method", "moment", "what", "missing", "identical", "missed", "notes", "seconds", "load",

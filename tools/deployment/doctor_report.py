@@ -1,6 +1,6 @@
 """What ``fl-bn doctor`` says on six broken set-ups and a sound one, as Markdown.
 
-    python -m tests.deployment.doctor_report > deploy/doctor.md
+    python -m tools.deployment.doctor_report > deploy/doctor.md
 
 The command itself runs, in a process of its own, on a real kit and against a server that shakes hands over TLS. Exit code 1 if a set-up
 is not found out, or the sound one is found ill.
@@ -21,7 +21,7 @@ from tests.deployment.broken import BROKEN, SITE, Setup, made
 HEAD = """\
 # What `fl-bn doctor` says
 
-Made by `python -m tests.deployment.doctor_report > deploy/doctor.md`, which breaks a sound site in six ways, one at a time, and runs
+Made by `python -m tools.deployment.doctor_report > deploy/doctor.md`, which breaks a sound site in six ways, one at a time, and runs
 `fl-bn doctor kit/sites/A` on each. Of the broken ones only the lines that are not `ok` are shown. That a version is wrong is staged by the
 metadata of a Flower 1.31; all else is real: keys, certificates, a TLS server, sockets, files.
 """

@@ -1,6 +1,6 @@
 """The recordings in docs/start/watch.md: what a run prints on a terminal, in a pipe, interrupted, and resumed.
 
-    python -m tests.documentation.recordings
+    python -m tools.documentation.recordings
 
 makes them anew, with real runs (a minute, one core). Each stands in the page below ``<!-- recorded: NAME -->``.
 """

@@ -1,8 +1,8 @@
 """Seconds per round of a deployment on this machine: three sites, TLS, real processes; and what each second is.
 
-    python -m tests.deployment.seconds --methods fedbn,hbn,fedtan --rounds 8
-    python -m tests.deployment.seconds --methods hbn --evaluate-every 1,100      # what the evaluation's messages cost
-    python -m tests.deployment.seconds --compose                                 # the containers of docker-compose.yml
+    python -m tools.deployment.seconds --methods fedbn,hbn,fedtan --rounds 8
+    python -m tools.deployment.seconds --methods hbn --evaluate-every 1,100      # what the evaluation's messages cost
+    python -m tools.deployment.seconds --compose                                 # the containers of docker-compose.yml
 
 The message's way is read from the SuperNodes' logs: from ``Receiving`` to ``Sending`` (the site's own work: process, imports, training),
 the rest of the round is polling, the server, and the wire. Each model must be, bit for bit, that of the same run in one process.
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.support.flower_config import flower_config
-from tests.deployment.docker_federation import SITES, DockerFederation
 from tests.deployment.federation import SMALL, Federation, differing, in_process
+from tools.deployment.docker_federation import SITES, DockerFederation
 
 CONTAINER = re.compile(r"(?m)^supernode[^|]*\| +(\S+)T(\d\d:\d\d:\d\d)\.(\d{1,6})\d*Z")  # what compose puts before a line
 EVENT = re.compile(r"^(\S+ \S+) .*(Receiving|Sending): (\S+) message")

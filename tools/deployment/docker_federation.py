@@ -1,6 +1,6 @@
 """docker-compose.yml, started for real by a test or a drill: build, start, run, fetch, remove.
 
-python -m tests.deployment.docker_federation "method='hbn' model='mlp' rounds=2 local-steps=2"     # all of it, with times
+python -m tools.deployment.docker_federation "method='hbn' model='mlp' rounds=2 local-steps=2"     # all of it, with times
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def no_docker() -> str:
     if engine.returncode:
         return "no Docker engine answers"
     if not _present(base_image()) and not _pulled(base_image()) and (os.getuid() or shutil.which("debootstrap") is None):
-        return f"no registry has {base_image()}, and tests/deployment/base_image.sh needs root and debootstrap to make it"
+        return f"no registry has {base_image()}, and tools/deployment/base_image.sh needs root and debootstrap to make it"
     return ""
 
 
@@ -76,7 +76,7 @@ class DockerFederation:
 
     def __enter__(self) -> DockerFederation:
         if not _present(base_image()) and not _pulled(base_image()):
-            command("sh", "tests/deployment/base_image.sh", timeout=3600)
+            command("sh", "tools/deployment/base_image.sh", timeout=3600)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -11,7 +11,7 @@ from flwr.common import Array
 
 from fl_bn.flower.wire.codec import array_from
 from fl_bn.support.wire import WireError
-from tests.hostile import npy
+from tools.hostile import npy
 
 Rng = np.random.Generator
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from flwr.app import Message
 
-from tests.hostile import npy
-from tests.hostile.npy import Rng, pick
+from tools.hostile import npy
+from tools.hostile.npy import Rng, pick
 
 VARINTS = [0, 1, 2, 127, 128, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
 DOUBLES = [np.nan, np.inf, -np.inf, 0.0, -0.0, 5e-324, 1.7e308, -1.7e308, 2.0**53, 3.5e38]

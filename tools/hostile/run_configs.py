@@ -1,6 +1,6 @@
 """Random run configs: what becomes of each, and whether it should have.
 
-    python -m tests.hostile.run_configs --cases 2000 --seed 0
+    python -m tools.hostile.run_configs --cases 2000 --seed 0
 
 Runs every config for real on tiny data, in one process, and prints how many ended how. A config may be refused (one sentence before the
 run), fail (one sentence after rounds that nothing could be made of), or train. It may not end in a traceback, of the server or of a

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.deployment.federation import Federation, wait_until
-from tests.deployment.outcomes import Case, Outcome, compare, compare_with_gaps, rounds_of, run_folders
+from tools.deployment.outcomes import Case, Outcome, compare, compare_with_gaps, rounds_of, run_folders
 
 METHODS = ("fedbn", "hbn", "fedtan")
 
@@ -141,7 +141,7 @@ def _in_a_mood(case: Case, mood: str, drill: str, reason: str, **values: Any) ->
             file.write_text("")
 
     method = "fedavg" if mood == "hang" else "fedbn"
-    config = case.config(method, dataset="tests.deployment.moody:load", name=f"{mood}-{case.repetition}") | values
+    config = case.config(method, dataset="tools.deployment.moody:load", name=f"{mood}-{case.repetition}") | values
     return _episodes(case, config, drill, reason, moody)
 
 

@@ -1,4 +1,4 @@
-"""How hard a text is to read: ``python -m tests.documentation.reading FILE...`` prints words per sentence and Flesch's reading ease.
+"""How hard a text is to read: ``python -m tools.documentation.reading FILE...`` prints words per sentence and Flesch's reading ease.
 
 Flesch, A new readability yardstick, Journal of Applied Psychology 1948: 206.835 - 1.015 words per sentence - 84.6 syllables per word. 60 to
 70 is plain English, below 30 a scientific paper. Syllables are counted as groups of vowels, which is close enough to compare two

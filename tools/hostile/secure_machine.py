@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.wire import gate
-from tests.hostile import protobuf
 from tests.hostile.liars import what
-from tests.hostile.lies import ERRORS
-from tests.hostile.mutations import CHANGES
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of, cloned, recorded
+from tools.hostile import protobuf
+from tools.hostile.lies import ERRORS
+from tools.hostile.mutations import CHANGES
 
 NODES = (1, 2, 3)  # that this server asks; it has names of more
 STAGES = (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK)

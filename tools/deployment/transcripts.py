@@ -1,7 +1,7 @@
 """An operator's tasks from the guides alone, typed for real: what was said, and how long each step took, as one page of docs.
 
-    python -m tests.deployment.transcripts                             # with Debian's prometheus, or PROMETHEUS=PATH
-    python -m tests.deployment.transcripts --only create,watch         # these tasks; the page keeps the others
+    python -m tools.deployment.transcripts                             # with Debian's prometheus, or PROMETHEUS=PATH
+    python -m tools.deployment.transcripts --only create,watch         # these tasks; the page keeps the others
 
 Server and sites have each a copy of the repository at a version of its own, installed as the guides say (beside the packages that this
 Python has, so that nothing large is downloaded). All are processes of this machine. Every ``fl-bn`` command must stand in a guide.
@@ -26,8 +26,8 @@ from urllib.request import urlopen
 
 from fl_bn_site.folders import ServerFolder
 from tests.deployment.federation import ROOT, free_ports
-from tests.deployment.terminal import ANSI, INSTALL, Terminal, install, lines_of, release
 from tests.deployment.tls_servers import reissue
+from tools.deployment.terminal import ANSI, INSTALL, Terminal, install, lines_of, release
 
 RUN = "method='fedbn' model='mlp' local-steps=2 evaluate-every=2 pictures=false checkpoint-every=1"
 
@@ -288,7 +288,7 @@ TASKS: dict[str, tuple[str, Callable[[Terminal], None]]] = {
 }
 HEAD = """# An operator's tasks, typed
 
-`python -m tests.deployment.transcripts` typed what the guides say. What you see is what came back. `(N s)` is how long a command took.
+`python -m tools.deployment.transcripts` typed what the guides say. What you see is what came back. `(N s)` is how long a command took.
 Lines that begin with `#` say what the program waited for. `~` is the folder in which everything lies.
 `[...]` stands for lines that are left out.
 

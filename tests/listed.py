@@ -1,0 +1,98 @@
+"""One test over a whole list: it tries every case and fails once, with each case that is wrong and the reason."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+Ids = Callable[[Any], object] | Iterable[str] | None
+CHOSEN: list[str] = []
+"""What ``pytest --case TEXT`` asks for: of every list the cases with TEXT in their name, and no others."""
+
+
+def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) -> Callable[..., Any]:
+    """Return a decorator with the arguments of ``pytest.mark.parametrize``, which makes one test of all cases.
+
+    Two of them over one test try every pair. Each case gets a random generator, a temporary folder and a log of its own.
+
+    Args:
+        names: The test's parameters, as a list or separated by commas.
+        cases: One entry per case: the parameters' values, or a ``pytest.param`` with an id.
+        ids: What a value is called, or the cases' names in order; the values themselves without it.
+    """
+    parameters = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    several = not isinstance(names, str) or "," in names
+    table = list(cases)
+    named = [called(case, ids) for case in table] if ids is None or callable(ids) else list(ids)
+    assert table, "a list without a case tests nothing"
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(test)
+        others = [parameter for name, parameter in signature.parameters.items() if name not in parameters]
+
+        @functools.wraps(test)
+        def whole(**fixtures: Any) -> None:
+            wrong, tried = [], 0
+            for index, (case, name) in enumerate(zip(table, named, strict=True)):
+                if any(part in name for part in CHOSEN) or not CHOSEN or hasattr(test, "listed"):
+                    tried += 1
+                    values = case.values if isinstance(case, type(pytest.param())) else case if several else (case,)
+                    given = {key: own(key, value, index) for key, value in fixtures.items()}
+                    try:
+                        test(**given, **dict(zip(parameters, values, strict=True)))
+                    except (Exception, pytest.fail.Exception) as error:
+                        wrong.append(f"[{name}] {reason(error, test)}")
+            if wrong:
+                pytest.fail(f"{len(wrong)} of {tried} cases:\n" + "\n".join(wrong), pytrace=False)
+
+        whole.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        whole.listed = True  # type: ignore[attr-defined]
+        return whole
+
+    return decorate
+
+
+def called(case: Any, ids: Callable[[Any], object] | None) -> str:
+    """Return a case's name: its id, what ``ids`` makes of its values, or the values themselves."""
+    if isinstance(case, type(pytest.param())):
+        if case.id is not None:
+            return str(case.id)
+        case = case.values if len(case.values) > 1 else case.values[0]
+    if ids is not None:
+        return "-".join(str(ids(value)) for value in case) if isinstance(case, tuple) else str(ids(case))
+    return "-".join(_short(value) for value in case) if isinstance(case, tuple) else _short(case)
+
+
+def own(name: str, value: Any, index: int) -> Any:
+    """Return a fixture's value as a case on its own would have it."""
+    if isinstance(value, np.random.Generator):
+        return copy.deepcopy(value)
+    if name == "tmp_path" and isinstance(value, Path):
+        folder = value / str(index)
+        folder.mkdir()
+        return folder
+    if isinstance(value, pytest.LogCaptureFixture):
+        value.clear()
+    return value
+
+
+def reason(error: BaseException, test: Callable[..., None]) -> str:
+    """Return the error's text and the last line of the test's own file that led to it."""
+    file = inspect.getsourcefile(inspect.unwrap(test))
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    where = f" (line {lines[-1]})" if lines else ""
+    kind = "" if isinstance(error, AssertionError | pytest.fail.Exception) else f"{type(error).__name__}: "
+    return f"{kind}{str(error) or type(error).__name__}{where}"
+
+
+def _short(value: Any) -> str:
+    text = value.__name__ if callable(value) and hasattr(value, "__name__") else str(value)
+    return text if len(text) <= 60 else f"{text[:60]} ..."

@@ -1,0 +1,86 @@
+"""A test over a list tries every case, names those that are wrong, and gives each what a test of its own would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import listed as module
+from tests.listed import listed
+
+
+def failure(test: object, **fixtures: object) -> str:
+    with pytest.raises(pytest.fail.Exception) as failed:
+        test(**fixtures)  # type: ignore[operator]
+    return str(failed.value)
+
+
+def test_every_case_is_tried_and_those_that_are_wrong_are_named() -> None:
+    tried = []
+
+    @listed("number", [1, 2, 3, 4])
+    def even(number: int) -> None:
+        tried.append(number)
+        assert number % 2 == 0, "odd"
+
+    said = failure(even)
+    assert tried == [1, 2, 3, 4]
+    assert said.startswith("2 of 4 cases:\n[1] odd")
+    assert "[3] odd" in said
+    assert "[2]" not in said
+
+
+def test_an_error_is_named_with_its_class() -> None:
+    @listed(("text", "count"), [("a", 1), pytest.param("b", 2, id="second")])
+    def broken(text: str, count: int) -> None:
+        assert int(text) == count
+
+    said = failure(broken)
+    assert "[a-1] ValueError" in said
+    assert "[second] ValueError" in said
+
+
+def test_two_lists_try_every_pair() -> None:
+    pairs = []
+
+    @listed("left", "ab")
+    @listed("right", [1, 2])
+    def pair(left: str, right: int) -> None:
+        pairs.append((left, right))
+        assert (left, right) != ("b", 2)
+
+    assert "[b]" in (said := failure(pair))
+    assert "[2]" in said
+    assert pairs == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+
+
+def test_each_case_has_a_generator_and_a_folder_of_its_own(tmp_path: Path, rng: np.random.Generator) -> None:
+    drawn, folders = [], []
+
+    @listed("name", ["a", "b"])
+    def draw(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+        drawn.append(rng.random())
+        folders.append(tmp_path)
+
+    draw(tmp_path=tmp_path, rng=rng)
+    assert drawn[0] == drawn[1] == rng.random()
+    assert len({folder for folder in folders if folder.is_dir()}) == 2
+
+
+def test_one_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    @listed("name", ["fbn", "fixbn"])
+    def note(name: str) -> None:
+        tried.append(name)
+
+    monkeypatch.setattr(module, "CHOSEN", ["fix"])
+    note()
+    assert tried == ["fixbn"]
+
+
+def test_a_list_without_a_case_is_refused() -> None:
+    with pytest.raises(AssertionError, match="tests nothing"):
+        listed("name", [])

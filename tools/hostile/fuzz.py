@@ -1,0 +1,277 @@
+"""Hostile messages by the thousand, hostile sequences of calls, and what became of each.
+
+    python -m tools.hostile.fuzz --mutations 100000 --sequences 10000 --seed 0 --summary fuzz.md
+
+A mutation is one case of one target: a *server* in whole rounds of every method, of which one client lies in one message or more; the same
+in *secure* rounds; an exchange's *session*, whose liar sends changed bytes, or requests in any order and number; a *meeting*, where the
+others train on meanwhile; a *client* of a server that lies; a *two-faced* server of SecAgg+, which tells one client something else, now or
+in an *earlier* round; an *own app*, with a strategy of one's own; and *claims*, whose counts, samples, steps and weights are many times the
+true ones. Honest messages are recorded from real runs (``recorded``). They are changed record by record (``mutations``), and where they lie
+as bytes: protobuf, JSON (``protobuf``) and NumPy's heads (``npy``). ``outcomes`` has what must hold.
+
+A sequence is one run of a state machine of hypothesis: clients of an exchange, of which one does anything (``exchange_machine``), and
+clients of SecAgg+ whose server asks anything (``secure_machine``). What breaks is shrunk to the shortest sequence.
+
+The same seed gives the same cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from tests.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, SAME, Outcome, honest, listening
+from tests.hostile.recorded import CANNED, MEETINGS, SCENARIOS, SECURE, recorded
+from tools.hostile.claim_lies import SCENARIOS_OF, boast
+from tools.hostile.exchange_lies import lie_in_a_round, lie_to_session, requests
+from tools.hostile.exchange_machine import Exchange
+from tools.hostile.lies import lie_to_client, lie_to_server
+from tools.hostile.mutations import Rng, pick
+from tools.hostile.own_app_lies import METHODS_OF, lie_to_own_app
+from tools.hostile.secure_lies import KEEPING, two_faced, two_faced_before
+from tools.hostile.secure_machine import Clients
+
+LONGEST = 60  # seconds of one case, after which it hangs
+HUGE = 1024.0  # MB that one case may take: the largest message that the fuzzer makes has some 200, and the liar is in this process, too
+CHUNK = 200  # sequences that hypothesis draws from one seed
+CLIENTS_OF = ["fedavg", "fbn", "hbn", "fedbn unseen", "fedtan", "fbn maintained", "fbn bfloat16", "fbn secure"]
+
+Attack = Callable[[str, Rng], tuple[str, Outcome]]
+TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # how, of which scenarios, and the share of all mutations
+    "server": (lie_to_server, CANNED, 0.2),
+    "session": (lie_to_session, ["fedtan"], 0.5),
+    "client": (lie_to_client, sorted(CLIENTS_OF), 0.287),
+    "meeting": (lie_in_a_round, MEETINGS, 0.01),
+    "secure": (lie_to_server, SECURE, 0.0015),
+    "two-faced": (two_faced, SECURE, 0.0015),
+    "own app": (lie_to_own_app, METHODS_OF, 0.04),
+    "claims": (boast, SCENARIOS_OF, 0.01),
+    "earlier": (two_faced_before, KEEPING, 0.001),
+}
+
+
+MACHINES: dict[str, tuple[type[RuleBasedStateMachine], int, float]] = {  # which, its steps, and the share of all sequences
+    "exchange": (Exchange, 30, 0.9),
+    "secure clients": (Clients, 15, 0.1),
+}
+
+
+class Tally(NamedTuple):
+    counts: Counter[tuple[str, str]]  # by target and kind of outcome
+    broken: list[str]
+    peak: float  # MB that the process grew by
+
+
+class Case(NamedTuple):
+    """``name``: of the scenario; ``what``: was changed."""
+
+    target: str
+    name: str
+    what: str
+    outcome: Outcome
+
+
+class Hangs(BaseException):
+    """A case takes too long. Not an Exception, which a server may catch."""
+
+
+@contextmanager
+def bounded(seconds: int) -> Iterator[None]:
+    """Raises Hangs where the body takes longer."""
+
+    def end(*_: Any) -> None:
+        raise Hangs
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def asked(names: Sequence[str], known: dict[str, Any]) -> list[str]:
+    return [name for name in known if not names or name in names]
+
+
+def run_case(seed: int, number: int, only: Sequence[str] = ()) -> Case:
+    rng, names = np.random.default_rng([seed, number]), asked(only, TARGETS)
+    shares = np.array([TARGETS[name][2] for name in names])
+    target = str(rng.choice(names, p=shares / shares.sum()))
+    attack, scenarios, _ = TARGETS[target]
+    name = pick(rng, scenarios)
+    before = peak_memory()
+    try:
+        with listening(), bounded(LONGEST):
+            what, outcome = attack(name, rng)
+    except Hangs:
+        what, outcome = "", Outcome(BROKEN, f"it took longer than {LONGEST} s")
+    if (more := peak_memory() - before) > HUGE:
+        outcome = Outcome(BROKEN, f"it took {more:.0f} MB")
+    return Case(target, name, what, outcome)
+
+
+def warm_up(only: Sequence[str] = ()) -> None:
+    """Have what honest runs are recorded in memory, before memory is measured."""
+    with listening():
+        for name in {name for target in asked(only, TARGETS) if target != "own app" for name in TARGETS[target][1]}:
+            if not SCENARIOS[name].meets:
+                recorded(name)
+            honest(name)
+        requests()
+
+
+def fuzz(
+    mutations: int,
+    seed: int = 0,
+    seconds: float = float("inf"),
+    first: int = 0,
+    only: Sequence[str] = (),
+    told: Callable[[int, Counter[tuple[str, str]]], None] = lambda done, counts: None,
+) -> Tally:
+    """Cases ``first``, ``first`` + 1, ... of ``seed``, ``mutations`` of them, or as many as fit into ``seconds``."""
+    warm_up(only)
+    before, end = peak_memory(), time.monotonic() + seconds
+    counts, broken = Counter[tuple[str, str]](), list[str]()
+    for number in range(first, first + mutations):
+        case = run_case(seed, number, only)
+        counts[case.target, case.outcome.kind] += 1
+        if case.outcome.kind == BROKEN:
+            broken.append(f"{seed}/{number} {case.target} {case.name}: {case.what}: {case.outcome.why}"[:1000])
+        told(number + 1 - first, counts)
+        if time.monotonic() > end:
+            break
+    return Tally(counts, broken, peak_memory() - before)
+
+
+def sequences(
+    number: int,
+    first_seed: int = 0,
+    only: Sequence[str] = (),
+    told: Callable[[int, Counter[str]], None] = lambda done, counts: None,
+    shrinks: bool = True,
+) -> tuple[Counter[str], list[str]]:
+    """Run ``number`` sequences: how many of each machine, and those that break, the shortest ones if ``shrinks``."""
+    counts, broken = Counter[str](), list[str]()
+    names = asked(only, MACHINES)
+    with listening():
+        recorded("fbn secure")
+        for name in names:
+            machine, steps, share = MACHINES[name]
+            wanted = max(1, round(number * share / sum(MACHINES[one][2] for one in names)))
+            chunk = 0
+            while counts[name] < wanted and len(broken) < 20:
+                before, size = counts[name], min(CHUNK, wanted - counts[name])
+                drawn_from = 1_000_000 * first_seed + chunk
+                if problem := run_machine(machine, steps, size, drawn_from, lambda name=name: counts.update([name]), shrinks):
+                    broken.append(f"seed {first_seed}, chunk {chunk}, {name}: {problem}")
+                    counts[name] = before + size  # without those that were tried to find the shortest
+                chunk += 1
+                told(sum(counts.values()), counts)
+    return counts, broken
+
+
+def run_machine(
+    machine: type[RuleBasedStateMachine], steps: int, number: int, drawn_from: int, begun: Callable[[], None], shrinks: bool = True
+) -> str:
+    """What broke, with the sequence that does it; empty if nothing did."""
+
+    class Counted(machine):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            begun()
+            super().__init__()
+
+    try:
+        with bounded(LONGEST * 10):
+            run_state_machine_as_test(
+                seed(drawn_from)(Counted),
+                settings=settings(
+                    max_examples=number,
+                    stateful_step_count=steps,
+                    deadline=None,
+                    derandomize=False,
+                    database=None,
+                    phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),
+                    suppress_health_check=list(HealthCheck),
+                ),
+            )
+    except Hangs:
+        return f"it took longer than {LONGEST * 10} s"
+    except Exception as error:  # whatever a machine meets is a finding
+        return f"{error!r}\n" + "\n".join(getattr(error, "__notes__", []))
+    return ""
+
+
+def peak_memory() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def table(tally: Tally) -> str:
+    kinds = [kind for kind in (REFUSED, SAME, HONEST, GIVEN_UP) if any(k == kind for _, k in tally.counts)] + [BROKEN]
+    lines = ["| target | mutations | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 2) + "|"]
+    for target in TARGETS:
+        row = [tally.counts[target, kind] for kind in kinds]
+        if sum(row):
+            lines.append(f"| {target} | {sum(row)} | " + " | ".join(map(str, row)) + " |")
+    total = [sum(tally.counts[target, kind] for target in TARGETS) for kind in kinds]
+    return "\n".join([*lines, f"| all | {sum(total)} | " + " | ".join(map(str, total)) + " |"])
+
+
+class Progress:
+    """One line now and then on stderr."""
+
+    def __init__(self, wanted: int, what: str) -> None:
+        self.wanted, self.what, self.begin, self.said = wanted, what, time.monotonic(), time.monotonic()
+
+    def __call__(self, done: int, counts: Counter[Any]) -> None:
+        if (now := time.monotonic()) - self.said > 30:
+            self.said = now
+            broken = sum(n for key, n in counts.items() if BROKEN in key)
+            left = (self.wanted - done) * (now - self.begin) / done
+            print(f"{done} of {self.wanted} {self.what}, {broken} broken; {left:.0f} s are left", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mutations", type=int, default=100_000)
+    parser.add_argument("--sequences", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first mutation: processes may share a seed, or go on")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop mutations after so long")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*TARGETS, *MACHINES], help="these targets and machines")
+    parser.add_argument("--summary", type=Path, help="a file for the table and for what broke")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    begin, cpu = time.monotonic(), time.process_time()
+    tally, counts, odd = Tally(Counter(), [], 0.0), Counter[str](), list[str]()
+    if chosen.mutations and asked(chosen.only, TARGETS):
+        told = Progress(chosen.mutations, "mutations")
+        tally = fuzz(chosen.mutations, chosen.seed, chosen.seconds, chosen.first, chosen.only, told)
+    if chosen.sequences and asked(chosen.only, MACHINES):
+        counts, odd = sequences(chosen.sequences, chosen.seed, chosen.only, Progress(chosen.sequences, "sequences"))
+    lines = [table(tally), "", "| machine | sequences |", "|---|---|", *(f"| {name} | {n} |" for name, n in counts.items())]
+    lines += [f"\n{sum(counts.values())} sequences, {len(odd)} broken"]
+    lines += [f"peak memory: {peak_memory():.0f} MB, of which {tally.peak:.0f} MB since the first mutation"]
+    lines += [f"{time.monotonic() - begin:.0f} s, {time.process_time() - cpu:.0f} s of one core", *tally.broken[:50], *odd]
+    print("\n".join(lines))
+    if chosen.summary:
+        chosen.summary.write_text("\n".join(lines) + "\n")
+    return 1 if tally.broken or odd else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
