@@ -1,8 +1,9 @@
 """The middle of every column by machine code: the extra ``robust`` (llvmlite).
 
-What it gains on one thread beside NumPy alone: the median and the trimmed mean of 10 to 50 rows of 0.1 to 11 million float32 numbers are
-5 to 13 times as fast (10 rows of 11 million: 88 ms become 16). After nearest-neighbour mixing, whose distances take most of the time,
-they are 1.1 to 1.6 times as fast. A defended round of a run, which first copies the updates to float64, gains a factor of 1.1 to 1.5.
+What it gains on one thread beside NumPy alone, on float32 tables of 5 to 110 million numbers (10 or 50 rows): the median and the trimmed
+mean are 7 to 15 times as fast (on a quiet machine 5 to 9, benchmarks/results/robust.md). After nearest-neighbour mixing, whose distances
+take most of the time, they are 1.1 to 1.7 times as fast. A defended update (``Defence.update``), which first copies the rows to float64,
+is 1.1 to 1.5 times as fast.
 ``benchmarks/robust.py`` repeats the comparison.
 
 For a number of rows and of values to cut, LLVM makes a function of the pruned sorting network: a straight line of minima and maxima on 32
