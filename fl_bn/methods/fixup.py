@@ -37,7 +37,7 @@ from fl_bn.models.head import head_of
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> nn.Module:
-    """Set the initial weights, in place, by the three rules of Fixup.
+    """Set the last layer of every residual branch and the head to 0, and scale the other weights by Fixup's rule, in place.
 
     Raises:
         Unconvertible: a layer computes its weight from other parameters.

@@ -174,7 +174,7 @@ class Method:
     Attributes:
         name: in the run config and in reports.
         layer: makes the replacement of a BatchNorm layer. None: torch's own stays.
-        prepare: changes the rest of the converted network.
+        prepare: changes the rest of the converted network. The log shows the first line of its docstring.
         local: roles of tensors that never leave their client and survive between its rounds.
         report: the statistics that clients report after training.
         combine: maps one layer's reports to its new shared statistics.

@@ -183,7 +183,7 @@ def test_the_memory_that_a_set_needs_is_said_before_it_is_read(tmp_path: Path, m
     def refuse(*_: object) -> None:
         raise AssertionError("read before the warning")
 
-    monkeypatch.setattr(listing, "gather", refuse)
+    monkeypatch.setattr(listing, "read_all", refuse)
     with pytest.warns(LargeData, match=re.escape(f"expect {expected:.1f} GiB")), pytest.raises(AssertionError):
         load("imagenet", str(tmp_path), 512)
 

@@ -28,9 +28,9 @@ from tests.listed import listed
 
 
 def test_a_finding_says_what_to_do_unless_all_is_well() -> None:
-    with pytest.raises(ValueError, match="says what to do"):
+    with pytest.raises(ValueError, match="expected what to do with a warning or a failure, and with no other status"):
         Finding("warn", "disk", "it is full")
-    with pytest.raises(ValueError, match="says what to do"):
+    with pytest.raises(ValueError, match="expected what to do with a warning or a failure, and with no other status"):
         Finding("ok", "disk", "it is empty", "fill it")
     assert str(Finding("warn", "disk", "it is\nfull", "empty  it")) == "warn  disk: it is full -> empty it"
     assert guard("disk", lambda: Finding("ok", "disk", "fine")).status == "ok"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from fl_bn.methods import METHODS
 from tests.documentation.commands import CHECKS, Incomplete, check, commands
 from tests.documentation.given import GIVEN
 from tests.documentation.pages import PAGES, ROOT, SITE, blocks, inline_code, name
+from tests.extension.package import registries_kept
 from tests.listed import listed
 
 LANGUAGES = {"python", "bash", "toml", "text"}
@@ -26,14 +26,11 @@ SHELL = [page for page in PAGES if any(block.language in ("bash", "") for block 
 
 @pytest.fixture
 def undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of its own; methods that a page enters and random numbers that it draws are the page's."""
+    """A folder of its own; what a page enters (methods, values of a run) and random numbers that it draws are the page's."""
     monkeypatch.chdir(tmp_path)
-    before = dict(METHODS)
-    with torch.random.fork_rng(devices=[]):
+    with registries_kept(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
-    METHODS.clear()
-    METHODS.update(before)
 
 
 def pages_of_python() -> Iterator[Any]:

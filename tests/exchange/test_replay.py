@@ -54,8 +54,8 @@ def test_answers_come_in_order_whatever_is_sent() -> None:
         (Answer(torch.zeros(3, dtype=torch.float64), 1, 1), r"shape \(2,\) and torch.float64, but got \(3,\)"),
         (Answer(torch.zeros(2, 1, dtype=torch.float64), 1, 1), r"but got \(2, 1\)"),
         (Answer(torch.zeros(2, dtype=torch.float32), 1, 1), "but got .* and torch.float32"),
-        (Answer(torch.zeros(2, dtype=torch.float64), 0, 1), "counts 0 activations and 1 samples"),
-        (Answer(torch.zeros(2, dtype=torch.float64), 1, 0), "counts 1 activations and 0 samples"),
+        (Answer(torch.zeros(2, dtype=torch.float64), 0, 1), "at least 1 activation and 1 sample, but it counts 0 and 1"),
+        (Answer(torch.zeros(2, dtype=torch.float64), 1, 0), "at least 1 activation and 1 sample, but it counts 1 and 0"),
     ],
 )
 def test_an_answer_to_other_values_is_refused_by_its_layer(answer: Answer, said: str) -> None:

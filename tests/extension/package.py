@@ -16,6 +16,19 @@ from fl_bn.support.user_code import import_extensions
 
 
 @contextmanager
+def registries_kept() -> Iterator[None]:
+    """Take back at the end, also after an error, what was entered meanwhile in the registries and in ``VALUES``."""
+    registries = [*REGISTRIES.values(), VALUES]
+    kept = [dict(registry) for registry in registries]
+    try:
+        yield
+    finally:
+        for registry, before in zip(registries, kept, strict=True):
+            registry.clear()  # type: ignore[attr-defined]
+            registry.update(before)  # type: ignore[attr-defined]
+
+
+@contextmanager
 def installed(site: Path, modules: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Install ``own_package`` in the folder ``site``, with an entry point for each of its ``modules``, and forget it afterwards.
 
@@ -31,15 +44,11 @@ def installed(site: Path, modules: Mapping[str, str], monkeypatch: pytest.Monkey
         (folder / f"{name}.py").write_text(text)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-package\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[fl_bn]\n" + "".join(f"{name} = own_package.{name}\n" for name in modules))
-    registries = [*REGISTRIES.values(), VALUES]
-    kept = [dict(registry) for registry in registries]
     monkeypatch.syspath_prepend(site)
     monkeypatch.setattr("fl_bn.run.run_directory.environment", dict)  # takes as long as the run
     import_extensions.cache_clear()
-    yield
-    for registry, before in zip(registries, kept, strict=True):
-        registry.clear()  # type: ignore[attr-defined]
-        registry.update(before)  # type: ignore[attr-defined]
+    with registries_kept():
+        yield
     forget()
 
 

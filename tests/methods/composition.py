@@ -30,9 +30,9 @@ NETWORKS = ("simple", "resnet")
 FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
 ADAPTIVE = ("fedadagrad", "fedadam", "fedyogi")
 REFUSED = {  # method and objective: what the error says
-    **{(method, "scaffold"): "corrects each client's gradient by itself" for method in FEDTAN},
+    **{(method, "scaffold"): "changes each client's gradient by itself" for method in FEDTAN},
     **{(method, "fedsam"): "computes each batch twice" for method in FEDTAN},
-    **{("single", objective): "but single shares none" for objective in ("fedprox", "scaffold", "moon")},
+    **{("single", objective): "but single shares no weights" for objective in ("fedprox", "scaffold", "moon")},
 }
 BASE: dict[str, Any] = {
     "dataset": "tests.methods.composition:images",

@@ -146,8 +146,8 @@ def test_a_fixed_mixture_does_not_learn_and_stays_at_home(tiny_clients: Clients)
     [
         ({"separate": False}, "set evaluate_clients to 'cohort'"),
         ({"separate": False, "evaluate_clients": "cohort", "stat_samples": 64}, "hbn's stat_samples needs a statistics pass"),
-        ({"separate": False, "evaluate_clients": "cohort", "measured": "normalisers"}, "hbn's measured is for statistics"),
-        ({"separate": False, "evaluate_clients": "cohort", "evaluate": "exact"}, "hbn's evaluate is for statistics"),
+        ({"separate": False, "evaluate_clients": "cohort", "measured": "normalisers"}, "hbn's measured needs a statistics pass"),
+        ({"separate": False, "evaluate_clients": "cohort", "evaluate": "exact"}, "hbn's evaluate needs a statistics pass"),
         ({"mixing": "shared", "measured": "normalisers"}, "would never change"),
         ({"measured": "normalisers", "lower_layers": "shared"}, "set lower_layers to 'hybrid'"),
         ({"merge": "average", "lam": 1.0}, "set evaluate to 'hybrid'"),

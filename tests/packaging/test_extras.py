@@ -90,7 +90,7 @@ def test_a_system_without_file_locks_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(locks, "fcntl", None)
     code, text = said("run", "--run-config", RUN)
-    assert (code, "this command needs Linux or macOS" in text, "Traceback" in text) == (2, True, False), text
+    assert (code, "this command needs the file locks of Linux or macOS" in text, "Traceback" in text) == (2, True, False), text
 
 
 def test_a_lock_keeps_a_second_process_out(tmp_path: Path) -> None:

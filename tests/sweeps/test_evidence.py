@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import cli as commands
 from experiments.catalogue import FOLDER, Experiment, find, study
 from experiments.claims import VARIANT
 from experiments.definitions.programs import class_accuracy
 from experiments.definitions.programs.own_statistics import measure
-from experiments.evidence import RESULTS, compact, definition, gather, measures, results_of, sources
+from experiments.evidence import RESULTS, compact, definition, gather, known_cells, measures, results_of, sources
 from experiments.evidence import Tested as OneClaim  # pytest would take a name in Test... for tests
 from experiments.evidence_page import markdown
 from experiments.kept import ANY_DATA, cells_of, keep, load, measured, own_config
+from fl_bn.cli.sweep import perform as perform_sweep
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep import run
 from fl_bn.sweep.cells import Cell
@@ -78,7 +78,8 @@ def test_cells_with_a_result_are_not_run_again(
     monkeypatch.setattr(run, "check", lambda cells: None)  # reads the data, which are not there
 
     def perform(results: Path | None) -> str:
-        commands.perform(experiment.file, VARIANT, "/somewhere", tmp_path / "again", Place(), False, "", results=results, dry_run=True)
+        known = known_cells(experiment, VARIANT, results) if results else {}
+        perform_sweep(experiment.file, VARIANT, "/somewhere", tmp_path / "again", Place(), False, "", known=known, dry_run=True)
         return " ".join(capsys.readouterr().out.split())
 
     file = kept(experiment, tmp_path, {name: value for name, value in ALL.items() if "seed2" not in name}) / RESULTS / "X-1.jsonl"

@@ -75,7 +75,7 @@ def test_names_a_paper_and_one_that_is_not_there() -> None:
     assert [e.name for e in find(["001-T1"])] == ["001-T1"]  # and not 001-T1-ABIDE, 001-T11
     assert {e.name for e in find(["own"])} == {f"own-{name}" for name in EXPECTED["own"].split()}
     assert [e.name for e in find(["003"])] == sorted(f"003-{name}" for name in EXPECTED["003"].split())
-    with pytest.raises(ConfigError, match="there is no experiment '003-F99'; there are: 000-F1, "):
+    with pytest.raises(ConfigError, match="there is no experiment '003-F99': choose one of 000-F1, "):
         find(["003-F99"])
 
 
@@ -146,7 +146,7 @@ def test_among_several_experiments_programs_run_without_the_options_of_sweeps(tm
     names = ["001-T11", "own-unseen-domain"]
     result = CliRunner().invoke(app, ["experiments", "run", *names, "--variant", "small", "--output", str(tmp_path), "--only", "*seed0"])
     assert result.exit_code == 0, result.output
-    said = "--only: for sweeps, not for experiments that are programs; these run without: own-unseen-domain"
+    said = "--only: for sweeps, not for experiments that are programs; these run without it: own-unseen-domain"
     assert said in " ".join(result.output.split())
     assert sorted(ran) == names
 

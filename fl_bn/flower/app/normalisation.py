@@ -34,7 +34,8 @@ def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iter
     yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")
     present = Counter(roles(model).values())
     if method.prepare is not None:
-        yield f"the rest of the network: {inspect.getdoc(method.prepare)}"
+        summary, *_ = (inspect.getdoc(method.prepare) or "changed").splitlines()
+        yield f"the rest of the network: {summary}"
     for role in Role:
         if present[role]:
             fate = "shared" if method.shares(role) else "stays at its client"
