@@ -82,10 +82,10 @@ def test_cells_with_a_result_are_not_run_again(
         perform_sweep(experiment.file, VARIANT, "/somewhere", tmp_path / "again", Place(), False, "", known=known, dry_run=True)
         return " ".join(capsys.readouterr().out.split())
 
-    file = kept(experiment, tmp_path, {name: value for name, value in ALL.items() if "seed2" not in name}) / RESULTS / "X-1.jsonl"
-    said = perform(file)
+    folder = kept(experiment, tmp_path, {name: value for name, value in ALL.items() if "seed2" not in name})
+    said = perform(folder)
     assert "2 runs, 0 of them finished before, 2 to do" in said
-    assert "4 more have their result in" in said
+    assert f"4 more have their result in {folder / RESULTS / 'X-1.jsonl'} and are not run" in said
     assert "seed0" not in said
     assert "6 runs, 0 of them finished before, 6 to do" in perform(None)
 
