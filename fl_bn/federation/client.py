@@ -97,12 +97,12 @@ class LocalRound:
         instruction: The server's instruction.
         kept: The state that the client kept after its last round. Default: nothing, as before its first
             round.
-        settings: The settings of the application's own loop. A user's own loop needs none but an objective.
+        settings: The settings of the application's own loop. Default: none, for a user's own loop.
         connect: Joins the layer-wise exchange, see ``Connect``. Phase EXCHANGE (FedTAN) needs it. In phase
-            MEASURE, with it layers are measured one after the other.
+            MEASURE it makes the client measure one layer after the other, with the cohort.
 
     Raises:
-        ValueError: The server's model is another one, or phase EXCHANGE lacks ``connect``.
+        ValueError: The server's model is another one, or ``connect`` does not fit the phase.
         WireError: A tensor of the instruction is missing, extra, or not as expected.
     """
 

@@ -30,7 +30,9 @@ Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
 class FedOpt(Eager):
-    """Step by Algorithm 2 of Adaptive Federated Optimization, as published: no bias correction, v starts as tau^2.
+    """Step by Algorithm 2 of Adaptive Federated Optimization, as published.
+
+    There is no bias correction, and v starts as tau^2.
 
     Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 -> beta1, beta_2 ->
     beta2, tau -> tau.
@@ -68,7 +70,7 @@ class FedOpt(Eager):
 
 
 class FedACG(Eager):
-    """Step as the server of FedACG does: the weights become the clients' average, and their last movement is kept.
+    """Set the weights to the clients' average, and keep their movement: the server's half of FedACG.
 
     Clients start at ``weights + momentum * movement`` (``ServerOptimizer.lookahead``). The paper's local
     penalty towards that point is FedProx's. Symbols: theta -> the weights, m -> movement, lambda -> momentum.
@@ -150,7 +152,7 @@ class ServerOptimizer:
             parameter.data = _without_memory(tensor)
 
     def lookahead(self, weights: Named) -> dict[str, Tensor]:
-        """Return the point where clients start, in float64, if it differs from ``weights`` (FedACG); else nothing."""
+        """Return the point where clients start, in float64, if it is not ``weights`` (FedACG); else nothing."""
         if self._optimizer is None or not (momentum := self._optimizer.param_groups[0].get("lookahead", 0.0)):
             return {}
         state = self._optimizer.state

@@ -208,7 +208,7 @@ def _no_hook_at_all() -> Callable[..., None]:
 
 
 class _FirstBatch:
-    """Find the size of the first batch of a user's loop, from the inputs and the layers, unless the loop says it."""
+    """Find the size of the first batch of a user's loop by its inputs and layers, unless the loop says it."""
 
     def __init__(self, round: LocalRound) -> None:
         self._round, self._said = round, False
@@ -265,7 +265,7 @@ class _FirstBatch:
 
 
 def _sizes(value: Any) -> Iterator[int]:
-    """Yield the sizes that a batch may have by its inputs: the length of a list, the first dimension of a tensor."""
+    """Yield possible sizes of a batch, by its inputs: the length of a list, the first dimension of a tensor."""
     if isinstance(value, Tensor):
         if value.dim():
             yield len(value)
@@ -311,7 +311,7 @@ def server_state(
         The state. Its ``instruction()`` is for the clients of the next round.
 
     Raises:
-        ValueError: The parts do not fit together, or ``model`` has no parameter that learns.
+        ValueError: The parts do not fit together, or the method needs BatchNorm, and ``model`` has none.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)

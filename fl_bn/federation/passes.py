@@ -77,16 +77,17 @@ class Passes:
         return UNTIL_STILL if self.server.method.uses_shared(rounds) and not self.private else 0
 
     def rescales(self, rounds: int) -> bool:
-        """Tell whether the weights are brought to unit scale after the calibration of a run of ``rounds`` rounds."""
+        """Tell whether a run of ``rounds`` rounds brings the weights to unit scale after the calibration."""
         policy = self.server.policy
         return policy.unit_scale and rounds > 0 and self.calibration(rounds) != 0 and self.server.method.uses_shared(rounds)
 
     def calibrated(
         self, transport: Transport, tensors: Named, rounds: int, show: Callable[[Measured], None] = lambda measured: None
     ) -> Named:
-        """Make the exchanges before round 1, and bring weights to unit scale if training starts with shared statistics.
+        """Make the exchanges before round 1.
 
-        With 0 rounds these exchanges are all of the run, and each needs the clients that a round needs.
+        If training starts with shared statistics, bring the weights to unit scale, too. With 0 rounds these
+        exchanges are all of the run, and each needs the clients that a round needs.
 
         Args:
             transport: The way to the clients.

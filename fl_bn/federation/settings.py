@@ -57,8 +57,8 @@ class LocalTraining(Options):
         clip_limit: The limit of ``clip``, above 0: a norm, a path, a value, or a share of the weights' norm.
         frozen_clip: In rounds with frozen statistics, gradients are clipped adaptively to this share of the
             weights' norm; 0: as in other rounds.
-        weigh_all: Whether a client's weight in averages is the number of all its samples. Default: of those
-            that it trained on in the round.
+        weigh_all: Whether all samples of a client count for its weight in averages. Default: only those that
+            it trained on in the round.
         drop_last: Whether a last batch smaller than ``batch_size`` is left out. A client with fewer samples
             then sits the round out.
 
@@ -197,7 +197,11 @@ class LocalTraining(Options):
         return list(draw_batches(samples, self.batch_size, rng, **several, drop_last=self.drop_last))
 
     def planned(self, samples: int) -> int:
-        """Return the weight in averages that a client of ``samples`` samples will have, in samples, before its round."""
+        """Return the weight in averages of a client, before its round.
+
+        Args:
+            samples: The number of all its samples.
+        """
         if self.weigh_all:
             return samples
         return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps, drop_last=self.drop_last)

@@ -1,4 +1,4 @@
-"""Join the rounds of clients that are called one by one: each waits for all others, and one program computes them."""
+"""Join rounds of clients that are called one by one: each waits for the others, and one program computes all."""
 
 from __future__ import annotations
 
