@@ -144,14 +144,14 @@ def range_of(text: str) -> Callable[[Any], bool]:
 
 
 def _range_of(part: str, text: str) -> Callable[[Any], bool]:
-    if found := re.fullmatch(rf"(>=?) ({_NUMBER})", part):
-        low = float(found[2])
-        return (lambda value: value >= low) if found[1] == ">=" else (lambda value: value > low)
-    if found := re.fullmatch(rf"({_NUMBER})\.\.({_NUMBER})", part):
-        first, last = float(found[1]), float(found[2])
+    if match := re.fullmatch(rf"(>=?) ({_NUMBER})", part):
+        low = float(match[2])
+        return (lambda value: value >= low) if match[1] == ">=" else (lambda value: value > low)
+    if match := re.fullmatch(rf"({_NUMBER})\.\.({_NUMBER})", part):
+        first, last = float(match[1]), float(match[2])
         return lambda value: first <= value <= last
-    if found := re.fullmatch(rf"([(\[])({_NUMBER}), ({_NUMBER})([)\]])", part):
-        low, high, open_low, open_high = float(found[2]), float(found[3]), found[1] == "(", found[4] == ")"
+    if match := re.fullmatch(rf"([(\[])({_NUMBER}), ({_NUMBER})([)\]])", part):
+        low, high, open_low, open_high = float(match[2]), float(match[3]), match[1] == "(", match[4] == ")"
         return lambda value: low <= value <= high and not (open_low and value == low) and not (open_high and value == high)
     if re.fullmatch(_NUMBER, part):
         only = float(part)
@@ -269,8 +269,8 @@ class Option:
         """
         if self.read is not None or (value is None and self.default is None):
             return
-        wanted: type = {int: Integral, float: Real}.get(self.kind, self.kind)
-        if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
+        kind: type = {int: Integral, float: Real}.get(self.kind, self.kind)
+        if not isinstance(value, kind) or (isinstance(value, bool) and self.kind is not bool):
             raise ValueError(f"{called} must be of type {self.kind.__name__}, but got {short(value)}")
         if not self.test(value):
             raise ValueError(_out_of_range(called, value, self.values, self.like))
@@ -337,14 +337,14 @@ def option(
         test = values.__contains__
     else:
         test = range_of(values) if kind in (int, float) else lambda value: True
-    made = Option(default, help, values, test, unit, symbol, key, unset, otherwise, like, used, run, read)
-    return _field(default, made)
+    spec = Option(default, help, values, test, unit, symbol, key, unset, otherwise, like, used, run, read)
+    return _field(default, spec)
 
 
-def _field(default: Any, made: Option) -> Any:
+def _field(default: Any, spec: Option) -> Any:
     if isinstance(default, type):
-        return field(default_factory=default, metadata={OPTION: made})
-    return field(default=default, metadata={OPTION: made})
+        return field(default_factory=default, metadata={OPTION: spec})
+    return field(default=default, metadata={OPTION: spec})
 
 
 def shared(kind: type, name: str, default: Any, read: Callable[[Any], Any] | None = None) -> Any:
@@ -366,8 +366,8 @@ def declared(kind: type, name: str) -> Any:
         kind: The class that declares the option.
         name: The option's field there.
     """
-    made = _keyed(kind, name)
-    return _field(made.in_run, made)
+    spec = _keyed(kind, name)
+    return _field(spec.in_run, spec)
 
 
 def _keyed(kind: type, name: str) -> Option:
@@ -441,12 +441,12 @@ def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **com
         value_of: Returns the run config's value of a key.
         computed: Fields that are not options, or that several keys decide together.
     """
-    given = dict(computed)
+    arguments = dict(computed)
     for key, (name, spec) in options_by_key(constructor).items():
-        if name in given or (spec.unset is not None and value_of(key) == spec.unset):
+        if name in arguments or (spec.unset is not None and value_of(key) == spec.unset):
             continue
-        given[name] = value_of(key) if spec.read is None else spec.read(value_of(key))
-    return constructor(**given)
+        arguments[name] = value_of(key) if spec.read is None else spec.read(value_of(key))
+    return constructor(**arguments)
 
 
 def keys_of(registry: Mapping[str, object]) -> dict[str, Key]:
@@ -467,12 +467,12 @@ def _keys_of(registry: tuple[tuple[str, object], ...]) -> dict[str, Key]:
     for name, constructor in registry:
         for key, (_, spec) in options_by_key(constructor).items():
             takers.setdefault(key, {})[name] = spec
-    made = {}
+    merged_keys = {}
     for key, specs in takers.items():
         keys = {name: spec.as_key(key) for name, spec in specs.items()}
         same_key(*keys.values())
-        made[key] = replace(next(iter(keys.values())), help=_help(specs, everyone=len(specs) == len(registry)))
-    return made
+        merged_keys[key] = replace(next(iter(keys.values())), help=_help(specs, everyone=len(specs) == len(registry)))
+    return merged_keys
 
 
 def same_key(*keys: Key) -> None:
@@ -483,8 +483,8 @@ def same_key(*keys: Key) -> None:
     """
     for other in keys[1:]:
         if (other.default, other.shown) != (keys[0].default, keys[0].shown):
-            said = " and ".join(f"{_shown(key.default)} of {key.shown}" for key in (keys[0], other))
-            raise ValueError(f"the run-config key {other.name!r} is declared twice, with different defaults or values: {said}")
+            variants = " and ".join(f"{_shown(key.default)} of {key.shown}" for key in (keys[0], other))
+            raise ValueError(f"the run-config key {other.name!r} is declared twice, with different defaults or values: {variants}")
 
 
 def _help(specs: Mapping[str, Option], everyone: bool) -> str:
@@ -495,8 +495,8 @@ def _help(specs: Mapping[str, Option], everyone: bool) -> str:
         everyone: Whether all constructors of the registry take the key.
     """
     meanings = _grouped((spec.meaning, name) for name, spec in specs.items())
-    said = "; ".join(f"{', '.join(names)}: {text}" for text, names in meanings.items())
-    text = next(iter(meanings)) if everyone and len(meanings) == 1 else said
+    all_meanings = "; ".join(f"{', '.join(names)}: {text}" for text, names in meanings.items())
+    text = next(iter(meanings)) if everyone and len(meanings) == 1 else all_meanings
     left_out = _grouped((spec.left_out, name) for name, spec in specs.items() if spec.unset is not None)
     if not left_out:
         return text

@@ -130,7 +130,10 @@ class LocalRound:
         self._observing, self.passes = ExitStack(), TrainingPasses({})
         self._load()
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
-            raise ValueError(f"an exchange belongs to phase exchange, and phase exchange needs one, but got {self.phase} and {connect}")
+            raise ValueError(
+                f"phase exchange needs a layer-wise exchange (connect), and other phases that train have none, but got {self.phase} and "
+                f"connect={connect}"
+            )
 
     @property
     def trains(self) -> bool:
@@ -154,7 +157,7 @@ class LocalRound:
         if instruction.signature and (mine := self.network.signature) != instruction.signature:
             raise ValueError(
                 f"the server's model has signature {instruction.signature}, but this one {mine}: {schema.difference(expected, arrays)}. "
-                f"Give the same network, converted for the same method: convert(model, method), here {self.method.name}"
+                f"Give the server's network, converted for its method: convert(model, method). Here the method is {self.method.name}"
             )
         expected.check(arrays)
         beside = {extra.section for extra in self.auxiliary}
@@ -233,22 +236,22 @@ class LocalRound:
         now = batch_norms(self.model)
         if replaced := [name for name, layer in layers.items() if now.get(name) is not layer]:
             raise ValueError(
-                f"BatchNorm layer {replaced[0]!r} was replaced during the round, so {self.method.name} is gone from it: change the "
-                "network (convert_sync_batchnorm, say) before convert(net, method)"
+                f"BatchNorm layer {replaced[0]!r} was replaced during the round, and the new layer does not follow {self.method.name}: "
+                "change the network (by convert_sync_batchnorm, say) before convert(net, method)"
             )
         after = running_statistics(self.model) if frozen else {}
         for name, before in frozen.items():
             if not all(map(torch.equal, before, after[name])):
                 raise ValueError(
-                    f"BatchNorm layer {name!r} is frozen in round {self.instruction.round}, but its running statistics changed: nothing "
-                    "in the training loop may set them"
+                    f"BatchNorm layer {name!r} is frozen in round {self.instruction.round}, but its running statistics changed: the "
+                    "training loop must not set them"
                 )
         seen = max((len(parts) for parts in self.passes.observed.values()), default=0)
         wanted = min(self.steps, 1) if self.method.reports(self.phase) is StatisticsReport.FIRST else self.steps
         if self.observes and self.passes.observed and seen < wanted:
             raise ValueError(
-                f"{self.method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} in {self.steps} steps: "
-                "train round.model itself and no copy of it, in training mode, with gradients"
+                f"{self.method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} batches in "
+                f"{self.steps} steps: train round.model itself, not a copy, in training mode and with gradients"
             )
 
     def adopt_observations(self, observed: dict[str, list[Moments]], batch: int) -> None:
@@ -303,9 +306,9 @@ class LocalRound:
             return
         if not self._batch:
             raise ValueError(
-                f"{self.method.name}'s first step is one on the batches of the whole cohort, but no forward pass of round.model in "
-                "training mode, with gradients, was seen before it: train round.model itself and no copy of it, and checkpoint activations "
-                "with use_reentrant=False"
+                f"{self.method.name}'s first step is on the batches of the whole cohort, but before it there was no forward pass of "
+                "round.model in training mode with gradients: train round.model itself, not a copy, and checkpoint activations with "
+                "use_reentrant=False"
             )
         self._exchange.close()
         self.waited = self._live.seconds
@@ -381,10 +384,10 @@ class LocalRound:
             ValueError: A step was made already, or ``batches`` would be used up before training.
         """
         if self.steps:
-            raise ValueError("the statistics are those of the shared weights: measure before the first step")
+            raise ValueError("round.measure is for the shared weights, as they are before training: call it before the first step")
         if self.trains and isinstance(batches, Iterator):
             raise ValueError(
-                f"round.measure got a {type(batches).__name__}, of which nothing would be left to train on: give a list of batches or a "
+                f"round.measure got a {type(batches).__name__}, which it would use up before training: give a list of batches or a "
                 "DataLoader"
             )
         if self._connect is not None and isinstance(batches, Iterator):
@@ -402,13 +405,13 @@ class LocalRound:
             forward: Runs the network on a batch of inputs.
         """
         if self._connect is not None and not self.trains:
-            look = LayerOrder.at(self.model, inputs, forward)
-            exchange = self._connect(0 if look.problem else 1)
-            if not look.problem:
-                return layer_by_layer(self.model, inputs, look, exchange, self.instruction.memory, forward)
+            order = LayerOrder.at(self.model, inputs, forward)
+            exchange = self._connect(0 if order.problem else 1)
+            if not order.problem:
+                return layer_by_layer(self.model, inputs, order, exchange, self.instruction.memory, forward)
             exchange.close()
-            LOGGER.warning("the layers cannot be measured one after the other: %s", look.problem)
-        return measured(self.model, inputs(), self.asked, forward)
+            LOGGER.warning("the layers cannot be measured one after the other: %s", order.problem)
+        return measured(self.model, inputs(), self.statistics_pass, forward)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
         """Yield the inputs of whole batches, until there are as many samples as the pass needs.
@@ -417,7 +420,7 @@ class LocalRound:
             batches: Batches, in a form that ``task`` reads.
             task: Reads the inputs of a batch.
         """
-        device, most = inputs_like(self.model).device, self.asked.samples
+        device, most = inputs_like(self.model).device, self.statistics_pass.samples
         self.measured_samples = 0
         for batch in batches:
             x, y = task.read(batch)
@@ -427,7 +430,7 @@ class LocalRound:
                 return
 
     @property
-    def asked(self) -> StatisticsPass:
+    def statistics_pass(self) -> StatisticsPass:
         """Return the statistics pass of this round."""
         own = self.method.statistics_pass
         return own if self.trains else StatisticsPass.for_exchange(self.instruction.measured, own.samples)
@@ -491,7 +494,7 @@ class LocalRound:
         if reports is StatisticsReport.FIRST and self.batch > samples:
             raise ValueError(
                 f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this "
-                "round trained on, and leave out passes that are no training (in evaluation mode, say)"
+                "round trained on, and make forward passes that do not train in evaluation mode"
             )
         gradients = ema_gradients(self) if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self._learning_rate())

@@ -14,12 +14,10 @@ from statistics import median
 import numpy as np
 from torch import Tensor
 
+from fl_bn.federation.payload import Named
 from fl_bn.moments import Average, Moments, weighted_mean
 from fl_bn.options import option, parses
 from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
-
-Named = Mapping[str, Tensor]
-
 
 ruled = partial(
     option,

@@ -11,7 +11,7 @@ combines them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from fl_bn.federation.blocks import blocks
 from fl_bn.federation.eager import SGD, Eager
+from fl_bn.federation.payload import Named
 from fl_bn.options import Options, option, takes
 from fl_bn.support.names import check_name
 
-Named = Mapping[str, Tensor]
 Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 """Takes a weight in float64, a tensor that it may change, and the weight's stored dtype; returns the weight's gradient, in float64."""
 
@@ -115,9 +115,9 @@ class ServerOptimizer:
             gradient: Name -> gradient; other weights are left out of the result.
             learning_rate_factor: A factor of the step size.
         """
-        made = {name: tensor.to(torch.float64, copy=True) for name, tensor in gradient.items()}
-        self.step_within(weights, made, None, learning_rate_factor)
-        return made
+        result = {name: tensor.to(torch.float64, copy=True) for name, tensor in gradient.items()}
+        self.step_within(weights, result, None, learning_rate_factor)
+        return result
 
     def step_within(self, weights: Named, tensors: Named, gradient: Gradient | None = None, learning_rate_factor: float = 1.0) -> None:
         """Write the weights after one step into ``tensors``.
@@ -318,8 +318,8 @@ def fedyogi(options: FedYogiOptions) -> ServerOptimizer:
 
 
 def _adaptive(options: FedAdagradOptions | FedAdamOptions, beta2: float) -> ServerOptimizer:
-    given = options.learning_rate, options.momentum, beta2, options.adaptivity
-    return ServerOptimizer(lambda parameters: FedOpt(parameters, options.name, *given))
+    values = options.learning_rate, options.momentum, beta2, options.adaptivity
+    return ServerOptimizer(lambda parameters: FedOpt(parameters, options.name, *values))
 
 
 @dataclass(frozen=True)

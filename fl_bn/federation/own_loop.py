@@ -111,7 +111,7 @@ def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
     if moved := [name for name, tensor in before.items() if name in now and not torch.equal(now[name].detach(), tensor)]:
         raise ValueError(
             f"{moved[0]} changed in round {round.instruction.round}, but no step of a torch.optim.Optimizer was seen: call "
-            "round.step_done() after each step that your loop makes by itself"
+            "round.step_done() after each step that your loop makes without one"
         )
 
 
@@ -174,12 +174,12 @@ def _watched(round: LocalRound) -> Iterator[None]:
 
 def _check_rate(round: LocalRound) -> None:
     """Warn if a loop steps faster than frozen statistics allow: the method lowers the rate when they freeze."""
-    told, stepped = round.instruction.learning_rate, round.rates[-1]
-    if round.instruction.rate_share < 1 and stepped > told * (1 + 1e-6):
+    rate, step_rate = round.instruction.learning_rate, round.rates[-1]
+    if round.instruction.rate_share < 1 and step_rate > rate * (1 + 1e-6):
         LOGGER.warning(
-            "round %d: the statistics are frozen, and %s steps at a learning rate of %.3g then, but this loop at %.3g: multiply your rate "
-            "by round.instruction.rate_share (%.3g), or the network may collapse",
-            round.instruction.round, round.method.name, told, stepped, round.instruction.rate_share,
+            "round %d: the statistics are frozen. For such rounds %s lowers the learning rate to %.3g, but this loop steps at %.3g: "
+            "multiply your rate by round.instruction.rate_share (%.3g), or the network may collapse",
+            round.instruction.round, round.method.name, rate, step_rate, round.instruction.rate_share,
         )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ class _FirstBatch:
     """Find the size of the first batch of a user's loop by its inputs and layers, unless the loop says it."""
 
     def __init__(self, round: LocalRound) -> None:
-        self._round, self._said = round, False
+        self._round, self._explicit = round, False
         self._sizes: list[int] = []  # that the arguments of the forward pass have
         self._passes = 0
 
@@ -233,7 +233,7 @@ class _FirstBatch:
         self._passes += 1
         if self._passes == 1:
             _per_sample(round)
-            self._said = round.begun
+            self._explicit = round.begun
             self._sizes = [*_sizes((args, named))]
         elif round.phase is Phase.EXCHANGE:
             raise ValueError(
@@ -256,7 +256,7 @@ class _FirstBatch:
             if not self._sizes:
                 LOGGER.info("the first BatchNorm layer sees a batch of %d samples; if it has another number, call round.batch(n)", rows)
             round.begin_batch(rows)
-        elif not self._said and rows != round.batch and self._passes:
+        elif not self._explicit and rows != round.batch and self._passes:
             raise ValueError(
                 f"the BatchNorm layers of the network saw {int(round.batch)} and {rows} rows: say how many samples the batch has, "
                 "round.batch(n), before the first forward pass"

@@ -137,16 +137,17 @@ class Passes:
             The shared tensors with the new statistics.
         """
         method, shared = self.server.method, self.server.shared
-        refresh, made = method.refresh, 0
+        refresh, exchanges = method.refresh, 0
         if refresh is Refresh.REPORTED:
             shared.load(tensors)
             shared.store(shared.reported)
             return shared.tensors()
         most, what = (1, NORMALISERS) if refresh is Refresh.HYBRID else (UNTIL_STILL, INPUTS)
         for measured in self._passes(transport, round, tensors, most, measured=what):
-            tensors, made = measured.tensors, measured.record.exchanges or measured.outcome.number
-        said = "round %s: statistics for the evaluation: %s, by %d exchange%s with %s"
-        LOGGER.info(said, round, refresh.value, made, "s" * (made != 1), "the cohort" if method.measures_cohort(round) else "all clients")
+            tensors, exchanges = measured.tensors, measured.record.exchanges or measured.outcome.number
+        who = "the cohort" if method.measures_cohort(round) else "all clients"
+        message = "round %s: statistics for the evaluation: %s, by %d exchange%s with %s"
+        LOGGER.info(message, round, refresh.value, exchanges, "s" * (exchanges != 1), who)
         return tensors
 
     def _passes(
@@ -163,18 +164,18 @@ class Passes:
         most = layers if most == UNTIL_STILL and self.private else most  # what moves may be noise, and each costs privacy
         whole = measured == INPUTS and (most == UNTIL_STILL or most >= layers)
         if whole and layers > 1:
-            made = self._pass(transport, transport.measure_layer_by_layer, 1, round, tensors, tolerance, measured)
-            if made is not None:
-                yield replace(made, last=True)
+            result = self._pass(transport, transport.measure_layer_by_layer, 1, round, tensors, tolerance, measured)
+            if result is not None:
+                yield replace(result, last=True)
                 return
         for number in count(1) if (layers if most == UNTIL_STILL else most) else ():
-            made = self._pass(transport, transport.measure, number, round, tensors, tolerance, measured, whole)
-            assert made is not None
-            last = made.outcome.settled or number == most or (most == UNTIL_STILL and through(layers, made.outcome))
-            yield replace(made, last=last)
+            result = self._pass(transport, transport.measure, number, round, tensors, tolerance, measured, whole)
+            assert result is not None
+            last = result.outcome.settled or number == most or (most == UNTIL_STILL and through(layers, result.outcome))
+            yield replace(result, last=last)
             if last:
                 return
-            tensors = made.tensors
+            tensors = result.tensors
 
     def _pass(
         self,

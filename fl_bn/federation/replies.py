@@ -211,7 +211,7 @@ def checked(
             wrong |= set() if isinstance(error, Absent) else {reply.client}
     for client in [client for client, several in parts.items() if len(several) > 1]:
         number = len(parts.pop(client))
-        refused[client] = f"{number} replies call themselves its own: number the clients, round.reply(samples, client=...)"
+        refused[client] = f"{number} replies name this client: number the clients, round.reply(samples, client=...)"
         wrong.add(client)
     refused = {client: why for client, why in refused.items() if client not in parts}
     used = [parts[client][0] for client in sorted(parts)]
@@ -222,8 +222,7 @@ def checked(
 def _stranger(reply: Reply, clients: int) -> str | None:
     """Return the reason why ``reply`` is not from a client of the run; None if it is."""
     if not isinstance(reply, Reply):
-        return f"expected what round.reply(...) returns first, but got a {type(reply).__name__}"
+        return f"expected the first value of round.reply(...), but got a {type(reply).__name__}"
     if type(reply.client) is not int or not 0 <= reply.client < clients:
-        known = f"expected one of client 0..{clients - 1}, as many as the server was told of"
-        return f"{known}, but it calls itself client {excerpt(reply.client)}"
+        return f"expected client 0..{clients - 1}, as the server has {clients} clients, but the reply names client {excerpt(reply.client)}"
     return None

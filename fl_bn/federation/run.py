@@ -105,4 +105,4 @@ def run(
         if failed >= policy.max_failed:
             why = next((client.refused for client in server.record.clients if client.refused), "")
             lower = ". Training diverged: lower the learning rate" if "finite" in why else ""
-            raise Diverged(f"{failed} rounds in a row too few replies could be used. The first reason: {why}{lower}")
+            raise Diverged(f"{failed} rounds in a row had too few usable replies. The first reason: {why}{lower}")

@@ -165,7 +165,7 @@ class Server:
             usable = f"{len(parts)} of {cohort} replies could be used"
             raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed: nothing changes")
         if overflowing and phase is Phase.EXCHANGE and policy.exchange.policy == "abort":
-            raise TooFew("nothing changes: clients left the cohort's batch after its exchange (exchange-policy is abort)")
+            raise TooFew("nothing changes: replies had to be left out after the cohort's exchange (exchange-policy is abort)")
         defence = self.defence.without(len(replies.wrong) + overflowing, len(parts))
         try:
             defence.check(len(parts))

@@ -133,7 +133,7 @@ class LocalTraining(Options):
             )
         check_name("clip", self.clip, CLIPS)  # what auto means depends on the method: whoever knows it chooses
         if not 0 <= self.frozen_clip < math.inf:
-            raise ValueError(f"the limit of frozen rounds must be >= 0 and finite, but got {self.frozen_clip}")
+            raise ValueError(f"frozen_clip must be >= 0 and finite, but got {self.frozen_clip}")
         if self.clip == "round" and self.optimizer != "sgd":
             raise ValueError(f"clip='round' bounds the path of SGD: set optimizer to sgd, or clip to norm, but got {self.optimizer!r}")
         self._check_maintain()

@@ -93,12 +93,12 @@ class SampleSource:
         Raises:
             ClientTooSmall: There are too few samples for a batch.
         """
-        return drawn(round, self.samples, self.seed, self.client)
+        return training_batches(round, self.samples, self.seed, self.client)
 
     def measure(self, round: LocalRound) -> None:
         """Make the statistics pass over the samples, or over a seeded subset of them."""
-        rng, size = how_measured(round, len(self.samples), self.seed, self.client)
-        round.moments = statistics_pass(round.model, self.samples, round.asked, rng, size, measure=round.measured)
+        rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
+        round.moments = statistics_pass(round.model, self.samples, round.statistics_pass, rng, size, measure=round.measured)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
         """Make the optimiser of the settings."""
@@ -110,9 +110,9 @@ class SampleSource:
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Tensor]:
         """Yield the inputs of the statistics pass, on the CPU."""
-        rng, size = how_measured(round, len(self.samples), self.seed, self.client)
+        rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
         dtype = inputs_like(round.model).dtype
-        return (to_input(self.samples.rows(index)[0], dtype) for index in pieces(len(self.samples), round.asked, rng, size))
+        return (to_input(self.samples.rows(index)[0], dtype) for index in pieces(len(self.samples), round.statistics_pass, rng, size))
 
     def training(self, round: LocalRound, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Return a context in which dropout draws from seed, client and round."""
@@ -133,7 +133,7 @@ class SampleSource:
         return round.reply(samples, trained[0].loss, client=self.client, tells_drift=self.tells_drift)
 
 
-def how_measured(round: LocalRound, n: int, seed: int, client: int) -> tuple[np.random.Generator, int]:
+def pass_sampling(round: LocalRound, n: int, seed: int, client: int) -> tuple[np.random.Generator, int]:
     """Return the generator of the round's statistics pass, and its batch size.
 
     The round notes how many samples the pass takes.
@@ -144,12 +144,12 @@ def how_measured(round: LocalRound, n: int, seed: int, client: int) -> tuple[np.
         seed: The seed of the run.
         client: The client's number.
     """
-    round.measured_samples = min(round.asked.samples or n, n)
-    size = round.settings.batch_size if round.asked.measured == NORMALISERS else PASS_BATCH
+    round.measured_samples = min(round.statistics_pass.samples or n, n)
+    size = round.settings.batch_size if round.statistics_pass.measured == NORMALISERS else PASS_BATCH
     return seeded(seed, client, round.instruction.round, SUBSET, not round.trains), size
 
 
-def drawn(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
+def training_batches(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
     """Draw the training batches of ``round``, as its settings say.
 
     Args:

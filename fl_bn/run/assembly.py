@@ -207,13 +207,13 @@ def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
     Raises:
         ConfigError: One makes something other than a ``Callback``, or ``callback_makers`` refuses it.
     """
-    made = []
+    callbacks = []
     for name, maker in zip(names_of(config.callbacks), callback_makers(config), strict=True):
         callback = maker(config, folder)
         if not isinstance(callback, Callback):
             raise ConfigError(f"callbacks: {name} must make a fl_bn.Callback, but made a {type(callback).__name__}")
-        made.append(callback)
-    return made
+        callbacks.append(callback)
+    return callbacks
 
 
 def shape(config: RunConfig) -> tuple[int, int, int]:
@@ -230,7 +230,7 @@ def source_model(config: RunConfig) -> nn.Module:
     """Return the network as the user wrote it, with the run's initial weights. Do not change it."""
     classes, channels, size = shape(config)
     if classes < 2 and isinstance(task(config), Classification):
-        raise ConfigError(f"to classify needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
+        raise ConfigError(f"classification needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
     model = build(
         config.model,
         classes=classes,
@@ -358,17 +358,17 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
         data = hold_out(data, [np.arange(len(data.y_train))], config.validation_share, config.seed).data
     task(config, data.y_train)
     classes, channels, size = shape(config)
-    came = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
+    source = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
     if (data.channels, data.image_size) != (channels, size):
         raise ConfigError(
-            f"{came}: the run takes {channels} channels of {size} x {size} pixels, but these have {data.channels} of {data.image_size} x "
+            f"{source}: the run takes {channels} channels of {size} x {size} pixels, but these have {data.channels} of {data.image_size} x "
             f"{data.image_size}"
         )
     if kind_of(data.y_train) not in (LABELS, MASKS) and data.classes != classes:
-        found = describe(data.y_train, data.classes)
-        raise ConfigError(f"{came}: the run's network has classes={classes} outputs, but these data have {found}")
+        description = describe(data.y_train, data.classes)
+        raise ConfigError(f"{source}: the run's network has classes={classes} outputs, but these data have {description}")
     if data.classes > classes:
-        raise ConfigError(f"{came}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}")
+        raise ConfigError(f"{source}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}")
     return data
 
 
@@ -400,13 +400,13 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
     Raises:
         ConfigError: Neither says the index, or the node config counts another number of clients than the run.
     """
-    named = nodes_of(config.client_nodes)
-    if "partition-id" not in node and named:
-        if node_id not in named:
+    nodes = nodes_of(config.client_nodes)
+    if "partition-id" not in node and nodes:
+        if node_id not in nodes:
             raise ConfigError(
                 f"the run is for other nodes than this one ({node_id}): server.toml did not name this site when the run was submitted"
             )
-        return named.index(node_id)
+        return nodes.index(node_id)
     if "partition-id" not in node or "num-partitions" not in node:
         raise ConfigError(
             'this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5", or submit the '

@@ -64,13 +64,13 @@ class RunConfig(RunKeys):
     options: tuple[tuple[str, Value], ...] = ()
 
     def __post_init__(self) -> None:
-        keys, given = self.keys(), dict(self.options)
-        for name in given:
+        keys, options = self.keys(), dict(self.options)
+        for name in options:
             if name not in keys or name in FIELDS:
                 raise ConfigError(unknown("option", name, [key for key in keys if key not in FIELDS]))
         try:
             values = {
-                name: key.check(getattr(self, FIELDS[name]) if name in FIELDS else given.get(name, key.default))
+                name: key.check(getattr(self, FIELDS[name]) if name in FIELDS else options.get(name, key.default))
                 for name, key in keys.items()
             }
         except ValueError as error:
@@ -86,8 +86,8 @@ class RunConfig(RunKeys):
             raise ConfigError(f"name must be at most {LONGEST} bytes long, but got {len(self.name.encode())}: {short(self.name)}")
         if self.rounds == 0 and self.calibrate in (0, AS_METHOD):
             raise ConfigError(
-                "rounds must be >= 1, but got 0: a run that does not train measures statistics alone (re-calibration), and needs "
-                "calibrate=-1, as many exchanges as make all layers exact, and model-weights, the network they are of"
+                "rounds must be >= 1, but got 0. A run of 0 rounds only measures statistics (re-calibration): it needs calibrate=-1, as "
+                "many exchanges as make all layers exact, and model-weights, the trained network"
             )
         if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
@@ -101,7 +101,7 @@ class RunConfig(RunKeys):
         if self.scale_start != "one" and self.model_weights:
             raise ConfigError(f"scale-start={self.scale_start!r} would overwrite the scales in model-weights: leave one of them out")
         if self.resume and not (self.checkpoint_every and self.output):
-            raise ConfigError("resume needs the output and the checkpoint-every that the run to go on with had")
+            raise ConfigError("resume needs output and checkpoint-every, with the values of the run that it continues")
         if self.checkpoint_every and not self.output:
             raise ConfigError("checkpoint-every needs an output, the folder in which the run's checkpoints are")
         self._check_joining()
@@ -139,8 +139,8 @@ class RunConfig(RunKeys):
             keys: dict[str, Key] = {}
             for name, key in general.items():
                 keys[name] = key
-                for of, found in keys_of(REGISTRIES.get(name, {})).items():
-                    same_key(general.get(of) or keys.setdefault(of, found), found)
+                for of, addition in keys_of(REGISTRIES.get(name, {})).items():
+                    same_key(general.get(of) or keys.setdefault(of, addition), addition)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return keys
@@ -230,7 +230,9 @@ class RunConfig(RunKeys):
             exchange = replace(self.exchange_settings(), certificates=None) if self.method in FEDTAN else ExchangeSettings()
             check_secure(secure, method, self._rounds(exchange), self.defence())
             if self.unseen_client:
-                raise ConfigError("unseen-client has clients tell what they keep in the clear: set it, or secure-aggregation, to false")
+                raise ConfigError(
+                    "with unseen-client, clients send what they keep in the clear: set unseen-client, or secure-aggregation, to false"
+                )
 
     def secure(self) -> SecureAggregation | None:
         """Make the settings of secure aggregation; None without it."""

@@ -210,15 +210,15 @@ def general_options() -> Mapping[str, Option]:
 
 @lru_cache(maxsize=8)
 def _general_options(values: tuple[tuple[type[Any], type[Any]], ...]) -> Mapping[str, Option]:  # once per process, not for every run config
-    found = {kebab(name): spec for name, spec in own_options(RunKeys).items()}
-    order = list(found)
+    options = {kebab(name): spec for name, spec in own_options(RunKeys).items()}
+    order = list(options)
     for base, kind in values:
         if not issubclass(kind, base):
             raise ValueError(f"VALUES[{base.__name__}] must be derived from {base.__name__}, but got {kind.__name__}")
         before = order[-1]
         for key, (_, spec) in options_by_key(kind).items():
-            same_key(found.setdefault(key, spec).as_key(key), spec.as_key(key))
+            same_key(options.setdefault(key, spec).as_key(key), spec.as_key(key))
             if key not in order:
                 order.insert(order.index(before) + 1, key)
             before = key
-    return {key: found[key] for key in order}
+    return {key: options[key] for key in order}

@@ -46,7 +46,7 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
         registries: Key that chooses from a registry -> the registry.
         general: Key -> option, of all other keys.
     """
-    found: dict[str, Used | None] = {key: spec.used for key, spec in general.items()}
+    uses: dict[str, Used | None] = {key: spec.used for key, spec in general.items()}
     for chooser, registry in registries.items():
         takers: dict[str, dict[str, Used | None]] = {}
         for name, constructor in registry.items():
@@ -54,10 +54,10 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
                 takers.setdefault(key, {})[name] = spec.used
         for key, by_taker in takers.items():
             if (chosen := config[chooser]) not in by_taker:
-                found.setdefault(key, used_with(chooser, *by_taker))
-            elif key not in found or by_taker[chosen] is not None:
-                found[key] = by_taker[chosen]
-    return {key: used for key, used in found.items() if used is not None}
+                uses.setdefault(key, used_with(chooser, *by_taker))
+            elif key not in uses or by_taker[chosen] is not None:
+                uses[key] = by_taker[chosen]
+    return {key: used for key, used in uses.items() if used is not None}
 
 
 def check_used(config: Any, defaults: Mapping[str, Value], registries: Registries, general: Mapping[str, Option]) -> None:

@@ -68,7 +68,8 @@ class SecureAggregation(Options):
         """
         if clients < LEAST:
             raise ValueError(
-                f"secure aggregation needs at least {LEAST} clients in a sum, but got {clients}: with two, each knows the other"
+                f"secure aggregation needs at least {LEAST} clients in a sum, but got {clients}: with two, each can compute the other's "
+                "vector"
             )
         if clients * 2**self.quantization_range >= MODULUS:
             most = (MODULUS - 1).bit_length() - clients.bit_length()

@@ -104,7 +104,7 @@ def test_fedtan_refuses_accumulation() -> None:
 
 def test_fedtan_without_its_exchange_is_refused() -> None:
     model, asked = started(methods.fedtan())
-    with pytest.raises(ValueError, match="phase exchange needs one"), local_round(model, methods.fedtan(), asked):
+    with pytest.raises(ValueError, match="phase exchange needs a layer-wise exchange"), local_round(model, methods.fedtan(), asked):
         pass
 
 
@@ -249,7 +249,7 @@ def test_clients_need_numbers() -> None:
     first, second, third = replies_of(state, [NOTHING] * 3)
     _, record = server_round(state, [first, second, third, first])
     assert [client.client for client in record.accepted] == [1, 2]
-    assert record.clients[0].refused == "2 replies call themselves its own: number the clients, round.reply(samples, client=...)"
+    assert record.clients[0].refused == "2 replies name this client: number the clients, round.reply(samples, client=...)"
     _, record = server_round(state, [first, second, third, replace(first, round=7)])  # control: one of the two is none
     assert [client.client for client in record.accepted] == [0, 1, 2]
 

@@ -118,8 +118,8 @@ class LocalTransport(Transport):
         trained = [client for client, kept in enumerate(self.kept) if kept.get("local")]
         if not (self.server.shared.personal and trained):
             return evaluate(model.to(device), batches, task=task).result()
-        found = [evaluate(self.with_own(model, client).to(device), batches, task=task).result() for client in trained]
-        return {name: float(np.mean([metrics[name] for metrics in found])) for name in found[0]}
+        results = [evaluate(self.with_own(model, client).to(device), batches, task=task).result() for client in trained]
+        return {name: float(np.mean([result[name] for result in results])) for name in results[0]}
 
     def model(self, tensors: Named, batches: int = 0) -> nn.Module:
         """Return a copy of the shared network in evaluation mode.
@@ -212,13 +212,13 @@ class LocalTransport(Transport):
     def _as_one_program(self, instruction: Instruction, clients: Sequence[int]) -> list[Result]:
         loaders = [self.clients.loaders[client] for client in clients]
         if not all(isinstance(loader, SeededBatches) for loader in loaders):
-            raise CannotVectorise("its clients need batches that it draws itself: give SeededBatches")
+            raise CannotVectorise("one program must draw the batches itself: give SeededBatches")
         sources = [LoaderSource(self.clients, client, self._rounds) for client in clients]
         if any(len(source.samples) < 2 for source in sources):
-            raise CannotVectorise("batches of one program need at least 2 samples, but a client has fewer")
+            raise CannotVectorise("one program needs at least 2 samples per client, but a client has fewer")
         exchanges = instruction.phase is Phase.EXCHANGE
         if exchanges and self.server.defence.active:
-            raise CannotVectorise(f"{self.server.method.name} with a defence averages robustly within a step")
+            raise CannotVectorise(f"{self.server.method.name} with a defence averages robustly within a step, which one program cannot")
         with ExitStack() as returned:
             lent = [returned.enter_context(self._on_cpu.lend()) for _ in clients]
             connect = unneeded if exchanges else None

@@ -115,12 +115,12 @@ class Fallback:
     """Report, once per reason, that a cohort is computed one by one, although one program was requested."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._reasons: set[str] = set()
 
     def say(self, reason: CannotVectorise) -> None:
         """Log ``reason``, unless it was logged before."""
-        if str(reason) not in self._said:
-            self._said.add(str(reason))
+        if str(reason) not in self._reasons:
+            self._reasons.add(str(reason))
             LOGGER.warning("engine 'vectorised': these clients work one by one: %s", reason)
 
 
@@ -188,21 +188,21 @@ def measure_together(
     Raises:
         CannotVectorise: torch cannot batch the network.
     """
-    first, found = rounds[0], [dict[str, list[Moments]]() for _ in rounds]
+    first, by_client = rounds[0], [dict[str, list[Moments]]() for _ in rounds]
     template = _template(first, device)
-    on, left = inputs_like(template).device, {row: iter(own) for row, own in enumerate(inputs)}
+    on, iterators = inputs_like(template).device, {row: iter(own) for row, own in enumerate(inputs)}
 
     def answer(model: nn.Module, x: Tensor) -> Tensor:
         forward(model, x)
         return x.new_zeros(())
 
-    with _refused(), torch.no_grad(), measuring(template, first.asked) as observed:
+    with _refused(), torch.no_grad(), measuring(template, first.statistics_pass) as observed:
         stack = Stack([round.model for round in rounds], template)
-        while now := {row: (x,) for row, own in left.items() if (x := next(own, None)) is not None}:
-            for rows, (x,) in groups(now):
+        while batches := {row: (x,) for row, own in iterators.items() if (x := next(own, None)) is not None}:
+            for rows, (x,) in groups(batches):
                 _, seen = stack.run(rows, answer, (x.to(on),), observed)
-                _add(found, rows, seen)
-    for round, own in zip(rounds, found, strict=True):
+                _add(by_client, rows, seen)
+    for round, own in zip(rounds, by_client, strict=True):
         round.moments = {layer: moments.to(inputs_like(round.model).device) for layer, moments in pooled(own).items()}
 
 
@@ -311,8 +311,8 @@ class _Training:
         if self.scheduler is not None:
             self.scheduler.step()
         self.number += 1
-        if left := [row for row, length in enumerate(self.lengths) if length == self.number]:
-            self._leave(left)
+        if finished := [row for row, length in enumerate(self.lengths) if length == self.number]:
+            self._leave(finished)
 
     def _forward(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
         """Return the sum of the clients' losses. Its gradient for a client is that of the client's own loss."""
@@ -394,10 +394,10 @@ def _template(round: LocalRound, device: torch.device | None) -> nn.Module:
     return copied(round.model).to(device or inputs_like(round.model).device)
 
 
-def _add(found: Sequence[dict[str, list[Moments]]], rows: Sequence[int], seen: Seen) -> None:
+def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], seen: Seen) -> None:
     for layer, parts in seen.items():
         for row, moments in zip(rows, parts, strict=True):
-            found[row].setdefault(layer, []).extend(moments)
+            by_client[row].setdefault(layer, []).extend(moments)
 
 
 @contextmanager
@@ -411,5 +411,5 @@ def _refused() -> Iterator[None]:
     except CannotVectorise:
         raise
     except Exception as error:
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise CannotVectorise(f"torch cannot batch this network or task over clients ({type(error).__name__}: {said})") from error
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise CannotVectorise(f"torch cannot batch this network or task over clients ({type(error).__name__}: {line})") from error
