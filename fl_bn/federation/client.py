@@ -384,7 +384,7 @@ class LocalRound:
             ValueError: A step was made already, or ``batches`` would be used up before training.
         """
         if self.steps:
-            raise ValueError("round.measure is for the shared weights, as they are before training: call it before the first step")
+            raise ValueError("round.measure is for the shared weights: measure before the first step")
         if self.trains and isinstance(batches, Iterator):
             raise ValueError(
                 f"round.measure got a {type(batches).__name__}, which it would use up before training: give a list of batches or a "

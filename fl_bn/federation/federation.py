@@ -56,8 +56,7 @@ class Federation:
     >>> [record.round for record in federation.run(rounds=2)]
     [1, 2]
 
-    ``history`` has every round's record, ``model`` the network as evaluated last. More:
-    docs/start/plain-torch.md.
+    ``history`` has all records, ``model`` the network as evaluated last. More: docs/start/plain-torch.md.
 
     Args:
         model: The network as you wrote it, not converted. It stays unchanged.

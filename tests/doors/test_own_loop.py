@@ -178,7 +178,7 @@ def test_hbn_without_its_pass_is_refused() -> None:
 def test_another_method_s_model_is_refused() -> None:
     _, asked = started()
     model = convert(rough_network("plain"), methods.hbn())
-    with pytest.raises(ValueError, match="converted for the same method"), local_round(model, methods.hbn(), asked):
+    with pytest.raises(ValueError, match="converted for its method"), local_round(model, methods.hbn(), asked):
         pass
 
 

@@ -203,7 +203,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
             "the exchange would be in plaintext at server.example: give exch",
         ),
         ({"resume": "latest"}, "resume needs output and checkpoint-every, with the values of the run that it continues"),
-        ({"resume": "latest", "checkpoint_every": 1, "output": ""}, "resume needs the output"),
+        ({"resume": "latest", "checkpoint_every": 1, "output": ""}, "resume needs output"),
         ({"clients": 3, "min_cohort": 4}, "min-cohort must not exceed a cohort, 3 of clients=3, but got 4"),
         ({"clients": 10, "fraction": 0.5, "min_cohort": 6}, "min-cohort must not exceed a cohort, 5 of clients=10, but got 6"),
         ({"clients": 5, "join_rounds": "5:2"}, "join-rounds must name clients 0..4, since clients=5, but got client 5"),

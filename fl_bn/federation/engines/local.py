@@ -215,7 +215,7 @@ class LocalTransport(Transport):
             raise CannotVectorise("one program must draw the batches itself: give SeededBatches")
         sources = [LoaderSource(self.clients, client, self._rounds) for client in clients]
         if any(len(source.samples) < 2 for source in sources):
-            raise CannotVectorise("one program needs at least 2 samples per client, but a client has fewer")
+            raise CannotVectorise("the batches of one program need at least 2 samples per client, but a client has fewer")
         exchanges = instruction.phase is Phase.EXCHANGE
         if exchanges and self.server.defence.active:
             raise CannotVectorise(f"{self.server.method.name} with a defence averages robustly within a step, which one program cannot")
